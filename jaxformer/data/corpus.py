@@ -1,0 +1,121 @@
+"""A corpus as token files: made once, memory-mapped ever after."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxformer.config import DataConfig
+from jaxformer.data.text import Document, hold_out, read_documents
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+
+FORMAT = 1
+"""Raise it when the same text and settings are to give other tokens."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One end-of-text token, then the documents, each followed by one."""
+
+    tokens: np.ndarray
+    """`(n,)` uint16, or uint32 for large vocabularies; memory-mapped."""
+    documents: int
+    n_bytes: int
+    """Of the documents in UTF-8."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenized training and held-out text."""
+
+    train: Split
+    val: Split
+    tokenizer: Tokenizer
+    fingerprint: str
+    """SHA-256 over the texts and all settings that shape the tokens."""
+
+
+def cache_root() -> Path:
+    """Where caches lie: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
+    if place := os.environ.get("JAXFORMER_CACHE"):
+        return Path(place)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
+
+
+def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
+    """Read, split and tokenize the text, or find the result of an earlier time.
+
+    The tokenizer learns from the training split only.
+
+    Raises:
+      UserError: see `read_documents` and `Tokenizer.train`.
+    """
+    documents = read_documents(config.path, config.unwrap)
+    if config.val_path is None:
+        train, val = hold_out(documents, config.val_fraction)
+    else:
+        train, val = documents, read_documents(config.val_path, config.unwrap)
+    fingerprint = _fingerprint(train, val, vocab_size)
+    folder = cache_root() / "tokens" / fingerprint[:32]
+    if not folder.is_dir():
+        _build(folder, train, val, vocab_size)
+    counts = json.loads((folder / "counts.json").read_text())
+    splits = {
+        name: Split(np.load(folder / f"{name}.npy", mmap_mode="r"), **counts[name]) for name in ("train", "val")
+    }
+    return Corpus(splits["train"], splits["val"], Tokenizer.load(folder / "tokenizer.json"), fingerprint)
+
+
+def _fingerprint(train: list[Document], val: list[Document], vocab_size: int) -> str:
+    digest = hashlib.sha256(f"{FORMAT} {vocab_size}".encode())
+    for split in (train, val):
+        digest.update(f"split {len(split)}".encode())
+        for document in split:
+            text = document.text.encode()
+            digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()
+
+
+def _build(folder: Path, train: list[Document], val: list[Document], vocab_size: int) -> None:
+    """Write into a temporary folder and rename it, so that `folder` is whole or absent."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
+    try:
+        tokenizer = Tokenizer.train([d.text for d in train], vocab_size)
+        tokenizer.save(scratch / "tokenizer.json")
+        counts = {}
+        for name, documents in (("train", train), ("val", val)):
+            tokens = _tokenize(documents, tokenizer)
+            np.save(scratch / f"{name}.npy", tokens)
+            counts[name] = {"documents": len(documents), "n_bytes": sum(d.n_bytes for d in documents)}
+        (scratch / "counts.json").write_text(json.dumps(counts))
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, with the same result
+                raise
+    except OSError as error:
+        raise UserError(f"cannot write tokens to {folder.parent}: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    parts = [np.array([tokenizer.end_of_text], dtype)]
+    for start in range(0, len(documents), 16):  # a few at a time: encodings are large
+        for tokens in tokenizer.encode_batch([d.text for d in documents[start : start + 16]]):
+            parts.append(np.array([*tokens, tokenizer.end_of_text], dtype))
+    return np.concatenate(parts)

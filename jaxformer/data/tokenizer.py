@@ -1,0 +1,119 @@
+"""Byte-level BPE (Sennrich et al. 2016; over bytes as in Radford et al. 2019)."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxformer.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer:
+    """Text to token numbers and back, losslessly: every byte string has an encoding."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self._inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
+
+    @classmethod
+    def train(cls, texts: Sequence[str], vocab_size: int) -> Tokenizer:
+        """Learn merges from texts.
+
+        Raises:
+          UserError: below the 257 that bytes and end-of-text need, or more than the text has merges for.
+        """
+        if vocab_size < 257:
+            raise UserError(f"vocab_size is {vocab_size}; 256 bytes and end-of-text need at least 257.")
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        if inner.get_vocab_size() < vocab_size:
+            raise UserError(
+                f"vocab_size is {vocab_size}, but this text supports only {inner.get_vocab_size()} tokens; "
+                "use that or fewer, or more text."
+            )
+        return cls(inner)
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Read what `save` wrote."""
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UserError(f"{path} is no tokenizer that can be read: {error}.") from error
+
+    def save(self, path: Path) -> None:
+        """Write everything that `load` needs, as JSON."""
+        path.write_text(self._inner.to_str(), encoding="utf-8")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, end-of-text included."""
+        return self._inner.get_vocab_size()
+
+    @property
+    def end_of_text(self) -> int:
+        """The token between documents."""
+        return self._inner.token_to_id(END_OF_TEXT)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text."""
+        return self._inner.encode(text).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of each text, on all cores."""
+        return [e.ids for e in self._inner.encode_batch_fast(list(texts))]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.token_bytes[t] for t in tokens).decode("utf-8", "replace")
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """What each token stands for; end-of-text for nothing."""
+        # The byte-level alphabet gives each byte a printable character: printable bytes stand for themselves,
+        # the others, in order, for the characters from U+0100 on.
+        kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [b for b in range(256) if b not in kept]
+        byte_of = {chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(others)}
+        pieces = {i: piece for piece, i in self._inner.get_vocab().items()}
+        return [
+            b"" if i == self.end_of_text else bytes(byte_of[char] for char in pieces[i])
+            for i in range(self.vocab_size)
+        ]
+
+    @cached_property
+    def token_lengths(self) -> np.ndarray:
+        """Bytes of each token, `(V,)` int32."""
+        return np.array([len(b) for b in self.token_bytes], np.int32)
+
+
+class StreamDecoder:
+    """Text as it is made: holds back the bytes of a character until all of them are there."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, tokens: Iterable[int]) -> str:
+        """The characters that these tokens complete."""
+        return self._decoder.decode(b"".join(self._bytes[t] for t in tokens))
+
+    def end(self) -> str:
+        """What is left: U+FFFD for a character that never was completed."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,183 @@
+"""The decoder-only transformer: every rung of the ladder from one head without residuals to RMSNorm, and on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import ModelConfig, at_least
+from jaxformer.errors import UserError
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.block import Block
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.mlp import MLP
+from jaxformer.nn.norms import NORMS
+from jaxformer.ops import masks
+from jaxformer.ops.cache import KVCache, init_cache, write_positions
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """The shape of a `Decoder`. The defaults are the `residual` rung."""
+
+    d_model: int = 256
+    n_blocks: int = 1
+    n_heads: int = 1
+    n_kv_heads: int | None = None
+    """Key/value heads that the query heads share; without it, as many as n_heads."""
+    head_dim: int | None = None
+    """Width of a head; without it, d_model / n_heads."""
+    scaled: bool = True
+    """Divide the scores by the square root of the head's width."""
+    projection_std: float | None = None
+    """Of W_Q, W_K, W_V, W_O at first; without it, 1/sqrt(d_model)."""
+    output_projection: bool = False
+    """Multiply the concatenated heads by W_O."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys."""
+    window: int | None = None
+    """Positions a query looks back at, itself included; without it, all."""
+    d_ff: tuple[int, ...] = (2048, 2048)
+    """Widths of the MLP's hidden layers."""
+    activation: Literal["relu", "squared_relu", "gelu", "swiglu"] = "relu"
+    bias: bool = True
+    """Biases in the MLP."""
+    residual: bool = True
+    norm: Literal["none", "rmsnorm", "layernorm"] = "none"
+    norm_placement: Literal["pre", "post"] = "pre"
+    final_norm: bool = False
+    """One more norm before the logits."""
+    positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
+    rope_base: float = 10_000.0
+    embedding_std: float = 1.0
+    unembedding: Literal["mlp", "linear", "tied"] = "linear"
+    """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "d_model", "n_blocks", "n_heads")
+        for name in ("n_kv_heads", "head_dim", "window"):
+            if getattr(self, name) is not None:
+                at_least(self, 1, name)
+        if any(width < 1 for width in self.d_ff):
+            raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
+        if self.head_dim is None and self.d_model % self.n_heads:
+            fits = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
+            near = min(fits, key=lambda h: abs(h - self.n_heads))
+            raise UserError(
+                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; "
+                f"use {near} heads, or set head_dim."
+            )
+        if self.n_heads % self.kv_heads:
+            raise UserError(
+                f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.kv_heads}; "
+                "every key/value head serves equally many query heads."
+            )
+        if not self.output_projection and self.n_heads * self.width_of_head != self.d_model:
+            raise UserError(
+                f"{self.n_heads} heads of width {self.width_of_head} make {self.n_heads * self.width_of_head}, "
+                f"not d_model {self.d_model}; set output_projection."
+            )
+        if self.positions == "rope" and self.width_of_head % 2:
+            raise UserError(f"RoPE turns pairs of features; a head of width {self.width_of_head} must be even.")
+        if self.unembedding == "mlp" and self.residual:
+            raise UserError("unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
+                            "the residual stream; set residual to false or use 'linear'.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    @property
+    def kv_heads(self) -> int:
+        """G."""
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def width_of_head(self) -> int:
+        """K."""
+        return self.head_dim or self.d_model // self.n_heads
+
+    def build(self) -> Decoder:
+        return Decoder(self)
+
+
+class Decoder(nn.Module):
+    """One sequence in, the logits of each next token out: `(T,)` int32 to `(T, V)`."""
+
+    config: DecoderConfig
+
+    def setup(self) -> None:
+        c = self.config
+        attention = partial(
+            MultiHeadAttention, c.n_heads, c.kv_heads, c.width_of_head, c.scaled, c.projection_std,
+            c.output_projection, c.qk_norm, c.rope_base if c.positions == "rope" else None,
+        )  # fmt: skip
+        norm = NORMS.get(c.norm)
+        widths = [c.d_model] * c.n_blocks
+        if c.unembedding == "mlp":
+            widths[-1] = c.vocab_size
+        self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model, c.positions, c.embedding_std)
+        self.blocks = [
+            Block(
+                attention, partial(MLP, c.d_ff, width, c.activation, c.bias), norm, c.norm_placement,
+                c.residual, c.dropout,
+            )
+            for width in widths
+        ]  # fmt: skip
+        if norm is not None and c.final_norm:
+            self.final_norm = norm()
+        if c.unembedding == "linear":
+            init = nn.initializers.normal(c.d_model**-0.5)
+            self.W_out = self.param("W_out", init, (c.d_model, c.vocab_size))
+
+    def __call__(self, tokens_T: jax.Array) -> jax.Array:
+        """Logits `(T, V)`; T is at most the context length, unless positions are 'rope', 'sinusoidal' or 'none'."""
+        positions_T = jnp.arange(len(tokens_T))
+        x_TD = self.embedding(tokens_T, positions_T)
+        mask_TT = self.mask(positions_T, positions_T)
+        for block in self.blocks:
+            x_TD, _ = block(x_TD, positions_T, mask_TT)
+        return self.unembed(x_TD)
+
+    def extend(
+        self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int
+    ) -> tuple[jax.Array, KVCache]:
+        """Logits `(T, V)` of tokens that follow what the cache holds, and the cache with them added at `slot`.
+
+        Prefill is T tokens at slot 0, a decode step is one token. A place whose position is `masks.EMPTY` is
+        padding: nothing ever sees it, and its own logits mean nothing.
+        """
+        position_S = write_positions(cache.position_S, positions_T, slot)
+        mask_TS = self.mask(positions_T, position_S)
+        x_TD = self.embedding(tokens_T, positions_T)
+        layers = []
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x_TD, layer = block(x_TD, positions_T, mask_TS, layer, slot)
+            layers.append(layer)
+        return self.unembed(x_TD), KVCache(tuple(layers), position_S)
+
+    def unembed(self, x_TD: jax.Array) -> jax.Array:
+        """Residual stream `(T, D)` to logits `(T, V)`."""
+        c = self.config
+        if c.norm != "none" and c.final_norm:
+            x_TD = self.final_norm(x_TD)
+        if c.unembedding == "mlp":
+            return x_TD
+        return self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
+
+    def mask(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+        """Who sees whom, `(T, S)`, from positions."""
+        mask_TS = masks.causal(query_T, key_S) & masks.padding(query_T, key_S)
+        if self.config.window is not None:
+            mask_TS &= masks.sliding_window(query_T, key_S, self.config.window)
+        return mask_TS
+
+    def init_cache(self, n_slots: int, dtype: jnp.dtype = jnp.float32) -> KVCache:
+        """An empty cache for one sequence."""
+        c = self.config
+        return init_cache(c.n_blocks, c.kv_heads, n_slots, c.width_of_head, dtype)

@@ -1,0 +1,54 @@
+"""The first two rungs: language models without attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import ModelConfig, at_least
+from jaxformer.errors import UserError
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.mlp import MLP
+
+
+@dataclass(frozen=True)
+class MLPConfig(ModelConfig):
+    """The shape of an `MLPLanguageModel`."""
+
+    d_model: int = 256
+    d_ff: tuple[int, ...] = (2048, 2048)
+    """Widths of the hidden layers."""
+    concatenate: bool = False
+    """One MLP on all positions at once, instead of on each alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "d_model")
+        if any(width < 1 for width in self.d_ff):
+            raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
+
+    def build(self) -> MLPLanguageModel:
+        return MLPLanguageModel(self)
+
+
+class MLPLanguageModel(nn.Module):
+    """Embedding, positions, MLP, logits.
+
+    On each position alone it is a 1-gram model, `(T,)` to `(T, V)`. On all positions concatenated it needs a
+    full window and predicts what follows it, `(context_length,)` to `(1, V)`; its first matrix grows with
+    the square of T·D.
+    """
+
+    config: MLPConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model)
+        self.mlp = MLP(c.d_ff, c.vocab_size)
+
+    def __call__(self, tokens_T: jax.Array) -> jax.Array:
+        x_TD = self.embedding(tokens_T, jnp.arange(len(tokens_T)))
+        return self.mlp(x_TD.reshape(1, -1) if self.config.concatenate else x_TD)

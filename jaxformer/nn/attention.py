@@ -1,0 +1,81 @@
+"""Multi-head attention with its parameters."""
+
+from math import sqrt
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.ops.attention import attention
+from jaxformer.ops.cache import LayerCache, write_layer
+from jaxformer.ops.norms import rms_norm
+from jaxformer.ops.positions import rope
+
+
+class MultiHeadAttention(nn.Module):
+    """Self-attention over one sequence (Vaswani et al. 2017, section 3.2.2).
+
+    Attributes:
+      n_heads, n_kv_heads: query heads H, and key/value heads G that they share; G divides H.
+      head_dim: width K of a head.
+      scaled: divide the scores by √K.
+      init_std: standard deviation of every projection at first; None for 1/√D.
+      output_projection: concatenated heads times `W_O`; without it the output is the heads, `(T, H·K)`.
+      qk_norm: RMS-normalise every query and key, with learned gains (Henry et al. 2020).
+      rope_base: rotate queries and keys by their position; None for no rotation.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scaled: bool = True
+    init_std: float | None = None
+    output_projection: bool = True
+    qk_norm: bool = False
+    rope_base: float | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        positions_T: jax.Array,
+        mask_TS: jax.Array | None,
+        cache: LayerCache | None = None,
+        slot: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """`(T, D)` to `(T, D)`. With a cache, keys and values are written to it at `slot` and read from it."""
+        T, D = x_TD.shape
+        H, G, K = self.n_heads, self.n_kv_heads, self.head_dim
+        init = nn.initializers.normal(self.init_std or 1 / sqrt(D))
+        W_Q = self.param("W_Q", init, (D, H, K))
+        W_K = self.param("W_K", init, (D, G, K))
+        W_V = self.param("W_V", init, (D, G, K))
+        # One matrix product for all three; heads first, because that is what attention multiplies fastest.
+        qkv = jnp.einsum("td,dnk->ntk", x_TD, jnp.concatenate([W_Q, W_K, W_V], axis=1))
+        q_HTK, k_GTK, v_GTK = jnp.split(qkv, [H, H + G])
+        if self.qk_norm:
+            q_HTK = rms_norm(q_HTK, self.param("gamma_Q", nn.initializers.ones, (K,)))
+            k_GTK = rms_norm(k_GTK, self.param("gamma_K", nn.initializers.ones, (K,)))
+        if self.rope_base is not None:
+            q_HTK = rope(q_HTK, positions_T, self.rope_base)
+            k_GTK = rope(k_GTK, positions_T, self.rope_base)
+        if cache is not None:
+            cache = write_layer(cache, k_GTK, v_GTK, slot)
+            k_GTK, v_GTK = cache
+        y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask_TS)
+        if not self.output_projection:
+            return y_HTK.transpose(1, 0, 2).reshape(T, H * K), cache
+        W_O = self.param("W_O", init, (H, K, D))
+        return jnp.einsum("htk,hkd->td", y_HTK, W_O), cache
+
+    def attend(
+        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask_TS: jax.Array | None
+    ) -> jax.Array:
+        """Everything that attends goes through here, so that a probe can see (`nn.intercept_methods`) what
+        it was given, without a hook in the model."""
+        return attention(q_HTK, k_GSK, v_GSK, mask_TS, self.scale)
+
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied by."""
+        return 1 / sqrt(self.head_dim) if self.scaled else 1.0

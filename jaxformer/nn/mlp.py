@@ -1,0 +1,54 @@
+"""The multi-layer perceptron."""
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "gelu": jax.nn.gelu,
+    "swiglu": jax.nn.silu,
+}
+"""Activations by the names that configs use. 'swiglu' gates: silu(x W_gate) · (x W) (Shazeer 2020)."""
+
+
+def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
+    """U(-1/√fan_in, 1/√fan_in): what `torch.nn.Linear` starts from, for its matrix and its bias."""
+
+    def init(key: jax.Array, shape: Sequence[int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -1 / sqrt(fan_in), 1 / sqrt(fan_in))
+
+    return init
+
+
+class MLP(nn.Module):
+    """Linear layers with an activation between them: `(…, D)` to `(…, d_out)`.
+
+    Parameters `W_1`, `b_1`, …, in the order in which they are used; `W_gate_i` beside `W_i` for 'swiglu'.
+    """
+
+    hidden: tuple[int, ...]
+    d_out: int
+    activation: str = "relu"
+    bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        act = ACTIVATIONS[self.activation]
+        for i, width in enumerate((*self.hidden, self.d_out), start=1):
+            init = uniform_fan_in(x.shape[-1])
+            y = x @ self.param(f"W_{i}", init, (x.shape[-1], width))
+            if self.bias:
+                y = y + self.param(f"b_{i}", init, (width,))
+            if i > len(self.hidden):
+                return y
+            if self.activation == "swiglu":
+                y = act(x @ self.param(f"W_gate_{i}", init, (x.shape[-1], width))) * y
+            else:
+                y = act(y)
+            x = y
+        return x

@@ -1,0 +1,61 @@
+"""Scaled dot-product attention (Vaswani et al. 2017, equation 1) on one example, heads first.
+
+Query heads may share key/value heads (Ainslie et al. 2023): head h reads group h // (H / G).
+"""
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30
+"""What a masked score becomes. Finite, so that a row with nothing visible gives no NaN."""
+
+
+def attention_weights(
+    q_HTK: jax.Array, k_GSK: jax.Array, mask_TS: jax.Array | None = None, scale: float = 1.0
+) -> jax.Array:
+    """softmax(scale · q kᵀ) over the visible keys.
+
+    Args:
+      q_HTK: queries; H must be a multiple of G.
+      k_GSK: keys.
+      mask_TS: True where a query may look; None lets every query see every key.
+      scale: what the scores are multiplied by, 1/√K in the paper.
+
+    Returns:
+      `(H, T, S)` float32. A row sums to one, or to zero where the query sees nothing.
+    """
+    H, T, K = q_HTK.shape
+    G, S, _ = k_GSK.shape
+    q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
+    scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=jnp.float32)
+    scores_HTS = scores.reshape(H, T, S)
+    if mask_TS is None:
+        return jax.nn.softmax(scores_HTS)
+    weights_HTS = jax.nn.softmax(jnp.where(mask_TS, scores_HTS, MASKED))
+    return jnp.where(mask_TS.any(axis=-1, keepdims=True), weights_HTS, 0.0)
+
+
+def attention(
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    v_GSK: jax.Array,
+    mask_TS: jax.Array | None = None,
+    scale: float = 1.0,
+) -> jax.Array:
+    """Weighted sums of the values, `(H, T, K)` in the dtype of the values; see `attention_weights`.
+
+    A query that sees nothing gets zeros, and passes no gradient.
+    """
+    weights_HTS = attention_weights(q_HTK, k_GSK, mask_TS, scale).astype(v_GSK.dtype)
+    H, T, S = weights_HTS.shape
+    G = v_GSK.shape[0]
+    mixed = jnp.einsum("grts,gsk->grtk", weights_HTS.reshape(G, H // G, T, S), v_GSK)
+    return mixed.reshape(H, T, v_GSK.shape[-1])
+
+
+def row_entropy(weights: jax.Array) -> jax.Array:
+    """Shannon entropy in nats of distributions along the last axis; 0·log 0 counts as 0.
+
+    log S for a uniform row of S, 0 for a one-hot row and for a row of zeros.
+    """
+    return -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), axis=-1)

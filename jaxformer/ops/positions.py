@@ -1,0 +1,26 @@
+"""Positions without parameters."""
+
+import jax
+import jax.numpy as jnp
+
+
+def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
+    """The encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
+    PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle."""
+    rates = 10_000.0 ** (-jnp.arange(0, d_model, 2) / d_model)
+    angles = positions_T[:, None] * rates[None, :]
+    both = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return both.reshape(len(positions_T), -1)[:, :d_model]
+
+
+def rope(x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0) -> jax.Array:
+    """Rotary embedding (Su et al. 2021, equation 34): feature i is turned with feature i + K/2 by the angle
+    position · base^(-2i/K), so that scores depend on distances only. K must be even.
+
+    Features are paired across halves, as in GPT-NeoX and Llama checkpoints of Hugging Face.
+    """
+    half = x_HTK.shape[-1] // 2
+    angles_TK = positions_T[:, None] * base ** (-jnp.arange(half) / half)[None, :]
+    cos, sin = jnp.cos(angles_TK).astype(x_HTK.dtype), jnp.sin(angles_TK).astype(x_HTK.dtype)
+    a, b = x_HTK[..., :half], x_HTK[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
