@@ -1,0 +1,67 @@
+"""How well a model predicts a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, inf, log
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxformer.config import ModelConfig
+from jaxformer.data.windows import eval_batches
+from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.runs import abstract_params
+from jaxformer.sharding import batch_split
+from jaxformer.train.step import make_eval_step
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation."""
+
+    loss: float
+    """Nats a token, the mean over all predicted tokens."""
+    bits_per_byte: float
+    """All bits over all UTF-8 bytes of the predicted tokens; comparable between tokenizers. The bits of the
+    end-of-text tokens count, their bytes are none."""
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    return exp(loss) if loss < 700 else inf
+
+
+class Evaluator:
+    """Measures parameters on one text, with one compiled step."""
+
+    def __init__(
+        self, model: nn.Module, config: ModelConfig, tokens: np.ndarray, token_lengths: np.ndarray,
+        batch_size: int, mesh: Mesh,
+    ) -> None:  # fmt: skip
+        self._step: Callable = make_eval_step(model, mesh)
+        self._split = batch_split(mesh)
+        self._tokens, self._token_lengths = tokens, token_lengths
+        self._batch_size, self._length = batch_size, config.context_length + 1
+        window = jax.ShapeDtypeStruct((self._length,), np.int32)
+        predicted = jax.eval_shape(lambda p, t: next_token_nll(model, p, t), abstract_params(model, config), window)
+        self._n_predicted = predicted.shape[0]
+
+    def __call__(self, params: Params, n_windows: int | None = None) -> Evaluation:
+        """On the whole text, each token predicted once, or on `n_windows` evenly spread windows of it."""
+        nats = tokens = n_bytes = 0.0
+        batches = eval_batches(self._tokens, self._length, self._n_predicted, self._batch_size, n_windows)
+        for batch, weights in batches:
+            nats += float(self._step(params, *jax.device_put((batch, weights), self._split)))
+            tokens += weights.sum()
+            n_bytes += (self._token_lengths[batch[:, -self._n_predicted :]] * weights).sum()
+        return Evaluation(float(nats / tokens), float(nats / log(2) / max(n_bytes, 1)), int(tokens))

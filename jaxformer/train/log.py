@@ -1,0 +1,123 @@
+"""What a run tells: lines in the terminal, `metrics.jsonl`, and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxformer.runs import METRICS, PLOTS
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Log:
+    """Writes rows of metrics to the run's folder, and shows them with a progress bar."""
+
+    def __init__(self, folder: Path, start: int, steps: int) -> None:
+        self._file = (folder / METRICS).open("a", encoding="utf-8")
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal, transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("training", total=steps, completed=start, note="")
+
+    def __enter__(self) -> Log:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._file.close()
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=step)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Store a row; show it in the bar, and as a line if it holds a validation."""
+        self._file.write(json.dumps(_finite(row)) + "\n")
+        self._file.flush()
+        if "tokens_per_s" in row:
+            self._progress.update(
+                self._task, note=f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
+            )
+        if "val_loss" in row:
+            console.print(line(row), markup=False)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the log as the sources print it."""
+    parts = [f"step {row['step']:>6,}", f"epoch {row['epoch']:.2f}", f"{row['tokens']:>12,} tokens"]
+    if "loss" in row:
+        parts.append(f"train {row['loss']:.3f} (ppl {row['ppl']:.2f})")
+    parts.append(f"val {row['val_loss']:.3f} (ppl {row['val_ppl']:.2f}, {row['val_bpb']:.3f} bits/byte)")
+    if "entropy" in row:
+        blocks = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
+        parts.append(f"entropy {blocks}")
+    if "step_ms" in row:
+        parts.append(f"{row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run; a last line that was cut off in the middle is left out."""
+    rows = []
+    file = folder / METRICS
+    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            rows.append(json.loads(text))
+        except ValueError:
+            break
+    return rows
+
+
+def cut_metrics(folder: Path, step: int) -> None:
+    """Keep the rows up to a step, so that a resumed run writes none twice."""
+    kept = [row for row in read_metrics(folder) if row["step"] <= step]
+    scratch = folder / f"{METRICS}.new"
+    scratch.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    scratch.replace(folder / METRICS)
+
+
+def plot(folder: Path) -> None:
+    """Draw losses and entropies over steps as PNG files in the run's plots/."""
+    from matplotlib.figure import Figure  # slow to import, and only needed here
+
+    rows = read_metrics(folder)
+    (folder / PLOTS).mkdir(exist_ok=True)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for key, label in (("loss", "training batch"), ("val_loss", "held-out text")):
+        points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+        axes.plot(*zip(*points, strict=True), label=label, linewidth=1 if key == "loss" else 2)
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.legend()
+    figure.savefig(folder / PLOTS / "loss.png", dpi=120)
+    traced = [r for r in rows if r.get("entropy")]
+    if not traced:
+        return
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for block, heads in enumerate(traced[0]["entropy"]):
+        for head in range(len(heads)):
+            axes.plot(
+                [r["step"] for r in traced], [r["entropy"][block][head] for r in traced],
+                color=f"C{block % 10}", label=f"block {block}" if head == 0 else None,
+            )  # fmt: skip
+    axes.set(xlabel="step", ylabel="mean attention entropy (nats), a line a head")
+    axes.legend()
+    figure.savefig(folder / PLOTS / "entropy.png", dpi=120)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: null instead."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value
