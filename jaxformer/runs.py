@@ -102,6 +102,19 @@ def read_config(folder: Path) -> Config:
     return from_dict(Config, {**values, "model": from_dict(model_class, model, f"{file}: model")}, str(file))
 
 
+def latest_run(parent: Path) -> Path:
+    """The run below a folder that was written to last.
+
+    Raises:
+      UserError: there is none.
+    """
+    runs = list(parent.glob(f"*/{CONFIG}"))
+    if not runs:
+        raise UserError(f"there is no run below {parent}; name one with --run, or train one with train.py.")
+    newest = max(runs, key=lambda file: (file.parent / METRICS if (file.parent / METRICS).exists() else file).stat().st_mtime)
+    return newest.parent
+
+
 def _model_class(kind: Any) -> type[ModelConfig]:
     """The config class that `file.Class` names; only `jaxformer.models` is searched."""
     module_name, _, class_name = str(kind).partition(".")
@@ -128,7 +141,8 @@ class Checkpoints:
             [
                 checkpoint_managers.LatestN(2),
                 checkpoint_managers.BestN(
-                    lambda metrics: -metrics["val_loss"], n=1, keep_checkpoints_without_metrics=False
+                    get_metric_fn=lambda metrics: -metrics["val_loss"], n=1,
+                    keep_checkpoints_without_metrics=False,
                 ),
             ]
         )

@@ -35,6 +35,13 @@ class Evaluation:
         """exp(loss)."""
         return perplexity(self.loss)
 
+    def as_row(self) -> dict[str, float]:
+        """By the names of the log."""
+        return {
+            "val_loss": self.loss, "val_ppl": self.perplexity, "val_bpb": self.bits_per_byte,
+            "val_tokens": self.tokens,
+        }  # fmt: skip
+
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where a float cannot hold it."""

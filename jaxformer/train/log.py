@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxformer.runs import METRICS, PLOTS
+from jaxformer.runs import METRICS, PLOTS, SAMPLES
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -76,12 +77,21 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_metrics(folder: Path, step: int) -> None:
-    """Keep the rows up to a step, so that a resumed run writes none twice."""
-    kept = [row for row in read_metrics(folder) if row["step"] <= step]
-    scratch = folder / f"{METRICS}.new"
-    scratch.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    scratch.replace(folder / METRICS)
+def cut_log(folder: Path, step: int) -> None:
+    """Keep the metrics and samples up to a step, so that a resumed run writes none twice."""
+    kept = [json.dumps(row) + "\n" for row in read_metrics(folder) if row["step"] <= step]
+    _replace(folder / METRICS, "".join(kept))
+    if (folder / SAMPLES).is_file():
+        samples = (folder / SAMPLES).read_text(encoding="utf-8")
+        entries = re.split(r"^(?=\[step [\d,]+, temperature )", samples, flags=re.MULTILINE)[1:]
+        kept = [e for e in entries if int(e[6 : e.index(", temp")].replace(",", "")) <= step]
+        _replace(folder / SAMPLES, "".join(kept))
+
+
+def _replace(file: Path, text: str) -> None:
+    scratch = file.with_name(f"{file.name}.new")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
 
 
 def plot(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from jaxformer.errors import UserError
 from jaxformer.runs import Checkpoints
 from jaxformer.sharding import batch_split, replicated
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, cut_metrics
+from jaxformer.train.log import Log, cut_log
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 from jaxformer.train.step import TrainState, init_state, make_train_step
 
@@ -68,99 +69,106 @@ def train(
     With `resume` it goes on from the folder's last checkpoint, and everything after that is the same to the
     last bit as if the run had never stopped.
     """
-    windows = make_windows(config, corpus)
     model = config.model.build()
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = make_schedule(config.optimizer, config.steps)
     train_step = make_train_step(config, model, optimizer, mesh)
+    t, windows, split = config.train, make_windows(config, corpus), batch_split(mesh)
+    tokens_per_step = t.batch_size * config.model.context_length
     evaluate = Evaluator(
-        model, config.model, corpus.val.tokens, corpus.tokenizer.token_lengths, config.train.batch_size, mesh
+        model, config.model, corpus.val.tokens, corpus.tokenizer.token_lengths, t.batch_size, mesh
     )
-    split, t = batch_split(mesh), config.train
-    tokens_per_step = t.batch_size * (windows.length - 1)
+    evaluation: Evaluation | None = None
 
     with Checkpoints(folder) as checkpoints, catch_signals() as caught:
-        start, val_loss = 0, None
         if resume:
             start, state, val_loss = _restore(checkpoints, config, model, optimizer, mesh, corpus)
-            cut_metrics(folder, start)
+            cut_log(folder, start)
         else:
-            state = init_state(config, model, optimizer, mesh)
+            start, state, val_loss = 0, init_state(config, model, optimizer, mesh), None
 
-        def measure(step: int, state: TrainState, batch: np.ndarray, last: bool) -> dict[str, Any]:
+        def save(step: int) -> None:
+            position = {"step": step, "fingerprint": corpus.fingerprint, "val_loss": val_loss}
+            checkpoints.save(step, state.params, state.opt_state, position, val_loss)
+
+        def measure(step: int, batch: np.ndarray) -> dict[str, Any]:
+            """Validation and hooks, where they are due."""
             nonlocal val_loss, evaluation
             row: dict[str, Any] = {}
+            last = step == config.steps
             if step % t.eval_every == 0 or last:
                 evaluation = evaluate(state.params, None if last else t.eval_windows)
                 val_loss = evaluation.loss
-                row |= {"val_loss": val_loss, "val_ppl": evaluation.perplexity}
-                row |= {"val_bpb": evaluation.bits_per_byte, "val_tokens": evaluation.tokens}
+                row |= evaluation.as_row()
             for hook in hooks:
                 if (step % hook.every == 0 and (step or hook.at_start)) or last:
                     row |= hook.call(step, state, batch) or {}
             return row
 
-        def save(step: int, state: TrainState) -> None:
-            position = {"step": step, "fingerprint": corpus.fingerprint, "val_loss": val_loss}
-            checkpoints.save(step, state.params, state.opt_state, position, val_loss)
-
-        def ended(status: Literal["done", "interrupted", "non_finite"], step: int) -> Outcome:
-            return Outcome(status, step, state, batch, evaluation if status == "done" else None, caught.number)
-
-        evaluation: Evaluation | None = None
-        batch = windows[min(start, config.steps - 1)]
         with Log(folder, start, config.steps) as log:
             if start == 0:
-                log.row({"step": 0, "epoch": 0.0, "tokens": 0, **measure(0, state, batch, last=False)})
-            if start >= config.steps:
-                evaluation = evaluate(state.params)
-                return ended("done", start)
-            stream = windows.stream(start, config.steps)
-            since, steps_since, waited = time.perf_counter(), 0, 0.0
-            healthy = state.healthy
+                log.row({"step": 0, "epoch": 0.0, "tokens": 0, **measure(0, windows[0])})
+            paces = [t.log_every, t.eval_every, t.checkpoint_every, *(hook.every for hook in hooks)]
+            stream, pace, unchecked = windows.stream(start, config.steps), Pace(), deque[tuple]()
             for step in range(start + 1, config.steps + 1):
-                before_wait = time.perf_counter()
-                previous, batch = batch, next(stream)
-                waited += time.perf_counter() - before_wait
-                was_healthy = healthy
+                with pace.waiting():
+                    batch = next(stream)
                 state, loss = train_step(state, jax.device_put(batch, split), step - 1)
-                healthy, steps_since = state.healthy, steps_since + 1
-                # Looking at the step before keeps this one running meanwhile; a step that breaks leaves the
-                # state as it was, so that nothing is lost by looking late.
-                if not was_healthy:
-                    batch = previous
-                    save(step - 2, state)
-                    return ended("non_finite", step - 1)
-                last = step == config.steps
                 log.advance(step)
-                if step % t.log_every == 0 or step % t.eval_every == 0 or last:
-                    if not healthy:
-                        save(step - 1, state)
-                        return ended("non_finite", step)
-                    loss_now, elapsed = float(loss), time.perf_counter() - since
-                    row = {
-                        "step": step,
-                        "epoch": round(step / windows.steps_per_epoch, 4),
-                        "tokens": step * tokens_per_step,
-                        "loss": loss_now,
-                        "ppl": perplexity(loss_now),
-                        "lr": float(schedule(step - 1)),
-                        "step_ms": 1e3 * elapsed / steps_since,
-                        "tokens_per_s": tokens_per_step * steps_since / elapsed,
-                        "data_wait_ms": 1e3 * waited / steps_since,
-                    }
-                    log.row(row | measure(step, state, batch, last))
-                    since, steps_since, waited = time.perf_counter(), 0, 0.0
-                elif any(step % hook.every == 0 for hook in hooks):
-                    measure(step, state, batch, last)
-                if step % t.checkpoint_every == 0 or last or caught.number:
-                    if not healthy:
-                        save(step - 1, state)
-                        return ended("non_finite", step)
-                    save(step, state)
-                    if caught.number and not last:
-                        return ended("interrupted", step)
-            return ended("done", config.steps)
+                due = any(step % every == 0 for every in paces) or step == config.steps or caught.number
+                # Checking the loss of the step before keeps the device busy with this one meanwhile. Looking
+                # late loses nothing: from a step that broke on, the state stays as it was.
+                unchecked.append((step, batch, loss))
+                while len(unchecked) > (0 if due else 1):
+                    broken, its_batch, its_loss = unchecked.popleft()
+                    if not np.isfinite(its_loss):
+                        save(broken - 1)
+                        return Outcome("non_finite", broken, state, its_batch)
+                if not due:
+                    continue
+                row = {
+                    "step": step,
+                    "epoch": round(step / windows.steps_per_epoch, 4),
+                    "tokens": step * tokens_per_step,
+                    "loss": float(loss),
+                    "ppl": perplexity(float(loss)),
+                    "lr": float(schedule(step - 1)),
+                    **pace.lap(step - start, tokens_per_step),
+                }
+                log.row(row | measure(step, batch))
+                if step % t.checkpoint_every == 0 or step == config.steps or caught.number:
+                    save(step)
+                if caught.number and step < config.steps:
+                    return Outcome("interrupted", step, state, batch, signal=caught.number)
+                pace.restart(step - start)
+        return Outcome("done", max(start, config.steps), state, windows[0], evaluation or evaluate(state.params))
+
+
+class Pace:
+    """Times steps, without what is measured between them."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, steps: int) -> None:
+        """Begin a lap after so many steps."""
+        self._began, self._steps, self._waited = time.perf_counter(), steps, 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for data."""
+        before = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - before
+
+    def lap(self, steps: int, tokens_per_step: int) -> dict[str, float]:
+        """Means over the steps of this lap."""
+        n, elapsed = steps - self._steps, time.perf_counter() - self._began
+        return {
+            "step_ms": 1e3 * elapsed / n,
+            "tokens_per_s": tokens_per_step * n / elapsed,
+            "data_wait_ms": 1e3 * self._waited / n,
+        }
 
 
 def _restore(

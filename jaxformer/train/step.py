@@ -48,7 +48,10 @@ def batch_loss(model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: ja
 def make_train_step(
     config: Config, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Callable[[TrainState, jax.Array, int], tuple[TrainState, jax.Array]]:
-    """`(state, batch (B, T + 1), step)` to `(state, loss)`; the state given is donated."""
+    """`(state, batch (B, T + 1), step)` to `(state, loss)`; the state given is donated.
+
+    The loss, a float32 scalar, is finite only if all gradients, too, were, in this step and those before it.
+    """
 
     def train_step(state: TrainState, batch_BT: jax.Array, step: jax.Array) -> tuple[TrainState, jax.Array]:
         # One dropout key an example of the whole batch, so that splitting the batch changes nothing.
@@ -59,7 +62,8 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         learned = TrainState(optax.apply_updates(state.params, updates), opt_state, healthy)
         kept = TrainState(state.params, state.opt_state, healthy)
-        return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), learned, kept), loss
+        state = jax.tree.map(lambda new, old: jnp.where(healthy, new, old), learned, kept)
+        return state, jnp.where(healthy, loss, jnp.nan)
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=replicated(mesh))
 

@@ -1,0 +1,29 @@
+"""What `python train.py` runs: a small model of real English, in minutes on two CPU cores."""
+
+from dataclasses import replace
+
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.models.decoder import DecoderConfig
+
+quick = Config(
+    name="quick",
+    model=DecoderConfig(
+        vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True,
+        d_ff=(512,), norm="rmsnorm", final_norm=True,
+    ),
+    steps=1000,
+    optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=1.0),
+    train=TrainConfig(batch_size=16),
+)  # fmt: skip
+
+modern = replace(
+    quick,
+    name="modern",
+    model=replace(
+        quick.model, activation="squared_relu", bias=False, positions="rope", embedding_std=0.02,
+        unembedding="tied",
+    ),
+    optimizer=OptimizerConfig(
+        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, weight_decay=0.1, clip_norm=1.0
+    ),
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""Arguments from dataclasses, and errors in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from jaxformer.config import Config
+from jaxformer.errors import UserError
+
+T = TypeVar("T")
+
+
+def run_command(command: Callable[[list[str]], int], arguments: Sequence[str] | None = None) -> int:
+    """Call a command; the exit status. What the user can mend becomes one sentence and status 2.
+
+    `--debug` anywhere lets the traceback through.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" in arguments:
+        return command([a for a in arguments if a != "--debug"])
+    try:
+        return command(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"error: {error.strerror or error}{place}", file=sys.stderr)
+        return 2
+
+
+def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, description: str) -> T:
+    """Parse flags for every field of a dataclass, nested ones dotted.
+
+    Raises:
+      UserError: an unknown option (with the nearest known one), a value missing or of the wrong type.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                cls, args=list(arguments), default=default, prog=program, description=description,
+                config=(tyro.conf.AvoidSubcommands,),
+            )  # fmt: skip
+    except SystemExit as error:
+        if error.code in (0, None):
+            raise
+    raise UserError(_sentence(said.getvalue(), arguments))
+
+
+def _sentence(printed: str, arguments: Sequence[str]) -> str:
+    """The message inside the box that tyro draws."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in printed.splitlines()]
+    text = " ".join(lines)
+    message = " ".join(" ".join(_until_rule(printed)).split())
+    near = re.findall(r"(--[\w.-]+)", text.partition("Perhaps you meant:")[2])
+    unknown = [a.partition("=")[0] for a in arguments if a.startswith("--") and a.partition("=")[0] in message]
+    if message.startswith("Unrecognized") and unknown and near:
+        best = (get_close_matches(unknown[0], near, 1) or near)[0]
+        return f"unknown option {unknown[0]}; did you mean {best}?"
+    return f"{message.rstrip('.')}; --help lists all options."
+
+
+def _until_rule(printed: str) -> list[str]:
+    """The lines of the first box, up to its first rule."""
+    rows = [line for line in printed.splitlines() if line.startswith("│")]
+    out = []
+    for row in rows:
+        content = row.strip("│ ")
+        if content.startswith("──"):
+            break
+        out.append(content)
+    return out or [printed.strip()]
+
+
+def load_config(spec: str) -> Config:
+    """The config that `FILE` or `FILE:NAME` names; without a name, the one called like the file.
+
+    The file is Python that the user wrote, and is run.
+    """
+    path, _, name = spec.partition(":")
+    file = Path(path)
+    if not file.is_file():
+        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        raise UserError(f"there is no config file {path}" + (f"; there are {', '.join(near)}." if near else "."))
+    found_spec = importlib.util.spec_from_file_location(f"configs.{file.stem}", file)
+    if found_spec is None or found_spec.loader is None:
+        raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")
+    module = importlib.util.module_from_spec(found_spec)
+    try:
+        found_spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(f"{path} is not Python that can be read: {error}.") from error
+    configs = {key: value for key, value in vars(module).items() if isinstance(value, Config)}
+    wanted = name or file.stem
+    if wanted not in configs:
+        near = get_close_matches(wanted, configs, 1)
+        hint = f"did you mean {path}:{near[0]}?" if near else f"it has {', '.join(configs) or 'none'}."
+        raise UserError(f"{path} has no config {wanted!r}; {hint}")
+    return configs[wanted]

@@ -1,0 +1,171 @@
+"""`train.py`: train a model, watch it, save it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import load_config, parse, run_command
+from jaxformer.config import Config, differences
+from jaxformer.errors import UserError
+
+DEFAULT_CONFIG = "configs/quick.py"
+RUNS = Path("runs")
+MAY_CHANGE = {"steps", "data.path", "data.val_path"}
+"""Fields that may differ on resuming: the text is compared by its content."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of train.py: these, and every field of the config."""
+
+    fields: Annotated[Config, tyro.conf.arg(name="")]
+    config: str = DEFAULT_CONFIG
+    """FILE.py or FILE.py:NAME, the config to start from."""
+    run: str | None = None
+    """The run's folder; without it, a new one below runs/, called like the config."""
+    resume: bool = False
+    """Go on from the last checkpoint of --run, or of the newest run below runs/."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train; the exit status: 0 done, 1 not finite, 2 wrong input, 128 + the signal where interrupted."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--config", "--run"):
+        first.add_argument(flag, nargs="?")
+    first.add_argument("--resume", action="store_true")
+    known, _ = first.parse_known_args(arguments)
+
+    # jax and what stands on it are imported late: --help and mistyped options answer at once.
+    stored = None
+    if known.resume:
+        from jaxformer.runs import latest_run, read_config
+
+        folder = Path(known.run) if known.run else latest_run(RUNS)
+        stored = read_config(folder)
+    config = load_config(known.config or DEFAULT_CONFIG) if known.config or stored is None else stored
+    defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
+    asked = parse(Arguments, arguments, defaults, "train.py", "Train a model; sample from it with sample.py.")
+    config = asked.fields
+    if stored is None:
+        folder = _new_folder(asked.run, config.name)
+    else:
+        _must_be_same(folder, stored, config)
+    machine.set_up(config.train.batch_size)
+    return _train(config, folder, resume=stored is not None)
+
+
+def _train(config: Config, folder: Path, resume: bool) -> int:
+    import jax
+
+    from jaxformer.cli.hooks import make_hooks
+    from jaxformer.data.corpus import load_corpus
+    from jaxformer.inspect import first_non_finite
+    from jaxformer.runs import TOKENIZER, abstract_params, count_parameters, write_config
+    from jaxformer.sharding import make_mesh
+    from jaxformer.train.log import console, plot
+    from jaxformer.train.loop import make_windows, train
+
+    mesh = make_mesh(config.train.batch_size)
+    model = config.model.build()
+    parameters = count_parameters(abstract_params(model, config.model))
+    corpus = load_corpus(config.data, config.model.vocab_size)
+    windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False)
+
+    tell(f"run {folder}{' (resumed)' if resume else ''}")
+    tell(f"devices {mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    train_text, val_text = corpus.train, corpus.val
+    tell(
+        f"data {config.data.path}: {train_text.documents:,} documents, {len(train_text.tokens):,} tokens, "
+        f"{train_text.n_bytes / len(train_text.tokens):.2f} bytes a token; "
+        f"held out: {val_text.documents:,} documents, {len(val_text.tokens):,} tokens"
+    )
+    tell(f"parameters {parameters:,}")
+    tell(
+        f"steps {config.steps:,} of {config.train.batch_size:,} x {config.model.context_length:,} tokens, "
+        f"{config.steps / windows.steps_per_epoch:.2f} epochs, {config.optimizer.name} at {config.optimizer.learning_rate}"
+    )
+
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(folder, config)
+        corpus.tokenizer.save(folder / TOKENIZER)
+    except OSError:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    outcome = train(config, corpus, folder, mesh, make_hooks(config, model, corpus, folder), resume)
+    if outcome.status == "interrupted":
+        tell(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {shlex.quote(str(folder))}")
+        return 128 + outcome.signal
+    if outcome.status == "non_finite":
+        cause = first_non_finite(model, outcome.state.params, outcome.batch) or "nothing when computed again"
+        tell(f"step {outcome.step:,} is not finite: first {cause}.")
+        tell(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
+        return 1
+    plot(folder)
+    evaluation = outcome.evaluation
+    assert evaluation is not None
+    tell(f"sample from it: python sample.py --run {shlex.quote(str(folder))} --prompt {shlex.quote(config.train.sample_prompt)}")
+    tell(
+        f"final: step={outcome.step} val_loss={evaluation.loss:.4f} val_ppl={evaluation.perplexity:.3f} "
+        f"val_bpb={evaluation.bits_per_byte:.4f}"
+    )
+    return 0
+
+
+def _advice(config: Config) -> str:
+    """What to try against a loss that is not finite, least change first."""
+    advice = []
+    if getattr(config.model, "norm", None) == "none":
+        advice.append("a norm before every layer (--model.norm rmsnorm)")
+    advice.append(f"a lower learning rate (--optimizer.learning-rate {config.optimizer.learning_rate / 4:g})")
+    if config.optimizer.clip_norm is None:
+        advice.append("clipped gradients (--optimizer.clip-norm 1)")
+    if not config.optimizer.warmup_steps:
+        advice.append("a warm-up (--optimizer.warmup-steps 100)")
+    return ", ".join(advice)
+
+
+def _new_folder(asked: str | None, name: str) -> Path:
+    """The folder for a new run, which must not exist yet."""
+    if asked is not None:
+        folder = Path(asked)
+        if folder.exists():
+            raise UserError(f"{folder} exists; add --resume to go on with it, or choose another --run.")
+        return folder
+    folder, n = RUNS / name, 1
+    while folder.exists():
+        n += 1
+        folder = RUNS / f"{name}-{n}"
+    return folder
+
+
+def _must_be_same(folder: Path, stored: Config, asked: Config) -> None:
+    for field, old, new in differences(stored, asked):
+        if field not in MAY_CHANGE:
+            raise UserError(
+                f"{folder} was trained with {field} {_short(old)}, not {_short(new)}; leave --config and that option "
+                "out to go on with it, or start a new run."
+            )
+
+
+def _short(value: object) -> str:
+    return type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)

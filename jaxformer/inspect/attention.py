@@ -1,0 +1,47 @@
+"""What the heads look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.models.objective import Params
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.ops.attention import attention_weights, row_entropy
+
+
+def attention_maps(model: nn.Module, params: Params, tokens_T: jax.Array) -> list[jax.Array]:
+    """The attention weights of one sequence, `(H, T, S)` float32 a block, from the first block on.
+
+    The model runs as ever; its calls of `MultiHeadAttention.attend` are listened to, and the weights are made
+    from the same queries, keys and mask.
+    """
+    maps: list[jax.Array] = []
+
+    def listen(attend: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
+            q_HTK, k_GSK, _, mask_TS = args
+            maps.append(attention_weights(q_HTK, k_GSK, mask_TS, context.module.scale))
+        return attend(*args, **kwargs)
+
+    with nn.intercept_methods(listen):
+        model.apply({"params": params}, tokens_T)
+    return maps
+
+
+@partial(jax.jit, static_argnums=0)
+def attention_entropy(model: nn.Module, params: Params, tokens_BT: jax.Array) -> list[jax.Array]:
+    """Mean entropy of the rows of attention in nats, `(H,)` a block; empty for a model without attention.
+
+    log t is the most that row t can have, 0 means that every query looks at one place.
+    """
+
+    def one(tokens_T: jax.Array) -> list[jax.Array]:
+        return [row_entropy(weights_HTS).mean(axis=-1) for weights_HTS in attention_maps(model, params, tokens_T)]
+
+    return [entropy_BH.mean(axis=0) for entropy_BH in jax.vmap(one)(jnp.asarray(tokens_BT))]
