@@ -5,22 +5,24 @@ from dataclasses import replace
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.models.decoder import DecoderConfig
 
+model = DecoderConfig(
+    vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True,
+    d_ff=(512,), norm="rmsnorm", final_norm=True,
+)  # fmt: skip
+
 quick = Config(
     name="quick",
-    model=DecoderConfig(
-        vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True,
-        d_ff=(512,), norm="rmsnorm", final_norm=True,
-    ),
+    model=model,
     steps=1000,
     optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=1.0),
     train=TrainConfig(batch_size=16),
-)  # fmt: skip
+)
 
 modern = replace(
     quick,
     name="modern",
     model=replace(
-        quick.model, activation="squared_relu", bias=False, positions="rope", embedding_std=0.02,
+        model, activation="squared_relu", bias=False, positions="rope", embedding_std=0.02,
         unembedding="tied",
     ),
     optimizer=OptimizerConfig(

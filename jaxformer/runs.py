@@ -111,7 +111,9 @@ def latest_run(parent: Path) -> Path:
     runs = list(parent.glob(f"*/{CONFIG}"))
     if not runs:
         raise UserError(f"there is no run below {parent}; name one with --run, or train one with train.py.")
-    newest = max(runs, key=lambda file: (file.parent / METRICS if (file.parent / METRICS).exists() else file).stat().st_mtime)
+    newest = max(
+        runs, key=lambda file: (file.parent / METRICS if (file.parent / METRICS).exists() else file).stat().st_mtime
+    )
     return newest.parent
 
 
@@ -141,7 +143,8 @@ class Checkpoints:
             [
                 checkpoint_managers.LatestN(2),
                 checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: -metrics["val_loss"], n=1,
+                    get_metric_fn=lambda metrics: -metrics["val_loss"],
+                    n=1,
                     keep_checkpoints_without_metrics=False,
                 ),
             ]

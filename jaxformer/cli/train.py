@@ -70,6 +70,7 @@ def _main(arguments: list[str]) -> int:
 
 def _train(config: Config, folder: Path, resume: bool) -> int:
     import jax
+    import jax.numpy as jnp
 
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
@@ -99,7 +100,8 @@ def _train(config: Config, folder: Path, resume: bool) -> int:
     tell(f"parameters {parameters:,}")
     tell(
         f"steps {config.steps:,} of {config.train.batch_size:,} x {config.model.context_length:,} tokens, "
-        f"{config.steps / windows.steps_per_epoch:.2f} epochs, {config.optimizer.name} at {config.optimizer.learning_rate}"
+        f"{config.steps / windows.steps_per_epoch:.2f} epochs; "
+        f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )
 
     made = not folder.exists()
@@ -111,19 +113,22 @@ def _train(config: Config, folder: Path, resume: bool) -> int:
         if made:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    place = shlex.quote(str(folder))
     outcome = train(config, corpus, folder, mesh, make_hooks(config, model, corpus, folder), resume)
     if outcome.status == "interrupted":
-        tell(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {shlex.quote(str(folder))}")
+        tell(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
     if outcome.status == "non_finite":
-        cause = first_non_finite(model, outcome.state.params, outcome.batch) or "nothing when computed again"
+        cause = (
+            first_non_finite(model, outcome.state.params, jnp.asarray(outcome.batch)) or "nothing when computed again"
+        )
         tell(f"step {outcome.step:,} is not finite: first {cause}.")
         tell(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
         return 1
     plot(folder)
     evaluation = outcome.evaluation
     assert evaluation is not None
-    tell(f"sample from it: python sample.py --run {shlex.quote(str(folder))} --prompt {shlex.quote(config.train.sample_prompt)}")
+    tell(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(config.train.sample_prompt)}")
     tell(
         f"final: step={outcome.step} val_loss={evaluation.loss:.4f} val_ppl={evaluation.perplexity:.3f} "
         f"val_bpb={evaluation.bits_per_byte:.4f}"

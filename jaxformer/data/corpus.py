@@ -68,9 +68,7 @@ def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
     if not folder.is_dir():
         _build(folder, train, val, vocab_size)
     counts = json.loads((folder / "counts.json").read_text())
-    splits = {
-        name: Split(np.load(folder / f"{name}.npy", mmap_mode="r"), **counts[name]) for name in ("train", "val")
-    }
+    splits = {name: Split(np.load(folder / f"{name}.npy", mmap_mode="r"), **counts[name]) for name in ("train", "val")}
     return Corpus(splits["train"], splits["val"], Tokenizer.load(folder / "tokenizer.json"), fingerprint)
 
 

@@ -44,7 +44,8 @@ def find_files(path: str) -> list[Path]:
         if not files:
             raise UserError(f"the folder {path} holds no .txt file; name a file or a glob such as '{path}/*'.")
         return files
-    files = sorted(Path(p) for p in glob.glob(str(place), recursive=True) if Path(p).is_file())
+    # Not Path.glob: the pattern may be absolute.
+    files = sorted(Path(p) for p in glob.glob(str(place), recursive=True) if Path(p).is_file())  # noqa: PTH207
     if not files:
         raise UserError(f"no data at {path}; give a file, a folder, a glob, or '{SOTU}'.")
     return files

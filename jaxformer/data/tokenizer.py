@@ -51,11 +51,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read what `save` wrote."""
+        """Read what `save` wrote.
+
+        Raises:
+          UserError: the file is missing or holds something else.
+        """
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"{path} is no tokenizer that can be read: {error}.") from error
+        if inner.token_to_id(END_OF_TEXT) is None:
+            raise UserError(f"{path} has no token {END_OF_TEXT}; use the tokenizer.json of a run.")
+        return cls(inner)
 
     def save(self, path: Path) -> None:
         """Write everything that `load` needs, as JSON."""
@@ -69,7 +76,9 @@ class Tokenizer:
     @property
     def end_of_text(self) -> int:
         """The token between documents."""
-        return self._inner.token_to_id(END_OF_TEXT)
+        token = self._inner.token_to_id(END_OF_TEXT)
+        assert token is not None  # `train` and `load` see to it
+        return token
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
@@ -93,8 +102,7 @@ class Tokenizer:
         byte_of = {chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(others)}
         pieces = {i: piece for piece, i in self._inner.get_vocab().items()}
         return [
-            b"" if i == self.end_of_text else bytes(byte_of[char] for char in pieces[i])
-            for i in range(self.vocab_size)
+            b"" if i == self.end_of_text else bytes(byte_of[char] for char in pieces[i]) for i in range(self.vocab_size)
         ]
 
     @cached_property

@@ -55,9 +55,9 @@ def generate(
     """
     if max_new_tokens < 1:
         raise UserError(f"max-new-tokens is {max_new_tokens}; it must be at least 1.")
-    for row, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, start=1):
         if not 1 <= len(prompt) <= context_length:
-            which = f"prompt {row + 1}" if len(prompts) > 1 else "the prompt"
+            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             raise UserError(
                 f"{which} has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
             )
@@ -68,7 +68,9 @@ def generate(
     while made < max_new_tokens:
         # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
         rows = [row if len(row) <= context_length else row[-max(1, context_length // 2) :] for row in rows]
-        for tokens_BT in engine(model, params, rows, keys_B, made, max_new_tokens, sampling, context_length, fill_token):
+        for tokens_BT in engine(
+            model, params, rows, keys_B, made, max_new_tokens, sampling, context_length, fill_token
+        ):
             tokens_BT = tokens_BT[:, : max_new_tokens - made]
             made += tokens_BT.shape[1]
             for row, tokens in zip(rows, tokens_BT.tolist(), strict=True):

@@ -18,7 +18,7 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import NORMS
 from jaxformer.ops import masks
-from jaxformer.ops.cache import KVCache, init_cache, write_positions
+from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class DecoderConfig(ModelConfig):
             fits = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
             near = min(fits, key=lambda h: abs(h - self.n_heads))
             raise UserError(
-                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; "
-                f"use {near} heads, or set head_dim."
+                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; use {near} heads, or set head_dim."
             )
         if self.n_heads % self.kv_heads:
             raise UserError(
@@ -87,8 +86,10 @@ class DecoderConfig(ModelConfig):
         if self.positions == "rope" and self.width_of_head % 2:
             raise UserError(f"RoPE turns pairs of features; a head of width {self.width_of_head} must be even.")
         if self.unembedding == "mlp" and self.residual:
-            raise UserError("unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
-                            "the residual stream; set residual to false or use 'linear'.")
+            raise UserError(
+                "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
+                "the residual stream; set residual to false or use 'linear'."
+            )
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
 
@@ -155,10 +156,11 @@ class Decoder(nn.Module):
         position_S = write_positions(cache.position_S, positions_T, slot)
         mask_TS = self.mask(positions_T, position_S)
         x_TD = self.embedding(tokens_T, positions_T)
-        layers = []
+        layers: list[LayerCache] = []
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x_TD, layer = block(x_TD, positions_T, mask_TS, layer, slot)
-            layers.append(layer)
+            x_TD, longer = block(x_TD, positions_T, mask_TS, layer, slot)
+            assert longer is not None  # a block gives a cache back where it was given one
+            layers.append(longer)
         return self.unembed(x_TD), KVCache(tuple(layers), position_S)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:

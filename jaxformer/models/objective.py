@@ -20,5 +20,5 @@ def next_token_nll(
     where a key is given.
     """
     rngs = None if dropout_key is None else {"dropout": dropout_key}
-    logits = model.apply({"params": params}, tokens_T[:-1], rngs=rngs)
+    logits: Any = model.apply({"params": params}, tokens_T[:-1], rngs=rngs)
     return negative_log_likelihood(logits, tokens_T[-logits.shape[0] :])

@@ -68,9 +68,7 @@ class MultiHeadAttention(nn.Module):
         W_O = self.param("W_O", init, (H, K, D))
         return jnp.einsum("htk,hkd->td", y_HTK, W_O), cache
 
-    def attend(
-        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask_TS: jax.Array | None
-    ) -> jax.Array:
+    def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask_TS: jax.Array | None) -> jax.Array:
         """Everything that attends goes through here, so that a probe can see (`nn.intercept_methods`) what
         it was given, without a hook in the model."""
         return attention(q_HTK, k_GSK, v_GSK, mask_TS, self.scale)

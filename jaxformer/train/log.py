@@ -44,9 +44,7 @@ class Log:
         self._file.write(json.dumps(_finite(row)) + "\n")
         self._file.flush()
         if "tokens_per_s" in row:
-            self._progress.update(
-                self._task, note=f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
-            )
+            self._progress.update(self._task, note=f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s")
         if "val_loss" in row:
             console.print(line(row), markup=False)
 

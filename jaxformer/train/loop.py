@@ -75,9 +75,7 @@ def train(
     train_step = make_train_step(config, model, optimizer, mesh)
     t, windows, split = config.train, make_windows(config, corpus), batch_split(mesh)
     tokens_per_step = t.batch_size * config.model.context_length
-    evaluate = Evaluator(
-        model, config.model, corpus.val.tokens, corpus.tokenizer.token_lengths, t.batch_size, mesh
-    )
+    evaluate = Evaluator(model, config.model, corpus.val.tokens, corpus.tokenizer.token_lengths, t.batch_size, mesh)
     evaluation: Evaluation | None = None
 
     with Checkpoints(folder) as checkpoints, catch_signals() as caught:

@@ -1,0 +1,86 @@
+"""Byte-level BPE."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.data.tokenizer import END_OF_TEXT, StreamDecoder, Tokenizer
+from jaxformer.errors import UserError
+
+TEXT = "the cat sat on the mat, the rat sat on the cat; ça và? 日本語 🙂 " * 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train([TEXT], 280)
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text())
+def test_any_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_token_bytes_agree_with_the_librarys_own_decoder(tokenizer):
+    tokens = tokenizer.encode(TEXT)
+    assert b"".join(tokenizer.token_bytes[t] for t in tokens) == TEXT.encode()
+    assert tokenizer._inner.decode(tokens) == TEXT
+    assert tokenizer.token_lengths.sum() == sum(len(b) for b in tokenizer.token_bytes)
+
+
+def test_every_byte_is_a_token_and_end_of_text_is_none(tokenizer):
+    assert {b for b in tokenizer.token_bytes if len(b) == 1} == {bytes([i]) for i in range(256)}
+    assert tokenizer.token_bytes[tokenizer.end_of_text] == b""
+    assert tokenizer.vocab_size == len(tokenizer.token_bytes) == 280
+
+
+def test_end_of_text_typed_by_a_user_is_text(tokenizer):
+    tokens = tokenizer.encode(f"a{END_OF_TEXT}b")
+    assert tokenizer.end_of_text not in tokens
+    assert tokenizer.decode(tokens) == f"a{END_OF_TEXT}b"
+
+
+def test_batches_equal_single_texts(tokenizer):
+    texts = ["the cat", "", TEXT]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(t) for t in texts]
+
+
+def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "t.json")
+    loaded = Tokenizer.load(tmp_path / "t.json")
+    assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+    assert loaded.end_of_text == tokenizer.end_of_text
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}'])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(UserError, match=r"t\.json"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+def test_a_vocabulary_larger_than_the_text_supports_is_refused_with_what_it_supports():
+    with pytest.raises(UserError, match=r"supports only (\d+) tokens") as caught:
+        Tokenizer.train(["abab"], 5000)
+    possible = int(str(caught.value).split("only ")[1].split()[0])
+    assert Tokenizer.train(["abab"], possible).vocab_size == possible
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused():
+    with pytest.raises(UserError, match="at least 257"):
+        Tokenizer.train([TEXT], 256)
+
+
+def test_streaming_never_shows_a_broken_character(tokenizer):
+    shown = [StreamDecoder(tokenizer)]
+    pieces = [shown[0].feed([t]) for t in tokenizer.encode(TEXT)]
+    assert "".join(pieces) + shown[0].end() == TEXT
+    assert not any("�" in piece for piece in pieces)
+    assert "" in pieces  # some tokens end in the middle of a character
+
+
+def test_a_stream_cut_in_a_character_ends_with_a_replacement(tokenizer):
+    byte = next(i for i, b in enumerate(tokenizer.token_bytes) if b == "é".encode()[:1])
+    decoder = StreamDecoder(tokenizer)
+    assert decoder.feed([byte]) == ""
+    assert decoder.end() == "�"

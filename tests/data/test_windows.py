@@ -1,0 +1,66 @@
+"""Batches of windows."""
+
+import numpy as np
+import pytest
+
+from jaxformer.data.windows import Windows, eval_batches
+from jaxformer.errors import UserError
+
+TOKENS = np.arange(103, dtype=np.uint16)  # each token is its own place, so windows tell where they start
+
+
+def test_an_epoch_takes_every_window_once_and_the_next_in_another_order():
+    windows = Windows(TOKENS, 5, 1, 3, seed=0)
+    assert windows.n_windows == 99 and windows.steps_per_epoch == 33
+    epochs = [np.concatenate([windows[e * 33 + k] for k in range(33)]) for e in range(2)]
+    for rows in epochs:
+        assert sorted(rows[:, 0]) == list(range(99))
+        np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(5))
+        assert rows.dtype == np.int32
+    assert (epochs[0] != epochs[1]).any()
+
+
+def test_a_stride_keeps_windows_apart_and_the_last_one_whole():
+    windows = Windows(TOKENS, 7, 6, 2, seed=1)
+    starts = {int(s) for k in range(windows.steps_per_epoch) for s in windows[k][:, 0]}
+    assert starts <= set(range(0, 97, 6)) and len(starts) == windows.steps_per_epoch * 2
+    assert windows.n_windows == 17  # starts 0, 6, …, 96; the last covers tokens 96 to 102
+
+
+def test_a_batch_depends_on_tokens_seed_and_step_alone():
+    a, b = (Windows(TOKENS, 5, 1, 4, seed=3) for _ in range(2))
+    for step in (40, 7, 0):  # in any order
+        np.testing.assert_array_equal(a[step], b[step])
+    assert (a[0] != Windows(TOKENS, 5, 1, 4, seed=4)[0]).any()
+
+
+@pytest.mark.parametrize("start", [0, 5, 23])
+def test_the_stream_is_the_batches_in_order_across_epochs(start):
+    windows = Windows(TOKENS, 5, 2, 7, seed=0)  # 7 steps an epoch
+    streamed = list(windows.stream(start, 30))
+    assert len(streamed) == 30 - start
+    for i, batch in enumerate(streamed):
+        np.testing.assert_array_equal(batch, windows[start + i])
+
+
+def test_text_shorter_than_a_window_or_a_batch_is_refused():
+    with pytest.raises(UserError, match="windows of 200 tokens"):
+        Windows(TOKENS, 200, 1, 1, 0)
+    with pytest.raises(UserError, match="has 10 windows"):
+        Windows(TOKENS, 11, 10, 11, 0)
+
+
+@pytest.mark.parametrize("n", [2, 5, 6, 7, 11, 12, 103])
+@pytest.mark.parametrize("n_predicted", [5, 1])
+def test_evaluation_predicts_each_token_once(n, n_predicted):
+    predicted = []
+    for batch, weights in eval_batches(TOKENS[:n], 6, n_predicted, 4):
+        assert batch.shape == (4, 6) and weights.shape == (4, n_predicted)
+        predicted += batch[:, -n_predicted:][weights > 0].tolist()
+    first = 6 - n_predicted  # a model that predicts only after a full window cannot predict the first five
+    assert predicted == list(range(first, n))
+
+
+def test_some_windows_of_an_evaluation_are_spread_over_all_of_the_text():
+    starts = [b[:, 0][w[:, 0] > 0] for b, w in eval_batches(TOKENS, 6, 5, 2, n_windows=4)]
+    assert np.concatenate(starts).tolist() == [0, 30, 65, 100]  # of windows 0, …, 20: numbers 0, 6, 13, 20

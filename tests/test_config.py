@@ -1,0 +1,71 @@
+"""Configs: bounds, JSON and differences."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxformer.config import Config, DataConfig, OptimizerConfig, TrainConfig, differences, from_dict, to_dict
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+
+CONFIG = Config("test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), steps=3)
+
+
+def test_json_and_back_is_the_same():
+    values = json.loads(json.dumps(to_dict(CONFIG)))
+    assert values["model"].pop("kind") == "decoder.DecoderConfig"
+    model = from_dict(DecoderConfig, values["model"])
+    assert from_dict(Config, {**values, "model": model}) == CONFIG
+
+
+def test_fields_left_out_keep_their_default():
+    assert from_dict(DataConfig, {"stride": 5}) == DataConfig(stride=5)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"strid": 5}, "did you mean 'stride'"),
+        ({"stride": "5"}, "stride is '5'"),
+        ({"unwrap": 1}, "unwrap is 1"),
+        ({"val_fraction": None}, "val_fraction is None"),
+    ],
+)
+def test_unknown_names_and_wrong_types_are_refused(values, said):
+    with pytest.raises(UserError, match=said):
+        from_dict(DataConfig, values)
+
+
+def test_a_missing_field_without_default_is_named():
+    with pytest.raises(UserError, match="steps"):
+        from_dict(Config, {"name": "x", "model": CONFIG.model})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataConfig(val_fraction=0.0),
+        lambda: DataConfig(val_fraction=1.0),
+        lambda: DataConfig(stride=0),
+        lambda: OptimizerConfig(learning_rate=0.0),
+        lambda: OptimizerConfig(learning_rate=float("nan")),
+        lambda: OptimizerConfig(momentum=1.0),
+        lambda: OptimizerConfig(b2=-0.1),
+        lambda: OptimizerConfig(clip_norm=0.0),
+        lambda: OptimizerConfig(warmup_steps=-1),
+        lambda: TrainConfig(batch_size=0),
+        lambda: TrainConfig(sample_prompt=""),
+        lambda: replace(CONFIG, steps=0),
+        lambda: replace(CONFIG, seed=-1),
+    ],
+)
+def test_values_out_of_range_are_refused(make):
+    with pytest.raises(UserError):
+        make()
+
+
+def test_differences_are_named_by_their_path():
+    other = replace(CONFIG, seed=7, model=replace(CONFIG.model, n_heads=2))
+    assert differences(CONFIG, other) == [("model.n_heads", 1, 2), ("seed", 0, 7)]
+    assert differences(CONFIG, CONFIG) == []
