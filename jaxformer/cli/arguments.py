@@ -18,6 +18,7 @@ from jaxformer.config import Config
 from jaxformer.errors import UserError
 
 T = TypeVar("T")
+OPTION = r"--[\w.-]*\w"
 
 
 def run_command(command: Callable[[list[str]], int], arguments: Sequence[str] | None = None) -> int:
@@ -62,28 +63,26 @@ def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, desc
 
 
 def _sentence(printed: str, arguments: Sequence[str]) -> str:
-    """The message inside the box that tyro draws."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in printed.splitlines()]
-    text = " ".join(lines)
-    message = " ".join(" ".join(_until_rule(printed)).split())
-    near = re.findall(r"(--[\w.-]+)", text.partition("Perhaps you meant:")[2])
-    unknown = [a.partition("=")[0] for a in arguments if a.startswith("--") and a.partition("=")[0] in message]
-    if message.startswith("Unrecognized") and unknown and near:
-        best = (get_close_matches(unknown[0], near, 1) or near)[0]
-        return f"unknown option {unknown[0]}; did you mean {best}?"
-    return f"{message.rstrip('.')}; --help lists all options."
+    """The message in what tyro prints, or the nearest option where one is unknown.
 
-
-def _until_rule(printed: str) -> list[str]:
-    """The lines of the first box, up to its first rule."""
-    rows = [line for line in printed.splitlines() if line.startswith("│")]
-    out = []
+    Tyro prints a title, the message, and hints, apart by rules; in a box where the terminal can draw one.
+    """
+    boxed = "│" in printed
+    rows = [row.strip("│ ") for row in printed.splitlines() if row.strip() and row[0] not in "╭╰"]
+    sections: list[str] = [""]
     for row in rows:
-        content = row.strip("│ ")
-        if content.startswith("──"):
-            break
-        out.append(content)
-    return out or [printed.strip()]
+        if set(row) <= set("─-"):
+            sections.append("")
+        else:
+            sections[-1] = f"{sections[-1]} {row}".strip()
+    message, *hints = sections if boxed else [*sections[1:], ""]
+    named = re.findall(OPTION, message)
+    unknown = [flag for a in arguments if (flag := a.partition("=")[0]) in named]
+    if message.startswith("Unrecognized") and unknown:
+        known = re.findall(OPTION, " ".join(hints).partition("Perhaps you meant:")[2])
+        near = get_close_matches(unknown[0], known, 1, 0)
+        return f"unknown option {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "--help lists all options.")
+    return f"{message.rstrip('.')}; --help lists all options."
 
 
 def load_config(spec: str) -> Config:

@@ -37,7 +37,7 @@ class Windows:
             )
         if self.n_windows < self.batch_size:
             raise UserError(
-                f"the training text has {self.n_windows} windows of {self.length} tokens at stride {self.stride}, "
+                f"the training text has {self.n_windows} window(s) of {self.length} tokens at stride {self.stride}, "
                 f"fewer than train.batch_size {self.batch_size}; lower one of them."
             )
 

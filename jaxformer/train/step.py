@@ -58,7 +58,7 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(config.seed), step)
         keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch_BT.shape[0]))
         loss, grads = jax.value_and_grad(batch_loss, argnums=1)(model, state.params, batch_BT, keys_B)
-        healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(grads))
+        healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         learned = TrainState(optax.apply_updates(state.params, updates), opt_state, healthy)
         kept = TrainState(state.params, state.opt_state, healthy)

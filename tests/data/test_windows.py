@@ -46,7 +46,7 @@ def test_the_stream_is_the_batches_in_order_across_epochs(start):
 def test_text_shorter_than_a_window_or_a_batch_is_refused():
     with pytest.raises(UserError, match="windows of 200 tokens"):
         Windows(TOKENS, 200, 1, 1, 0)
-    with pytest.raises(UserError, match="has 10 windows"):
+    with pytest.raises(UserError, match="has 10 window"):
         Windows(TOKENS, 11, 10, 11, 0)
 
 

@@ -1,0 +1,133 @@
+"""Arguments and their errors: one sentence, status 2, no traceback, nothing written."""
+
+import pytest
+
+from jaxformer.cli import sample, train
+from jaxformer.cli.arguments import load_config
+from jaxformer.errors import UserError
+from tests.helpers import ROOT, tiny, write_books
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_books(tmp_path / "books")
+    (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("A few words.\nAnd a few more.\n")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "file").write_text("not a folder")
+    return tmp_path
+
+
+TRAIN = [
+    ("--stepz 4", "unknown option --stepz; did you mean --steps?"),
+    ("--model.n-head 3", "unknown option --model.n-head; did you mean --model.n-heads?"),
+    ("--optimiser.learning-rate=3", "did you mean --optimizer.learning-rate?"),
+    ("--steps many", "--steps"),
+    ("--steps 2.5", "--steps"),
+    ("--steps", "--steps"),
+    ("surplus", "surplus"),
+    ("--model.activation tanh", "invalid choice 'tanh'"),
+    ("--data.unwrap maybe", "maybe"),
+    ("--steps 0", "steps is 0; it must be at least 1"),
+    ("--train.batch-size -4", "batch_size is -4"),
+    ("--model.n-heads 5", "d_model 16 is not divisible by n_heads 5; use 4 heads"),
+    ("--model.dropout 1.0", "dropout is 1.0"),
+    ("--data.path nowhere", "no data at nowhere"),
+    ("--data.path taken", "holds no .txt file"),
+    ("--data.path empty.txt", "hold no text"),
+    ("--data.path latin1.txt", "latin1.txt is not UTF-8: byte 0xe9 at offset 3"),
+    ("--data.val-path latin1.txt", "latin1.txt is not UTF-8"),
+    ("--data.path short.txt --model.vocab-size 257", "has 1 window(s)"),
+    ("--data.path short.txt --model.vocab-size 257 --model.context-length 90", "windows of 91 tokens"),
+    ("--model.vocab-size 5000", "supports only"),
+    ("--model.vocab-size 20", "at least 257"),
+    ("--train.batch-size 4", "batch_size 4 does not split over 8 devices"),
+    ("--run taken", "taken exists; add --resume"),
+    ("--run file", "file exists"),
+    ("--run taken --resume", "taken is no run"),
+    ("--run nowhere --resume", "nowhere does not exist"),
+    ("--resume", "no run below runs"),
+    ("--config nowhere.py", "no config file nowhere.py"),
+    ("--config short.txt", "short.txt"),
+    (f"--config {ROOT}/configs/ladder.py:rmsnrom", "rmsnorm?"),
+    (f"--config {ROOT}/configs/ladder.py", "it has mlp_rowwise"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), TRAIN)
+def test_train_says_what_is_wrong_in_one_sentence(here, capsys, options, said):
+    base = [*tiny(here / "books"), "--train.batch-size", "8"]
+    given = options.split()
+    if "--config" in given:
+        base = []
+    before = sorted(p.name for p in here.iterdir())
+    assert train.main([*base, *given]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert said in err
+    assert sorted(p.name for p in here.iterdir()) == before
+
+
+SAMPLE = [
+    ("--temprature 1", "unknown option --temprature; did you mean --temperature?"),
+    ("--temperature -0.1", "temperature is -0.1"),
+    ("--temperature warm", "--temperature"),
+    ("--temperature nan", "temperature is nan"),
+    ("--top-p 0", "top-p is 0.0"),
+    ("--top-p 1.5", "top-p is 1.5"),
+    ("--top-k 0", "top-k is 0"),
+    ("--max-new-tokens 0", "--max-new-tokens is 0"),
+    ("--num-samples 0", "--num-samples is 0"),
+    ("--seed -1", "--seed is -1"),
+    ("--run nowhere", "nowhere does not exist"),
+    ("", "no run below runs"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), SAMPLE)
+def test_sample_says_what_is_wrong_in_one_sentence(here, capsys, options, said):
+    assert sample.main(options.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert said in err
+
+
+def test_an_empty_prompt_is_refused(here, capsys):
+    assert sample.main(["--prompt", ""]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_debug_lets_the_traceback_through(here):
+    with pytest.raises(UserError):
+        train.main(["--debug", "--steps", "0"])
+
+
+def test_help_lists_the_fields_of_the_model(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    assert not caught.value.code
+    shown = capsys.readouterr().out
+    for option in ("--config", "--resume", "--steps", "--model.n-heads", "--data.val-path", "--optimizer.momentum"):
+        assert option in shown
+
+
+def test_each_rung_is_the_one_before_with_the_named_fields_changed():
+    from jaxformer.config import differences
+
+    names = ["attention_unscaled", "attention_scaled", "residual", "multihead_full", "multihead", "two_blocks",
+             "four_blocks", "rmsnorm"]  # fmt: skip
+    changes = [
+        {"model.scaled", "model.projection_std"},
+        {"model.residual", "model.unembedding"},
+        {"model.n_heads", "model.head_dim", "model.output_projection"},
+        {"model.head_dim"},
+        {"model.n_blocks"},
+        {"model.n_blocks"},
+        {"model.norm"},
+    ]
+    rungs = [load_config(f"{ROOT}/configs/ladder.py:{name}") for name in names]
+    for before, after, changed in zip(rungs, rungs[1:], changes, strict=False):
+        assert {field for field, _, _ in differences(before, after)} == changed | {"name"}

@@ -1,0 +1,179 @@
+"""`train.py` and `sample.py` as a user runs them, in processes of their own."""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxformer import load_run
+from jaxformer.train.log import read_metrics
+from tests.helpers import run, start, tiny, write_books
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    write_books(folder / "books")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(here):
+    """A run of 20 steps that nothing disturbed."""
+    return run("train.py", *tiny(here / "books"), cwd=here)
+
+
+def losses(folder) -> list[tuple]:
+    """What must not depend on where a run was interrupted."""
+    keys = ("step", "epoch", "tokens", "loss", "val_loss", "val_bpb", "lr", "entropy", "gradients")
+    return [tuple((k, row[k]) for k in keys if k in row) for row in read_metrics(folder)]
+
+
+def assert_same_run(a, b):
+    """Parameters, optimizer-driven losses and samples, to the last bit."""
+    assert losses(a) == losses(b)
+    one, other = load_run(a), load_run(b)
+    assert one.step == other.step
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    assert (a / "samples.txt").read_text() == (b / "samples.txt").read_text()
+
+
+def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[0] == "run runs/quick"
+    assert lines[1].startswith("devices 2 x cpu") or lines[1].startswith("devices ")
+    assert "documents" in lines[2] and "bytes a token" in lines[2]
+    # embedding 280·16, positions 16·16, W_out 16·280, gains (2·2+1)·16; a block: 4·16·16 and an MLP of width 32
+    parameters = 2 * 280 * 16 + 16 * 16 + 5 * 16 + 2 * (4 * 16 * 16 + 16 * 32 + 32 + 32 * 16 + 16)
+    assert lines[3] == f"parameters {parameters:,}"
+    assert lines[-2].startswith("sample from it: python sample.py --run runs/quick")
+    rows = read_metrics(here / "runs/quick")
+    last = rows[-1]
+    assert lines[-1] == (
+        f"final: step=20 val_loss={last['val_loss']:.4f} val_ppl={last['val_ppl']:.3f} val_bpb={last['val_bpb']:.4f}"
+    )
+    assert [row["step"] for row in rows] == list(range(21))
+    keys = "step epoch tokens loss ppl val_loss val_ppl val_bpb entropy lr step_ms tokens_per_s data_wait_ms"
+    assert set(keys.split()) <= last.keys()
+    assert np.array(last["entropy"]).shape == (2, 2)
+    assert any(row["name"] == "blocks.1.attention.heads.1.W_K" for row in last["gradients"])
+    assert last["val_loss"] < rows[0]["val_loss"]
+    folder = here / "runs/quick"
+    for name in ("config.json", "tokenizer.json", "samples.txt", "plots/loss.png", "plots/entropy.png"):
+        assert (folder / name).stat().st_size > 0
+    assert "temperature 0]" in (folder / "samples.txt").read_text()
+    assert not finished.stderr
+
+
+def test_a_run_works_after_it_was_moved(here, finished, tmp_path):
+    shutil.copytree(here / "runs/quick", tmp_path / "elsewhere")
+    result = run("sample.py", "--run", "elsewhere", "--prompt", "The cat", "--max-new-tokens", "40", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("The cat") and len(result.stdout) > len("The cat\n")
+
+
+def test_samples_do_not_depend_on_what_else_is_in_the_batch(here, finished):
+    def lines(*options: str) -> str:
+        result = run("sample.py", *options, "--max-new-tokens", "25", "--temperature", "0", cwd=here)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    prompts = ("The cat", "The king sees the sea. The", "A")
+    together = lines("--prompt", *prompts)
+    for number, prompt in enumerate(prompts, start=1):
+        assert f"[{number}] {lines('--prompt', prompt).rstrip()}" in together
+    assert lines("--prompt", *prompts) == together
+
+
+def test_a_prompt_longer_than_the_context_is_one_sentence(here, finished):
+    result = run("sample.py", "--run", "runs/quick", "--prompt", "many words " * 50, cwd=here)
+    assert result.returncode == 2 and not result.stdout
+    assert "at most the context's 16" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_kill_9_at_random_moments_changes_nothing(here, finished):
+    options = [*tiny(here / "books"), "--run", "killed"]
+    draw = random.Random(7)
+    process = start("train.py", *options, cwd=here)
+    for _ in range(3):
+        metrics, goal = here / "killed/metrics.jsonl", draw.randrange(2, 18)
+        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > goal):
+            time.sleep(0.002)
+        time.sleep(draw.random() / 20)
+        process.kill()
+        process.communicate()
+        resume = ["--resume"] if any((here / "killed/checkpoints").glob("[0-9]*")) else []
+        if not resume:
+            shutil.rmtree(here / "killed", ignore_errors=True)
+        process = start("train.py", *options, *resume, cwd=here)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    assert_same_run(here / "runs/quick", here / "killed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_saves_first_and_resuming_changes_nothing(here, finished, number):
+    name = f"stopped{number.value}"
+    process = start("train.py", *tiny(here / "books"), "--run", name, cwd=here)
+    while process.poll() is None and not (here / name / "metrics.jsonl").exists():
+        time.sleep(0.005)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 128 + number, out + err
+    assert f"--resume --run {name}" in out and "Traceback" not in err
+    stopped_at = load_run(here / name).step
+    assert 1 <= stopped_at < 20
+    result = run("train.py", "--resume", "--run", name, cwd=here)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"run {name} (resumed)")
+    assert_same_run(here / name, here / "runs/quick")
+
+
+def test_resuming_with_another_config_or_other_text_is_refused_and_changes_nothing(here, finished):
+    before = (here / "runs/quick/metrics.jsonl").read_bytes()
+    result = run("train.py", "--resume", "--run", "runs/quick", "--model.n-blocks", "3", cwd=here)
+    assert result.returncode == 2 and "model.n_blocks 2, not 3" in result.stderr
+    write_books(here / "others", words=800)
+    result = run("train.py", "--resume", "--run", "runs/quick", "--data.path", "others", cwd=here)
+    assert result.returncode == 2 and "not what this run was trained on" in result.stderr
+    assert (here / "runs/quick/metrics.jsonl").read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_the_rest(here):
+    result = run("train.py", *tiny(here / "books"), "--run", "broken", "--optimizer.learning-rate", "1e18", cwd=here)
+    assert result.returncode == 1, result.stdout + result.stderr
+    last = result.stdout.splitlines()[-2:]
+    assert last[0].startswith("step ") and "is not finite: first " in last[0]
+    step = int(last[0].split()[1])
+    assert f"Everything up to step {step - 1} is saved" in last[1] and "--optimizer.clip-norm" in last[1]
+    assert load_run(here / "broken").step == step - 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(load_run(here / "broken").params))
+    assert json.loads((here / "broken/metrics.jsonl").read_text().splitlines()[-1])["step"] == step - 1
+
+
+def test_a_second_run_gets_a_folder_of_its_own(here, finished):
+    result = run("train.py", *tiny(here / "books", steps=2), cwd=here)
+    assert result.returncode == 0 and result.stdout.startswith("run runs/quick-2\n")
+
+
+def test_every_rung_trains(here):
+    """Small sizes; the sources' own are for a machine with more time."""
+    from tests.helpers import ROOT
+
+    names = ["mlp_rowwise", "mlp_concat", "attention_unscaled", "rmsnorm"]
+    for name in names:
+        options = ["--config", f"{ROOT}/configs/ladder.py:{name}", *tiny(here / "books", steps=3)[2:]]
+        model = ["--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16"]
+        dropped = {"--model.n-heads", "--model.n-blocks"}
+        options = [o for i, o in enumerate(options) if o not in dropped and options[i - 1] not in dropped]
+        result = run("train.py", *options, *model, "--run", name, "--data.stride", "3", cwd=here)
+        assert result.returncode == 0, result.stderr
+        assert "final: step=3" in result.stdout

@@ -1,0 +1,19 @@
+"""Eight CPU devices, exact matrix products, and caches of this session's own."""
+
+import os
+from collections.abc import Iterator
+
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # read when jax is imported; `cli.machine` leaves it alone
+
+import jax
+import pytest
+
+jax.config.update("jax_default_matmul_precision", "highest")  # an accelerator would round float32 otherwise
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Read and write no cache of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXFORMER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

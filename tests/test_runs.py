@@ -1,0 +1,51 @@
+"""Opening a run: the errors; what works is tested end to end."""
+
+import json
+
+import pytest
+
+from jaxformer.config import Config
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.mlp import MLPConfig
+from jaxformer.runs import latest_run, load_run, read_config, write_config
+
+
+@pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
+def test_a_config_comes_back_as_it_was(tmp_path, model):
+    config = Config("x", model, steps=7)
+    write_config(tmp_path, config)
+    assert read_config(tmp_path) == config
+
+
+def test_a_missing_run_names_those_that_are_there(tmp_path):
+    (tmp_path / "quick").mkdir()
+    write_config(tmp_path / "quick", Config("x", DecoderConfig(), steps=1))
+    with pytest.raises(UserError, match=r"quik does not exist; runs there: .*quick"):
+        load_run(tmp_path / "quik")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty is no run: it has no config\.json"):
+        load_run(tmp_path / "empty")
+    with pytest.raises(UserError, match="has no checkpoints"):
+        load_run(tmp_path / "quick")
+    with pytest.raises(UserError, match="no run below"):
+        latest_run(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "kind", ["os.system", "decoder.Decoder", "decoder.Anything", "../decoder.DecoderConfig", "", None, 3]
+)
+def test_a_config_names_a_model_of_this_package_or_nothing(tmp_path, kind):
+    write_config(tmp_path, Config("x", DecoderConfig(), steps=1))
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["model"]["kind"] = kind
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": 3}'])
+def test_a_broken_config_is_one_sentence(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        read_config(tmp_path)

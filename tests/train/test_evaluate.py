@@ -1,0 +1,42 @@
+"""Evaluation of a text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.mlp import MLPConfig
+from jaxformer.models.objective import next_token_nll
+from jaxformer.sharding import make_mesh
+from jaxformer.train.evaluate import Evaluator, perplexity
+
+TOKENS = np.random.default_rng(0).integers(0, 37, 101)
+LENGTHS = np.arange(37) % 5  # bytes of each token; some have none, as end-of-text
+SHAPE = {"vocab_size": 37, "context_length": 7, "d_model": 8, "d_ff": (5,)}
+
+
+@pytest.mark.parametrize("config", [DecoderConfig(**SHAPE), MLPConfig(**SHAPE, concatenate=True)], ids=["all", "last"])
+def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
+    model = config.build()
+    params = model.init(jax.random.key(0), jnp.zeros(7, jnp.int32))["params"]
+    every = 1 if getattr(config, "concatenate", False) else 7
+    nll, n_bytes = [], 0
+    for first in range(0, 100 - 7 + every, every):
+        window = TOKENS[first : first + 8]
+        if len(window) < 8 and every == 1:
+            break
+        part = next_token_nll(model, params, jnp.asarray(window))
+        nll += part.tolist()
+        n_bytes += LENGTHS[window[-len(part) :]].sum()
+    for batch_size in (8, 16):
+        evaluate = Evaluator(model, config, TOKENS, LENGTHS, batch_size, make_mesh(batch_size))
+        found = evaluate(params)
+        assert found.tokens == len(nll) == (94 if every == 1 else 100)
+        np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
+        np.testing.assert_allclose(found.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)
+        np.testing.assert_allclose(found.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
+
+
+def test_perplexity_of_a_huge_loss_is_infinite():
+    assert perplexity(1e4) == float("inf")
