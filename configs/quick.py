@@ -7,14 +7,14 @@ from jaxformer.models.decoder import DecoderConfig
 
 model = DecoderConfig(
     vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True,
-    d_ff=(512,), norm="rmsnorm", final_norm=True,
+    d_ff=(512,), norm="rmsnorm", final_norm=True, positions="rope",
 )  # fmt: skip
 
 quick = Config(
     name="quick",
     model=model,
-    steps=1000,
-    optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=1.0),
+    steps=1200,
+    optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=1.0, schedule="cosine", warmup_steps=50),
     train=TrainConfig(batch_size=16),
 )
 
@@ -22,7 +22,7 @@ modern = replace(
     quick,
     name="modern",
     model=replace(
-        model, activation="squared_relu", bias=False, positions="rope", embedding_std=0.02,
+        model, activation="squared_relu", bias=False, embedding_std=0.02,
         unembedding="tied",
     ),
     optimizer=OptimizerConfig(

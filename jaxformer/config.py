@@ -31,6 +31,7 @@ class ModelConfig:
     """Longest sequence the model is trained on, in tokens."""
 
     def __post_init__(self) -> None:
+        one_of_its_choices(self)
         at_least(self, 1, "vocab_size", "context_length")
 
     def build(self) -> nn.Module:
@@ -83,6 +84,7 @@ class OptimizerConfig:
     """Gradients longer than this (global norm) are shortened to it."""
 
     def __post_init__(self) -> None:
+        one_of_its_choices(self)
         if not self.learning_rate > 0:
             raise UserError(f"optimizer.learning_rate is {self.learning_rate}; it must be above 0.")
         at_least(self, 0, "warmup_steps", "weight_decay", "final_fraction")
@@ -135,6 +137,14 @@ class Config:
     def __post_init__(self) -> None:
         at_least(self, 1, "steps")
         at_least(self, 0, "seed")
+
+
+def one_of_its_choices(config: object) -> None:
+    """Raise `UserError` for the first field whose type is a `Literal` that does not have its value."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
+            choices = ", ".join(map(str, typing.get_args(hint)))
+            raise UserError(f"{name} is {getattr(config, name)!r}; it must be one of {choices}.")
 
 
 def at_least(config: object, limit: float, *names: str) -> None:

@@ -39,7 +39,8 @@ def generate(
     """Continue prompts of any lengths, one row each, as one batch.
 
     A row draws from its own stream of randomness, made of `seed` and the row's number, and depends on nothing
-    else in the batch. Where a row outgrows the context, it goes on from the last half of it.
+    else in the batch. Where a row outgrows the context, it goes on from the last half of it (with a cache) or from
+    the last `context_length` tokens (without).
 
     Args:
       prompts: tokens of each prompt, 1 to `context_length` of them.
@@ -47,8 +48,8 @@ def generate(
       context_length: longest sequence the model takes.
       fill_token: what stands where a window has no token yet; nothing looks at it where there is a cache.
 
-    Yields:
-      The next tokens of every row, `(B, n)` int32, n from 1 to `CHUNK`.
+    Returns:
+      An iterator over the next tokens of every row, `(B, n)` int32, n from 1 to `CHUNK`.
 
     Raises:
       UserError: a prompt is empty or too long, or `max_new_tokens` is below 1.
@@ -61,13 +62,18 @@ def generate(
             raise UserError(
                 f"{which} has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
             )
+    return _generate(model, params, prompts, max_new_tokens, sampling, context_length, fill_token, seed)
+
+
+def _generate(
+    model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling,
+    context_length: int, fill_token: int, seed: int,
+) -> Iterator[np.ndarray]:  # fmt: skip
     keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
     rows = [list(prompt) for prompt in prompts]
     made = 0
     engine = _with_cache if hasattr(model, "extend") else _with_window
     while made < max_new_tokens:
-        # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
-        rows = [row if len(row) <= context_length else row[-max(1, context_length // 2) :] for row in rows]
         for tokens_BT in engine(
             model, params, rows, keys_B, made, max_new_tokens, sampling, context_length, fill_token
         ):
@@ -88,6 +94,9 @@ def _with_cache(
 
     Prompts lie in slots 0, 1, …, padded on the right; what is generated goes to one slot shared by all rows.
     """
+    # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
+    half = max(1, context_length // 2)
+    rows[:] = [row if len(row) <= context_length else row[-half:] for row in rows]
     longest = max(map(len, rows))
     room = context_length - longest  # tokens that can still be fed; one more can be drawn
     steps = min(room, max_new_tokens - made - 1)
@@ -154,7 +163,8 @@ def _with_window(
     """`CHUNK` tokens by full passes over the last `context_length` tokens, filled up on the left."""
     window_BT = np.full((len(rows), context_length), fill_token, np.int32)
     for i, row in enumerate(rows):
-        window_BT[i, -len(row) :] = row
+        last = row[-context_length:]
+        window_BT[i, -len(last) :] = last
     yield np.asarray(_decode_window(model, sampling, params, window_BT, keys_B, made))
 
 

@@ -1,6 +1,7 @@
 """From logits to a token."""
 
 from dataclasses import dataclass
+from math import inf
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,10 @@ class Sampling:
     """Draw among the fewest likeliest tokens whose chances add up to this (Holtzman et al. 2020)."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest token).")
+        if not 0 <= self.temperature < inf:
+            raise UserError(
+                f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest token) and finite."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top-k is {self.top_k}; it must be at least 1.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -36,6 +39,8 @@ def filter_top_k(logits_V: jax.Array, k: int) -> jax.Array:
 
 def filter_top_p(logits_V: jax.Array, p: float) -> jax.Array:
     """All become -inf but the fewest largest whose probabilities add up to at least p; ties with the last stay."""
+    if p >= 1:  # the sum below reaches 1 in float32 before the last token does
+        return logits_V
     largest_first = jnp.sort(logits_V)[::-1]
     probs = jax.nn.softmax(largest_first)
     before = jnp.cumsum(probs) - probs
@@ -47,7 +52,8 @@ def sample(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array
     """Draw one token, an int32 scalar."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
-    logits_V = logits_V.astype(jnp.float32) / sampling.temperature
+    logits_V = logits_V.astype(jnp.float32)
+    logits_V = (logits_V - logits_V.max()) / sampling.temperature  # at most 0: no temperature overflows
     if sampling.top_k is not None:
         logits_V = filter_top_k(logits_V, sampling.top_k)
     if sampling.top_p is not None:

@@ -19,7 +19,7 @@ def first_non_finite(model: nn.Module, params: Params, batch_BT: jax.Array) -> s
     the gradient with respect to each parameter.
 
     Returns:
-      A phrase such as "the output of blocks.1.mlp (largest finite value before it 3.1e+35)", or None if all is
+      A phrase such as "the output of blocks.1.mlp (largest value until then 3.1e+35)", or None if all is
       finite.
     """
     for name, leaf in _named(params):

@@ -90,6 +90,13 @@ class DecoderConfig(ModelConfig):
                 "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
                 "the residual stream; set residual to false or use 'linear'."
             )
+        if self.final_norm and self.norm == "none":
+            raise UserError(
+                "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
+            )
+        for name in ("rope_base", "embedding_std", "projection_std"):
+            if getattr(self, name) is not None:
+                at_least(self, 0, name)
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
 

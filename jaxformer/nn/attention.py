@@ -46,7 +46,7 @@ class MultiHeadAttention(nn.Module):
         """`(T, D)` to `(T, D)`. With a cache, keys and values are written to it at `slot` and read from it."""
         T, D = x_TD.shape
         H, G, K = self.n_heads, self.n_kv_heads, self.head_dim
-        init = nn.initializers.normal(self.init_std or 1 / sqrt(D))
+        init = nn.initializers.normal(1 / sqrt(D) if self.init_std is None else self.init_std)
         W_Q = self.param("W_Q", init, (D, H, K))
         W_K = self.param("W_K", init, (D, G, K))
         W_V = self.param("W_V", init, (D, G, K))

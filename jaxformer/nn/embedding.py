@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxformer.ops.positions import sinusoidal
 
@@ -29,9 +30,9 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """`(T,)` int32 to `(T, D)`."""
-        x_TD = self.W_E[tokens_T]
+        x_TD = jnp.asarray(self.W_E)[tokens_T]  # NumPy parameters cannot be indexed by a tracer
         if self.positions == "learned":
-            return x_TD + self.W_pos[positions_T]
+            return x_TD + jnp.asarray(self.W_pos)[positions_T]
         if self.positions == "sinusoidal":
             return x_TD + sinusoidal(positions_T, self.d_model)
         return x_TD

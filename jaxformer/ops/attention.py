@@ -6,7 +6,7 @@ Query heads may share key/value heads (Ainslie et al. 2023): head h reads group 
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30
+MASKED = float(jnp.finfo(jnp.float32).min)
 """What a masked score becomes. Finite, so that a row with nothing visible gives no NaN."""
 
 
@@ -31,8 +31,7 @@ def attention_weights(
     scores_HTS = scores.reshape(H, T, S)
     if mask_TS is None:
         return jax.nn.softmax(scores_HTS)
-    weights_HTS = jax.nn.softmax(jnp.where(mask_TS, scores_HTS, MASKED))
-    return jnp.where(mask_TS.any(axis=-1, keepdims=True), weights_HTS, 0.0)
+    return jnp.where(mask_TS, jax.nn.softmax(jnp.where(mask_TS, scores_HTS, MASKED)), 0.0)
 
 
 def attention(

@@ -8,7 +8,7 @@ def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
     """γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * gamma
+    return (x32 * scale * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
@@ -16,4 +16,4 @@ def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return (centred * scale).astype(x.dtype) * gamma + beta
+    return (centred * scale * gamma + beta).astype(x.dtype)

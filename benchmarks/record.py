@@ -1,0 +1,60 @@
+"""What every benchmark writes beside its figures: the hardware, the versions, the commit, the date."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu() -> str:
+    """The model of the CPU, as the system names it."""
+    if platform.system() == "Darwin":
+        return _said("sysctl", "-n", "machdep.cpu.brand_string")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of this Python and of the named packages."""
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def write(name: str, figures: dict[str, Any], software: dict[str, str], **hardware: Any) -> Path:
+    """Write `results/<name>.json`: the figures, and what they were measured on.
+
+    Args:
+      name: of the benchmark.
+      figures: JSON types; units stand in the keys.
+      software: what `versions` gave in the processes that were measured.
+      hardware: what there is besides the CPU, such as `gpu="…"`.
+    """
+    record = {
+        "figures": figures,
+        "hardware": {"cpu": cpu(), "cores": cores(), **hardware},
+        "versions": software,
+        "commit": _said("git", "rev-parse", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _said(*command: str) -> str:
+    """What a command prints."""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,73 @@
+"""Random arrays, small models and one way to compare numbers."""
+
+from functools import partial
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.cli.arguments import load_config
+from jaxformer.config import ModelConfig
+from jaxformer.models.objective import Params
+
+LADDER = Path(__file__).parents[1] / "configs" / "ladder.py"
+
+
+def rung(name: str) -> ModelConfig:
+    """The model of a rung, in the sources' size."""
+    return load_config(f"{LADDER}:{name}").model
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    """float32 from N(0, 1)."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> jax.Array:
+    """int32, uniform."""
+    return jnp.asarray(np.random.default_rng(seed).integers(vocab_size, size=shape), jnp.int32)
+
+
+def first_params(module: nn.Module, *args: Any) -> Params:
+    """What the module starts training from."""
+    return jax.jit(lambda: module.init(jax.random.key(0), *args)["params"])()
+
+
+def random_params(module: nn.Module, *args: Any) -> Params:
+    """Parameters unlike the first ones, and no program compiled for them: gains are not one and biases not
+    zero, so that one in the wrong place shows."""
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args)["params"])
+    draw = np.random.default_rng(0)
+
+    def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        name, values = path[-1].key, draw.normal(size=shape.shape)
+        if name.startswith("gamma"):
+            return jnp.asarray(1 + 0.3 * values, jnp.float32)
+        fan_in = prod(shape.shape[:2]) if name == "W_O" else shape.shape[0]
+        return jnp.asarray(values / (1 if name in ("W_E", "W_pos") else sqrt(fan_in)), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def build(config: ModelConfig) -> tuple[nn.Module, Params]:
+    """A model with random parameters."""
+    model = config.build()
+    return model, random_params(model, jnp.zeros(config.context_length, jnp.int32))
+
+
+@partial(jax.jit, static_argnames=("module", "method"))
+def apply(module: nn.Module, params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
+    """The module's output, by one compiled program."""
+    return module.apply({"params": params}, *args, method=method, **kwargs)
+
+
+def assert_close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Every number within tolerance · max(1, the largest wanted); 1e-5 is 84 float32 epsilons."""
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert got.shape == wanted.shape
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * max(1.0, np.abs(wanted).max(initial=0)))

@@ -1,0 +1,68 @@
+from dataclasses import replace
+from math import log, sqrt
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.inspect import attention_entropy, attention_maps
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.mlp import MLPConfig
+from tests.arrays import apply, assert_close, build, random_tokens
+
+V, T, D = 23, 7, 13
+CONFIG = DecoderConfig(
+    V, T, D, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, output_projection=True, d_ff=(17,), embedding_std=0.5
+)
+
+maps_of = jax.jit(attention_maps, static_argnums=0)
+
+
+def test_maps_are_the_softmax_of_queries_and_keys() -> None:
+    model, params = build(CONFIG)
+    tokens_T = random_tokens(V, T)
+    first, second = maps_of(model, params, tokens_T)
+    assert first.shape == second.shape == (3, T, T)
+    x_TD = np.asarray(params["embedding"]["W_E"])[tokens_T] + params["embedding"]["W_pos"]
+    W_Q, W_K = (np.asarray(params["blocks_0"]["attention"][name]) for name in ("W_Q", "W_K"))
+    for h in range(3):
+        scores_TS = (x_TD @ W_Q[:, h]) @ (x_TD @ W_K[:, 0]).T / sqrt(5)
+        weights_TS = np.where(np.tri(T, dtype=bool), np.exp(scores_TS), 0)
+        assert_close(first[h], weights_TS / weights_TS.sum(-1, keepdims=True))
+
+
+def test_maps_are_causal_distributions_and_looking_changes_nothing() -> None:
+    model, params = build(replace(CONFIG, window=3))
+    tokens_T = random_tokens(V, T)
+    logits = apply(model, params, tokens_T)
+    visible = np.tri(T, dtype=bool) & ~np.tri(T, k=-3, dtype=bool)
+    for weights_HTS in maps_of(model, params, tokens_T):
+        assert_close(weights_HTS.sum(-1), np.ones((3, T)))
+        np.testing.assert_array_equal(np.asarray(weights_HTS) > 0, np.broadcast_to(visible, (3, T, T)))
+    np.testing.assert_array_equal(apply(model, params, tokens_T), logits)
+
+
+def test_entropy_is_the_mean_over_rows_and_sequences_and_within_its_bounds() -> None:
+    model, params = build(CONFIG)
+    tokens_BT = random_tokens(V, 5, T)
+    entropies = attention_entropy(model, params, tokens_BT)
+    maps = jax.jit(jax.vmap(lambda tokens_T: attention_maps(model, params, tokens_T)))(tokens_BT)
+    most = np.log(np.arange(1, T + 1)).mean()  # row t is uniform over t + 1 keys
+    for entropy_H, weights_BHTS in zip(entropies, maps, strict=True):
+        w = np.asarray(weights_BHTS, np.float64)
+        assert_close(entropy_H, -(w * np.log(np.where(w > 0, w, 1))).sum(-1).mean(axis=(0, 2)))
+        assert (entropy_H > 0).all()
+        assert (entropy_H < most).all()
+
+
+def test_equal_scores_have_the_highest_entropy() -> None:
+    model, params = build(CONFIG)
+    params["blocks_0"]["attention"]["W_Q"] = jnp.zeros((D, 3, 5))
+    entropy_H = attention_entropy(model, params, random_tokens(V, 2, T))[0]
+    assert_close(entropy_H, np.full(3, sum(map(log, range(1, T + 1))) / T))
+
+
+def test_a_model_without_attention_has_none() -> None:
+    model, params = build(MLPConfig(V, T, d_model=5, d_ff=(11,)))
+    assert attention_maps(model, params, random_tokens(V, T)) == []
+    assert attention_entropy(model, params, random_tokens(V, 2, T)) == []

@@ -1,0 +1,220 @@
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import Decoder, DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.nn.embedding import Embedding
+from jaxformer.ops.masks import EMPTY
+from jaxformer.runs import abstract_params, count_parameters
+from jaxformer.sharding import batch_split, replicated
+from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
+
+V, T, D = 23, 7, 13
+TOKENS_T = random_tokens(V, T)
+# `two_blocks` and `four_blocks` differ from these in their number of blocks alone.
+RUNGS = ("attention_unscaled", "attention_scaled", "residual", "multihead_full", "multihead", "rmsnorm")
+
+
+def small(name: str) -> DecoderConfig:
+    """A rung with prime sizes: width 13, three heads of 13 or 5, and no more than two blocks."""
+    config = rung(name)
+    assert isinstance(config, DecoderConfig)
+    config = replace(config, vocab_size=V, context_length=T, d_model=D, d_ff=(17, 19), n_blocks=min(config.n_blocks, 2))
+    if config.n_heads == 1:
+        return config
+    return replace(config, n_heads=3, head_dim=D if name == "multihead_full" else 5)
+
+
+PLAIN = DecoderConfig(V, T, D, n_blocks=2, n_heads=3, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm")
+MODERN = replace(
+    PLAIN, n_heads=6, n_kv_heads=2, head_dim=10, qk_norm=True, activation="swiglu", bias=False, final_norm=True,
+    positions="rope", embedding_std=0.5, unembedding="tied",
+)  # fmt: skip
+CONFIGS = {name: small(name) for name in RUNGS} | {
+    "modern": MODERN,
+    "vaswani": replace(PLAIN, positions="sinusoidal", norm="layernorm", norm_placement="post", activation="gelu"),
+    "window": replace(PLAIN, window=3, positions="rope", head_dim=4),
+    "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
+}
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small model and the programs that the tests share."""
+
+    config: DecoderConfig
+    model: Decoder
+    params: Params
+
+    @cached_property
+    def forward(self) -> Callable:
+        return jax.jit(partial(self.model.apply, {"params": self.params}))
+
+    @cached_property
+    def prefill(self) -> Callable:
+        """`(tokens_T, length)`, padded on the right, to logits and a cache with T free slots."""
+
+        def prefill(tokens_T: jax.Array, length: jax.Array) -> tuple:
+            positions_T = jnp.where(jnp.arange(T) < length, jnp.arange(T), EMPTY)
+            return self._extend(tokens_T, positions_T, self.model.init_cache(2 * T), 0)
+
+        return jax.jit(jax.vmap(prefill))
+
+    @cached_property
+    def decode(self) -> Callable:
+        """`(tokens_T, length, cache)`: feed the tokens from `length` on, one at a time, from slot T on."""
+
+        def decode(tokens_T: jax.Array, length: jax.Array, cache: tuple) -> jax.Array:
+            def step(cache: tuple, i: jax.Array) -> tuple:
+                token = jax.lax.dynamic_slice_in_dim(tokens_T, length + i, 1)
+                logits_1V, cache = self._extend(token, length[None] + i, cache, T + i)
+                return cache, logits_1V[0]
+
+            return jax.lax.scan(step, cache, jnp.arange(T))[1]
+
+        return jax.jit(jax.vmap(decode))
+
+    def _extend(self, *args: object) -> tuple:
+        return self.model.apply({"params": self.params}, *args, method="extend")
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> Small:
+    return Small(CONFIGS[request.param], *build(CONFIGS[request.param]))
+
+
+def test_no_output_feels_a_later_input(case: Small) -> None:
+    weights_TV = normal(T, V)
+
+    def mixed_logits(nudge_TD: jax.Array) -> jax.Array:
+        def add(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> jax.Array:
+            out = call(*args, **kwargs)
+            is_embedding = isinstance(context.module, Embedding) and context.method_name == "__call__"
+            return out + nudge_TD if is_embedding else out
+
+        with nn.intercept_methods(add):
+            logits_TV = case.model.apply({"params": case.params}, TOKENS_T)
+        return (weights_TV * logits_TV).sum(-1)
+
+    gradient_TSD = jax.jit(jax.jacrev(mixed_logits))(jnp.zeros((T, case.config.d_model)))
+    felt_TS = np.asarray((gradient_TSD != 0).any(-1))
+    assert not felt_TS[np.triu_indices(T, 1)].any()
+    assert felt_TS.any(axis=1).all()
+    if case.config.residual:
+        assert felt_TS.diagonal().all()
+        reach = T if case.config.window is None else case.config.n_blocks * (case.config.window - 1)
+        distance_TS = np.subtract.outer(np.arange(T), np.arange(T))
+        np.testing.assert_array_equal(felt_TS, (distance_TS >= 0) & (distance_TS <= reach))
+
+
+def test_prefill_and_decode_at_every_split_equal_the_full_forward(case: Small) -> None:
+    full_TV = case.forward(TOKENS_T)
+    lengths_B = jnp.arange(1, T + 1)  # one row a split: a ragged batch
+    tokens_BT = jnp.stack([TOKENS_T] * T)
+    prefilled_BTV, cache = case.prefill(tokens_BT, lengths_B)
+    decoded_BTV = case.decode(tokens_BT, lengths_B, cache)
+    for n, prefilled_TV, decoded_TV in zip(range(1, T + 1), prefilled_BTV, decoded_BTV, strict=True):
+        assert_close(jnp.concatenate([prefilled_TV[:n], decoded_TV[: T - n]]), full_TV)
+
+
+def test_the_content_of_padding_changes_no_bit(case: Small) -> None:
+    lengths_B = jnp.array([1, 3, 6])
+    tokens_BT = jnp.stack([TOKENS_T] * 3)
+    other_BT = jnp.where(jnp.arange(T) < lengths_B[:, None], tokens_BT, random_tokens(V, 3, T, seed=9))
+    assert (tokens_BT != other_BT).any(axis=1).all()
+    prefilled, other = case.prefill(tokens_BT, lengths_B), case.prefill(other_BT, lengths_B)
+    for i, n in enumerate(lengths_B.tolist()):
+        np.testing.assert_array_equal(prefilled[0][i, :n], other[0][i, :n])
+    decoded, other_decoded = (case.decode(tokens_BT, lengths_B, cache) for _, cache in (prefilled, other))
+    np.testing.assert_array_equal(decoded[:, :1], other_decoded[:, :1])
+
+
+def test_a_batch_equals_its_rows_one_by_one(case: Small) -> None:
+    tokens_BT = random_tokens(V, 5, T, seed=1)
+    together = jax.jit(jax.vmap(case.forward))(tokens_BT)
+    assert_close(together, jnp.stack([case.forward(tokens_T) for tokens_T in tokens_BT]))
+
+
+@pytest.mark.parametrize("name", ["residual", "modern"])
+def test_eight_devices_equal_one(name: str) -> None:
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
+        pytest.skip("JAX_NUM_CPU_DEVICES asks for fewer than eight devices")
+    model, params = build(CONFIGS[name])
+    tokens_BT = random_tokens(V, 24, T)  # three rows a device
+    forward = jax.jit(jax.vmap(lambda params, t: model.apply({"params": params}, t), in_axes=(None, 0)))
+    mesh = Mesh(np.array(devices[:8]), ("data",))
+    split = forward(jax.device_put(params, replicated(mesh)), jax.device_put(tokens_BT, batch_split(mesh)))
+    assert len(split.sharding.device_set) == 8
+    assert_close(split, forward(params, tokens_BT))
+
+
+def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
+    model, params = build(MODERN)
+    tokens_T = random_tokens(V, T)
+    full_TV = apply(model, params, tokens_T)
+    for n in (1, 4, T - 1):
+        cache, out = model.init_cache(T), []
+        for part in (slice(0, n), slice(n, T)):
+            positions = jnp.arange(T)[part]
+            logits, cache = apply(model, params, tokens_T[part], positions, cache, part.start, method="extend")
+            out.append(logits)
+        assert_close(jnp.concatenate(out), full_TV)
+        np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
+
+
+def test_dropout_acts_only_with_a_key() -> None:
+    model, params = build(replace(PLAIN, dropout=0.3))
+    tokens_T = random_tokens(V, T)
+    without = apply(model, params, tokens_T)
+    assert_close(without, apply(PLAIN.build(), params, tokens_T), 0)
+    assert jnp.abs(apply(model, params, tokens_T, rngs={"dropout": jax.random.key(0)}) - without).max() > 0.1
+
+
+@pytest.mark.parametrize(("name", "count"), [("residual", 6_500_608), ("rmsnorm", 23_096_320)])
+def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int) -> None:
+    # V·D embedding, T·D positions, a block's 3·D² (4·D² with W_O) + MLP 256·2048 + 2048² + 2048·256 with
+    # biases 2048 + 2048 + 256 (+ 2·D gains), D·V unembedding; V = 2048, T = 32, D = 256.
+    V, T, D, F = 2048, 32, 256, 2048
+    blocks, square, gains = (1, 3, 0) if name == "residual" else (4, 4, 2)
+    mlp = D * F + F * F + F * D + F + F + D
+    assert 2 * V * D + T * D + blocks * (square * D * D + mlp + gains * D) == count
+    config = rung(name)
+    assert count_parameters(abstract_params(config.build(), config)) == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"d_model": 13, "n_heads": 5, "head_dim": None}, ["13", "5"]),
+        ({"n_heads": 6, "n_kv_heads": 4}, ["6", "4"]),
+        ({"n_kv_heads": 0}, ["n_kv_heads", "0"]),
+        ({"positions": "rope", "head_dim": 5}, ["5", "even"]),
+        ({"unembedding": "mlp", "residual": True}, ["mlp", "residual"]),
+        ({"output_projection": False, "n_heads": 3, "head_dim": 5}, ["15", "13"]),
+        ({"dropout": 1.0}, ["dropout", "1.0"]),
+        ({"dropout": -0.1}, ["dropout", "-0.1"]),
+        ({"d_model": -1}, ["d_model", "-1"]),
+        ({"n_blocks": 0}, ["n_blocks", "0"]),
+        ({"n_heads": -3}, ["n_heads", "-3"]),
+        ({"head_dim": -5}, ["head_dim", "-5"]),
+        ({"window": 0}, ["window", "0"]),
+        ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
+        ({"vocab_size": 0}, ["vocab_size", "0"]),
+        ({"context_length": -7}, ["context_length", "-7"]),
+    ],
+    ids=str,
+)
+def test_a_shape_that_cannot_be_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        replace(PLAIN, **fields)
+    assert all(word in str(error.value) for word in said)

@@ -1,0 +1,90 @@
+"""The `rmsnorm` rung against torch: from equal weights, its logits and five steps of its training.
+
+torch's side is stored; `tests/fixtures/make_rmsnorm_torch.py` made it.
+"""
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from numpy.testing import assert_allclose
+
+from jaxformer.cli.arguments import load_config
+from jaxformer.config import Config
+from jaxformer.runs import abstract_params, count_parameters
+from jaxformer.sharding import batch_split, make_mesh, replicated
+from jaxformer.train.optimizer import make_optimizer
+from jaxformer.train.step import TrainState, make_train_step
+from tests.fixtures import rmsnorm_weights as source
+from tests.helpers import ROOT
+
+FIXTURE = ROOT / "tests/fixtures/rmsnorm_torch.npz"
+TOLERANCE = 1e-4
+"""Norm of the difference over norm of the tensor."""
+CHANGE_TOLERANCE = 1e-2
+"""The same for what training changed, without which weights that never moved would pass: five steps move
+`W_E` by 4e-5 of itself. Wider, because a change that small has lost digits to the rounding of the weight, and
+because rounding decides whether a hidden unit near zero is on. 2e-3 was the most found; a momentum of 0.8
+instead of 0.9 is off by at least 0.13."""
+
+
+def rung(name: str) -> Config:
+    return load_config(f"{ROOT / 'configs/ladder.py'}:{name}")
+
+
+def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+@pytest.fixture(scope="module")
+def torch_says() -> dict[str, np.ndarray]:
+    with np.load(FIXTURE) as stored:
+        return dict(stored)
+
+
+@pytest.fixture(scope="module")
+def drawn(torch_says: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    weights, tokens = source.draw()
+    if not np.allclose(source.checksum(weights, tokens), torch_says["checksum"], rtol=1e-9):
+        pytest.fail("NumPy no longer draws what the fixture was made from; run make_rmsnorm_torch.py again")
+    return weights, tokens
+
+
+def test_the_residual_rung_has_the_size_the_sources_report() -> None:
+    model = rung("residual").model
+    assert count_parameters(abstract_params(model.build(), model)) == 6_500_608
+
+
+def test_the_rmsnorm_rung_has_the_parameters_of_the_torch_model() -> None:
+    model = rung("rmsnorm").model
+    params = abstract_params(model.build(), model)
+    assert {name: leaf.shape for name, leaf in flatten_dict(params, sep=".").items()} == source.shapes()
+    assert count_parameters(params) == 23_096_320
+
+
+def test_logits(drawn: tuple, torch_says: dict[str, np.ndarray]) -> None:
+    weights, tokens = drawn
+    forward = jax.jit(jax.vmap(rung("rmsnorm").model.build().apply, in_axes=(None, 0)))
+    logits_BTV = np.asarray(forward({"params": unflatten_dict(weights, sep=".")}, tokens[0, :, :-1]))
+    assert distance(source.sample(logits_BTV, source.LOGITS), torch_says["logits"]) < TOLERANCE
+
+
+def test_five_steps_of_training(drawn: tuple, torch_says: dict[str, np.ndarray]) -> None:
+    weights, tokens = drawn
+    config, mesh = rung("rmsnorm"), make_mesh(source.BATCH)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    train_step = make_train_step(config, config.model.build(), optimizer, mesh)
+    params = unflatten_dict(weights, sep=".")
+    state = jax.device_put(TrainState(params, optimizer.init(params), np.array(True)), replicated(mesh))
+
+    losses = []
+    for step, batch_BT in enumerate(tokens):
+        state, loss = train_step(state, jax.device_put(batch_BT, batch_split(mesh)), step)
+        losses.append(float(loss))
+    assert_allclose(losses, torch_says["losses"], rtol=1e-5)
+
+    for name, leaf in flatten_dict(state.params, sep=".").items():
+        before, after = source.sample(weights[name]), source.sample(np.asarray(leaf))
+        theirs = torch_says[f"after.{name}"]
+        assert distance(after, theirs) < TOLERANCE, name
+        assert distance(after - before, theirs - before) < CHANGE_TOLERANCE, name

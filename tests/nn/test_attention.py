@@ -1,0 +1,90 @@
+from math import sqrt
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.ops import masks
+from jaxformer.ops.attention import attention
+from jaxformer.ops.cache import init_cache
+from jaxformer.ops.norms import rms_norm
+from jaxformer.ops.positions import rope
+from tests.arrays import apply, assert_close, first_params, normal, random_params
+
+T, D, H, K = 7, 13, 6, 10
+X_TD, POSITIONS_T = normal(T, D), jnp.arange(T)
+CAUSAL_TT = masks.causal(POSITIONS_T, POSITIONS_T)
+INPUTS = (X_TD, POSITIONS_T, CAUSAL_TT)
+
+
+@jax.jit
+def explicit(params: dict, scale: float) -> jax.Array:
+    """Heads side by side, `(T, H, K)`, by products of the parameters."""
+    q, k, v = (jnp.einsum("td,dhk->htk", X_TD, params[name]) for name in ("W_Q", "W_K", "W_V"))
+    return attention(q, k, v, CAUSAL_TT, scale).transpose(1, 0, 2)
+
+
+def test_agrees_with_flax_for_the_same_weights() -> None:
+    module = MultiHeadAttention(H, H, K)
+    params = random_params(module, *INPUTS)
+    flax = nn.MultiHeadDotProductAttention(H, qkv_features=H * K, out_features=D, use_bias=False)
+    names = {"query": "W_Q", "key": "W_K", "value": "W_V", "out": "W_O"}
+    same = {theirs: {"kernel": params[ours]} for theirs, ours in names.items()}
+    assert_close(apply(module, params, *INPUTS)[0], apply(flax, same, X_TD, mask=CAUSAL_TT[None]))
+
+
+@pytest.mark.parametrize("G", [1, 2, 3])
+def test_shared_key_value_heads_equal_repeated_ones(G: int) -> None:
+    params = random_params(MultiHeadAttention(H, G, K), *INPUTS)
+    assert params["W_K"].shape == params["W_V"].shape == (D, G, K)
+    repeated = {**params, **{name: jnp.repeat(params[name], H // G, axis=1) for name in ("W_K", "W_V")}}
+    shared = apply(MultiHeadAttention(H, G, K), params, *INPUTS)[0]
+    assert_close(shared, apply(MultiHeadAttention(H, H, K), repeated, *INPUTS)[0])
+
+
+def test_without_output_projection_the_output_is_the_heads_side_by_side() -> None:
+    module = MultiHeadAttention(H, H, K, output_projection=False)
+    params = random_params(module, *INPUTS)
+    assert "W_O" not in params
+    assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).reshape(T, H * K))
+
+
+def test_unscaled_scores_are_not_divided() -> None:
+    module = MultiHeadAttention(H, H, K, scaled=False, output_projection=False)
+    params = random_params(module, *INPUTS)
+    assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1.0).reshape(T, H * K))
+
+
+def test_qk_norm_then_rotation() -> None:
+    module = MultiHeadAttention(H, 2, K, qk_norm=True, rope_base=100.0, output_projection=False)
+    params = random_params(module, *INPUTS)
+
+    def heads(matrix: str, gain: str) -> jax.Array:
+        return rope(rms_norm(jnp.einsum("td,dhk->htk", X_TD, params[matrix]), params[gain]), POSITIONS_T, 100.0)
+
+    v = jnp.einsum("td,dhk->htk", X_TD, params["W_V"])
+    wanted = attention(heads("W_Q", "gamma_Q"), heads("W_K", "gamma_K"), v, CAUSAL_TT, 1 / sqrt(K))
+    assert_close(apply(module, params, *INPUTS)[0], wanted.transpose(1, 0, 2).reshape(T, H * K))
+
+
+def test_with_a_cache_it_reads_what_it_wrote() -> None:
+    module = MultiHeadAttention(H, 2, K)
+    params = random_params(module, *INPUTS)
+    layer = init_cache(1, 2, T, K, jnp.float32).layers[0]
+    out = []
+    for t in range(T):
+        step = slice(t, t + 1)
+        y, layer = apply(module, params, X_TD[step], POSITIONS_T[step], CAUSAL_TT[step], layer, t)
+        out.append(y)
+    assert_close(jnp.concatenate(out), apply(module, params, *INPUTS)[0])
+
+
+@pytest.mark.parametrize(("std", "wanted"), [(None, 1 / sqrt(101)), (0.3, 0.3), (0.0, 0.0)])
+def test_projections_are_drawn_with_the_standard_deviation_asked_for(std: float | None, wanted: float) -> None:
+    params = first_params(MultiHeadAttention(2, 1, 53, init_std=std), normal(T, 101), POSITIONS_T, None)
+    for name in ("W_Q", "W_K", "W_V", "W_O"):
+        # At least 101·53 draws: the standard deviation is known to 1/√(2·5353) = 1 %; this is five of those.
+        assert np.std(params[name]) == pytest.approx(wanted, rel=0.05)

@@ -1,0 +1,84 @@
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.block import Block
+from jaxformer.nn.mlp import MLP
+from jaxformer.nn.norms import LayerNorm, RMSNorm
+from jaxformer.ops import masks
+from tests.arrays import apply, assert_close, normal, random_params
+
+T, D = 7, 13
+POSITIONS_T = jnp.arange(T)
+INPUTS = (normal(T, D), POSITIONS_T, masks.causal(POSITIONS_T, POSITIONS_T))
+ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 1, 5), partial(MLP, (11,), D)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(
+    ("norm", "placement"), [(None, "pre"), (RMSNorm, "pre"), (RMSNorm, "post"), (LayerNorm, "pre"), (LayerNorm, "post")]
+)
+def test_agrees_with_the_parts_put_together_by_hand(norm: type | None, placement: str, residual: bool) -> None:
+    block = Block(ATTENTION, FEED_FORWARD, norm, placement, residual)
+    params = random_params(block, *INPUTS)
+    x, positions, mask = INPUTS
+
+    def norm_of(part: str, x: jax.Array, where: str) -> jax.Array:
+        return apply(norm(), params[f"{part}_norm"], x) if norm and placement == where else x
+
+    for part in ("attention", "mlp"):
+        read = norm_of(part, x, "pre")
+        if part == "attention":
+            y, _ = apply(ATTENTION(), params["attention"], read, positions, mask)
+        else:
+            y = apply(FEED_FORWARD(), params["mlp"], read)
+        x = norm_of(part, x + y if residual else y, "post")
+    got, cache = apply(block, params, *INPUTS)
+    assert_close(got, x)
+    assert cache is None
+    assert set(params) == {"attention", "mlp"} | ({"attention_norm", "mlp_norm"} if norm else set())
+
+
+class Ones(nn.Module):
+    """Stands for a part whose output is all ones."""
+
+    pair: bool = False
+
+    def __call__(self, x_TD: jax.Array, *_: object) -> jax.Array | tuple:
+        ones = jnp.ones_like(x_TD)
+        return (ones, None) if self.pair else ones
+
+
+def dropped(residual: bool, rate: float = 0.3, **rngs: jax.Array) -> np.ndarray:
+    x = jnp.zeros((101, 211))
+    block = Block(partial(Ones, pair=True), Ones, residual=residual, dropout=rate)
+    return np.asarray(block.apply({}, x, jnp.arange(101), None, rngs=rngs)[0])
+
+
+def test_dropout_needs_a_key() -> None:
+    assert (dropped(residual=True) == 2).all()
+
+
+def test_dropout_zeroes_its_share_and_scales_the_rest() -> None:
+    y = dropped(residual=False, dropout=jax.random.key(0))
+    assert_close(np.unique(y), [0, 1 / 0.7])
+    # 101·211 draws: the share is known to √(0.3·0.7/21311) = 0.0031; this is four of those.
+    assert (y == 0).mean() == pytest.approx(0.3, abs=0.0126)
+
+
+def test_dropout_keeps_the_expectation_and_draws_anew_for_each_part() -> None:
+    y = dropped(residual=True, dropout=jax.random.key(1))
+    # Each part adds 0 or 1/0.7; the sum of two has mean 2 and variance 2·0.3/0.7; four standard errors.
+    assert y.mean() == pytest.approx(2, abs=4 * (0.6 / 0.7 / y.size) ** 0.5)
+    assert_close(np.unique(y), [0, 1 / 0.7, 2 / 0.7])
+
+
+def test_the_same_key_drops_the_same_places() -> None:
+    first, again, other = (dropped(residual=True, dropout=jax.random.key(seed)) for seed in (2, 2, 3))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()

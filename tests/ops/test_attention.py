@@ -1,0 +1,130 @@
+from functools import partial
+from math import log
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops import attention as ops
+from jaxformer.ops import masks
+from tests.arrays import assert_close, normal
+
+# One compiled program a call instead of one a primitive.
+attention, attention_weights, row_entropy = map(jax.jit, (ops.attention, ops.attention_weights, ops.row_entropy))
+
+# Prime lengths and width; H is a multiple of G, so it cannot be prime for all G.
+H, T, S, K = 6, 5, 7, 11
+CAUSAL_TT = masks.causal(jnp.arange(T), jnp.arange(T))
+
+
+def qkv(G: int = H, S: int = S) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return normal(H, T, K, seed=1), normal(G, S, K, seed=2), normal(G, S, K, seed=3)
+
+
+def length_first(x_HTK: jax.Array) -> jax.Array:
+    """Axes as jax.nn and Flax have them, `(T, H, K)`."""
+    return x_HTK.transpose(1, 0, 2)
+
+
+@pytest.mark.parametrize("G", [1, 2, 3, 6])
+@pytest.mark.parametrize("scale", [1.0, K**-0.5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_agrees_with_jax_nn(G: int, scale: float, causal: bool) -> None:
+    q, k, v = qkv(G, S=T if causal else S)
+    wanted = jax.nn.dot_product_attention(*map(length_first, (q, k, v)), is_causal=causal, scale=scale)
+    assert_close(attention(q, k, v, CAUSAL_TT if causal else None, scale), length_first(wanted))
+
+
+def test_weights_agree_with_flax() -> None:
+    q, k, _ = qkv(S=T)
+    wanted = nn.dot_product_attention_weights(length_first(q), length_first(k), mask=CAUSAL_TT[None])
+    assert_close(attention_weights(q, k, CAUSAL_TT, K**-0.5), wanted)  # Flax scales by 1/√K itself
+
+
+def test_weights_of_three_scores_by_hand() -> None:
+    # e^1.2, e^0.5, e^1.1 = 3.320, 1.649, 3.004; their sum 7.973.
+    weights = attention_weights(jnp.ones((1, 1, 1)), jnp.array([1.2, 0.5, 1.1]).reshape(1, 3, 1))
+    np.testing.assert_allclose(weights[0, 0], [0.416, 0.207, 0.377], atol=5e-4)  # three decimals
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL_TT], ids=["all", "causal"])
+def test_rows_sum_to_one(mask: jax.Array | None) -> None:
+    q, k, _ = qkv(S=T)
+    assert_close(attention_weights(q, k, mask).sum(-1), np.ones((H, T)))
+
+
+def test_a_row_that_sees_nothing_is_zero_and_passes_no_gradient() -> None:
+    q, k, v = qkv(2)
+    blind = 3
+    mask = jnp.ones((T, S), bool).at[blind].set(False)
+    y_HTK = attention(q, k, v, mask)
+    assert not y_HTK[:, blind].any()
+    assert y_HTK[:, :blind].all()
+    of_blind_row = jax.grad(lambda *qkv: attention(*qkv, mask)[:, blind].sum(), argnums=(0, 1, 2))(q, k, v)
+    assert all((g == 0).all() for g in of_blind_row)
+    of_all = jax.grad(lambda *qkv: (attention(*qkv, mask) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
+    assert all(jnp.isfinite(g).all() and g.any() for g in of_all)
+    assert not of_all[0][:, blind].any()
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4, 1e31, -1e31])
+def test_huge_scores_stay_finite_and_masked_keys_unseen(size: float) -> None:
+    root = abs(size) ** 0.5
+    q = jnp.full((1, 3, 1), root)
+    k = jnp.array([1.0, 0.5, 2.0]).reshape(1, 3, 1) * root * np.sign(size)
+    mask = masks.causal(jnp.arange(3), jnp.arange(3))
+    weights, pull = jax.vjp(lambda q, k: attention_weights(q, k, mask), q, k)
+    best = [0, 0, 2] if size > 0 else [0, 1, 1]  # the largest visible score of each row takes all
+    np.testing.assert_allclose(weights[0], np.eye(3)[best], atol=1e-6)
+    assert all(jnp.isfinite(g).all() for g in pull(jnp.ones_like(weights)))
+
+
+def test_order_of_keys_does_not_matter_and_order_of_queries_carries_over() -> None:
+    q, k, v = qkv(3)
+    y = attention(q, k, v)
+    keys, queries = np.random.default_rng(0).permutation(S), np.random.default_rng(0).permutation(T)
+    assert_close(attention(q, k[:, keys], v[:, keys]), y)
+    assert_close(attention(q[:, queries], k, v), y[:, queries])
+
+
+def test_bfloat16_in_bfloat16_out_with_float32_weights() -> None:
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv(2))
+    weights = attention_weights(q, k)
+    assert weights.dtype == jnp.float32
+    assert_close(weights.sum(-1), np.ones((H, T)))  # bfloat16 sums would be off by 2^-9
+    y = attention(q, k, v)
+    assert y.dtype == jnp.bfloat16
+    # Weights and outputs are rounded to 8 bits: 2^-8 each, relative.
+    assert_close(y, attention(*(x.astype(jnp.float32) for x in (q, k, v))), 2**-7)
+
+
+@pytest.mark.parametrize(
+    ("row", "entropy"),
+    [
+        (np.full(7, 1 / 7), log(7)),
+        (np.eye(7)[2], 0.0),
+        (np.zeros(7), 0.0),
+        ([0.5, 0.25, 0.25, 0.0], 1.5 * log(2)),
+    ],
+    ids=["uniform", "one-hot", "zero", "mixed"],
+)
+def test_entropy_by_hand_and_its_gradient_is_finite(row: np.ndarray, entropy: float) -> None:
+    row = jnp.asarray(row, jnp.float32)
+    assert_close(row_entropy(row), entropy, 1e-6)
+    assert jnp.isfinite(jax.grad(row_entropy)(row)).all()
+
+
+def test_entropy_gradient_is_finite_through_masked_attention() -> None:
+    q, k, _ = qkv(S=T)
+    mask = CAUSAL_TT.at[2].set(False)
+    grad = jax.grad(lambda q: row_entropy(attention_weights(q, k, mask)).sum())(q)
+    assert jnp.isfinite(grad).all()
+    assert grad[:, T - 1].any()
+
+
+def test_vmap_adds_a_batch() -> None:
+    q_BHTK, k_BGSK = normal(3, H, T, K), normal(3, 2, S, K)
+    batched = jax.vmap(partial(attention, scale=0.3))(q_BHTK, k_BGSK, k_BGSK)
+    assert_close(batched[1], attention(q_BHTK[1], k_BGSK[1], k_BGSK[1], scale=0.3))

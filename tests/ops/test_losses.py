@@ -1,0 +1,58 @@
+from math import log
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxformer.ops.losses import cross_entropy, negative_log_likelihood
+from tests.arrays import assert_close, normal, random_tokens
+
+T, V = 7, 11
+LOGITS, TARGETS = 3 * normal(T, V), random_tokens(V, T)
+
+
+def test_by_hand() -> None:
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    assert_close(negative_log_likelihood(logits, jnp.array([1, 2])), [2 * log(2), -log(0.8)], 1e-6)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_value_and_gradient_agree_with_optax(size: float) -> None:
+    logits = size * LOGITS
+    optax_nll = optax.softmax_cross_entropy_with_integer_labels
+    assert_close(negative_log_likelihood(logits, TARGETS), optax_nll(logits, TARGETS))
+    value, grad = jax.value_and_grad(cross_entropy)(logits, TARGETS)
+    wanted, wanted_grad = jax.value_and_grad(lambda x: optax_nll(x, TARGETS).mean())(logits)
+    assert_close(value, wanted)
+    assert_close(grad, wanted_grad)
+
+
+def test_hessian_vector_product_is_the_softmax_covariance() -> None:
+    direction = normal(T, V, seed=5)
+    _, product = jax.jvp(jax.grad(lambda x: cross_entropy(x, TARGETS)), (LOGITS,), (direction,))
+    p = np.asarray(jax.nn.softmax(LOGITS), np.float64)
+    wanted = p * (direction - (p * direction).sum(-1, keepdims=True)) / T
+    assert_close(product, wanted)
+
+
+@pytest.mark.parametrize("weights", [[1, 0, 1, 1, 0, 0, 1], [0.5, 0.25, 0.0, 2.0, 1.0, 0.1, 0.3]], ids=["0/1", "real"])
+def test_weights_give_a_weighted_mean_and_its_gradient(weights: list[float]) -> None:
+    w = np.array(weights)
+    nll = np.asarray(negative_log_likelihood(LOGITS, TARGETS), np.float64)
+    loss, grad = jax.value_and_grad(cross_entropy)(LOGITS, TARGETS, jnp.asarray(w, jnp.float32))
+    assert_close(loss, (nll * w).sum() / w.sum())
+    np.testing.assert_array_equal(np.abs(grad).max(-1) > 0, w > 0)
+
+
+def test_all_zero_weights_give_zero_and_a_zero_gradient() -> None:
+    loss, grad = jax.value_and_grad(cross_entropy)(LOGITS, TARGETS, jnp.zeros(T))
+    assert loss == 0
+    assert (grad == 0).all()
+
+
+def test_bfloat16_logits_give_a_float32_loss() -> None:
+    loss = negative_log_likelihood(LOGITS.astype(jnp.bfloat16), TARGETS)
+    assert loss.dtype == jnp.float32
+    assert_close(loss, negative_log_likelihood(LOGITS, TARGETS), 2**-7)  # logits rounded to 8 bits

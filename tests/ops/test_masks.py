@@ -1,0 +1,59 @@
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops import masks
+from jaxformer.ops.masks import EMPTY
+
+
+def matrix(*rows: str) -> np.ndarray:
+    """One string a query, `x` where it sees the key."""
+    return np.array([[c == "x" for c in row] for row in rows])
+
+
+# A query in the middle and one at the end of the cache; slot 2 holds no token.
+QUERIES, KEYS = jnp.array([1, 4]), jnp.array([0, 1, EMPTY, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (masks.causal, matrix("xxx..", "xxxxx")),
+        (lambda q, k: masks.sliding_window(q, k, 2), matrix("xx...", "...xx")),
+        (lambda q, k: masks.sliding_window(q, k, 1), matrix(".x...", "....x")),
+        (lambda q, k: masks.prefix(q, k, 4), matrix("xxxx.", "xxxxx")),
+        (lambda q, k: masks.prefix(q, k, 0), matrix("xxx..", "xxxxx")),
+        (masks.padding, matrix("xx.xx", "xx.xx")),
+        (masks.segment, matrix(".x...", "....x")),
+        (lambda q, k: masks.causal(q, k) & masks.padding(q, k), matrix("xx...", "xx.xx")),
+        (
+            lambda q, k: masks.causal(q, k) & masks.padding(q, k) & masks.sliding_window(q, k, 3),
+            matrix("xx...", "...xx"),
+        ),
+        (lambda q, k: masks.segment(q, k) | (masks.causal(q, k) & masks.padding(q, k)), matrix("xx...", "xx.xx")),
+    ],
+    ids=[
+        "causal", "window 2", "window 1", "prefix 4", "prefix 0", "padding", "segment", "causal & padding",
+        "causal & padding & window 3", "segment | causal & padding",
+    ],
+)  # fmt: skip
+def test_rule_by_hand(rule: Callable, wanted: np.ndarray) -> None:
+    np.testing.assert_array_equal(rule(QUERIES, KEYS), wanted)
+
+
+def test_segments_keep_packed_documents_apart() -> None:
+    segment_T, position_T = jnp.array([0, 0, 1, 1, 1]), jnp.array([0, 1, 0, 1, 2])
+    both = masks.segment(segment_T, segment_T) & masks.causal(position_T, position_T)
+    np.testing.assert_array_equal(both, matrix("x....", "xx...", "..x..", "..xx.", "..xxx"))
+
+
+def test_an_empty_query_sees_nothing_where_padding_is_masked() -> None:
+    position_T = jnp.array([0, EMPTY])
+    seen = masks.causal(position_T, position_T) & masks.padding(position_T, position_T)
+    np.testing.assert_array_equal(seen, matrix("x.", ".."))
+
+
+def test_causal_is_the_lower_triangle_of_a_whole_sequence() -> None:
+    np.testing.assert_array_equal(masks.causal(jnp.arange(7), jnp.arange(7)), np.tri(7, dtype=bool))

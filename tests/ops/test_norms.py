@@ -1,0 +1,46 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops.norms import layer_norm, rms_norm
+from tests.arrays import assert_close, normal
+
+T, D = 5, 13
+GAMMA, BETA = normal(D, seed=1), normal(D, seed=2)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_agree_with_flax(eps: float, size: float) -> None:
+    x = size * normal(T, D) + size
+    rms = nn.RMSNorm(epsilon=eps).apply({"params": {"scale": GAMMA}}, x)
+    layer = nn.LayerNorm(epsilon=eps, use_fast_variance=False).apply({"params": {"scale": GAMMA, "bias": BETA}}, x)
+    assert_close(rms_norm(x, GAMMA, eps), rms)
+    assert_close(layer_norm(x, GAMMA, BETA, eps), layer)
+
+
+def test_by_hand() -> None:
+    x = jnp.array([3.0, 4.0])  # mean square 12.5; mean 3.5, variance 0.25
+    np.testing.assert_allclose(rms_norm(x, jnp.array([1.0, 2.0]), 0.0), [3 / 12.5**0.5, 8 / 12.5**0.5], rtol=1e-6)
+    np.testing.assert_allclose(layer_norm(x, jnp.ones(2), jnp.array([0.0, 5.0]), 0.0), [-1, 6], rtol=1e-6)
+
+
+def test_zero_rows_give_finite_gradients() -> None:
+    for norm in (lambda x: rms_norm(x, GAMMA), lambda x: layer_norm(x, GAMMA, BETA)):
+        assert jnp.isfinite(jax.grad(lambda x, norm=norm: norm(x).sum())(jnp.zeros((T, D)))).all()
+
+
+@pytest.mark.parametrize("gain_dtype", [jnp.float32, jnp.bfloat16])
+def test_the_result_has_the_dtype_of_x(gain_dtype: jnp.dtype) -> None:
+    x, gamma, beta = normal(T, D).astype(jnp.bfloat16), GAMMA.astype(gain_dtype), BETA.astype(gain_dtype)
+    assert rms_norm(x, gamma).dtype == jnp.bfloat16
+    assert layer_norm(x, gamma, beta).dtype == jnp.bfloat16
+
+
+def test_statistics_of_bfloat16_are_taken_in_float32() -> None:
+    x = (normal(1, 1009) + 1).astype(jnp.bfloat16)  # a bfloat16 sum of 1009 terms stalls near 256
+    ones, zeros = jnp.ones(1009), jnp.zeros(1009)
+    assert_close(rms_norm(x, ones), rms_norm(x.astype(jnp.float32), ones), 2**-8)
+    assert_close(layer_norm(x, ones, zeros), layer_norm(x.astype(jnp.float32), ones, zeros), 2**-8)

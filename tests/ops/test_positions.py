@@ -1,0 +1,65 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops.positions import rope, sinusoidal
+from tests.arrays import assert_close, normal
+
+H, T, K = 3, 7, 10
+
+
+def test_sinusoidal_by_hand() -> None:
+    # d_model 512, i = 1: the angle is 10000^(-2/512) = 0.9647; its sine and cosine to three decimals.
+    encoding = sinusoidal(jnp.arange(2), 512)
+    np.testing.assert_allclose(encoding[1, 2:4], [0.822, 0.570], atol=5e-4)
+    # Position 0 is sin 0, cos 0 throughout, and the first pair turns by one radian a position.
+    np.testing.assert_array_equal(encoding[0], np.tile([0.0, 1.0], 256))
+    np.testing.assert_allclose(encoding[1, :2], [np.sin(1), np.cos(1)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("d_model", [1, 2, 13, 32])
+def test_sinusoidal_agrees_with_the_formula_in_float64(d_model: int) -> None:
+    positions = np.array([0, 1, 5, 101])
+    wanted = np.empty((4, d_model))
+    for i in range(d_model):
+        angle = positions / 10_000 ** (2 * (i // 2) / d_model)
+        wanted[:, i] = np.cos(angle) if i % 2 else np.sin(angle)
+    assert_close(sinusoidal(jnp.asarray(positions), d_model), wanted)  # 101 rad in float32: 4e-6
+
+
+def complex_rope(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
+    """Multiply the complex numbers x_i + j·x_{i + K/2} by e^(j·position·base^(-2i/K))."""
+    K = x.shape[-1]
+    z = x[..., : K // 2] + 1j * x[..., K // 2 :]
+    z = z * np.exp(1j * positions[:, None] * base ** (-2 * np.arange(K // 2) / K))
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+@pytest.mark.parametrize("base", [10_000.0, 100.0])
+def test_rope_agrees_with_complex_numbers_in_float64(base: float) -> None:
+    x, positions = normal(H, T, K), np.array([0, 1, 2, 3, 11, 29, 101])
+    assert_close(rope(x, jnp.asarray(positions), base), complex_rope(np.float64(x), positions, base), 3e-5)
+
+
+def test_rope_keeps_norms_and_leaves_position_zero_alone() -> None:
+    x = normal(H, T, K)
+    turned = rope(x, jnp.arange(T))
+    assert_close(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1))
+    np.testing.assert_array_equal(turned[:, 0], x[:, 0])
+    assert (jnp.abs(turned[:, 1:] - x[:, 1:]).max(-1) > 0.1).all()
+
+
+def test_rope_scores_depend_on_the_distance_only() -> None:
+    q, k = normal(1, 1, K, seed=1), normal(1, 1, K, seed=2)
+
+    def score(query: int, key: int) -> float:
+        return float((rope(q, jnp.array([query])) * rope(k, jnp.array([key]))).sum())
+
+    assert score(5, 2) == pytest.approx(score(3, 0), abs=1e-5)
+    assert score(103, 100) == pytest.approx(score(3, 0), abs=1e-4)  # 100 rad in float32 is 8e-6 off, 5 pairs
+    assert abs(score(5, 2) - score(5, 3)) > 1e-2
+    assert abs(score(5, 2) - score(2, 5)) > 1e-2
+
+
+def test_rope_keeps_bfloat16() -> None:
+    assert rope(normal(H, T, K).astype(jnp.bfloat16), jnp.arange(T)).dtype == jnp.bfloat16

@@ -1,0 +1,78 @@
+"""Every command and snippet of the README works."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.helpers import ROOT, run, tiny, write_books
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+SNIPPETS = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder as a reader has it after the first command, with a smaller model."""
+    folder = tmp_path_factory.mktemp("reader")
+    write_books(folder / "books")
+    result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)
+    assert result.returncode == 0, result.stderr
+    (folder / "configs").symlink_to(ROOT / "configs")
+    return folder
+
+
+def test_the_readme_holds_commands_and_snippets():
+    assert len(SNIPPETS) >= 3 and len(COMMANDS) >= 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippets_run(here, snippet):
+    # The reader's text is longer than the small model's context.
+    snippet = snippet.replace("The state of the Union is strong.", "The cat sees.").replace(" of the world", "")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", snippet], cwd=here, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert bool(done.stdout) == ("print" in snippet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(here, command):
+    for part in command.split("#")[0].split("&&"):
+        words = shlex.split(part)
+        if words[:3] == ["pip", "install", "-e"]:
+            extras = re.findall(r"\[(\w+)\]", words[3])
+            assert words[3].startswith(".") and set(extras) <= set(EXTRAS)
+        elif words == ["pytest"]:
+            assert "pytest" in " ".join(EXTRAS["test"])
+        elif words[:2] == ["python", "train.py"] and "--resume" not in words:
+            small = tiny(here / "books", steps=2)
+            options = [*small, *words[2:], "--steps", "2"] if "--config" not in words else [*words[2:], *small[2:]]
+            result = run("train.py", *options, cwd=here)
+            assert result.returncode == 0, result.stderr
+        else:
+            assert words[0] == "python" and words[1] in ("train.py", "sample.py")
+            result = run(words[1], *words[2:], cwd=here)
+            assert result.returncode == 0, result.stderr
+            assert result.stdout
+
+
+def test_every_config_and_rung_the_readme_names_is_there():
+    from jaxformer.cli.arguments import load_config
+
+    ladder = README.split("The ladder is")[1].split(".")[0]
+    rungs = re.findall(r"`(\w+)`", ladder)
+    assert len(rungs) == 10
+    for name in rungs:
+        assert load_config(f"{ROOT}/configs/ladder.py:{name}").name == name
+    for spec in set(re.findall(r"`(configs/quick\.py[:\w]*)`", README)):
+        assert load_config(str(ROOT / spec)).steps > 0
