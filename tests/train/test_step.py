@@ -18,7 +18,7 @@ from jaxformer.train.optimizer import make_optimizer
 from jaxformer.train.step import batch_loss, init_state, make_train_step
 
 MODEL = DecoderConfig(
-    vocab_size=37, context_length=11, d_model=12, n_blocks=2, n_heads=3, output_projection=True, d_ff=(17,),
+    vocab_size=37, context_length=11, d_model=12, n_blocks=1, n_heads=3, output_projection=True, d_ff=(17,),
     norm="rmsnorm",
 )  # fmt: skip
 CONFIG = Config("test", MODEL, steps=5, optimizer=OptimizerConfig(learning_rate=0.1), train=TrainConfig(batch_size=8))
