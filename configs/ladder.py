@@ -20,7 +20,7 @@ def rung(name: str, model: ModelConfig) -> Config:
         steps=10_644,
         data=DataConfig(stride=1),
         optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=0.05, momentum=0.9),
-        train=TrainConfig(batch_size=4096, eval_windows=4096),
+        train=TrainConfig(batch_size=4096, eval_windows=512),
     )
 
 

@@ -6,6 +6,7 @@ Each model keeps its own config beside it in `jaxformer/models/`; here stands on
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -67,11 +68,11 @@ class OptimizerConfig:
 
     name: Literal["nesterov_sgd", "adamw"] = "nesterov_sgd"
     learning_rate: float = 0.05
-    """The highest value the schedule reaches."""
+    """What the warm-up rises to."""
     schedule: Literal["constant", "cosine"] = "constant"
     """What follows the warm-up: the same value to the end, or half a cosine down to final_fraction."""
     warmup_steps: int = 0
-    """Steps of linear rise from zero."""
+    """Steps of linear rise; the first is taken at 1/warmup_steps of learning_rate."""
     final_fraction: float = 0.0
     """Where 'cosine' ends, as a share of learning_rate."""
     momentum: float = 0.9
@@ -91,6 +92,10 @@ class OptimizerConfig:
         for name in ("momentum", "b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
+        if self.weight_decay and self.name != "adamw":
+            raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
+        if self.final_fraction and self.schedule != "cosine":
+            raise UserError(f"optimizer.final_fraction is {self.final_fraction}, but only 'cosine' falls; set it to 0.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none to switch it off.")
 
@@ -108,7 +113,7 @@ class TrainConfig:
     """Windows of the held-out text in a validation on the way; the last one reads all of it."""
     report_every: int = 500
     """Gradient table and sample generations."""
-    checkpoint_every: int = 200
+    checkpoint_every: int = 100
     sample_prompt: str = "The "
     sample_tokens: int = 48
 
@@ -135,8 +140,11 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise UserError(f"name is {self.name!r}; it names a folder: letters, digits, '_', '-' and '.' only.")
         at_least(self, 1, "steps")
-        at_least(self, 0, "seed")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed is {self.seed}; it must be at least 0 and below 2**32.")
 
 
 def one_of_its_choices(config: object) -> None:

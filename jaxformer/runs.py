@@ -6,6 +6,8 @@ import importlib
 import json
 import logging
 import pkgutil
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +54,7 @@ def load_run(path: str | Path, checkpoint: str | int = "last") -> Run:
 
     Args:
       path: the folder.
-      checkpoint: 'last', 'best' (lowest validation loss of those kept), or a step.
+      checkpoint: 'last', 'best' (lowest validation loss), or a step.
 
     Raises:
       UserError: no such run, no such checkpoint, or a file of it that cannot be read.
@@ -77,9 +79,50 @@ def count_parameters(params: Params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def create_run(folder: Path, config: Config, tokenizer: Tokenizer, may_number: bool) -> Path:
+    """Make a run's folder with its config and tokenizer; the place where it came to lie.
+
+    It appears whole, by a rename. A folder that another process made meanwhile is left alone: the next free
+    number is appended, if that is allowed.
+
+    Raises:
+      UserError: the folder exists, or the config could not be read back (a model from elsewhere).
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    try:
+        scratch.chmod(0o755)
+        write_config(scratch, config)
+        tokenizer.save(scratch / TOKENIZER)
+        if read_config(scratch) != config:
+            raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
+        place, number = folder, 1
+        while True:
+            if not place.exists():
+                try:
+                    scratch.rename(place)
+                    return place
+                except OSError:
+                    if not place.exists():
+                        raise
+            if not may_number:
+                raise UserError(f"{folder} exists; add --resume to go on with it, or choose another --run.")
+            number += 1
+            place = folder.with_name(f"{folder.name}-{number}")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replace a file's text: whoever reads it, or comes after a crash, finds the old or the new."""
+    scratch = file.with_name(f"{file.name}.new")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
+
+
 def write_config(folder: Path, config: Config) -> None:
     """Store a config as JSON."""
-    (folder / CONFIG).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / CONFIG, json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def read_config(folder: Path) -> Config:
@@ -129,10 +172,11 @@ def _model_class(kind: Any) -> type[ModelConfig]:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last two and the one with the lowest validation loss.
+    """The checkpoints of a run: the last two, and of those made at a validation the one with the lowest loss.
 
-    Parameters, optimizer state and the data's position are separate items, so that sampling reads the first
-    alone. Saving goes on in the background; a checkpoint appears whole, by a rename, or not at all.
+    Parameters, optimizer state and position (the step, and the text's fingerprint) are separate items, so that
+    sampling reads the first alone. Saving goes on in the background; a checkpoint appears whole, by a rename, or
+    not at all.
     """
 
     def __init__(self, folder: Path, read_only: bool = False) -> None:
@@ -183,6 +227,10 @@ class Checkpoints:
             ),
             metrics=None if val_loss is None else {"val_loss": val_loss},
         )
+
+    def __bool__(self) -> bool:
+        """Whether there is a whole one."""
+        return bool(self._manager.all_steps())
 
     def step(self, which: str | int = "last") -> int:
         """The step of the last or best checkpoint, or the given one if it is there."""

@@ -29,7 +29,7 @@ def tiny(data: Path, steps: int = 20) -> list[str]:
         "--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16", "--model.n-blocks", "2",
         "--model.n-heads", "2", "--model.d-ff", "32", "--train.batch-size", "4", "--train.sample-tokens", "20",
         "--train.eval-every", "10", "--train.report-every", "10", "--train.checkpoint-every", "5",
-        "--train.eval-windows", "8", "--train.log-every", "1", "--optimizer.learning-rate", "0.1",
+        "--train.eval-windows", "8", "--train.log-every", "3", "--optimizer.learning-rate", "0.1",
         "--optimizer.warmup-steps", "0",
     ]  # fmt: skip
 

@@ -58,6 +58,14 @@ def test_a_missing_field_without_default_is_named():
         lambda: TrainConfig(sample_prompt=""),
         lambda: replace(CONFIG, steps=0),
         lambda: replace(CONFIG, seed=-1),
+        lambda: replace(CONFIG, seed=2**32),
+        lambda: replace(CONFIG, name="../up"),
+        lambda: replace(CONFIG, name=""),
+        lambda: OptimizerConfig(weight_decay=0.1),
+        lambda: OptimizerConfig(final_fraction=0.1),
+        lambda: OptimizerConfig(name="sgd"),
+        lambda: DecoderConfig(positions="Rope"),
+        lambda: DecoderConfig(final_norm=True),
     ],
 )
 def test_values_out_of_range_are_refused(make):

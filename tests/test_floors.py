@@ -32,7 +32,7 @@ def place(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Entries of the floor plan that a file imports, anywhere in it but for type checkers only."""
+    """Entries of the floor plan that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []

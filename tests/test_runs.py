@@ -1,14 +1,16 @@
 """Opening a run: the errors; what works is tested end to end."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
-from jaxformer.config import Config
+from jaxformer.config import Config, ModelConfig
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.runs import latest_run, load_run, read_config, write_config
+from jaxformer.runs import create_run, latest_run, load_run, read_config, write_config
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
@@ -49,3 +51,26 @@ def test_a_broken_config_is_one_sentence(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         read_config(tmp_path)
+
+
+def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
+    tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), steps=1)
+    places = [create_run(tmp_path / "runs/x", config, tokenizer, may_number=True) for _ in range(3)]
+    assert [p.name for p in places] == ["x", "x-2", "x-3"]
+    for place in places:
+        assert read_config(place) == config
+        assert sorted(p.name for p in place.iterdir()) == ["config.json", "tokenizer.json"]
+    with pytest.raises(UserError, match="x exists"):
+        create_run(tmp_path / "runs/x", config, tokenizer, may_number=False)
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+@dataclass(frozen=True)
+class Elsewhere(ModelConfig):
+    """A model of a user's own file."""
+
+
+def test_a_model_that_could_not_be_reopened_is_refused_before_training(tmp_path):
+    with pytest.raises(UserError, match="no model file 'test_runs'"):
+        create_run(tmp_path / "x", Config("x", Elsewhere(), steps=1), Tokenizer.train(["a"], 257), False)
+    assert list(tmp_path.iterdir()) == []

@@ -37,9 +37,11 @@ def make_hooks(config: Config, model: nn.Module, corpus: Corpus, folder: Path) -
 
 def _entropy(config: Config, model: nn.Module, corpus: Corpus) -> Any:
     length = config.model.context_length
-    probe_BT, _ = next(eval_batches(corpus.val.tokens, length, length, PROBE_WINDOWS, PROBE_WINDOWS))
+    probe_BT, weights_BT = next(eval_batches(corpus.val.tokens, length, length, PROBE_WINDOWS, PROBE_WINDOWS))
+    whole = weights_BT.all(axis=1)
+    probe_BT = probe_BT[whole] if whole.any() else probe_BT[:1]  # no row that only fills up
 
-    def call(step: int, state: TrainState, batch: np.ndarray) -> dict[str, Any] | None:
+    def call(step: int, state: TrainState, batch: jax.Array) -> dict[str, Any] | None:
         entropy = attention_entropy(model, state.params, probe_BT)
         return {"entropy": [np.asarray(heads).tolist() for heads in entropy]} if entropy else None
 
@@ -55,9 +57,11 @@ def _gradients(config: Config, model: nn.Module) -> Any:
         grads = jax.grad(batch_loss, argnums=1)(model, state.params, batch_BT)
         return grads, optimizer.update(grads, state.opt_state, state.params)[0]
 
-    def call(step: int, state: TrainState, batch: np.ndarray) -> dict[str, Any]:
+    def call(step: int, state: TrainState, batch: jax.Array) -> dict[str, Any] | None:
+        if not (lr := float(schedule(step))):
+            return None  # a schedule that has come down to nothing moves nothing
         grads, updates = probe(state, batch)
-        report = gradient_report(state.params, grads, float(schedule(step)), updates)
+        report = gradient_report(state.params, grads, lr, updates)
         console.print(str(report), markup=False)
         return {"gradients": [asdict(row) for row in report.rows]}
 
@@ -68,7 +72,7 @@ def _samples(config: Config, model: nn.Module, corpus: Corpus, folder: Path) -> 
     t, tokenizer, context_length = config.train, corpus.tokenizer, config.model.context_length
     prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
 
-    def call(step: int, state: TrainState, batch: np.ndarray) -> None:
+    def call(step: int, state: TrainState, batch: jax.Array) -> None:
         with (folder / SAMPLES).open("a", encoding="utf-8") as file:
             for temperature in (0.5, 0.0):
                 chunks = generate(

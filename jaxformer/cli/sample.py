@@ -52,6 +52,11 @@ def _main(arguments: list[str]) -> int:
             raise UserError(f"--{flag} is {getattr(asked, name)}; it must be at least {limit}.")
     if not asked.prompt or not all(asked.prompt):
         raise UserError("the prompt is empty; give it at least one character.")
+    for prompt in asked.prompt:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the prompt holds bytes that are not UTF-8, at character {error.start}.") from error
     machine.set_up()
 
     from jaxformer.data.tokenizer import StreamDecoder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +46,12 @@ def _main(arguments: list[str]) -> int:
     for flag in ("--config", "--run"):
         first.add_argument(flag, nargs="?")
     first.add_argument("--resume", action="store_true")
-    known, _ = first.parse_known_args(arguments)
+    try:
+        known, _ = first.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}.") from error
 
-    # jax and what stands on it are imported late: --help and mistyped options answer at once.
+    # orbax and grain are imported late: a mistyped option is answered sooner without them.
     stored = None
     if known.resume:
         from jaxformer.runs import latest_run, read_config
@@ -60,22 +62,23 @@ def _main(arguments: list[str]) -> int:
     defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
     asked = parse(Arguments, arguments, defaults, "train.py", "Train a model; sample from it with sample.py.")
     config = asked.fields
-    if stored is None:
-        folder = _new_folder(asked.run, config.name)
-    else:
+    if stored is not None:
         _must_be_same(folder, stored, config)
+    elif asked.run is not None and Path(asked.run).exists():
+        raise UserError(f"{asked.run} exists; add --resume to go on with it, or choose another --run.")
+    else:
+        folder = RUNS / config.name if asked.run is None else Path(asked.run)
     machine.set_up(config.train.batch_size)
-    return _train(config, folder, resume=stored is not None)
+    return _train(config, folder, resume=stored is not None, may_number=asked.run is None)
 
 
-def _train(config: Config, folder: Path, resume: bool) -> int:
+def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     import jax
-    import jax.numpy as jnp
 
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
     from jaxformer.inspect import first_non_finite
-    from jaxformer.runs import TOKENIZER, abstract_params, count_parameters, write_config
+    from jaxformer.runs import abstract_params, count_parameters, create_run
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot
     from jaxformer.train.loop import make_windows, train
@@ -85,6 +88,9 @@ def _train(config: Config, folder: Path, resume: bool) -> int:
     parameters = count_parameters(abstract_params(model, config.model))
     corpus = load_corpus(config.data, config.model.vocab_size)
     windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
+
+    if not resume:
+        folder = create_run(folder, config, corpus.tokenizer, may_number)
 
     def tell(text: str) -> None:
         console.print(text, markup=False)
@@ -104,28 +110,17 @@ def _train(config: Config, folder: Path, resume: bool) -> int:
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )
 
-    made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_config(folder, config)
-        corpus.tokenizer.save(folder / TOKENIZER)
-    except OSError:
-        if made:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
     place = shlex.quote(str(folder))
     outcome = train(config, corpus, folder, mesh, make_hooks(config, model, corpus, folder), resume)
+    plot(folder)
     if outcome.status == "interrupted":
         tell(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
     if outcome.status == "non_finite":
-        cause = (
-            first_non_finite(model, outcome.state.params, jnp.asarray(outcome.batch)) or "nothing when computed again"
-        )
+        cause = first_non_finite(model, outcome.state.params, outcome.batch) or "nothing when computed again"
         tell(f"step {outcome.step:,} is not finite: first {cause}.")
         tell(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
         return 1
-    plot(folder)
     evaluation = outcome.evaluation
     assert evaluation is not None
     tell(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(config.train.sample_prompt)}")
@@ -147,20 +142,6 @@ def _advice(config: Config) -> str:
     if not config.optimizer.warmup_steps:
         advice.append("a warm-up (--optimizer.warmup-steps 100)")
     return ", ".join(advice)
-
-
-def _new_folder(asked: str | None, name: str) -> Path:
-    """The folder for a new run, which must not exist yet."""
-    if asked is not None:
-        folder = Path(asked)
-        if folder.exists():
-            raise UserError(f"{folder} exists; add --resume to go on with it, or choose another --run.")
-        return folder
-    folder, n = RUNS / name, 1
-    while folder.exists():
-        n += 1
-        folder = RUNS / f"{name}-{n}"
-    return folder
 
 
 def _must_be_same(folder: Path, stored: Config, asked: Config) -> None:

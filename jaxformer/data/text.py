@@ -118,14 +118,14 @@ def read_documents(path: str, unwrap_lines: bool) -> list[Document]:
 def hold_out(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
     """Split into (train, held out), by whole documents in an order drawn from their contents.
 
-    At least one document is held out and one is kept. A single document is cut at the last line break that
-    leaves `fraction` of it behind.
+    At least one document is held out and one is kept. A single document is cut at the last line break, or else
+    space, that leaves `fraction` of it behind, and at most twice that.
     """
     if len(documents) == 1:
         only = documents[0]
-        cut = only.text.rfind("\n", 0, int(len(only.text) * (1 - fraction))) + 1
-        if cut == 0:
-            cut = only.text.rfind(" ", 0, int(len(only.text) * (1 - fraction))) + 1
+        latest = int(len(only.text) * (1 - fraction))
+        earliest = max(0, int(len(only.text) * (1 - 2 * fraction)))
+        cut = only.text.rfind("\n", earliest, latest) + 1 or only.text.rfind(" ", earliest, latest) + 1
         if cut == 0:
             raise UserError(f"{only.name} is too short to hold a part of it out; give data.val_path.")
         return [Document(only.name, only.text[:cut])], [Document(f"end of {only.name}", only.text[cut:])]

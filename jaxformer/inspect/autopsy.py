@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.inspect.names import dotted
 from jaxformer.models.objective import Params, next_token_nll
 
 
@@ -35,7 +36,7 @@ def first_non_finite(model: nn.Module, params: Params, batch_BT: jax.Array) -> s
                 out = call(*args, **kwargs)
                 if context.method_name == "__call__":
                     first = jax.tree.leaves(out)[0]
-                    name = _dotted(context.module.path) or "the model (logits)"
+                    name = dotted(context.module.path) or "the model (logits)"
                     # The sequence number keeps the order of calls through the sorting of a dict's keys.
                     finite = jnp.isfinite(first)
                     size = jnp.max(jnp.abs(jnp.where(finite, first, 0.0)))
@@ -65,11 +66,4 @@ def first_non_finite(model: nn.Module, params: Params, batch_BT: jax.Array) -> s
 
 
 def _named(tree: Params) -> list[tuple[str, jax.Array]]:
-    return [
-        (_dotted(tuple(str(getattr(key, "key", key)) for key in path)), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-
-
-def _dotted(path: tuple[str, ...]) -> str:
-    return ".".join(path).replace("blocks_", "blocks.")
+    return [(dotted(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from jaxformer.inspect.names import dotted
 from jaxformer.models.objective import Params
 
 HEAD_AXIS = {"W_Q": 1, "W_K": 1, "W_V": 1, "W_O": 0}
@@ -67,8 +67,7 @@ def _norms(tree: Params) -> dict[str, float]:
     """Norm by dotted name, heads apart."""
     norms: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(tree)):
-        *parents, name = (str(getattr(key, "key", key)) for key in path)
-        where = ".".join(re.sub(r"_(\d+)$", r".\1", part) for part in parents)
+        where, _, name = dotted(path).rpartition(".")
         axis = HEAD_AXIS.get(name)
         if axis is None or np.ndim(leaf) != 3:
             norms[f"{where}.{name}".lstrip(".")] = float(np.linalg.norm(leaf))

@@ -94,9 +94,10 @@ class DecoderConfig(ModelConfig):
             raise UserError(
                 "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
             )
-        for name in ("rope_base", "embedding_std", "projection_std"):
-            if getattr(self, name) is not None:
-                at_least(self, 0, name)
+        at_least(self, 1, "rope_base")
+        at_least(self, 0, "embedding_std")
+        if self.projection_std is not None:
+            at_least(self, 0, "projection_std")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
 
@@ -144,7 +145,14 @@ class Decoder(nn.Module):
             self.W_out = self.param("W_out", init, (c.d_model, c.vocab_size))
 
     def __call__(self, tokens_T: jax.Array) -> jax.Array:
-        """Logits `(T, V)`; T is at most the context length, unless positions are 'rope', 'sinusoidal' or 'none'."""
+        """Logits `(T, V)`.
+
+        Raises:
+          ValueError: T is beyond the context length, and positions are learned.
+        """
+        c = self.config
+        if c.positions == "learned" and len(tokens_T) > c.context_length:
+            raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
         positions_T = jnp.arange(len(tokens_T))
         x_TD = self.embedding(tokens_T, positions_T)
         mask_TT = self.mask(positions_T, positions_T)

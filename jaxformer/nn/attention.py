@@ -21,7 +21,7 @@ class MultiHeadAttention(nn.Module):
       scaled: divide the scores by √K.
       init_std: standard deviation of every projection at first; None for 1/√D.
       output_projection: concatenated heads times `W_O`; without it the output is the heads, `(T, H·K)`.
-      qk_norm: RMS-normalise every query and key, with learned gains (Henry et al. 2020).
+      qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
       rope_base: rotate queries and keys by their position; None for no rotation.
     """
 

@@ -39,16 +39,16 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         act = ACTIVATIONS[self.activation]
-        for i, width in enumerate((*self.hidden, self.d_out), start=1):
-            init = uniform_fan_in(x.shape[-1])
-            y = x @ self.param(f"W_{i}", init, (x.shape[-1], width))
-            if self.bias:
-                y = y + self.param(f"b_{i}", init, (width,))
-            if i > len(self.hidden):
-                return y
+        for i, width in enumerate(self.hidden, start=1):
+            y = self._linear(x, i, width)
             if self.activation == "swiglu":
-                y = act(x @ self.param(f"W_gate_{i}", init, (x.shape[-1], width))) * y
+                gate = self.param(f"W_gate_{i}", uniform_fan_in(x.shape[-1]), (x.shape[-1], width))
+                x = act(x @ gate) * y
             else:
-                y = act(y)
-            x = y
-        return x
+                x = act(y)
+        return self._linear(x, len(self.hidden) + 1, self.d_out)
+
+    def _linear(self, x: jax.Array, i: int, width: int) -> jax.Array:
+        init = uniform_fan_in(x.shape[-1])
+        y = x @ self.param(f"W_{i}", init, (x.shape[-1], width))
+        return y + self.param(f"b_{i}", init, (width,)) if self.bias else y

@@ -24,7 +24,7 @@ def sliding_window(query_T: jax.Array, key_S: jax.Array, width: int) -> jax.Arra
 
 
 def prefix(query_T: jax.Array, key_S: jax.Array, length: int | jax.Array) -> jax.Array:
-    """Causal, but all see the first `length` positions (the prefix LM of Raffel et al. 2020, figure 4)."""
+    """Causal, but all see the first `length` positions (the prefix LM of Raffel et al. 2020, figure 3)."""
     return causal(query_T, key_S) | (key_S < length)[None, :]
 
 

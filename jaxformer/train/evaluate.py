@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.windows import eval_batches
+from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_split
@@ -62,6 +63,11 @@ class Evaluator:
         window = jax.ShapeDtypeStruct((self._length,), np.int32)
         predicted = jax.eval_shape(lambda p, t: next_token_nll(model, p, t), abstract_params(model, config), window)
         self._n_predicted = predicted.shape[0]
+        if len(tokens) <= self._length - self._n_predicted:
+            raise UserError(
+                f"the held-out text has {len(tokens)} tokens, too few to predict one; give more, or raise "
+                "data.val_fraction."
+            )
 
     def __call__(self, params: Params, n_windows: int | None = None) -> Evaluation:
         """On the whole text, each token predicted once, or on `n_windows` evenly spread windows of it."""

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxformer.runs import METRICS, PLOTS, SAMPLES
+from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -78,18 +78,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def cut_log(folder: Path, step: int) -> None:
     """Keep the metrics and samples up to a step, so that a resumed run writes none twice."""
     kept = [json.dumps(row) + "\n" for row in read_metrics(folder) if row["step"] <= step]
-    _replace(folder / METRICS, "".join(kept))
+    write_atomically(folder / METRICS, "".join(kept))
     if (folder / SAMPLES).is_file():
         samples = (folder / SAMPLES).read_text(encoding="utf-8")
         entries = re.split(r"^(?=\[step [\d,]+, temperature )", samples, flags=re.MULTILINE)[1:]
         kept = [e for e in entries if int(e[6 : e.index(", temp")].replace(",", "")) <= step]
-        _replace(folder / SAMPLES, "".join(kept))
-
-
-def _replace(file: Path, text: str) -> None:
-    scratch = file.with_name(f"{file.name}.new")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(file)
+        write_atomically(folder / SAMPLES, "".join(kept))
 
 
 def plot(folder: Path) -> None:

@@ -20,7 +20,7 @@ from jaxformer.config import Config
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.windows import Windows
 from jaxformer.errors import UserError
-from jaxformer.runs import Checkpoints
+from jaxformer.runs import Checkpoints, write_config
 from jaxformer.sharding import batch_split, replicated
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, cut_log
@@ -31,10 +31,11 @@ from jaxformer.train.step import TrainState, init_state, make_train_step
 @dataclass(frozen=True)
 class Hook:
     """Something to do on the way: `call(step, state, batch)` after every `every`-th step, and after the last;
-    `at_start` also before the first. What it returns joins the step's row of metrics."""
+    `at_start` also before the first. What it returns joins the step's row of metrics. The batch, `(B, T + 1)`, is
+    the one that the step learned from, on the devices."""
 
     every: int
-    call: Callable[[int, TrainState, np.ndarray], dict[str, Any] | None]
+    call: Callable[[int, TrainState, jax.Array], dict[str, Any] | None]
     at_start: bool = False
 
 
@@ -46,8 +47,8 @@ class Outcome:
     step: int
     """Steps taken; for 'non_finite', of which the last was not applied."""
     state: TrainState
-    batch: np.ndarray
-    """What the last step was given."""
+    batch: jax.Array
+    """What that step was given, `(B, T + 1)`."""
     evaluation: Evaluation | None = None
     """On the whole held-out text, once done."""
     signal: int = 0
@@ -66,8 +67,11 @@ def train(
 ) -> Outcome:
     """Train until `config.steps`, an interruption, or a loss that is not finite. Saves on every way out.
 
-    With `resume` it goes on from the folder's last checkpoint, and everything after that is the same to the
-    last bit as if the run had never stopped.
+    With `resume` it goes on from the folder's last checkpoint, or from the start if there is none, and everything
+    after that is the same to the last bit as if the run had never stopped.
+
+    Raises:
+      UserError: data or config do not fit each other or, with `resume`, the run.
     """
     model = config.model.build()
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -76,70 +80,81 @@ def train(
     t, windows, split = config.train, make_windows(config, corpus), batch_split(mesh)
     tokens_per_step = t.batch_size * config.model.context_length
     evaluate = Evaluator(model, config.model, corpus.val.tokens, corpus.tokenizer.token_lengths, t.batch_size, mesh)
-    evaluation: Evaluation | None = None
+    whole: Evaluation | None = None
 
-    with Checkpoints(folder) as checkpoints, catch_signals() as caught:
-        if resume:
-            start, state, val_loss = _restore(checkpoints, config, model, optimizer, mesh, corpus)
-            cut_log(folder, start)
+    # The signals are caught until the last save is finished.
+    with catch_signals() as caught, Checkpoints(folder) as checkpoints:
+        resumed = resume and bool(checkpoints)
+        if resumed:
+            start, state = _restore(checkpoints, config, model, optimizer, mesh, corpus)
+            write_config(folder, config)
         else:
-            start, state, val_loss = 0, init_state(config, model, optimizer, mesh), None
+            start, state = 0, init_state(config, model, optimizer, mesh)
+        if resume:
+            cut_log(folder, start if resumed else -1)
 
-        def save(step: int) -> None:
-            position = {"step": step, "fingerprint": corpus.fingerprint, "val_loss": val_loss}
+        def save(step: int, val_loss: float | None = None) -> None:
+            position = {"step": step, "fingerprint": corpus.fingerprint}
             checkpoints.save(step, state.params, state.opt_state, position, val_loss)
 
-        def measure(step: int, batch: np.ndarray) -> dict[str, Any]:
+        def measure(step: int, batch: jax.Array) -> dict[str, Any]:
             """Validation and hooks, where they are due."""
-            nonlocal val_loss, evaluation
+            nonlocal whole
             row: dict[str, Any] = {}
             last = step == config.steps
-            if step % t.eval_every == 0 or last:
-                evaluation = evaluate(state.params, None if last else t.eval_windows)
-                val_loss = evaluation.loss
-                row |= evaluation.as_row()
+            if last:
+                whole = evaluate(state.params)
+                row |= whole.as_row()
+            elif step % t.eval_every == 0:
+                row |= evaluate(state.params, t.eval_windows).as_row()
             for hook in hooks:
                 if (step % hook.every == 0 and (step or hook.at_start)) or last:
                     row |= hook.call(step, state, batch) or {}
             return row
 
         with Log(folder, start, config.steps) as log:
-            if start == 0:
-                log.row({"step": 0, "epoch": 0.0, "tokens": 0, **measure(0, windows[0])})
+            batch = jax.device_put(windows[start], split)
+            if not resumed:
+                log.row({"step": 0, "epoch": 0.0, "tokens": 0, **measure(0, batch)})
             paces = [t.log_every, t.eval_every, t.checkpoint_every, *(hook.every for hook in hooks)]
             stream, pace, unchecked = windows.stream(start, config.steps), Pace(), deque[tuple]()
             for step in range(start + 1, config.steps + 1):
                 with pace.waiting():
                     batch = next(stream)
-                state, loss = train_step(state, jax.device_put(batch, split), step - 1)
+                batch = jax.device_put(batch, split)
+                state, loss = train_step(state, batch, step - 1)
                 log.advance(step)
-                due = any(step % every == 0 for every in paces) or step == config.steps or caught.number
+                last, stop = step == config.steps, caught.number
+                due = last or any(step % every == 0 for every in paces)
                 # Checking the loss of the step before keeps the device busy with this one meanwhile. Looking
                 # late loses nothing: from a step that broke on, the state stays as it was.
                 unchecked.append((step, batch, loss))
-                while len(unchecked) > (0 if due else 1):
+                while len(unchecked) > (0 if due or stop else 1):
                     broken, its_batch, its_loss = unchecked.popleft()
                     if not np.isfinite(its_loss):
                         save(broken - 1)
                         return Outcome("non_finite", broken, state, its_batch)
-                if not due:
-                    continue
-                row = {
-                    "step": step,
-                    "epoch": round(step / windows.steps_per_epoch, 4),
-                    "tokens": step * tokens_per_step,
-                    "loss": float(loss),
-                    "ppl": perplexity(float(loss)),
-                    "lr": float(schedule(step - 1)),
-                    **pace.lap(step - start, tokens_per_step),
-                }
-                log.row(row | measure(step, batch))
-                if step % t.checkpoint_every == 0 or step == config.steps or caught.number:
-                    save(step)
-                if caught.number and step < config.steps:
-                    return Outcome("interrupted", step, state, batch, signal=caught.number)
-                pace.restart(step - start)
-        return Outcome("done", max(start, config.steps), state, windows[0], evaluation or evaluate(state.params))
+                row: dict[str, Any] = {}
+                if due:
+                    row = {
+                        "step": step,
+                        "epoch": round(step / windows.steps_per_epoch, 4),
+                        "tokens": step * tokens_per_step,
+                        "loss": float(loss),
+                        "ppl": perplexity(float(loss)),
+                        "lr": float(schedule(step - 1)),
+                        **pace.lap(step - start, tokens_per_step),
+                    }
+                    row |= measure(step, batch)
+                    log.row(row)
+                if last or stop or step % t.checkpoint_every == 0:
+                    # The last row holds the loss on all of the text; checkpoints are ranked by the same part.
+                    save(step, evaluate(state.params, t.eval_windows).loss if last else row.get("val_loss"))
+                if stop and not last:
+                    return Outcome("interrupted", step, state, batch, signal=stop)
+                if due:
+                    pace.restart(step - start)
+        return Outcome("done", config.steps, state, batch, whole or evaluate(state.params))
 
 
 class Pace:
@@ -171,9 +186,11 @@ class Pace:
 
 def _restore(
     checkpoints: Checkpoints, config: Config, model: Any, optimizer: Any, mesh: Mesh, corpus: Corpus
-) -> tuple[int, TrainState, float | None]:
-    """Step, state and last validation loss from the last checkpoint, if it was made from the same text."""
+) -> tuple[int, TrainState]:
+    """Step and state of the last checkpoint, if it was made from the same text and is not past the end."""
     step = checkpoints.step("last")
+    if step > config.steps:
+        raise UserError(f"the run has taken {step} steps already; steps is {config.steps}, and must be at least that.")
     like = jax.eval_shape(lambda: init_state(config, model, optimizer, mesh))
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state, replicated(mesh))
     if position["fingerprint"] != corpus.fingerprint:
@@ -182,7 +199,7 @@ def _restore(
             "since; restore it, or start a new run."
         )
     healthy = jax.device_put(np.array(True), replicated(mesh))
-    return step, TrainState(params, opt_state, healthy), position["val_loss"]
+    return step, TrainState(params, opt_state, healthy)
 
 
 class Caught:

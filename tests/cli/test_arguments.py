@@ -14,7 +14,7 @@ def here(tmp_path, monkeypatch):
     write_books(tmp_path / "books")
     (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "short.txt").write_text("A few words.\nAnd a few more.\n")
+    (tmp_path / "short.txt").write_text("A few words, and a few more.\n" * 4)
     (tmp_path / "taken").mkdir()
     (tmp_path / "file").write_text("not a folder")
     return tmp_path
@@ -39,8 +39,8 @@ TRAIN = [
     ("--data.path empty.txt", "hold no text"),
     ("--data.path latin1.txt", "latin1.txt is not UTF-8: byte 0xe9 at offset 3"),
     ("--data.val-path latin1.txt", "latin1.txt is not UTF-8"),
-    ("--data.path short.txt --model.vocab-size 257", "has 1 window(s)"),
-    ("--data.path short.txt --model.vocab-size 257 --model.context-length 90", "windows of 91 tokens"),
+    ("--data.path short.txt --model.vocab-size 257", "has 6 window(s)"),
+    ("--data.path short.txt --model.vocab-size 257 --model.context-length 200", "windows of 201 tokens"),
     ("--model.vocab-size 5000", "supports only"),
     ("--model.vocab-size 20", "at least 257"),
     ("--train.batch-size 4", "batch_size 4 does not split over 8 devices"),
@@ -49,6 +49,9 @@ TRAIN = [
     ("--run taken --resume", "taken is no run"),
     ("--run nowhere --resume", "nowhere does not exist"),
     ("--resume", "no run below runs"),
+    ("--resume=1", "--resume"),
+    ("--seed 99999999999", "seed is 99999999999"),
+    ("--name a/b", "name is 'a/b'"),
     ("--config nowhere.py", "no config file nowhere.py"),
     ("--config short.txt", "short.txt"),
     (f"--config {ROOT}/configs/ladder.py:rmsnrom", "rmsnorm?"),
@@ -94,9 +97,10 @@ def test_sample_says_what_is_wrong_in_one_sentence(here, capsys, options, said):
     assert said in err
 
 
-def test_an_empty_prompt_is_refused(here, capsys):
-    assert sample.main(["--prompt", ""]) == 2
-    assert "the prompt is empty" in capsys.readouterr().err
+@pytest.mark.parametrize(("prompt", "said"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])
+def test_a_prompt_that_is_no_text_is_refused(here, capsys, prompt, said):
+    assert sample.main(["--prompt", prompt]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_debug_lets_the_traceback_through(here):

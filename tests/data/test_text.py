@@ -93,5 +93,7 @@ def test_two_documents_give_one_each_and_one_is_cut():
     train, val = hold_out([Document("a", "line\n" * 100)], 0.1)
     assert train[0].text + val[0].text == "line\n" * 100
     assert len(val[0].text) == 50
+    title = Document("a", "Title\n" + "word " * 1000)
+    assert 0.1 <= len(hold_out([title], 0.1)[1][0].text) / len(title.text) <= 0.2
     with pytest.raises(UserError, match="too short"):
         hold_out([Document("a", "oneword")], 0.1)
