@@ -37,6 +37,7 @@ def losses_on(n_devices: int, config: Config = CONFIG) -> tuple[list[float], dic
     return losses, jax.device_get(state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_one_device_equals_eight(dropout):
     config = replace(CONFIG, model=replace(MODEL, dropout=dropout))
@@ -46,6 +47,7 @@ def test_one_device_equals_eight(dropout):
     assert one[0][-1] != one[0][0]
 
 
+@pytest.mark.slow
 def test_dropout_is_on_in_training_and_differs_between_steps_and_examples():
     config = replace(CONFIG, model=replace(MODEL, dropout=0.3))
     assert losses_on(1, config)[0] != losses_on(1)[0]
