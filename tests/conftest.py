@@ -1,4 +1,4 @@
-"""Eight CPU devices, exact matrix products, and caches of this session's own."""
+"""Eight CPU devices, exact matrix products, and caches apart from the user's."""
 
 import os
 from collections.abc import Iterator
