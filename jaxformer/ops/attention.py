@@ -6,19 +6,19 @@ Query heads may share key/value heads (Ainslie et al. 2023): head h reads group 
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops.masks import Causal, Mask
+
 MASKED = float(jnp.finfo(jnp.float32).min)
 """What a masked score becomes. Finite, so that a row with nothing visible gives no NaN."""
 
 
-def attention_weights(
-    q_HTK: jax.Array, k_GSK: jax.Array, mask_TS: jax.Array | None = None, scale: float = 1.0
-) -> jax.Array:
+def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float = 1.0) -> jax.Array:
     """softmax(scale · q kᵀ) over the visible keys.
 
     Args:
       q_HTK: queries; H must be a multiple of G.
       k_GSK: keys.
-      mask_TS: True where a query may look; None lets every query see every key.
+      mask: `(T, S)`, True where a query may look, or a `Causal`; None lets every query see every key.
       scale: what the scores are multiplied by, 1/√K in the paper.
 
     Returns:
@@ -29,8 +29,9 @@ def attention_weights(
     q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
     scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=jnp.float32)
     scores_HTS = scores.reshape(H, T, S)
-    if mask_TS is None:
+    if mask is None:
         return jax.nn.softmax(scores_HTS)
+    mask_TS = mask.array(T, S) if isinstance(mask, Causal) else mask
     return jnp.where(mask_TS, jax.nn.softmax(jnp.where(mask_TS, scores_HTS, MASKED)), 0.0)
 
 
@@ -38,14 +39,14 @@ def attention(
     q_HTK: jax.Array,
     k_GSK: jax.Array,
     v_GSK: jax.Array,
-    mask_TS: jax.Array | None = None,
+    mask: Mask = None,
     scale: float = 1.0,
 ) -> jax.Array:
     """Weighted sums of the values, `(H, T, K)` in the dtype of the values; see `attention_weights`.
 
     A query that sees nothing gets zeros, and passes no gradient.
     """
-    weights_HTS = attention_weights(q_HTK, k_GSK, mask_TS, scale).astype(v_GSK.dtype)
+    weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale).astype(v_GSK.dtype)
     H, T, S = weights_HTS.shape
     G = v_GSK.shape[0]
     mixed = jnp.einsum("grts,gsk->grtk", weights_HTS.reshape(G, H // G, T, S), v_GSK)

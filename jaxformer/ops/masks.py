@@ -3,7 +3,11 @@
 A rule takes one number a query and one a key (position, segment) and gives `(T, S)`. Because rules read
 positions and not slots, the same rule serves training, prefill, decoding with a cache and ragged prompts.
 Combine rules with `&` and `|`.
+
+`Causal` is the exception: a mask known while tracing, without an array, for the case that most training is.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -36,3 +40,32 @@ def padding(query_T: jax.Array, key_S: jax.Array) -> jax.Array:
 def segment(query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     """Given segment numbers in place of positions: a query sees its own segment (packed documents)."""
     return query_T[:, None] == key_S[None, :]
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A query sees its own position and those before it, at most `window` positions in all.
+
+    A rule as the others, and a mask by itself: attention takes it in place of an array, and then queries and keys
+    stand at positions 0, 1, 2, ... in order. As it is known while tracing, a kernel can skip what nobody sees,
+    and nothing of size T·S is made. Hashable, so a jitted function can take it as a static argument.
+    """
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; a query sees at least its own position, so 1 or more")
+
+    def __call__(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+        """`(T, S)` from positions, as every rule."""
+        seen_TS = causal(query_T, key_S)
+        return seen_TS if self.window is None else seen_TS & sliding_window(query_T, key_S, self.window)
+
+    def array(self, T: int, S: int) -> jax.Array:
+        """`(T, S)` for queries and keys in order."""
+        return self(jnp.arange(T), jnp.arange(S))
+
+
+Mask = Causal | jax.Array | None
+"""What attention takes: the symbolic mask, `(T, S)` booleans, or nothing hidden."""

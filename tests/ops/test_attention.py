@@ -49,6 +49,13 @@ def test_weights_of_three_scores_by_hand() -> None:
     np.testing.assert_allclose(weights[0, 0], [0.416, 0.207, 0.377], atol=5e-4)  # three decimals
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_symbolic_mask_is_its_array(window: int | None) -> None:
+    q, k, v = qkv(2)
+    mask = masks.Causal(window)
+    np.testing.assert_array_equal(ops.attention(q, k, v, mask), ops.attention(q, k, v, mask.array(T, S)))
+
+
 @pytest.mark.parametrize("mask", [None, CAUSAL_TT], ids=["all", "causal"])
 def test_rows_sum_to_one(mask: jax.Array | None) -> None:
     q, k, _ = qkv(S=T)

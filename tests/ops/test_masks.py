@@ -26,6 +26,8 @@ QUERIES, KEYS = jnp.array([1, 4]), jnp.array([0, 1, EMPTY, 3, 4])
         (lambda q, k: masks.prefix(q, k, 4), matrix("xxxx.", "xxxxx")),
         (lambda q, k: masks.prefix(q, k, 0), matrix("xxx..", "xxxxx")),
         (masks.padding, matrix("xx.xx", "xx.xx")),
+        (masks.Causal(), matrix("xxx..", "xxxxx")),
+        (masks.Causal(2), matrix("xx...", "...xx")),
         (masks.segment, matrix(".x...", "....x")),
         (lambda q, k: masks.causal(q, k) & masks.padding(q, k), matrix("xx...", "xx.xx")),
         (
@@ -35,8 +37,8 @@ QUERIES, KEYS = jnp.array([1, 4]), jnp.array([0, 1, EMPTY, 3, 4])
         (lambda q, k: masks.segment(q, k) | (masks.causal(q, k) & masks.padding(q, k)), matrix("xx...", "xx.xx")),
     ],
     ids=[
-        "causal", "window 2", "window 1", "prefix 4", "prefix 0", "padding", "segment", "causal & padding",
-        "causal & padding & window 3", "segment | causal & padding",
+        "causal", "window 2", "window 1", "prefix 4", "prefix 0", "padding", "Causal", "Causal 2",
+        "segment", "causal & padding", "causal & padding & window 3", "segment | causal & padding",
     ],
 )  # fmt: skip
 def test_rule_by_hand(rule: Callable, wanted: np.ndarray) -> None:
@@ -57,3 +59,20 @@ def test_an_empty_query_sees_nothing_where_padding_is_masked() -> None:
 
 def test_causal_is_the_lower_triangle_of_a_whole_sequence() -> None:
     np.testing.assert_array_equal(masks.causal(jnp.arange(7), jnp.arange(7)), np.tri(7, dtype=bool))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 11])
+def test_a_symbolic_causal_mask_is_the_band_below_the_diagonal(window: int | None) -> None:
+    T, S = 7, 5  # more queries than keys: with window 1 or 3 the last ones see nothing
+    band = [[0 <= t - s < (window or T) for s in range(S)] for t in range(T)]
+    np.testing.assert_array_equal(masks.Causal(window).array(T, S), band)
+
+
+def test_symbolic_masks_are_equal_by_value_and_can_be_static_arguments() -> None:
+    assert masks.Causal(3) == masks.Causal(3) != masks.Causal()
+    assert len({masks.Causal(3), masks.Causal(3), masks.Causal()}) == 2
+
+
+def test_a_window_that_hides_the_query_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="window is 0"):
+        masks.Causal(0)
