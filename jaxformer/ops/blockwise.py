@@ -1,0 +1,172 @@
+"""Attention that never holds the T·S scores, in plain JAX.
+
+Softmax can be taken over a part of the keys at a time, if the running maximum and sum are kept (Milakov and
+Gimelshein 2018), so attention needs memory linear in T (Rabe and Staats 2021). For the gradient the blocks of scores
+are made once more, from the log of the sums (Dao et al. 2022).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
+
+from jaxformer.ops.attention import MASKED
+from jaxformer.ops.masks import Causal, Mask
+
+SAVED = "attention"
+"""Name of what the backward pass needs of the forward one, for `jax.checkpoint_policies.save_only_these_names`: with
+it, a rematerialised block does not attend twice."""
+
+
+def blockwise_attention(
+    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0, *, block: int = 512
+) -> jax.Array:
+    """What `ops.attention.attention` gives, in memory linear in T and S, forward and backward.
+
+    Blocks that a `Causal` mask hides take no time. Differentiable once, in reverse.
+
+    Args:
+      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
+      block: the most queries, and the most keys, that are looked at together.
+    """
+    H, T, K = q_HTK.shape
+    G, S, _ = k_GSK.shape
+    tiles = Tiles(T, S, block, mask if isinstance(mask, Causal) else None)
+    mask_TS = None if isinstance(mask, Causal) else mask
+    if mask_TS is not None:
+        mask_TS = jnp.pad(mask_TS, ((0, tiles.n_q * tiles.b_q - T), (0, tiles.n_k * tiles.b_k - S)))
+    q_NGRbK = split(q_HTK * scale, tiles.n_q, tiles.b_q).reshape(tiles.n_q, G, H // G, tiles.b_q, K)
+    k_MGcK, v_MGcK = split(k_GSK, tiles.n_k, tiles.b_k), split(v_GSK, tiles.n_k, tiles.b_k)
+    y_NGRbK = tiled_attention(tiles, q_NGRbK, k_MGcK, v_MGcK, mask_TS)
+    y_HTK = jnp.moveaxis(y_NGRbK.reshape(tiles.n_q, H, tiles.b_q, -1), 0, 1).reshape(H, tiles.n_q * tiles.b_q, -1)
+    return y_HTK[:, :T]
+
+
+def split(x_HTK: jax.Array, n: int, b: int) -> jax.Array:
+    """`(H, T, K)` to n blocks of b positions, `(n, H, b, K)`, filled up with zeros."""
+    H, T, K = x_HTK.shape
+    return jnp.moveaxis(jnp.pad(x_HTK, ((0, 0), (0, n * b - T), (0, 0))).reshape(H, n, b, K), 1, 0)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the T·S scores are cut: n_q blocks of b_q queries, n_k blocks of b_k keys, as even as can be."""
+
+    T: int
+    S: int
+    block: int
+    causal: Causal | None
+
+    @property
+    def n_q(self) -> int:
+        return -(-self.T // self.block)
+
+    @property
+    def n_k(self) -> int:
+        return -(-self.S // self.block)
+
+    @property
+    def b_q(self) -> int:
+        return -(-self.T // self.n_q)
+
+    @property
+    def b_k(self) -> int:
+        return -(-self.S // self.n_k)
+
+    def visible(self) -> tuple[np.ndarray, ...]:
+        """Query block and key block of every tile in which someone sees something, row by row."""
+        i, j = np.indices((self.n_q, self.n_k))
+        if self.causal is None:
+            return i.ravel(), j.ravel()
+        furthest = (i + 1) * self.b_q - 1 - j * self.b_k  # of the tile's last query from its first key
+        nearest = i * self.b_q - ((j + 1) * self.b_k - 1)
+        return np.nonzero((furthest >= 0) & (nearest < (self.causal.window or self.T)))
+
+    def seen(self, i: jax.Array, j: jax.Array, mask_TS: jax.Array | None) -> jax.Array:
+        """Who sees whom in a tile, `(b_q, b_k)`; the keys that fill up the last block are hidden."""
+        query_b, key_c = i * self.b_q + jnp.arange(self.b_q), j * self.b_k + jnp.arange(self.b_k)
+        seen_bc = jnp.broadcast_to(key_c < self.S, (self.b_q, self.b_k))
+        if self.causal is not None:
+            seen_bc &= self.causal(query_b, key_c)
+        if mask_TS is not None:
+            seen_bc &= jax.lax.dynamic_slice(mask_TS, (i * self.b_q, j * self.b_k), (self.b_q, self.b_k))
+        return seen_bc
+
+
+def scores(tiles: Tiles, i: jax.Array, j: jax.Array, q: jax.Array, k: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Scores of one tile, `(G, R, b_q, b_k)` float32, minus infinity where hidden."""
+    scores_GRbc = jnp.einsum("grbk,gck->grbc", at(q, i), at(k, j), preferred_element_type=jnp.float32)
+    return jnp.where(tiles.seen(i, j, mask), scores_GRbc, -jnp.inf)
+
+
+def at(x: jax.Array, i: jax.Array) -> jax.Array:
+    """`x[i]`"""
+    return dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
+    """x with `x[i]` replaced; in place where x is the carry of a loop."""
+    return dynamic_update_index_in_dim(x, value, i, 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Attention over blocks: `(N, G, R, b, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, R, b, K)`."""
+    return forward(tiles, q, k, v, mask)[0]
+
+
+def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple:
+    """The output, and what `backward` needs."""
+
+    def step(carry: tuple, ij: tuple) -> tuple:
+        i, j = ij
+        sum_NGRbK, total_NGRb, top_NGRb = carry
+        scores_GRbc = scores(tiles, i, j, q, k, mask)
+        top = jnp.maximum(at(top_NGRb, i), scores_GRbc.max(-1))
+        weights_GRbc = jnp.exp(scores_GRbc - top[..., None])
+        shrink = jnp.exp(at(top_NGRb, i) - top)
+        part = jnp.einsum("grbc,gck->grbk", weights_GRbc.astype(v.dtype), at(v, j), preferred_element_type=jnp.float32)
+        return (
+            put(sum_NGRbK, i, at(sum_NGRbK, i) * shrink[..., None] + part),
+            put(total_NGRb, i, at(total_NGRb, i) * shrink + weights_GRbc.sum(-1)),
+            put(top_NGRb, i, top),
+        ), None
+
+    rows = q.shape[:-1]
+    # The maximum starts finite, so that a row with nothing visible gives zeros and no NaN.
+    start = (jnp.zeros((*rows, v.shape[-1])), jnp.zeros(rows), jnp.full(rows, MASKED))
+    (sum_NGRbK, total_NGRb, top_NGRb), _ = jax.lax.scan(step, start, tiles.visible())
+    total_NGRb = jnp.where(total_NGRb > 0, total_NGRb, 1)
+    y = checkpoint_name((sum_NGRbK / total_NGRb[..., None]).astype(v.dtype), SAVED)
+    log_total_NGRb = checkpoint_name(top_NGRb + jnp.log(total_NGRb), SAVED)
+    return y, (q, k, v, mask, y, log_total_NGRb)
+
+
+def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
+    """Gradients to q, k and v (Dao et al. 2022, algorithm 4)."""
+    q, k, v, mask, y, log_total_NGRb = saved
+    dot_NGRb = jnp.sum(dy.astype(jnp.float32) * y, -1)  # Σ over keys of weight · gradient to it
+
+    def step(carry: tuple, ij: tuple) -> tuple:
+        i, j = ij
+        dq, dk, dv = carry
+        weights_GRbc = jnp.exp(scores(tiles, i, j, q, k, mask) - at(log_total_NGRb, i)[..., None])
+        to_weights = jnp.einsum("grbk,gck->grbc", at(dy, i), at(v, j), preferred_element_type=jnp.float32)
+        to_scores = (weights_GRbc * (to_weights - at(dot_NGRb, i)[..., None])).astype(q.dtype)
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        return (
+            put(dq, i, at(dq, i) + product("grbc,gck->grbk", to_scores, at(k, j))),
+            put(dk, j, at(dk, j) + product("grbc,grbk->gck", to_scores, at(q, i))),
+            put(dv, j, at(dv, j) + product("grbc,grbk->gck", weights_GRbc.astype(dy.dtype), at(dy, i))),
+        ), None
+
+    start = tuple(jnp.zeros(x.shape) for x in (q, k, v))
+    (dq, dk, dv), _ = jax.lax.scan(step, start, tiles.visible())
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+tiled_attention.defvjp(forward, backward)

@@ -1,0 +1,153 @@
+"""Which attention runs where, and a trial before it is trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxformer.errors import UserError
+from jaxformer.ops.attention import attention
+from jaxformer.ops.blockwise import blockwise_attention
+from jaxformer.ops.kernels import Shaped, cudnn_attention, cudnn_refuses, splash_attention, splash_refuses
+from jaxformer.ops.masks import Mask
+
+LONG = 512
+"""Positions from which attention without a kernel goes block by block. Measured forward and backward on two CPU cores
+(batch 2, 4 heads of width 64, causal): at 512 positions 15 against 27 ms and 25 against 33 MiB, at 4,096 0.77 against
+1.98 s and 78 against 2,056 MiB. Shorter sequences are one block, and there is little to gain."""
+
+TRIED = 1024
+"""Most positions of a trial: more than one block of any kernel, and scores that still fit anywhere."""
+
+Name = Literal["auto", "xla", "blockwise", "cudnn", "splash"]
+
+
+class Attention(Protocol):
+    """What `ops.attention.attention` is."""
+
+    def __call__(
+        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
+    ) -> jax.Array: ...
+
+
+def unfused_attention(
+    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
+) -> jax.Array:
+    """`attention` for short sequences, `blockwise_attention` for long ones."""
+    long = q_HTK.shape[1] >= LONG and k_GSK.shape[1] >= LONG
+    return (blockwise_attention if long else attention)(q_HTK, k_GSK, v_GSK, mask, scale)
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """`ops.attention.attention` by the backend's kernel, and by `unfused_attention` where the kernel refuses.
+
+    On a mesh, each device attends for its own heads, which lie over the axis `tensor` where their number allows.
+    Map it over examples with `spmd_axis_name`, the axes of the mesh over which the batch lies: without it every
+    device would attend for the whole batch.
+    """
+
+    kernel: Literal["cudnn", "splash"]
+    mesh: Mesh | None = None
+
+    def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
+        """Why the kernel cannot take this, from shapes and dtypes alone; None if it can."""
+        return (cudnn_refuses if self.kernel == "cudnn" else splash_refuses)(q_HTK, k_GSK, mask)
+
+    def __call__(
+        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
+    ) -> jax.Array:
+        """As `ops.attention.attention`."""
+        if self.refuses(q_HTK, k_GSK, mask):
+            return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale)
+
+        def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array) -> jax.Array:
+            return (cudnn_attention if self.kernel == "cudnn" else splash_attention)(q_HTK, k_GSK, v_GSK, mask, scale)
+
+        if self.mesh is None:
+            return attend(q_HTK, k_GSK, v_GSK)
+        H, G, shards = q_HTK.shape[0], k_GSK.shape[0], self.mesh.shape.get("tensor", 1)
+        spec = PartitionSpec("tensor") if shards > 1 and H % shards == 0 else PartitionSpec()
+        if spec and G % shards:  # a group that several devices share is copied to each of them
+            k_GSK, v_GSK = (jnp.repeat(x, lcm(G, shards) // G, axis=0) for x in (k_GSK, v_GSK))
+        # No kernel says how its results vary over a mesh, so shard_map cannot check it.
+        return jax.shard_map(attend, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(
+            q_HTK, k_GSK, v_GSK
+        )
+
+
+def make_attention(
+    name: Name,
+    platform: str,
+    q_HTK: jax.ShapeDtypeStruct,
+    k_GSK: jax.ShapeDtypeStruct,
+    mask: Mask = None,
+    mesh: Mesh | None = None,
+    *,
+    try_first: bool = True,
+) -> tuple[Attention, str]:
+    """The attention to use for such queries and keys, and one line for the log that says which and why.
+
+    Args:
+      name: "auto" for the platform's kernel if it can, and `unfused_attention` if not; or one by name.
+      platform: of the devices that will run it: cpu, gpu or tpu.
+      q_HTK, k_GSK, mask: what most calls will look like, one example.
+      mesh: over which the calls will be split; None for one device.
+      try_first: run the kernel here before it is trusted. Compiling for devices that are elsewhere has to do without.
+
+    Raises:
+      UserError: a kernel asked for by name cannot run here.
+    """
+    if name == "xla":
+        return attention, "attention: xla, as asked"
+    if name == "blockwise":
+        return blockwise_attention, "attention: blockwise, as asked"
+    kernels: dict[str, Literal["cudnn", "splash"]] = {"gpu": "cudnn", "tpu": "splash"}
+    kernel = kernels.get(platform)
+    unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= LONG else "xla"
+    if name != "auto" and name != kernel:
+        raise UserError(f"Attention {name!r} does not run on {platform}; use 'auto'.")
+    if kernel is None:
+        return unfused_attention, f"attention: {unfused} ({platform} has no fused kernel)"
+    fused = FusedAttention(kernel, mesh)
+    reason = fused.refuses(q_HTK, k_GSK, mask)
+    if reason is None and try_first:
+        reason = trial(replace(fused, mesh=None), q_HTK, k_GSK, mask)
+    if reason is None:
+        return fused, f"attention: {kernel}"
+    if name == kernel:
+        raise UserError(f"Attention {name!r} cannot be used: {reason}; use 'auto'.")
+    return unfused_attention, f"attention: {unfused} (not {kernel}: {reason})"
+
+
+def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeStruct, mask: Mask = None) -> str | None:
+    """Why this attention is not to be trusted here, or None: it runs forward and backward on this process's first
+    device, on normal numbers of these shapes and at most `TRIED` positions, and must agree with `attention`.
+
+    The norm of the difference may be 1/32 of the norm, for each of the output and three gradients: bfloat16 keeps 8
+    bits, and a few roundings add up.
+    """
+
+    def run(attend: Attention, inputs: list[jax.Array]) -> list[jax.Array]:
+        y, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, q.shape[-1] ** -0.5), *inputs[:3])
+        return [x.astype(jnp.float32) for x in (y, *pull(inputs[3]))]
+
+    draw = np.random.default_rng(0)
+    shapes = [(x.shape[0], min(x.shape[1], TRIED), x.shape[2]) for x in (q_HTK, k_GSK, k_GSK, q_HTK)]
+    inputs = [jnp.asarray(draw.normal(size=shape), q_HTK.dtype) for shape in shapes]
+    try:
+        got = jax.block_until_ready(jax.jit(run, static_argnums=0)(attend, inputs))
+    except Exception as error:  # whatever a driver, a library or a compiler raises
+        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    wanted = jax.jit(run, static_argnums=0)(attention, [x.astype(jnp.float32) for x in inputs])
+    for what, g, w in zip(("output", "gradient to q", "gradient to k", "gradient to v"), got, wanted, strict=True):
+        off = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+        if not off <= 2**-5:  # NaN, too
+            return f"its {what} is off by {off:.3f} of the norm"
+    return None

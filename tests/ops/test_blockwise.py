@@ -1,0 +1,141 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_policies
+
+from jaxformer.ops.attention import attention
+from jaxformer.ops.blockwise import SAVED, Tiles, blockwise_attention
+from jaxformer.ops.masks import Causal, Mask
+from tests.arrays import normal
+from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
+
+
+def random_mask(T: int, S: int) -> jax.Array:
+    """Nearly a third visible; with few keys, some rows see nothing."""
+    return jnp.asarray(np.random.default_rng(5).random((T, S)) < 0.3)
+
+
+@pytest.mark.parametrize(
+    ("H", "G", "T", "S", "K", "block", "mask"),
+    [
+        (6, 2, 13, 13, 11, 4, Causal()),  # primes: no block is full
+        (6, 6, 12, 12, 8, 4, Causal()),  # all blocks full
+        (6, 1, 13, 13, 11, 13, Causal()),  # one block
+        (6, 1, 13, 13, 11, 100, Causal()),  # a block longer than the sequence
+        (2, 1, 7, 7, 3, 1, Causal()),  # a position a block
+        (6, 3, 17, 17, 5, 4, Causal(1)),
+        (6, 3, 17, 17, 5, 4, Causal(6)),  # a window across three blocks
+        (4, 4, 17, 7, 8, 3, Causal(2)),  # more queries than keys: the last ones see nothing
+        (4, 4, 7, 17, 8, 3, Causal()),
+        (6, 3, 13, 17, 11, 5, None),
+        (4, 2, 13, 17, 8, 5, random_mask(13, 17)),
+        (4, 2, 13, 3, 8, 5, random_mask(13, 3)),
+        (1, 1, 1, 1, 1, 512, Causal()),
+    ],
+    ids=lambda x: "array" if isinstance(x, jax.Array) else str(x),
+)
+def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask) -> None:
+    arrays = qkv(H, G, T, S, K)
+    wanted = value_and_gradients(attention, *arrays, mask)
+    assert_all_close(value_and_gradients(partial(blockwise_attention, block=block), *arrays, mask), wanted)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_agrees_with_jax_nn_at_any_shape(data) -> None:
+    size = partial(st.integers, 1)
+    T, G, R, K, block = (data.draw(size(most)) for most in (23, 3, 3, 9, 9))
+    window = data.draw(st.none() | size(25))
+    length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
+
+    def wanted(q, k, v, mask: Mask, scale: float) -> jax.Array:
+        local = None if window is None else (window - 1, 0)
+        y = jax.nn.dot_product_attention(
+            *map(length_first, (q, k, v)), scale=scale, is_causal=True, local_window_size=local
+        )
+        return length_first(y)
+
+    arrays = qkv(G * R, G, T, T, K)
+    blockwise = partial(blockwise_attention, block=block)
+    assert_all_close(*(value_and_gradients(f, *arrays, Causal(window)) for f in (blockwise, wanted)))
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.none() | st.integers(1, 45))
+def test_exactly_the_tiles_with_something_visible_are_looked_at(T: int, S: int, block: int, window: int | None) -> None:
+    tiles = Tiles(T, S, block, Causal(window))
+    mask = np.zeros((tiles.n_q * tiles.b_q, tiles.n_k * tiles.b_k), bool)
+    for t in range(len(mask)):  # the queries that fill up the last block, too: they cost nothing more
+        mask[t, max(0, t - (window or T + S) + 1) : t + 1] = True
+    per_tile = mask.reshape(tiles.n_q, tiles.b_q, tiles.n_k, tiles.b_k).any(axis=(1, 3))
+    np.testing.assert_array_equal(np.argwhere(per_tile), np.stack(tiles.visible(), axis=1))
+
+
+def test_a_row_that_sees_nothing_is_zero_and_passes_no_gradient() -> None:
+    q, k, v = qkv(4, 2, 9, 9, 8)
+    blind = 5
+    mask = jnp.ones((9, 9), bool).at[blind].set(False)
+    y, dq, *others = value_and_gradients(partial(blockwise_attention, block=4), q, k, v, mask)
+    assert not y[:, blind].any() and not dq[:, blind].any()
+    assert y[:, blind - 1].all() and all(jnp.isfinite(g).all() and g.any() for g in others)
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4, 1e31])
+def test_huge_scores_stay_finite(size: float) -> None:
+    q = jnp.full((1, 6, 1), abs(size) ** 0.5)
+    k = jnp.array([1.0, 0.5, 2.0, 0.1, 0.2, 0.3]).reshape(1, 6, 1) * abs(size) ** 0.5 * np.sign(size)
+    v = jnp.arange(6.0).reshape(1, 6, 1)
+    y, *gradients = value_and_gradients(partial(blockwise_attention, block=2), q, k, v, Causal())
+    best = [0, 0, 2, 2, 2, 2] if size > 0 else [0, 1, 1, 3, 3, 3]  # the largest visible score takes all
+    np.testing.assert_allclose(y[0, :, 0], best, atol=1e-6)
+    assert all(jnp.isfinite(g).all() for g in gradients)
+
+
+def test_bfloat16_keeps_its_dtype_and_sums_in_float32() -> None:
+    arrays = [x.astype(jnp.bfloat16) for x in qkv(4, 2, 67, 67, 16)]
+    exact = value_and_gradients(attention, *(x.astype(jnp.float32) for x in arrays), Causal())
+    rounded = value_and_gradients(partial(blockwise_attention, block=16), *arrays, Causal())
+    for got, want in zip(rounded, exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        # q·scale, the weights, what goes back to the scores, and the result are rounded to 8 bits: 2^-8 each.
+        assert np.linalg.norm(got.astype(jnp.float32) - want) <= 2**-6 * np.linalg.norm(want)
+
+
+def test_vmap_maps_over_examples_and_their_masks() -> None:
+    q, k, v = normal(3, 4, 9, 8), normal(3, 2, 9, 8, seed=1), normal(3, 2, 9, 8, seed=2)
+    mask = jnp.stack([jnp.arange(9)[:, None] >= jnp.arange(9), random_mask(9, 9), jnp.ones((9, 9), bool)])
+    attend = partial(blockwise_attention, scale=SCALE, block=4)
+    squared = lambda attend: lambda *qkvm: (attend(*qkvm) ** 2).sum()  # noqa: E731
+    got = jax.jit(jax.vmap(jax.grad(squared(attend), argnums=(0, 1, 2))))(q, k, v, mask)
+    wanted = jax.vmap(jax.grad(squared(partial(attention, scale=SCALE)), argnums=(0, 1, 2)))(q, k, v, mask)
+    assert_all_close(got, wanted)
+
+
+def test_a_rematerialised_block_attends_once_if_it_may_save_the_result() -> None:
+    def scans(policy) -> int:
+        block = jax.checkpoint(lambda x: blockwise_attention(x, x, x, Causal(), block=4), policy=policy)
+        gradient = jax.grad(lambda x: (block(x) ** 2).sum())
+        return str(jax.make_jaxpr(gradient)(normal(2, 9, 8))).count("scan[")
+
+    assert scans(checkpoint_policies.save_only_these_names(SAVED)) == 2  # forward and backward
+    assert scans(checkpoint_policies.nothing_saveable) == 3  # forward, once more, and backward
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal(100), None], ids=str)
+def test_memory_is_linear_in_the_length_forward_and_backward(mask: Mask) -> None:
+    def temporary_bytes(attend, T: int) -> int:
+        loss = lambda q, k, v: attend(q, k, v, mask).sum()  # noqa: E731
+        shapes = [jax.ShapeDtypeStruct((h, T, 16), jnp.float32) for h in (4, 2, 2)]
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    growth = [
+        temporary_bytes(attend, 4096) / temporary_bytes(attend, 2048) for attend in (blockwise_attention, attention)
+    ]
+    assert growth[0] < 2.3  # 2, and a little for what each block needs
+    assert growth[1] > 3.5  # 4: what is measured here would show it

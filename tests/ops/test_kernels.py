@@ -1,0 +1,124 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops.attention import attention
+from jaxformer.ops.kernels import (
+    block,
+    cudnn_attention,
+    cudnn_refuses,
+    padded,
+    splash_attention,
+    splash_refuses,
+)
+from jaxformer.ops.masks import Causal, Mask
+from tests.arrays import assert_close
+from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
+
+# The kernels themselves need their devices: these run the same programs on any.
+HERE = {
+    "splash": partial(splash_attention, interpret=True),
+    "cudnn": partial(cudnn_attention, implementation="xla"),
+}
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+    ("H", "G", "T", "K", "mask"),
+    [
+        (4, 2, 131, 8, Causal()),  # a prime: padded to 256
+        (3, 1, 300, 11, Causal(70)),  # padded to 384; a window shorter than a block
+        (2, 1, 256, 8, Causal(129)),  # a window one longer than a block
+        (2, 2, 128, 8, Causal(1000)),  # a window longer than the sequence
+        (2, 1, 256, 8, None),
+    ],
+    ids=str,
+)
+def test_agrees_with_the_reference_forward_and_backward(name, H, G, T, K, mask) -> None:
+    arrays = qkv(H, G, T, T, K)
+    wanted = value_and_gradients(attention, *arrays, mask)
+    assert_all_close(value_and_gradients(HERE[name], *arrays, mask), wanted)
+
+
+def test_splash_agrees_with_jax_nn() -> None:
+    length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
+    q, k, v = qkv(4, 2, 200, 200, 16)
+    wanted = jax.nn.dot_product_attention(*map(length_first, (q, k, v)), scale=SCALE, is_causal=True)
+    assert_close(HERE["splash"](q, k, v, Causal(), SCALE), length_first(wanted))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_more_keys_than_queries_and_no_mask(name: str) -> None:
+    arrays = qkv(2, 1, 128, 256, 8)
+    assert_all_close(*(value_and_gradients(f, *arrays) for f in (HERE[name], attention)))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_bfloat16(name: str) -> None:
+    arrays = [x.astype(jnp.bfloat16) for x in qkv(4, 2, 131, 131, 16)]
+    exact = value_and_gradients(attention, *(x.astype(jnp.float32) for x in arrays), Causal())
+    for got, want in zip(value_and_gradients(HERE[name], *arrays, Causal()), exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        # q·scale, the weights, what goes back to the scores, and the result are rounded to 8 bits: 2^-8 each.
+        assert np.linalg.norm(got.astype(jnp.float32) - want) <= 2**-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_vmap_of_the_gradient_and_gradient_of_the_vmap(name: str) -> None:
+    q, k, v = (jnp.stack([x, 2 * x]) for x in qkv(2, 1, 128, 128, 8))
+    loss = lambda f: lambda q, k, v: (f(q, k, v, Causal(), SCALE) ** 2).sum()  # noqa: E731
+    wanted = jax.jit(jax.vmap(jax.grad(loss(attention), argnums=(0, 1, 2))))(q, k, v)
+    each = jax.jit(jax.vmap(jax.grad(loss(HERE[name]), argnums=(0, 1, 2))))(q, k, v)
+    whole = jax.jit(jax.grad(lambda *qkv: jax.vmap(loss(HERE[name]))(*qkv).sum(), argnums=(0, 1, 2)))(q, k, v)
+    assert_all_close(each, wanted)
+    assert_all_close(whole, wanted)
+
+
+def like(H: int, T: int, K: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((H, T, K), dtype)
+
+
+FULL = jnp.ones((256, 256), bool)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "q", "k", "mask", "reason"),
+    [
+        (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), Causal(), None),
+        (cudnn_refuses, like(4, 255, 64), like(2, 7, 64), None, None),
+        (cudnn_refuses, like(4, 256, 64, jnp.float32), like(2, 256, 64, jnp.float32), None, "float32"),
+        (cudnn_refuses, like(4, 256, 60), like(2, 256, 60), None, "multiple of 8 up to 256, not 60"),
+        (cudnn_refuses, like(4, 256, 264), like(2, 256, 264), None, "not 264"),
+        (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
+        (cudnn_refuses, like(4, 1, 64), like(2, 256, 64), Causal(), "1 queries and 256 keys"),
+        (splash_refuses, like(4, 256, 64), like(2, 256, 64), Causal(), None),
+        (splash_refuses, like(4, 257, 11, jnp.float32), like(2, 257, 11, jnp.float32), Causal(3), None),
+        (splash_refuses, like(4, 256, 64), like(2, 384, 64), None, None),
+        (splash_refuses, like(4, 127, 64), like(2, 127, 64), Causal(), "there are 127"),
+        (splash_refuses, like(4, 257, 64), like(2, 257, 64), None, "not multiples of 128"),
+        (splash_refuses, like(4, 4224, 64), like(2, 4224, 64), None, "not multiples of 512"),
+        (splash_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
+        (splash_refuses, like(4, 128, 64), like(2, 256, 64), Causal(), "128 queries and 256 keys"),
+    ],
+)  # fmt: skip
+def test_what_a_kernel_refuses_and_why(refuses, q, k, mask: Mask, reason: str | None) -> None:
+    said = refuses(q, k, mask)
+    assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_an_array_mask_is_an_error_and_not_ignored(name: str) -> None:
+    with pytest.raises(ValueError, match="no array as a mask"):
+        HERE[name](*qkv(1, 1, 256, 256, 8), FULL)
+
+
+@pytest.mark.parametrize(
+    ("T", "rounded", "cut"),
+    [(128, 128, 128), (129, 256, 256), (384, 384, 384), (512, 512, 512), (640, 640, 128), (2048, 2048, 512),
+     (2049, 2560, 512), (131_072, 131_072, 512), (131_073, 131_584, 512)],
+)  # fmt: skip
+def test_splash_blocks_divide_the_padded_length(T: int, rounded: int, cut: int) -> None:
+    assert (padded(T), block(padded(T))) == (rounded, cut)

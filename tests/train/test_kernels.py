@@ -1,0 +1,192 @@
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxformer.errors import UserError
+from jaxformer.ops.attention import attention
+from jaxformer.ops.blockwise import blockwise_attention
+from jaxformer.ops.kernels import cudnn_attention, splash_attention
+from jaxformer.ops.masks import Causal, Mask
+from jaxformer.train import kernels
+from jaxformer.train.kernels import FusedAttention, make_attention, trial, unfused_attention
+from tests.arrays import normal
+from tests.helpers import ROOT
+from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
+
+
+@pytest.fixture
+def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernels' programs without their devices."""
+    monkeypatch.setattr(kernels, "splash_attention", partial(splash_attention, interpret=True))
+    monkeypatch.setattr(kernels, "cudnn_attention", partial(cudnn_attention, implementation="xla"))
+
+
+def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((2, T, 8), dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "q", "mask", "function", "line"),
+    [
+        ("auto", "cpu", like(128), Causal(), unfused_attention, "attention: xla (cpu has no fused kernel)"),
+        ("auto", "cpu", like(512), Causal(), unfused_attention, "attention: blockwise (cpu has no fused kernel)"),
+        ("auto", "gpu", like(128), Causal(), FusedAttention("cudnn"), "attention: cudnn"),
+        ("auto", "tpu", like(128), Causal(), FusedAttention("splash"), "attention: splash"),
+        ("cudnn", "gpu", like(128), Causal(3), FusedAttention("cudnn"), "attention: cudnn"),
+        ("splash", "tpu", like(128), None, FusedAttention("splash"), "attention: splash"),
+        ("auto", "gpu", like(128, jnp.float32), Causal(), unfused_attention,
+         "attention: xla (not cudnn: cuDNN attends in bfloat16 or float16, not in float32)"),
+        ("auto", "tpu", like(64), Causal(), unfused_attention,
+         "attention: xla (not splash: splash attention looks at 128 positions at a time, and there are 64)"),
+        ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as asked"),
+        ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as asked"),
+    ],
+)  # fmt: skip
+def test_choice(kernels_run_here, name, platform, q, mask: Mask, function, line: str) -> None:
+    assert make_attention(name, platform, q, q, mask) == (function, line)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "dtype", "message"),
+    [
+        ("splash", "cpu", jnp.bfloat16, "'splash' does not run on cpu; use 'auto'"),
+        ("cudnn", "tpu", jnp.bfloat16, "'cudnn' does not run on tpu; use 'auto'"),
+        ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attends in bfloat16 .* use 'auto'"),
+        ("cudnn", "gpu", jnp.bfloat16, "'cudnn' cannot be used: RuntimeError: .* use 'auto'"),  # there is no GPU here
+    ],
+)
+def test_a_kernel_asked_for_by_name_that_cannot_run_is_the_users_error(name, platform, dtype, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_attention(name, platform, like(128, dtype), like(128, dtype), Causal())
+
+
+def test_a_kernel_that_fails_its_trial_is_not_chosen_and_without_a_trial_it_is() -> None:
+    function, line = make_attention("auto", "gpu", like(128), like(128), Causal())
+    assert function is unfused_attention
+    assert line.startswith("attention: xla (not cudnn: RuntimeError: ")
+    untried = make_attention("auto", "gpu", like(128), like(128), Causal(), try_first=False)
+    assert untried == (FusedAttention("cudnn"), "attention: cudnn")
+
+
+def wrong(change):
+    """An attention with something wrong."""
+    return lambda q, k, v, mask, scale: change(attention(q, k, v, mask, scale))
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"),
+    [
+        (attention, None),
+        (blockwise_attention, None),
+        (wrong(lambda y: 1.1 * y), "its output is off by 0.10"),
+        (wrong(lambda y: y.at[0, 0, 0].set(jnp.nan)), "its output is off by nan"),
+        (lambda q, k, v, mask, scale: attention(q, k, v, None, scale), "its output is off"),
+        (lambda q, *rest: attention(jax.lax.stop_gradient(q), *rest), "its gradient to q is off by 1."),
+        (lambda q, k, v, *rest: attention(q, k, jax.lax.stop_gradient(v), *rest), "its gradient to v is off by 1."),
+        (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)  # fmt: skip
+def test_trial(attend, reason: str | None) -> None:
+    said = trial(attend, like(150), jax.ShapeDtypeStruct((1, 150, 8), jnp.bfloat16), Causal())
+    assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize("length", [100, 600])
+@pytest.mark.parametrize("mask", [Causal(50), None, "array"])
+def test_unfused_attention_is_attention(length: int, mask: Mask | str) -> None:
+    arrays = qkv(2, 1, length, length, 8)
+    given = Causal(70).array(length, length) if isinstance(mask, str) else mask
+    assert_all_close(*(value_and_gradients(f, *arrays, given) for f in (unfused_attention, attention)))
+
+
+def test_what_the_kernel_refuses_is_attended_to_without_it() -> None:
+    # Neither kernel could run here, had it been called.
+    arrays, mask = qkv(2, 1, 130, 130, 8), Causal().array(130, 130)
+    for kernel in ("splash", "cudnn"):
+        assert_all_close(*(value_and_gradients(f, *arrays, mask) for f in (FusedAttention(kernel), attention)))
+
+
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+@pytest.mark.parametrize(
+    ("H", "G"),
+    [
+        (4, 2),  # a head a device would not be enough: two heads and their group
+        (4, 1),  # both devices share the group
+        (3, 1),  # heads do not divide: every device attends for all
+    ],
+)
+def test_on_a_mesh_each_device_attends_for_its_examples_and_heads(kernels_run_here, kernel, H: int, G: int) -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    batch = ("data", "fsdp")
+    arrays = [normal(4, h, 128, 8, seed=i).astype(jnp.bfloat16) for i, h in enumerate((H, G, G))]
+
+    def gradients(attend, spmd_axis_name):
+        # float32 inside, as a test of where things are; bfloat16 outside, as cuDNN wants it.
+        one = lambda q, k, v: (attend(q, k, v, Causal(), SCALE).astype(jnp.float32) ** 2).sum()  # noqa: E731
+        loss = lambda q, k, v: jax.vmap(one, spmd_axis_name=spmd_axis_name)(q, k, v).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+    split = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(batch))) for x in arrays]
+    sharded = gradients(FusedAttention(kernel, mesh), batch)
+    for got, want in zip(sharded(*split), gradients(FusedAttention(kernel), None)(*arrays), strict=True):
+        assert got.sharding.spec[0] == batch
+        # The same roundings, but for sums over heads that share a group on two devices: 2^-8 once more.
+        assert jnp.linalg.norm((got - want).astype(jnp.float32)) <= 2**-7 * jnp.linalg.norm(want.astype(jnp.float32))
+    if (H, G) == (4, 2):  # nothing has to travel
+        assert not any(f"{move}(" in sharded.lower(*split).compile().as_text() for move in ("all-gather", "all-reduce"))
+
+
+COMPILE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental.topologies import get_topology_desc
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxformer.ops.masks import Causal
+from jaxformer.train.kernels import make_attention
+
+devices = np.array(get_topology_desc(platform="tpu", topology_name="v5e:16x16").devices)
+for tensor in (1, 4):
+    mesh = Mesh(devices.reshape(-1, tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    for T in (65_536, 131_072):
+        B, H, G, K, D = mesh.shape["data"], 32, 8, 64, 2048
+        like = lambda h: jax.ShapeDtypeStruct((h, T, K), jnp.bfloat16)
+        attend, _ = make_attention("auto", "tpu", like(H), like(G), Causal(), mesh, try_first=False)
+
+        def layer(W, x_TD):
+            q, k, v = (jnp.einsum("td,dnk->ntk", x_TD, W[name]) for name in "QKV")
+            return x_TD + jnp.einsum("ntk,nkd->td", attend(q, k, v, Causal(), K**-0.5), W["O"])
+
+        def loss(W, x_BTD):
+            y_BTD = jax.vmap(lambda x_TD: layer(W, x_TD), spmd_axis_name="data")(x_BTD)
+            return jnp.mean(y_BTD.astype(jnp.float32) ** 2)
+
+        def array(spec, *shape):
+            return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+        heads = P(None, "tensor")
+        W = {"Q": array(heads, D, H, K), "K": array(heads, D, G, K), "V": array(heads, D, G, K)}
+        W["O"] = array(P("tensor"), H, K, D)
+        compiled = jax.jit(jax.grad(loss)).lower(W, array(P("data"), B, T, D)).compile()
+        assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3  # forward, dq, dk and dv
+        print(compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_131072_positions_compile_for_a_tpu_with_memory_linear_in_the_length() -> None:
+    pytest.importorskip("libtpu")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    short, long, short_split, long_split = map(int, done.stdout.split())
+    assert long < 2.3 * short
+    assert long_split < 2.3 * short_split
+    assert long < 8 * 2**30  # half of what a v5e has
+    assert long_split < long / 2
