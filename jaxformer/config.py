@@ -35,8 +35,8 @@ class ModelConfig:
         one_of_its_choices(self)
         at_least(self, 1, "vocab_size", "context_length")
 
-    def build(self) -> nn.Module:
-        """The Linen module: `(T,)` tokens to logits."""
+    def build(self, execution: Any = None) -> nn.Module:
+        """The Linen module, `(T,)` tokens to logits, computed as `jaxformer.nn.execution.Execution` says."""
         raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
 
 
@@ -143,14 +143,40 @@ class TrainConfig:
     report_every: int = 500
     """Gradient table and sample generations."""
     checkpoint_every: int = 100
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What to do at a loss or gradient that is not finite: stop and look for the cause, or leave that step out."""
+    max_skips: int = 10
+    """With 'skip', how many steps in a row may be left out."""
     sample_prompt: str = "The "
     sample_tokens: int = 48
 
     def __post_init__(self) -> None:
+        one_of_its_choices(self)
         at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_windows", "report_every")
-        at_least(self, 1, "checkpoint_every", "sample_tokens")
+        at_least(self, 1, "checkpoint_every", "max_skips", "sample_tokens")
         if not self.sample_prompt:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How it is computed: speed, memory and rounding; what is learned stays the same."""
+
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the products of matrices; auto is bfloat16 on GPU and TPU, float32 on CPU. Parameters, optimizer state,
+    softmax, the statistics of norms and the loss are float32 always."""
+    attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
+    """Auto is the fused kernel of the device, if it works there."""
+    remat: Literal["none", "dots", "block"] = "none"
+    """What the backward pass finds stored: all; products with weights; only the input of each block."""
+    scan_blocks: bool = False
+    """Compile one block and loop over it: quicker to compile where there are many."""
+    accumulate: int = 1
+    """Parts of a batch to take one after the other, adding up their gradients."""
+
+    def __post_init__(self) -> None:
+        one_of_its_choices(self)
+        at_least(self, 1, "accumulate")
 
 
 @dataclass(frozen=True)
@@ -167,6 +193,10 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    mesh: str = ""
+    """How the devices share the work, such as 'data=2,fsdp=4'; the axes are data, fsdp, expert and tensor.
+    Without it, or for what it leaves, all devices split the batch (data)."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name):
@@ -179,6 +209,11 @@ class Config:
             raise UserError(
                 f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but 'wsd' falls from step {stable_end} on; "
                 "shorten the warm-up or decay_fraction, or take more steps."
+            )
+        if self.train.batch_size % self.compute.accumulate:
+            raise UserError(
+                f"train.batch_size {self.train.batch_size} does not split into compute.accumulate "
+                f"{self.compute.accumulate} equal parts; make it a multiple."
             )
 
 

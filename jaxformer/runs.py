@@ -250,14 +250,12 @@ class Checkpoints:
         """The parameters alone."""
         return self._restore(step, params=ocp.args.StandardRestore(_placed(abstract, sharding)))["params"]
 
-    def restore(
-        self, step: int, params: Params, opt_state: Any, sharding: NamedSharding
-    ) -> tuple[Params, Any, dict[str, Any]]:
+    def restore(self, step: int, params: Params, opt_state: Any) -> tuple[Params, Any, dict[str, Any]]:
         """Parameters, optimizer state and position, shaped and placed as asked."""
         items = self._restore(
             step,
-            params=ocp.args.StandardRestore(_placed(params, sharding)),
-            opt_state=ocp.args.StandardRestore(_placed(opt_state, sharding)),
+            params=ocp.args.StandardRestore(params),
+            opt_state=ocp.args.StandardRestore(opt_state),
             position=ocp.args.JsonRestore(),
         )
         return items["params"], items["opt_state"], items["position"]

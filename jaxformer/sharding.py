@@ -1,29 +1,182 @@
-"""Where arrays live: a mesh of all devices, and the placements on it."""
+"""Where arrays live: a mesh of devices, and ordered rules from a parameter's name to its axes on it.
+
+The batch is split over all axes but `tensor`. `fsdp` also splits the parameters and the optimizer's state, which
+are gathered where they are used (Rajbhandari et al. 2020, stage 3); `tensor` splits heads and hidden layers
+(Shoeybi et al. 2019); `expert` the experts. XLA's partitioner puts in the communication.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.errors import UserError
 
+AXES = ("data", "fsdp", "expert", "tensor")
+"""From the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
+BATCH = ("data", "fsdp", "expert")
+"""The axes that split the batch."""
 
-def make_mesh(batch_size: int) -> Mesh:
-    """All visible devices on one axis, `data`, which splits the batch.
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"W_E$", ("tensor", "fsdp")),  # (V, D)
+    (r"W_pos$", (None, "fsdp")),  # (T, D)
+    (r"W_out$", ("fsdp", "tensor")),  # (D, V)
+    (r"W_[QKV]$", ("fsdp", "tensor", None)),  # (D, H, K)
+    (r"b_[QKV]$", ("tensor", None, None)),  # (H, 1, K)
+    (r"W_O$", ("tensor", None, "fsdp")),  # (H, K, D)
+    (r"W_(gate_)?\d*[13579]$", ("fsdp", "tensor")),  # (D, F): into a hidden layer
+    (r"W_(gate_)?\d*[02468]$", ("tensor", "fsdp")),  # (F, D): out of it
+    (r"b_\d*[13579]$", ("tensor",)),
+    (r"b_\d*[02468]$|b_O$|gamma\w*$|beta$", ()),
+)
+"""The first pattern found in a parameter's name decides. An axis that does not divide a dimension is left out."""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """'data=2,fsdp=4' as a dict.
 
     Raises:
-      UserError: the batch does not split evenly.
+      UserError: not of that form, an unknown axis, one named twice, or a size below 1.
     """
-    n = jax.device_count()
-    if batch_size % n:
-        up = -(-batch_size // n) * n
-        raise UserError(f"train.batch_size {batch_size} does not split over {n} devices; use a multiple such as {up}.")
-    return jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        axis, _, size = part.partition("=")
+        if axis not in AXES:
+            raise UserError(f"mesh {text!r} names an axis {axis!r}; the axes are {', '.join(AXES)}.")
+        if axis in sizes or not (size.isdecimal() and int(size) >= 1):
+            raise UserError(f"mesh {text!r} must give {axis} one size of at least 1, such as data=2,fsdp=4.")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of all devices with the axes of `AXES`; `data` takes what the others leave, if it is not given.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = parse_mesh(text)
+    n, taken = len(devices), prod(size for axis, size in sizes.items() if axis != "data")
+    sizes.setdefault("data", max(1, n // taken))
+    if prod(sizes.values()) != n:
+        asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise UserError(f"the mesh needs {asked} = {prod(sizes.values())} devices, but there are {n}; change --mesh.")
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the batch is split."""
+    return prod(mesh.shape[axis] for axis in BATCH)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device: parameters, optimizer state, scalars."""
+    """A whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_split(mesh: Mesh) -> NamedSharding:
-    """The first axis over `data`."""
-    return NamedSharding(mesh, PartitionSpec("data"))
+    """The first axis over all axes of `BATCH`."""
+    return NamedSharding(mesh, PartitionSpec(BATCH))
+
+
+def spec(name: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """The axes of one parameter, as `RULES` has them for the last part of its dotted name.
+
+    Raises:
+      ValueError: no rule matches, or the rule is for another number of dimensions.
+    """
+    for pattern, axes in RULES:
+        if re.search(pattern, name):
+            if axes and len(axes) != len(shape):
+                raise ValueError(f"the rule {pattern!r} gives {len(axes)} axes, but {name} has the shape {shape}")
+            fits = (
+                a if a and mesh.shape[a] > 1 and size % mesh.shape[a] == 0 else None
+                for a, size in zip(axes, shape, strict=False)
+            )
+            return PartitionSpec(*fits)
+    raise ValueError(f"no rule of sharding.RULES matches the parameter {name} of shape {shape}")
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """A sharding for every leaf of a tree of parameters, or of an optimizer's state that holds such trees.
+
+    What is no parameter (a count of steps) lies whole on every device.
+    """
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        is_parameter = leaf.ndim and isinstance(path[-1], jax.tree_util.DictKey)
+        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def gather(params: Any, specs: Any) -> Any:
+    """Parameters whole but for `tensor`, from this device's shards; to be called inside `jax.shard_map`.
+
+    Differentiated, it sums the gradient over `fsdp` and leaves each device its shard: a reduce-scatter.
+    """
+
+    def one(leaf: jax.Array, axes: PartitionSpec) -> jax.Array:
+        at = tuple(axes).index("fsdp") if "fsdp" in axes else None
+        return leaf if at is None else jax.lax.all_gather(leaf, "fsdp", axis=at, tiled=True)
+
+    return jax.tree.map(one, params, specs)
+
+
+def sum_over_batch(grads: Any, specs: Any) -> Any:
+    """Gradients of this device's part of the batch, summed over all parts; those of shards are, over `fsdp`."""
+    return jax.tree.map(lambda g, axes: jax.lax.psum(g, tuple(a for a in BATCH if a not in axes)), grads, specs)
+
+
+def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has whole, as one array over all devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
+    """Which rows of a batch this process's devices hold."""
+    held = sharding.addressable_devices_indices_map((n_rows,)).values()
+    return np.unique(np.concatenate([np.arange(n_rows)[index] for index in held]))
+
+
+def assemble(rows: np.ndarray, held: np.ndarray, n_rows: int, sharding: NamedSharding) -> jax.Array:
+    """The whole batch over all devices, of which each process gives the rows `held`, see `local_rows`."""
+    if len(held) == n_rows:
+        return place(rows, sharding)
+    at = lambda index: rows[np.searchsorted(held, np.arange(n_rows)[index[0]])]  # noqa: E731
+    return jax.make_array_from_callback((n_rows, *rows.shape[1:]), sharding, at)
+
+
+def local_copy(tree: Any, mesh: Mesh) -> Any:
+    """Arrays whole on one device of this process: for looking at a model with what knows no mesh."""
+    if any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+        tree = jax.jit(lambda x: x, out_shardings=replicated(mesh))(tree)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
+
+
+def on_each_shard(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`jax.shard_map` over the axes of the batch; `tensor`, where there is one, is left to the partitioner."""
+    axes = set(AXES) if mesh.shape["tensor"] == 1 else set(BATCH)
+    seen = lambda tree: jax.tree.map(lambda s: PartitionSpec(*(a if a != "tensor" else None for a in s)), tree)  # noqa: E731
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=seen(in_specs), out_specs=seen(out_specs), axis_names=axes, check_vma=False
+    )
+
+
+def _name(path: tuple) -> str:
+    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def abstract(tree: Any, places: Any) -> Any:
+    """Shapes and dtypes of a tree's leaves, with their shardings."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)

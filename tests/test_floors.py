@@ -14,7 +14,7 @@ FLOORS = [
     {"ops"},
     {"nn"},
     {"models"},
-    {"runs", "sharding"},
+    {"runs", "sharding", "distributed"},
     {"train", "decode", "inspect", "interop"},
     {"cli", "__main__"},
 ]

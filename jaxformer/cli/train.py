@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +16,13 @@ import tyro
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
+from jaxformer.distributed import DistributedOptions, connect, from_first, is_first, processes_around
 from jaxformer.errors import UserError
 
 DEFAULT_CONFIG = "configs/quick.py"
 RUNS = Path("runs")
-MAY_CHANGE = {"steps", "data.path", "data.val_path"}
-"""Fields that may differ on resuming: the text is compared by its content."""
+MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips"}
+"""Fields that may differ on resuming, with all of `compute`: the text is compared by its content."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Arguments:
     """The run's folder; without it, a new one below runs/, called like the config."""
     resume: bool = False
     """Go on from the last checkpoint of --run, or of the newest run below runs/."""
+    distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +71,8 @@ def _main(arguments: list[str]) -> int:
         raise UserError(f"{asked.run} exists; add --resume to go on with it, or choose another --run.")
     else:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
-    machine.set_up(config.train.batch_size)
+    machine.set_up(config.train.batch_size, config.mesh, asked.distributed.processes or processes_around(os.environ))
+    connect(asked.distributed)
     return _train(config, folder, resume=stored is not None, may_number=asked.run is None)
 
 
@@ -80,51 +84,55 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     from jaxformer.inspect import first_non_finite
     from jaxformer.runs import abstract_params, count_parameters, create_run
     from jaxformer.sharding import make_mesh
-    from jaxformer.train.log import console, plot
+    from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import make_windows, train
+    from jaxformer.train.step import choose_attention, compute_dtype
 
-    mesh = make_mesh(config.train.batch_size)
+    console.quiet = not is_first()
+    mesh = make_mesh(config.mesh)
     model = config.model.build()
     parameters = count_parameters(abstract_params(model, config.model))
     corpus = load_corpus(config.data, config.model.vocab_size)
     windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
 
     if not resume:
-        folder = create_run(folder, config, corpus.tokenizer, may_number)
+        folder = Path(from_first(str(create_run(folder, config, corpus.tokenizer, may_number)) if is_first() else ""))
 
-    def tell(text: str) -> None:
-        console.print(text, markup=False)
-
-    tell(f"run {folder}{' (resumed)' if resume else ''}")
-    tell(f"devices {mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    say(f"run {folder}{' (resumed)' if resume else ''}")
+    shape = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1)
+    say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
+    if shape:
+        say(f"mesh {shape}, {jax.process_count()} process(es)")
+    say(f"{choose_attention(config, mesh)[1]}, precision: {compute_dtype(config.compute, mesh)}")
     train_text, val_text = corpus.train, corpus.val
-    tell(
+    say(
         f"data {config.data.path}: {train_text.documents:,} documents, {len(train_text.tokens):,} tokens, "
         f"{train_text.n_bytes / len(train_text.tokens):.2f} bytes a token; "
         f"held out: {val_text.documents:,} documents, {len(val_text.tokens):,} tokens"
     )
-    tell(f"parameters {parameters:,}")
-    tell(
+    say(f"parameters {parameters:,}")
+    say(
         f"steps {config.steps:,} of {config.train.batch_size:,} x {config.model.context_length:,} tokens, "
         f"{config.steps / windows.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )
 
     place = shlex.quote(str(folder))
-    outcome = train(config, corpus, folder, mesh, make_hooks(config, model, corpus, folder), resume)
-    plot(folder)
+    outcome = train(config, corpus, folder, mesh, make_hooks(config, mesh, corpus, folder), resume)
+    if is_first():
+        plot(folder)
     if outcome.status == "interrupted":
-        tell(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
+        say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
     if outcome.status == "non_finite":
         cause = first_non_finite(model, outcome.state.params, outcome.batch) or "nothing when computed again"
-        tell(f"step {outcome.step:,} is not finite: first {cause}.")
-        tell(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
+        say(f"step {outcome.step:,} is not finite: first {cause}.")
+        say(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
         return 1
     evaluation = outcome.evaluation
     assert evaluation is not None
-    tell(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(config.train.sample_prompt)}")
-    tell(
+    say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(config.train.sample_prompt)}")
+    say(
         f"final: step={outcome.step} val_loss={evaluation.loss:.4f} val_ppl={evaluation.perplexity:.3f} "
         f"val_bpb={evaluation.bits_per_byte:.4f}"
     )
@@ -145,10 +153,10 @@ def _advice(config: Config) -> str:
 
 
 def _must_be_same(folder: Path, stored: Config, asked: Config) -> None:
-    for field, old, new in differences(stored, asked):
-        if field not in MAY_CHANGE:
+    for name, old, new in differences(stored, asked):
+        if name not in MAY_CHANGE and not name.startswith("compute."):
             raise UserError(
-                f"{folder} was trained with {field} {_short(old)}, not {_short(new)}; leave --config and that option "
+                f"{folder} was trained with {name} {_short(old)}, not {_short(new)}; leave --config and that option "
                 "out to go on with it, or start a new run."
             )
 

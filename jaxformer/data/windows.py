@@ -52,16 +52,21 @@ class Windows:
         return self.n_windows // self.batch_size
 
     def __getitem__(self, step: int) -> np.ndarray:
+        return self.rows(step, slice(None))
+
+    def rows(self, step: int, which: slice | np.ndarray) -> np.ndarray:
+        """Some rows of the batch at a step: what one of several processes needs of it."""
         epoch, place = divmod(step, self.steps_per_epoch)
         order = _order(self.n_windows, self.seed, epoch)
-        starts = order[place * self.batch_size : (place + 1) * self.batch_size].astype(np.int64) * self.stride
+        batch = order[place * self.batch_size : (place + 1) * self.batch_size]
+        starts = batch[which].astype(np.int64) * self.stride
         # One vectorised gather a batch; a record a window is fifty times slower.
         return np.lib.stride_tricks.sliding_window_view(self.tokens, self.length)[starts].astype(np.int32)
 
-    def stream(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Batches start, …, stop - 1, made ahead of need by grain in the background."""
+    def stream(self, start: int, stop: int, which: slice | np.ndarray = slice(None)) -> Iterator[np.ndarray]:
+        """Rows of the batches start, …, stop - 1, made ahead of need by grain in the background."""
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        return iter(grain.MapDataset.source(_Steps(self, start, stop)).to_iter_dataset(ahead))
+        return iter(grain.MapDataset.source(_Steps(self, start, stop, which)).to_iter_dataset(ahead))
 
 
 @lru_cache(maxsize=2)
@@ -78,12 +83,13 @@ class _Steps:
     windows: Windows
     start: int
     stop: int
+    which: slice | np.ndarray
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return self.windows[self.start + i]
+        return self.windows.rows(self.start + i, self.which)
 
 
 def eval_batches(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.inspect.names import dotted
@@ -12,6 +13,8 @@ from jaxformer.models.objective import Params
 
 HEAD_AXIS = {"W_Q": 1, "W_K": 1, "W_V": 1, "W_O": 0}
 """Where the heads lie in the parameters that have them."""
+
+Norms = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -54,26 +57,31 @@ def gradient_report(params: Params, grads: Params, lr: float, updates: Params | 
       lr: learning rate, for `u`.
       updates: what the optimizer is about to add to the parameters, of the same structure.
     """
-    norms = [_norms(tree) for tree in (params, grads, updates if updates is not None else {})]
+    return report_of_norms(parameter_norms(params), parameter_norms(grads), lr, updates and parameter_norms(updates))
+
+
+def report_of_norms(w: Norms, g: Norms, lr: float, update: Norms | None = None) -> GradientReport:
+    """The report from norms of weights, gradients and updates."""
     rows = []
-    for name, w in norms[0].items():
-        g = norms[1][name]
-        update = None if updates is None else _ratio(norms[2][name], w)
-        rows.append(Row(name, g, w, lr * _ratio(g, w), update))
+    for name, w_heads in jax.device_get(w).items():
+        where, _, last = name.rpartition(".")
+        for head, of_w in enumerate(np.atleast_1d(w_heads).tolist()):
+            of_g = np.atleast_1d(g[name])[head].item()
+            of_update = None if update is None else _ratio(np.atleast_1d(update[name])[head].item(), of_w)
+            row = f"{where}.heads.{head}.{last}" if np.ndim(w_heads) else name
+            rows.append(Row(row, of_g, of_w, lr * _ratio(of_g, of_w), of_update))
     return GradientReport(tuple(rows))
 
 
-def _norms(tree: Params) -> dict[str, float]:
-    """Norm by dotted name, heads apart."""
-    norms: dict[str, float] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(tree)):
-        where, _, name = dotted(path).rpartition(".")
-        axis = HEAD_AXIS.get(name)
-        if axis is None or np.ndim(leaf) != 3:
-            norms[f"{where}.{name}".lstrip(".")] = float(np.linalg.norm(leaf))
-            continue
-        for head, part in enumerate(np.moveaxis(leaf, axis, 0)):
-            norms[f"{where}.heads.{head}.{name}"] = float(np.linalg.norm(part))
+@jax.jit
+def parameter_norms(tree: Params) -> Norms:
+    """Norm of each parameter by its dotted name, a float32 scalar, or `(H,)` where heads lie apart."""
+    norms = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = dotted(path)
+        head = HEAD_AXIS.get(name.rpartition(".")[2])
+        of_head = None if head is None or leaf.ndim != 3 else tuple(a for a in range(3) if a != head)
+        norms[name] = jnp.sqrt(jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=of_head))
     return norms
 
 

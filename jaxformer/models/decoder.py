@@ -15,10 +15,12 @@ from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import NORMS
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
+from jaxformer.ops.masks import Causal
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class DecoderConfig(ModelConfig):
     """Of W_Q, W_K, W_V, W_O at first; without it, 1/sqrt(d_model)."""
     output_projection: bool = False
     """Multiply the concatenated heads by W_O."""
+    attention_bias: bool = False
+    """Biases in the projections of attention."""
     qk_norm: bool = False
     """RMS-normalise queries and keys."""
     window: int | None = None
@@ -111,20 +115,22 @@ class DecoderConfig(ModelConfig):
         """K."""
         return self.head_dim or self.d_model // self.n_heads
 
-    def build(self) -> Decoder:
-        return Decoder(self)
+    def build(self, execution: Execution = PLAIN) -> Decoder:
+        return Decoder(self, execution)
 
 
 class Decoder(nn.Module):
     """One sequence in, the logits of each next token out: `(T,)` int32 to `(T, V)`."""
 
     config: DecoderConfig
+    execution: Execution = PLAIN
 
     def setup(self) -> None:
         c = self.config
         attention = partial(
             MultiHeadAttention, c.n_heads, c.kv_heads, c.width_of_head, c.scaled, c.projection_std,
-            c.output_projection, c.qk_norm, c.rope_base if c.positions == "rope" else None,
+            c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
+            self.execution.attention,
         )  # fmt: skip
         norm = NORMS.get(c.norm)
         widths = [c.d_model] * c.n_blocks
@@ -150,15 +156,17 @@ class Decoder(nn.Module):
         Raises:
           ValueError: T is beyond the context length, and positions are learned.
         """
+        return self.unembed(self.features(tokens_T))
+
+    def features(self, tokens_T: jax.Array) -> jax.Array:
+        """The residual stream after the last block, `(T, D)`: what `unembed` makes logits of."""
         c = self.config
         if c.positions == "learned" and len(tokens_T) > c.context_length:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
         positions_T = jnp.arange(len(tokens_T))
         x_TD = self.embedding(tokens_T, positions_T)
-        mask_TT = self.mask(positions_T, positions_T)
-        for block in self.blocks:
-            x_TD, _ = block(x_TD, positions_T, mask_TT)
-        return self.unembed(x_TD)
+        keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
+        return run_blocks(self.blocks, self.execution, x_TD, positions_T, Causal(c.window), keys=keys)
 
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int

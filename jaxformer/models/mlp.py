@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import MLP
 
 
@@ -30,7 +31,8 @@ class MLPConfig(ModelConfig):
         if any(width < 1 for width in self.d_ff):
             raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
 
-    def build(self) -> MLPLanguageModel:
+    def build(self, execution: Execution = PLAIN) -> MLPLanguageModel:
+        """It has no blocks and no attention: `execution` changes nothing."""
         return MLPLanguageModel(self)
 
 

@@ -10,6 +10,9 @@ from jaxformer.ops.losses import negative_log_likelihood
 Params = Any
 """A pytree of arrays: what `model.init(…)["params"]` gives."""
 
+LOGITS_AT_ONCE = 2**24
+"""Of a longer sequence or a larger vocabulary, logits are made in pieces, and made again for the gradient."""
+
 
 def next_token_nll(
     model: nn.Module, params: Params, tokens_T: jax.Array, dropout_key: jax.Array | None = None
@@ -20,5 +23,23 @@ def next_token_nll(
     where a key is given.
     """
     rngs = None if dropout_key is None else {"dropout": dropout_key}
-    logits: Any = model.apply({"params": params}, tokens_T[:-1], rngs=rngs)
-    return negative_log_likelihood(logits, tokens_T[-logits.shape[0] :])
+
+    def apply(*args: Any, method: str | None = None) -> Any:
+        return model.apply({"params": params}, *args, method=method, rngs=rngs)
+
+    inputs, targets = tokens_T[:-1], tokens_T[1:]
+    if hasattr(model, "features"):
+        pieces = pieces_of(len(inputs), model.config.vocab_size)
+        if pieces > 1:
+            x_TD = apply(inputs, method="features")
+            one = jax.checkpoint(lambda xy: negative_log_likelihood(apply(xy[0], method="unembed"), xy[1]))
+            split = (x_TD.reshape(pieces, -1, x_TD.shape[-1]), targets.reshape(pieces, -1))
+            return jax.lax.map(one, split).reshape(-1)
+    logits = apply(inputs)
+    return negative_log_likelihood(logits, targets[-logits.shape[0] :])
+
+
+def pieces_of(length: int, vocab_size: int) -> int:
+    """The least number of equal pieces of a sequence whose logits stay below `LOGITS_AT_ONCE`."""
+    divisors = (n for n in range(1, length + 1) if length % n == 0)
+    return next(n for n in divisors if length // n * vocab_size <= LOGITS_AT_ONCE or n == length)

@@ -1,5 +1,6 @@
 """Multi-head attention with its parameters."""
 
+from collections.abc import Callable
 from math import sqrt
 
 import flax.linen as nn
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxformer.ops.attention import attention
 from jaxformer.ops.cache import LayerCache, write_layer
+from jaxformer.ops.masks import Mask
 from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import rope
 
@@ -21,8 +23,10 @@ class MultiHeadAttention(nn.Module):
       scaled: divide the scores by √K.
       init_std: standard deviation of every projection at first; None for 1/√D.
       output_projection: concatenated heads times `W_O`; without it the output is the heads, `(T, H·K)`.
+      bias: add `b_Q`, `b_K`, `b_V` and, where there is a `W_O`, `b_O`; all 0 at first.
       qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
       rope_base: rotate queries and keys by their position; None for no rotation.
+      attention: what computes it, with the signature of `ops.attention.attention`.
     """
 
     n_heads: int
@@ -31,28 +35,24 @@ class MultiHeadAttention(nn.Module):
     scaled: bool = True
     init_std: float | None = None
     output_projection: bool = True
+    bias: bool = False
     qk_norm: bool = False
     rope_base: float | None = None
+    attention: Callable[..., jax.Array] = attention
 
     @nn.compact
     def __call__(
         self,
         x_TD: jax.Array,
         positions_T: jax.Array,
-        mask_TS: jax.Array | None,
+        mask: Mask,
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
         """`(T, D)` to `(T, D)`. With a cache, keys and values are written to it at `slot` and read from it."""
         T, D = x_TD.shape
         H, G, K = self.n_heads, self.n_kv_heads, self.head_dim
-        init = nn.initializers.normal(1 / sqrt(D) if self.init_std is None else self.init_std)
-        W_Q = self.param("W_Q", init, (D, H, K))
-        W_K = self.param("W_K", init, (D, G, K))
-        W_V = self.param("W_V", init, (D, G, K))
-        # One matrix product for all three; heads first, because that is what attention multiplies fastest.
-        qkv = jnp.einsum("td,dnk->ntk", x_TD, jnp.concatenate([W_Q, W_K, W_V], axis=1))
-        q_HTK, k_GTK, v_GTK = jnp.split(qkv, [H, H + G])
+        q_HTK, k_GTK, v_GTK = (self._project(x_TD, name, n) for name, n in (("Q", H), ("K", G), ("V", G)))
         if self.qk_norm:
             q_HTK = rms_norm(q_HTK, self.param("gamma_Q", nn.initializers.ones, (K,)))
             k_GTK = rms_norm(k_GTK, self.param("gamma_K", nn.initializers.ones, (K,)))
@@ -62,16 +62,25 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             cache = write_layer(cache, k_GTK, v_GTK, slot)
             k_GTK, v_GTK = cache
-        y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask_TS)
+        y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
             return y_HTK.transpose(1, 0, 2).reshape(T, H * K), cache
-        W_O = self.param("W_O", init, (H, K, D))
-        return jnp.einsum("htk,hkd->td", y_HTK, W_O), cache
+        y_TD = jnp.einsum("htk,hkd->td", y_HTK, self.param("W_O", self._init(D), (H, K, D)))
+        return y_TD + self.param("b_O", nn.initializers.zeros, (D,)) if self.bias else y_TD, cache
 
-    def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask_TS: jax.Array | None) -> jax.Array:
+    def _project(self, x_TD: jax.Array, name: str, n_heads: int) -> jax.Array:
+        """Queries, keys or values, heads first: that is what attention multiplies fastest."""
+        D, K = x_TD.shape[-1], self.head_dim
+        y_HTK = jnp.einsum("td,dhk->htk", x_TD, self.param(f"W_{name}", self._init(D), (D, n_heads, K)))
+        return y_HTK + self.param(f"b_{name}", nn.initializers.zeros, (n_heads, 1, K)) if self.bias else y_HTK
+
+    def _init(self, d_model: int) -> nn.initializers.Initializer:
+        return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)
+
+    def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
         """Everything that attends goes through here, so that a probe can see (`nn.intercept_methods`) what
         it was given, without a hook in the model."""
-        return attention(q_HTK, k_GSK, v_GSK, mask_TS, self.scale)
+        return self.attention(q_HTK, k_GSK, v_GSK, mask, self.scale)
 
     @property
     def scale(self) -> float:

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 
 from jaxformer.ops.cache import LayerCache
+from jaxformer.ops.masks import Mask
 
 Make = Callable[..., nn.Module]
 """Makes a module when given its name: `functools.partial(MLP, hidden=…, d_out=…)`."""
@@ -19,7 +20,7 @@ class Block(nn.Module):
       make_attention, make_mlp, make_norm: makers of the parts; no norm without `make_norm`.
       norm_placement: 'pre' or 'post'.
       residual: x + f(x) instead of f(x).
-      dropout: share of each part's output set to zero; only where a 'dropout' key is given.
+      dropout: share of each part's output set to zero, where a key is given.
     """
 
     make_attention: Make
@@ -34,24 +35,29 @@ class Block(nn.Module):
         self,
         x_TD: jax.Array,
         positions_T: jax.Array,
-        mask_TS: jax.Array | None,
+        mask: Mask,
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """`(T, D)` to `(T, D)`, and the layer's cache, if one was given, with the new keys and values."""
+        """`(T, D)` to `(T, D)`, and the layer's cache, if one was given, with the new keys and values.
+
+        Dropout is on where it gets a key.
+        """
+        keys = (None, None) if key is None else jax.random.split(key)
         y_TD, cache = self.make_attention(name="attention")(
-            self._before(x_TD, "attention"), positions_T, mask_TS, cache, slot
+            self._before(x_TD, "attention"), positions_T, mask, cache, slot
         )
-        x_TD = self._after(x_TD, y_TD, "attention")
+        x_TD = self._after(x_TD, y_TD, "attention", keys[0])
         y_TD = self.make_mlp(name="mlp")(self._before(x_TD, "mlp"))
-        return self._after(x_TD, y_TD, "mlp"), cache
+        return self._after(x_TD, y_TD, "mlp", keys[1]), cache
 
     def _before(self, x_TD: jax.Array, part: str) -> jax.Array:
         return self._norm(x_TD, part) if self.norm_placement == "pre" else x_TD
 
-    def _after(self, x_TD: jax.Array, y_TD: jax.Array, part: str) -> jax.Array:
-        if self.dropout and self.has_rng("dropout"):
-            y_TD = nn.Dropout(self.dropout, deterministic=False)(y_TD)
+    def _after(self, x_TD: jax.Array, y_TD: jax.Array, part: str, key: jax.Array | None) -> jax.Array:
+        if self.dropout and key is not None:
+            y_TD = nn.Dropout(self.dropout, deterministic=False, name=f"{part}_dropout")(y_TD, rng=key)
         x_TD = x_TD + y_TD if self.residual else y_TD
         return self._norm(x_TD, part) if self.norm_placement == "post" else x_TD
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, inf, log
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import Config
 from jaxformer.data.windows import eval_batches
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.runs import abstract_params
-from jaxformer.sharding import batch_split
+from jaxformer.sharding import batch_split, place
 from jaxformer.train.step import make_eval_step
 
 
@@ -52,17 +50,13 @@ def perplexity(loss: float) -> float:
 class Evaluator:
     """Measures parameters on one text, with one compiled step."""
 
-    def __init__(
-        self, model: nn.Module, config: ModelConfig, tokens: np.ndarray, token_lengths: np.ndarray,
-        batch_size: int, mesh: Mesh,
-    ) -> None:  # fmt: skip
-        self._step: Callable = make_eval_step(model, mesh)
-        self._split = batch_split(mesh)
+    def __init__(self, config: Config, mesh: Mesh, tokens: np.ndarray, token_lengths: np.ndarray) -> None:
+        self._step, self._split = make_eval_step(config, mesh), batch_split(mesh)
         self._tokens, self._token_lengths = tokens, token_lengths
-        self._batch_size, self._length = batch_size, config.context_length + 1
-        window = jax.ShapeDtypeStruct((self._length,), np.int32)
-        predicted = jax.eval_shape(lambda p, t: next_token_nll(model, p, t), abstract_params(model, config), window)
-        self._n_predicted = predicted.shape[0]
+        self._batch_size, self._length = config.train.batch_size, config.model.context_length + 1
+        model, window = config.model.build(), jax.ShapeDtypeStruct((self._length,), np.int32)
+        shapes = abstract_params(model, config.model)
+        self._n_predicted = jax.eval_shape(lambda p, t: next_token_nll(model, p, t), shapes, window).shape[0]
         if len(tokens) <= self._length - self._n_predicted:
             raise UserError(
                 f"the held-out text has {len(tokens)} tokens, too few to predict one; give more, or raise "
@@ -74,7 +68,7 @@ class Evaluator:
         nats = tokens = n_bytes = 0.0
         batches = eval_batches(self._tokens, self._length, self._n_predicted, self._batch_size, n_windows)
         for batch, weights in batches:
-            nats += float(self._step(params, *jax.device_put((batch, weights), self._split)))
+            nats += float(self._step(params, place(batch, self._split), place(weights, self._split)))
             tokens += weights.sum()
             n_bytes += (self._token_lengths[batch[:, -self._n_predicted :]] * weights).sum()
         return Evaluation(float(nats / tokens), float(nats / log(2) / max(n_bytes, 1)), int(tokens))

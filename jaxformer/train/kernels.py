@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import attention
@@ -48,13 +48,13 @@ def unfused_attention(
 class FusedAttention:
     """`ops.attention.attention` by the backend's kernel, and by `unfused_attention` where the kernel refuses.
 
-    On a mesh, each device attends for its own heads, which lie over the axis `tensor` where their number allows.
-    Map it over examples with `spmd_axis_name`, the axes of the mesh over which the batch lies: without it every
-    device would attend for the whole batch.
+    It is called where `sharding.on_each_shard` has split the batch already. Heads that lie over an axis `tensor` of
+    more than one device are split here, where their number allows, because XLA cannot partition a kernel.
     """
 
     kernel: Literal["cudnn", "splash"]
-    mesh: Mesh | None = None
+    tensor: int = 1
+    """Size of that axis."""
 
     def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
         """Why the kernel cannot take this, from shapes and dtypes alone; None if it can."""
@@ -70,16 +70,15 @@ class FusedAttention:
         def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array) -> jax.Array:
             return (cudnn_attention if self.kernel == "cudnn" else splash_attention)(q_HTK, k_GSK, v_GSK, mask, scale)
 
-        if self.mesh is None:
+        if self.tensor == 1:
             return attend(q_HTK, k_GSK, v_GSK)
-        H, G, shards = q_HTK.shape[0], k_GSK.shape[0], self.mesh.shape.get("tensor", 1)
-        spec = PartitionSpec("tensor") if shards > 1 and H % shards == 0 else PartitionSpec()
-        if spec and G % shards:  # a group that several devices share is copied to each of them
-            k_GSK, v_GSK = (jnp.repeat(x, lcm(G, shards) // G, axis=0) for x in (k_GSK, v_GSK))
+        H, G = q_HTK.shape[0], k_GSK.shape[0]
+        spec = PartitionSpec("tensor") if H % self.tensor == 0 else PartitionSpec()
+        if spec and G % self.tensor:  # a group that several devices share is copied to each of them
+            k_GSK, v_GSK = (jnp.repeat(x, lcm(G, self.tensor) // G, axis=0) for x in (k_GSK, v_GSK))
         # No kernel says how its results vary over a mesh, so shard_map cannot check it.
-        return jax.shard_map(attend, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(
-            q_HTK, k_GSK, v_GSK
-        )
+        split = jax.shard_map(attend, in_specs=spec, out_specs=spec, axis_names={"tensor"}, check_vma=False)
+        return split(q_HTK, k_GSK, v_GSK)
 
 
 def make_attention(
@@ -88,7 +87,7 @@ def make_attention(
     q_HTK: jax.ShapeDtypeStruct,
     k_GSK: jax.ShapeDtypeStruct,
     mask: Mask = None,
-    mesh: Mesh | None = None,
+    tensor: int = 1,
     *,
     try_first: bool = True,
 ) -> tuple[Attention, str]:
@@ -98,7 +97,7 @@ def make_attention(
       name: "auto" for the platform's kernel if it can, and `unfused_attention` if not; or one by name.
       platform: of the devices that will run it: cpu, gpu or tpu.
       q_HTK, k_GSK, mask: what most calls will look like, one example.
-      mesh: over which the calls will be split; None for one device.
+      tensor: number of devices over which the heads lie.
       try_first: run the kernel here before it is trusted. Compiling for devices that are elsewhere has to do without.
 
     Raises:
@@ -115,10 +114,10 @@ def make_attention(
         raise UserError(f"Attention {name!r} does not run on {platform}; use 'auto'.")
     if kernel is None:
         return unfused_attention, f"attention: {unfused} ({platform} has no fused kernel)"
-    fused = FusedAttention(kernel, mesh)
+    fused = FusedAttention(kernel, tensor)
     reason = fused.refuses(q_HTK, k_GSK, mask)
     if reason is None and try_first:
-        reason = trial(replace(fused, mesh=None), q_HTK, k_GSK, mask)
+        reason = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
     if reason is None:
         return fused, f"attention: {kernel}"
     if name == kernel:

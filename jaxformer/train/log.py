@@ -14,13 +14,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 
 console = Console(highlight=False, soft_wrap=True)
+"""Where training talks to people; of several processes only the first does."""
+
+
+def say(text: str) -> None:
+    """One line in the terminal, as it is."""
+    console.print(text, markup=False)
 
 
 class Log:
-    """Writes rows of metrics to the run's folder, and shows them with a progress bar."""
+    """Appends rows of metrics to a file, and shows them with a progress bar."""
 
-    def __init__(self, folder: Path, start: int, steps: int) -> None:
-        self._file = (folder / METRICS).open("a", encoding="utf-8")
+    def __init__(self, file: Path, start: int, steps: int) -> None:
+        self._file = file.open("a", encoding="utf-8")
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal, transient=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -19,13 +20,14 @@ from jax.sharding import Mesh
 from jaxformer.config import Config
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.windows import Windows
+from jaxformer.distributed import Agreement, is_first
 from jaxformer.errors import UserError
-from jaxformer.runs import Checkpoints, write_config
-from jaxformer.sharding import batch_split, replicated
+from jaxformer.runs import METRICS, Checkpoints, write_config
+from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, cut_log
-from jaxformer.train.optimizer import make_optimizer, make_schedule
-from jaxformer.train.step import TrainState, init_state, make_train_step
+from jaxformer.train.log import Log, cut_log, say
+from jaxformer.train.optimizer import make_schedule
+from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allowed_failures, init_state
 
 
 @dataclass(frozen=True)
@@ -63,38 +65,48 @@ def make_windows(config: Config, corpus: Corpus) -> Windows:
 
 
 def train(
-    config: Config, corpus: Corpus, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False
-) -> Outcome:
+    config: Config, corpus: Corpus, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False,
+    allow_changed_data: bool = False,
+) -> Outcome:  # fmt: skip
     """Train until `config.steps`, an interruption, or a loss that is not finite. Saves on every way out.
 
     With `resume` it goes on from the folder's last checkpoint, or from the start if there is none, and everything
-    after that is the same to the last bit as if the run had never stopped.
+    after that is the same to the last bit as if the run had never stopped. Text that has changed since is refused,
+    or with `allow_changed_data` noted in the log.
+
+    Of several processes, all call this; only the first writes, but for checkpoints, which they write together.
 
     Raises:
-      UserError: data or config do not fit each other or, with `resume`, the run.
+      UserError: data or config do not fit each other, the devices or, with `resume`, the run; the run's folder
+        cannot be written, or another process trains in it.
     """
-    model = config.model.build()
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    schedule = make_schedule(config.optimizer, config.steps)
-    train_step = make_train_step(config, model, optimizer, mesh)
     t, windows, split = config.train, make_windows(config, corpus), batch_split(mesh)
+    schedule = make_schedule(config.optimizer, config.steps)
     tokens_per_step = t.batch_size * config.model.context_length
-    evaluate = Evaluator(model, config.model, corpus.val.tokens, corpus.tokenizer.token_lengths, t.batch_size, mesh)
+    train_step = CompiledStep(config, mesh, say)
+    evaluate = Evaluator(config, mesh, corpus.val.tokens, corpus.tokenizer.token_lengths)
+    held, agreement = local_rows(split, t.batch_size), Agreement(mesh)
     whole: Evaluation | None = None
 
     # The signals are caught until the last save is finished.
     with catch_signals() as caught, Checkpoints(folder) as checkpoints:
-        resumed = resume and bool(checkpoints)
+        resumed, changed = resume and bool(checkpoints), False
         if resumed:
-            start, state = _restore(checkpoints, config, model, optimizer, mesh, corpus)
-            write_config(folder, config)
+            start, state, changed = _restore(checkpoints, config, mesh, corpus)
+            if changed and not allow_changed_data:
+                raise UserError(
+                    f"the text at {config.data.path} is not what this run was trained on: its content or split has "
+                    "changed since; restore it, start a new run, or go on regardless with --allow-changed-data."
+                )
+            if is_first():
+                write_config(folder, config)
         else:
-            start, state = 0, init_state(config, model, optimizer, mesh)
-        if resume:
+            start, state = 0, init_state(config, mesh)
+        if resume and is_first():
             cut_log(folder, start if resumed else -1)
 
         def save(step: int, val_loss: float | None = None) -> None:
-            position = {"step": step, "fingerprint": corpus.fingerprint}
+            position = {"step": step, "fingerprint": corpus.fingerprint, "failures": int(state.failures)}
             checkpoints.save(step, state.params, state.opt_state, position, val_loss)
 
         def measure(step: int, batch: jax.Array) -> dict[str, Any]:
@@ -112,28 +124,38 @@ def train(
                     row |= hook.call(step, state, batch) or {}
             return row
 
-        with Log(folder, start, config.steps) as log:
-            batch = jax.device_put(windows[start], split)
+        with Log(folder / METRICS if is_first() else Path(os.devnull), start, config.steps) as log:
+            if changed:
+                log.row({"step": start, "note": f"the text at {config.data.path} is not what it was before"})
+            batch = assemble(windows.rows(start, held), held, t.batch_size, split)
             if not resumed:
                 log.row({"step": 0, "epoch": 0.0, "tokens": 0, **measure(0, batch)})
             paces = [t.log_every, t.eval_every, t.checkpoint_every, *(hook.every for hook in hooks)]
-            stream, pace, unchecked = windows.stream(start, config.steps), Pace(), deque[tuple]()
+            stream = windows.stream(start, config.steps, held)
+            pace, unchecked = Pace(start), deque[tuple]()
+            skipped, in_a_row, stop = 0, int(state.failures), 0
             for step in range(start + 1, config.steps + 1):
                 with pace.waiting():
-                    batch = next(stream)
-                batch = jax.device_put(batch, split)
+                    rows = next(stream)
+                batch = assemble(rows, held, t.batch_size, split)
                 state, loss = train_step(state, batch, step - 1)
                 log.advance(step)
-                last, stop = step == config.steps, caught.number
-                due = last or any(step % every == 0 for every in paces)
-                # Checking the loss of the step before keeps the device busy with this one meanwhile. Looking
-                # late loses nothing: from a step that broke on, the state stays as it was.
-                unchecked.append((step, batch, loss))
+                last, due = step == config.steps, step == config.steps or any(step % every == 0 for every in paces)
+                # Looking at the step before keeps the device busy with this one meanwhile. Looking late loses
+                # nothing: from a step that broke on, the state stays as it was.
+                unchecked.append((step, batch, loss, agreement.ask(caught.number)))
                 while len(unchecked) > (0 if due or stop else 1):
-                    broken, its_batch, its_loss = unchecked.popleft()
-                    if not np.isfinite(its_loss):
-                        save(broken - 1)
-                        return Outcome("non_finite", broken, state, its_batch)
+                    checked, its_batch, its_loss, signalled = unchecked.popleft()
+                    stop = stop or int(signalled)
+                    if np.isfinite(its_loss):
+                        in_a_row = 0
+                        continue
+                    in_a_row += 1
+                    if in_a_row > allowed_failures(config):
+                        save(checked - 1)
+                        return Outcome("non_finite", checked, state, its_batch)
+                    skipped += 1
+                    say(f"step {checked:,} is not finite and was left out, {in_a_row} in a row")
                 row: dict[str, Any] = {}
                 if due:
                     row = {
@@ -143,29 +165,31 @@ def train(
                         "loss": float(loss),
                         "ppl": perplexity(float(loss)),
                         "lr": float(schedule(step - 1)),
-                        **pace.lap(step - start, tokens_per_step),
+                        **({"skipped": skipped} if skipped else {}),
+                        **pace.lap(step, tokens_per_step),
                     }
                     row |= measure(step, batch)
                     log.row(row)
+                    skipped = 0
                 if last or stop or step % t.checkpoint_every == 0:
                     # The last row holds the loss on all of the text; checkpoints are ranked by the same part.
                     save(step, evaluate(state.params, t.eval_windows).loss if last else row.get("val_loss"))
                 if stop and not last:
                     return Outcome("interrupted", step, state, batch, signal=stop)
                 if due:
-                    pace.restart(step - start)
+                    pace.restart(step)
         return Outcome("done", config.steps, state, batch, whole or evaluate(state.params))
 
 
 class Pace:
     """Times steps, without what is measured between them."""
 
-    def __init__(self) -> None:
-        self.restart(0)
+    def __init__(self, step: int) -> None:
+        self.restart(step)
 
-    def restart(self, steps: int) -> None:
-        """Begin a lap after so many steps."""
-        self._began, self._steps, self._waited = time.perf_counter(), steps, 0.0
+    def restart(self, step: int) -> None:
+        """Begin a lap after a step."""
+        self._began, self._step, self._waited = time.perf_counter(), step, 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -174,9 +198,9 @@ class Pace:
         yield
         self._waited += time.perf_counter() - before
 
-    def lap(self, steps: int, tokens_per_step: int) -> dict[str, float]:
+    def lap(self, step: int, tokens_per_step: int) -> dict[str, float]:
         """Means over the steps of this lap."""
-        n, elapsed = steps - self._steps, time.perf_counter() - self._began
+        n, elapsed = step - self._step, time.perf_counter() - self._began
         return {
             "step_ms": 1e3 * elapsed / n,
             "tokens_per_s": tokens_per_step * n / elapsed,
@@ -184,22 +208,15 @@ class Pace:
         }
 
 
-def _restore(
-    checkpoints: Checkpoints, config: Config, model: Any, optimizer: Any, mesh: Mesh, corpus: Corpus
-) -> tuple[int, TrainState]:
-    """Step and state of the last checkpoint, if it was made from the same text and is not past the end."""
+def _restore(checkpoints: Checkpoints, config: Config, mesh: Mesh, corpus: Corpus) -> tuple[int, TrainState, bool]:
+    """Step and state of the last checkpoint, laid out for this mesh, and whether the text has changed since."""
     step = checkpoints.step("last")
     if step > config.steps:
         raise UserError(f"the run has taken {step} steps already; steps is {config.steps}, and must be at least that.")
-    like = jax.eval_shape(lambda: init_state(config, model, optimizer, mesh))
-    params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state, replicated(mesh))
-    if position["fingerprint"] != corpus.fingerprint:
-        raise UserError(
-            f"the text at {config.data.path} is not what this run was trained on: its content or split has changed "
-            "since; restore it, or start a new run."
-        )
-    healthy = jax.device_put(np.array(True), replicated(mesh))
-    return step, TrainState(params, opt_state, healthy)
+    like = abstract_state(config, mesh)
+    params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
+    failures = place(np.array(position["failures"], np.int32), replicated(mesh))
+    return step, TrainState(params, opt_state, failures), position["fingerprint"] != corpus.fingerprint
 
 
 class Caught:

@@ -2,47 +2,270 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxformer.config import Config
+from jaxformer.config import ComputeConfig, Config
+from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
-from jaxformer.sharding import replicated
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.execution import Execution
+from jaxformer.ops.attention import attention
+from jaxformer.runs import abstract_params
+from jaxformer.sharding import (
+    BATCH,
+    abstract,
+    batch_shards,
+    batch_split,
+    gather,
+    on_each_shard,
+    replicated,
+    shardings,
+    sum_over_batch,
+)
+from jaxformer.train.kernels import make_attention
+from jaxformer.train.memory import check_memory
+from jaxformer.train.optimizer import gradient_point, make_optimizer
+
+BLOCK = re.compile(r"blocks_\d+$")
+"""Names of blocks, which gather their own parameters when they begin."""
 
 
 class TrainState(NamedTuple):
     """What training changes.
 
-    Once a loss or a gradient is not finite, `healthy` turns False and the rest stays as it was before that
-    step: what broke can then still be looked at and saved.
+    A step whose loss or gradient is not finite leaves parameters and optimizer state as they were. Once there
+    are more such steps in a row than `train.max_skips` (or one, without 'skip'), no later step changes anything:
+    what broke can then still be looked at and saved.
     """
 
     params: Params
+    """What one would evaluate and sample from, float32."""
     opt_state: Any
-    healthy: jax.Array
+    failures: jax.Array
+    """Steps in a row until now that were not finite, int32."""
 
 
-def init_state(config: Config, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Fresh parameters from `config.seed`, a whole copy on every device."""
+def compute_dtype(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
+    """What `compute.precision` means on these devices."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if config.precision == "auto":
+        return jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
+    if config.precision == "bfloat16" and on_cpu and mesh.shape["tensor"] > 1:
+        # XLA's CPU compiler dies of such a sum (all-reduce promotion, seen with jax 0.10).
+        raise UserError("compute.precision is bfloat16, which a CPU cannot sum over a tensor axis; use float32 there.")
+    return jnp.dtype(config.precision)
 
-    def init() -> TrainState:
-        tokens_T = jnp.zeros((config.model.context_length,), jnp.int32)
-        params = model.init(jax.random.key(config.seed), tokens_T)["params"]
-        return TrainState(params, optimizer.init(params), jnp.array(True))
 
-    return jax.jit(init, out_shardings=replicated(mesh))()
+@lru_cache(maxsize=4)
+def choose_attention(config: Config, mesh: Mesh) -> tuple[Callable[..., jax.Array], str]:
+    """What computes attention on these devices, tried on what the model will ask of it, and a line that says so.
+
+    Raises:
+      UserError: see `make_attention`.
+    """
+    seen: list[tuple] = []
+
+    def listen(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
+            seen.append((*args[:2], args[3]))
+        return call(*args, **kwargs)
+
+    def trace(params: Params, tokens_T: jax.Array) -> Any:
+        with nn.intercept_methods(listen):
+            return config.model.build().apply({"params": params}, tokens_T)
+
+    dtype = compute_dtype(config.compute, mesh)
+    shapes = abstract_params(config.model.build(), config.model)
+    tokens_T = jax.ShapeDtypeStruct((config.model.context_length,), jnp.int32)
+    jax.eval_shape(trace, jax.tree.map(lambda x: x.update(dtype=dtype), shapes), tokens_T)
+    if not seen:
+        return attention, "attention: none"
+    q_HTK, k_GSK, mask = seen[0]
+    device = mesh.devices.flat[0]
+    return make_attention(
+        config.compute.attention, device.platform, _shaped(q_HTK), _shaped(k_GSK), mask, mesh.shape["tensor"],
+        try_first=device in jax.local_devices(),
+    )  # fmt: skip
 
 
-def batch_loss(model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-    """Mean nats a predicted token over a batch, a float32 scalar; dropout is on where keys are given."""
-    one = jax.vmap(lambda tokens_T, key: next_token_nll(model, params, tokens_T, key), in_axes=(0, 0))
-    return jnp.mean(one(batch_BT, keys_B))
+def _shaped(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def build_model(config: Config, mesh: Mesh) -> nn.Module:
+    """The model as the steps compute it, where `on_each_shard` has split the batch."""
+    c, specs = config.compute, param_specs(config, mesh)
+    execution = Execution(
+        choose_attention(config, mesh)[0], c.remat, c.scan_blocks, lambda name, params: gather(params, specs[name])
+    )
+    return config.model.build(execution)
+
+
+def to_compute(params: Params, config: Config, mesh: Mesh) -> Params:
+    """A device's shards as `build_model` wants them: in the dtype it computes in, what is outside blocks gathered."""
+    dtype, specs = compute_dtype(config.compute, mesh), param_specs(config, mesh)
+    params = jax.tree.map(lambda w: w.astype(dtype), params)
+    return {name: p if BLOCK.search(name) else gather(p, specs[name]) for name, p in params.items()}
+
+
+def param_specs(config: Config, mesh: Mesh) -> Params:
+    """The `PartitionSpec` of each parameter."""
+    return jax.tree.map(lambda x: x.sharding.spec, abstract_state(config, mesh).params)
+
+
+@lru_cache(maxsize=4)
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state, without making it."""
+    shapes = jax.eval_shape(partial(_init, config))
+    return abstract(shapes, shardings(shapes, mesh))
+
+
+def init_state(config: Config, mesh: Mesh) -> TrainState:
+    """Fresh parameters from `config.seed`, made where they are to lie; the same numbers on every mesh."""
+    places = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh))
+    return jax.jit(partial(_init, config), out_shardings=places)()
+
+
+def _init(config: Config) -> TrainState:
+    tokens_T = jnp.zeros((config.model.context_length,), jnp.int32)
+    params = config.model.build().init(jax.random.key(config.seed), tokens_T)["params"]
+    return TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), jnp.int32(0))
+
+
+def loss_sum(
+    model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Sum of the nats over all predicted tokens of a batch, and how many they are, float32 scalars.
+
+    Dropout is on where keys are given.
+    """
+    nll_BT = jax.vmap(lambda tokens_T, key: next_token_nll(model, params, tokens_T, key))(batch_BT, keys_B)
+    return jnp.sum(nll_BT), jnp.float32(nll_BT.size)
+
+
+def batch_loss(model: nn.Module, params: Params, batch_BT: jax.Array) -> jax.Array:
+    """Mean nats a predicted token over a batch, a float32 scalar."""
+    total, count = loss_sum(model, params, batch_BT)
+    return total / count
+
+
+def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array:
+    """A dropout key for each example of the whole batch, `(B,)`: splitting the batch changes nothing."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch_size))
+
+
+def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array, Any], tuple[jax.Array, Params]]:
+    """`(state, batch (B, T + 1), step)` to the mean loss, a float32 scalar, and its gradient, as the parameters lie.
+
+    Both are of the whole batch, whatever the devices and parts it is split into: sums over tokens, divided by
+    their number at the end.
+
+    Raises:
+      UserError: the batch does not split evenly.
+    """
+    B, parts, n = config.train.batch_size, config.compute.accumulate, batch_shards(mesh)
+    if B % (n * parts):
+        up = -(-B // (n * parts)) * n * parts
+        also = f" in {parts} parts" if parts > 1 else ""
+        raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+    model, specs = build_model(config, mesh), param_specs(config, mesh)
+
+    def sums(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
+        """Nats, tokens, and the gradient of the nats, of what one device takes at once."""
+
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            return loss_sum(model, to_compute(params, config, mesh), batch_BT, keys_B)
+
+        (nats, count), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return nats, count, grads
+
+    def on_one(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, Params]:
+        """From a device's shards of the parameters and its part of the batch; the same loss on all devices."""
+        if parts == 1:
+            nats, count, grads = sums(params, batch_BT, keys_B)
+        else:
+            split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch_BT, keys_B))
+            zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), jnp.float32(0), params))
+            add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, sums(params, *part)), None)  # noqa: E731
+            (nats, count, grads), _ = jax.lax.scan(add, zeros, split)
+        nats, count = jax.lax.psum((nats, count), BATCH)
+        return nats / count, jax.tree.map(lambda g: g / count, sum_over_batch(grads, specs))
+
+    everywhere = on_each_shard(on_one, mesh, (specs, *2 * [PartitionSpec(BATCH)]), (PartitionSpec(), specs))
+
+    def gradient(state: TrainState, batch_BT: jax.Array, step: Any) -> tuple[jax.Array, Params]:
+        point = gradient_point(config.optimizer, state.params, state.opt_state)
+        return everywhere(point, batch_BT, example_keys(config.seed, step, B))
+
+    return gradient
+
+
+def make_train_step(config: Config, mesh: Mesh) -> Any:
+    """The jitted `(state, batch (B, T + 1), step)` to `(state, loss)`; the state given is donated.
+
+    The loss, a float32 scalar, is NaN where the step was left out; see `TrainState`.
+
+    Raises:
+      UserError: the batch does not split evenly over the devices.
+    """
+    gradient, optimizer = make_gradient(config, mesh), make_optimizer(config.optimizer, config.steps)
+    allowed = allowed_failures(config)
+
+    def train_step(state: TrainState, batch_BT: jax.Array, step: jax.Array) -> tuple[TrainState, jax.Array]:
+        loss, grads = gradient(state, batch_BT, step)
+        finite = jnp.isfinite(loss) & all_finite(grads) & (state.failures <= allowed)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        learned = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
+        kept = state._replace(failures=state.failures + 1)
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, kept)
+        return state, jnp.where(finite, loss, jnp.nan)
+
+    places = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh))
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
+
+
+class CompiledStep:
+    """The train step, compiled when this is made, so that what it needs is known before it runs."""
+
+    def __init__(self, config: Config, mesh: Mesh, say: Callable[[str], None]) -> None:
+        """`say` is told what memory a step takes, and why, if ever, it had to be compiled again.
+
+        Raises:
+          UserError: the batch does not split evenly, or the step does not fit into memory.
+        """
+        self._step, self._state = make_train_step(config, mesh), abstract_state(config, mesh)
+        self._split, self._say = batch_split(mesh), say
+        self._shape: tuple[int, ...] = (config.train.batch_size, config.model.context_length + 1)
+        self._compiled = self._compile()
+        say(check_memory(self._compiled, mesh.local_devices[0]))
+
+    def __call__(self, state: TrainState, batch_BT: jax.Array, step: int) -> tuple[TrainState, jax.Array]:
+        """As `make_train_step`."""
+        if batch_BT.shape != self._shape:
+            self._say(f"step {step + 1:,} is compiled again: its batch is {batch_BT.shape}, and was {self._shape}")
+            self._shape = batch_BT.shape
+            self._compiled = self._compile()
+        return self._compiled(state, batch_BT, np.int32(step))
+
+    def _compile(self) -> Any:
+        batch = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._split)
+        return self._step.lower(self._state, batch, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+
+
+def allowed_failures(config: Config) -> int:
+    """How many steps in a row may be not finite."""
+    return config.train.max_skips if config.train.non_finite == "skip" else 0
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -50,34 +273,14 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
 
 
-def make_train_step(
-    config: Config, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> Callable[[TrainState, jax.Array, int], tuple[TrainState, jax.Array]]:
-    """`(state, batch (B, T + 1), step)` to `(state, loss)`; the state given is donated.
-
-    The loss, a float32 scalar, is finite only if all gradients, too, were, in this step and those before it.
-    """
-
-    def train_step(state: TrainState, batch_BT: jax.Array, step: jax.Array) -> tuple[TrainState, jax.Array]:
-        # One dropout key an example of the whole batch, so that splitting the batch changes nothing.
-        key = jax.random.fold_in(jax.random.key(config.seed), step)
-        keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch_BT.shape[0]))
-        loss, grads = jax.value_and_grad(batch_loss, argnums=1)(model, state.params, batch_BT, keys_B)
-        healthy = state.healthy & jnp.isfinite(loss) & all_finite(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        learned = TrainState(optax.apply_updates(state.params, updates), opt_state, healthy)
-        kept = TrainState(state.params, state.opt_state, healthy)
-        state = jax.tree.map(lambda new, old: jnp.where(healthy, new, old), learned, kept)
-        return state, jnp.where(healthy, loss, jnp.nan)
-
-    return jax.jit(train_step, donate_argnums=0, out_shardings=replicated(mesh))
-
-
-def make_eval_step(model: nn.Module, mesh: Mesh) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
+def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
     """`(params, batch (B, T + 1), weights (B, n_predicted))` to the weighted sum of nats, a float32 scalar."""
+    model, specs = build_model(config, mesh), param_specs(config, mesh)
 
     def eval_step(params: Params, batch_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+        params = to_compute(params, config, mesh)
         nll_BT = jax.vmap(lambda tokens_T: next_token_nll(model, params, tokens_T))(batch_BT)
-        return jnp.sum(nll_BT * weights_BT)
+        return jax.lax.psum(jnp.sum(nll_BT * weights_BT), BATCH)
 
-    return jax.jit(eval_step, out_shardings=replicated(mesh))
+    everywhere = on_each_shard(eval_step, mesh, (specs, PartitionSpec(BATCH), PartitionSpec(BATCH)), PartitionSpec())
+    return jax.jit(everywhere, out_shardings=replicated(mesh))

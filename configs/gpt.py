@@ -1,0 +1,61 @@
+"""Published shapes, each with a mesh that fits: GPT-2 (Radford et al. 2019), Llama 3.2 (1B) and Llama 2 (Touvron et al.
+2023). They are shapes to train from scratch; no weights come with them.
+
+`python -m jaxformer plan --config configs/gpt.py:llama_7b --topology v5e:16x16` shows what such a run needs.
+"""
+
+from dataclasses import replace
+
+from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.models.decoder import DecoderConfig
+
+adamw = OptimizerConfig(
+    name="adamw", learning_rate=6e-4, schedule="cosine", warmup_steps=2000, final_fraction=0.1, weight_decay=0.1,
+    clip_norm=1.0,
+)  # fmt: skip
+
+gpt2_124m = Config(
+    name="gpt2_124m",
+    model=DecoderConfig(
+        vocab_size=50_257, context_length=1024, d_model=768, n_blocks=12, n_heads=12, output_projection=True,
+        attention_bias=True, d_ff=(3072,), activation="gelu", norm="layernorm", final_norm=True,
+        positions="learned", unembedding="tied", embedding_std=0.02,
+    ),
+    steps=100_000,
+    optimizer=adamw,
+    train=TrainConfig(batch_size=32, eval_windows=256, eval_every=1000, report_every=5000, checkpoint_every=1000),
+)  # fmt: skip
+
+llama = DecoderConfig(
+    vocab_size=32_000, context_length=4096, d_model=4096, n_blocks=32, n_heads=32, output_projection=True,
+    d_ff=(11_008,), activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
+    embedding_std=0.02,
+)  # fmt: skip
+
+llama_7b = Config(
+    name="llama_7b",
+    model=llama,
+    steps=500_000,
+    optimizer=replace(adamw, learning_rate=3e-4),
+    train=TrainConfig(batch_size=1024, eval_windows=1024, eval_every=1000, report_every=5000, checkpoint_every=1000),
+    compute=ComputeConfig(remat="block", scan_blocks=True),
+    mesh="fsdp=256",
+)
+
+llama_1b = replace(
+    llama_7b,
+    name="llama_1b",
+    model=replace(
+        llama, vocab_size=128_256, context_length=8192, d_model=2048, n_blocks=16, n_kv_heads=8, d_ff=(8192,),
+        rope_base=500_000.0, unembedding="tied",
+    ),
+    train=replace(llama_7b.train, batch_size=512),
+)  # fmt: skip
+
+llama_70b = replace(
+    llama_7b,
+    name="llama_70b",
+    model=replace(llama, d_model=8192, n_blocks=80, n_heads=64, n_kv_heads=8, d_ff=(28_672,)),
+    optimizer=replace(adamw, learning_rate=1.5e-4),
+    mesh="fsdp=512",
+)

@@ -1,0 +1,59 @@
+"""Whether a compiled step fits into memory, before it runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxformer.errors import UserError
+
+
+def needed(compiled: Any) -> int:
+    """Bytes a device that a compiled program holds at most, by the compiler's own plan of its buffers."""
+    m = compiled.memory_analysis()
+    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return int(held + m.temp_size_in_bytes + m.generated_code_size_in_bytes)
+
+
+def capacity(device: jax.Device) -> int | None:
+    """Bytes of memory that one device of this process has; virtual CPU devices share the machine's. None: unknown."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return _machine_memory() // jax.local_device_count() if device.platform == "cpu" else None
+
+
+def _machine_memory() -> int:
+    """Physical memory, or the limit of the container."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            limits.append(int(text))
+    return min(limits)
+
+
+def check_memory(compiled: Any, device: jax.Device) -> str:
+    """A line for the log: what a step needs of what there is.
+
+    Raises:
+      UserError: more than there is.
+    """
+    needs, has = needed(compiled), capacity(device)
+    if has is None:
+        return f"memory {size(needs)} a device"
+    if needs > has:
+        raise UserError(
+            f"a step needs {size(needs)} of memory a device, and there are {size(has)}; lower train.batch_size, raise "
+            "compute.accumulate, set compute.remat to block, or split the parameters with --mesh fsdp=N."
+        )
+    return f"memory {size(needs)} a device of {size(has)}"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes for people."""
+    power = min(3, max(0, int(math.log2(max(n_bytes, 1)) // 10)))
+    return f"{n_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
