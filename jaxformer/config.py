@@ -66,21 +66,26 @@ class DataConfig:
 class OptimizerConfig:
     """Which optax optimizer, and its schedule."""
 
-    name: Literal["nesterov_sgd", "adamw"] = "nesterov_sgd"
+    name: Literal["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"] = "nesterov_sgd"
+    """muon is for the matrices of the blocks, with adamw for the rest; schedule_free averages what adamw finds."""
     learning_rate: float = 0.05
     """What the warm-up rises to."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """What follows the warm-up: the same value to the end, or half a cosine down to final_fraction."""
+    schedule: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = "constant"
+    """After the warm-up: level, half a cosine down, level and then a line down (wsd), or down with 1/sqrt(step)."""
     warmup_steps: int = 0
     """Steps of linear rise; the first is taken at 1/warmup_steps of learning_rate."""
+    decay_fraction: float | None = None
+    """Share of all steps, at the end, over which 'wsd' falls; without it, 0.2."""
     final_fraction: float = 0.0
-    """Where 'cosine' ends, as a share of learning_rate."""
+    """Where 'cosine' and 'wsd' end, as a share of learning_rate."""
     momentum: float = 0.9
-    """For nesterov_sgd."""
+    """For nesterov_sgd and the matrices of muon, whose authors take 0.95."""
     b1: float = 0.9
+    """Momentum of adamw, of muon's rest and in lion's steps; schedule_free takes gradients so near to its average."""
     b2: float = 0.95
+    """Decay of the squared gradients in adamw, muon's rest and schedule_free; of lion's momentum (its paper: 0.99)."""
     weight_decay: float = 0.0
-    """For adamw; on matrices only, never on gains, biases or positions."""
+    """For all but nesterov_sgd; on matrices only, never on gains, biases or positions."""
     clip_norm: float | None = None
     """Gradients longer than this (global norm) are shortened to it."""
 
@@ -92,12 +97,36 @@ class OptimizerConfig:
         for name in ("momentum", "b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
-        if self.weight_decay and self.name != "adamw":
+        if self.weight_decay and self.name == "nesterov_sgd":
             raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
-        if self.final_fraction and self.schedule != "cosine":
-            raise UserError(f"optimizer.final_fraction is {self.final_fraction}, but only 'cosine' falls; set it to 0.")
+        if self.final_fraction and self.schedule not in ("cosine", "wsd"):
+            raise UserError(
+                f"optimizer.final_fraction is {self.final_fraction}, but only cosine and wsd end there; set it to 0."
+            )
+        if self.decay_fraction is not None:
+            if self.schedule != "wsd":
+                raise UserError(
+                    f"optimizer.decay_fraction is {self.decay_fraction}, but only wsd has such an end; set it to none."
+                )
+            if not 0 < self.decay_fraction <= 1:
+                raise UserError(
+                    f"optimizer.decay_fraction is {self.decay_fraction}; it must be above 0 and at most 1, such as 0.2."
+                )
+        if self.schedule == "inverse_sqrt" and not self.warmup_steps:
+            raise UserError("optimizer.warmup_steps is 0, but 'inverse_sqrt' falls from there on; set at least 1.")
+        if self.name == "schedule_free":
+            if self.schedule != "constant":
+                raise UserError(
+                    f"optimizer.schedule is {self.schedule!r}, but schedule_free averages instead; set it to constant."
+                )
+            if not self.b1:
+                raise UserError("optimizer.b1 is 0, but schedule_free divides by it; set it above 0, such as 0.9.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none to switch it off.")
+
+    def decay_steps(self, steps: int) -> int:
+        """Over how many of all steps 'wsd' falls."""
+        return max(1, round((self.decay_fraction or 0.2) * steps))
 
 
 @dataclass(frozen=True)
@@ -145,6 +174,12 @@ class Config:
         at_least(self, 1, "steps")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed is {self.seed}; it must be at least 0 and below 2**32.")
+        stable_end = self.steps - self.optimizer.decay_steps(self.steps)
+        if self.optimizer.schedule == "wsd" and self.optimizer.warmup_steps > stable_end:
+            raise UserError(
+                f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but 'wsd' falls from step {stable_end} on; "
+                "shorten the warm-up or decay_fraction, or take more steps."
+            )
 
 
 def one_of_its_choices(config: object) -> None:

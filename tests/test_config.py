@@ -63,6 +63,14 @@ def test_a_missing_field_without_default_is_named():
         lambda: replace(CONFIG, name=""),
         lambda: OptimizerConfig(weight_decay=0.1),
         lambda: OptimizerConfig(final_fraction=0.1),
+        lambda: OptimizerConfig(final_fraction=0.1, schedule="inverse_sqrt", warmup_steps=1),
+        lambda: OptimizerConfig(decay_fraction=0.2),
+        lambda: OptimizerConfig(decay_fraction=0.2, schedule="cosine"),
+        lambda: OptimizerConfig(decay_fraction=0.0, schedule="wsd"),
+        lambda: OptimizerConfig(decay_fraction=1.1, schedule="wsd"),
+        lambda: OptimizerConfig(schedule="inverse_sqrt"),
+        lambda: OptimizerConfig("schedule_free", schedule="cosine"),
+        lambda: OptimizerConfig("schedule_free", b1=0.0),
         lambda: OptimizerConfig(name="sgd"),
         lambda: DecoderConfig(positions="Rope"),
         lambda: DecoderConfig(final_norm=True),
@@ -71,6 +79,14 @@ def test_a_missing_field_without_default_is_named():
 def test_values_out_of_range_are_refused(make):
     with pytest.raises(UserError):
         make()
+
+
+def test_a_warmup_may_last_until_wsd_falls_and_no_longer():
+    """Of 10 steps the last 2 fall, so that 8 are left."""
+    optimizer = OptimizerConfig(schedule="wsd", warmup_steps=8)
+    assert replace(CONFIG, steps=10, optimizer=optimizer).optimizer == optimizer
+    with pytest.raises(UserError, match="warmup_steps is 9, but 'wsd' falls from step 8 on"):
+        replace(CONFIG, steps=10, optimizer=replace(optimizer, warmup_steps=9))
 
 
 def test_differences_are_named_by_their_path():

@@ -1,40 +1,151 @@
 """The optimizer a config names, from optax."""
 
+from math import prod, sqrt
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxformer.config import OptimizerConfig
+from jaxformer.models.objective import Params
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's updates over the learning rate: about that of AdamW (Liu et al. 2025, section 2.2)."""
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up, then constant or half a cosine down to `final_fraction`."""
-    peak = config.learning_rate
+    """Learning rate by step, counted from 0: linear warm-up, then what `schedule` names.
+
+    'cosine' is half a cosine down to `final_fraction` (Loshchilov and Hutter 2017, without restarts). 'wsd', warm-up
+    stable decay, stays at the peak until a straight line falls to `final_fraction` (Hu et al. 2024; the line and its
+    fifth of all steps are Hägele et al. 2024). Both would reach their end one step after the last, so that the last
+    still learns. 'inverse_sqrt' is peak · √(warmup / (step + 1)) (Vaswani et al. 2017, equation 3).
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    parts: list[optax.Schedule] = [optax.constant_schedule(peak)]
+    joints: list[int] = []
     if config.schedule == "cosine":
-        rest = optax.cosine_decay_schedule(peak, max(1, steps - config.warmup_steps), config.final_fraction)
-    else:
-        rest = optax.constant_schedule(peak)
-    if not config.warmup_steps:
-        return rest
-    # The first update is taken at 1/warmup of the peak, not at zero.
-    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps - 1)
-    return optax.join_schedules([warmup, rest], [config.warmup_steps])
+        parts = [optax.cosine_decay_schedule(peak, max(1, steps - warmup), config.final_fraction)]
+    elif config.schedule == "wsd":
+        decay_steps = config.decay_steps(steps)
+        parts += [optax.linear_schedule(peak, peak * config.final_fraction, decay_steps)]
+        joints = [steps - decay_steps]
+    elif config.schedule == "inverse_sqrt":
+        parts = [lambda count: peak * jnp.sqrt(warmup / (warmup + count + 1))]
+    if warmup:
+        # The first update is taken at 1/warmup of the peak, not at zero.
+        parts = [optax.linear_schedule(peak / warmup, peak, warmup - 1), *parts]
+        joints = [warmup, *joints]
+    return optax.join_schedules(parts, joints)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Clipping, if asked for, then the named optimizer.
 
-    `nesterov_sgd` is Sutskever et al. 2013 as torch has it: v ← m·v + g, w ← w - lr·(g + m·v). `adamw` is
-    Loshchilov and Hutter 2019.
+    Weight decay is decoupled, w ← w - lr·decay·w, and reaches matrices only.
+
+    - `nesterov_sgd`: Sutskever et al. 2013 as torch has it: v ← m·v + g, w ← w - lr·(g + m·v).
+    - `adamw`: Loshchilov and Hutter 2019.
+    - `muon`: Jordan et al. 2024 for the matrices inside the blocks, `adamw` for embeddings, unembedding, positions,
+      gains and biases. Its updates are given the size of AdamW's (Liu et al. 2025, equation 4), so that one learning
+      rate and one weight decay serve both. optax corrects the bias of the momentum, as Adam does and the authors do
+      not: for the first 1/(1 - momentum) steps or so the newest gradient counts for more.
+    - `lion`: Chen et al. 2023, algorithm 2.
+    - `schedule_free`: Defazio et al. 2024, algorithm 1, over AdamW. The parameters are the average x, which is what
+      to evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning
+      rates without the algorithm's Adam correction, as in the authors' later code.
     """
-    schedule = make_schedule(config, steps)
-    if config.name == "adamw":
-        rule = optax.adamw(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=_is_matrix)
+    rate = make_schedule(config, steps)
+    clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
+    adamw = optax.adamw(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_is_matrix)
+    if config.name == "schedule_free":
+        return _schedule_free(config, rate, clip)
+    if config.name == "nesterov_sgd":
+        rule = optax.sgd(rate, config.momentum, nesterov=True)
+    elif config.name == "lion":
+        rule = optax.lion(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_is_matrix)
+    elif config.name == "muon":
+        rule = optax.partition({"muon": _muon(config, rate), "adamw": adamw}, _muon_or_adamw)
     else:
-        rule = optax.sgd(schedule, config.momentum, nesterov=True)
-    return rule if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+        rule = adamw
+    return optax.chain(*clip, rule) if clip else rule
 
 
-def _is_matrix(params: Any) -> Any:
+def gradient_point(config: OptimizerConfig, params: Params, opt_state: Any) -> Params:
+    """Where to take the gradient that the optimizer is given.
+
+    That is at the parameters themselves, but for `schedule_free`, whose parameters are the average x: it learns at
+    y = (1 - b1)·z + b1·x, where z is the fast sequence in its state.
+    """
+    if config.name != "schedule_free":
+        return params
+    return jax.tree.map(lambda x, z: (1 - config.b1) * z + config.b1 * x, params, opt_state.z)
+
+
+def muon_axes(params: Params) -> Params:
+    """Which axes of each weight make the matrix that Muon orthogonalises: those summed over, and the others.
+
+    W_Q, W_K and W_V are one D × (H·K) matrix each, over all heads, and W_O is one of (H·K) × D, as in the trainings
+    that Jordan et al. and Liu et al. report. Axes before these (experts, stacked blocks) count matrices apart.
+    """
+
+    def axes(path: Any, _: Any) -> optax.contrib.MuonDimensionNumbers:
+        if path[-1].key in ("W_Q", "W_K", "W_V"):
+            return optax.contrib.MuonDimensionNumbers((-3,), (-2, -1))
+        if path[-1].key == "W_O":
+            return optax.contrib.MuonDimensionNumbers((-3, -2), (-1,))
+        return optax.contrib.MuonDimensionNumbers((-2,), (-1,))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    """Momentum, orthogonalised. An orthogonal m × n matrix has a root mean square of 1/√max(m, n)."""
+
+    def with_rms_of_adamw(updates: Params, _: Params) -> Params:
+        def scaled(update: jax.Array, axes: tuple[tuple[int, ...], ...]) -> jax.Array:
+            return MUON_RMS * sqrt(max(prod(update.shape[i] for i in side) for side in axes)) * update
+
+        return jax.tree.map(scaled, updates, muon_axes(updates))
+
+    return optax.chain(
+        optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=muon_axes),
+        optax.stateless(with_rms_of_adamw),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _schedule_free(config: OptimizerConfig, rate: optax.Schedule, clip: list[Any]) -> optax.GradientTransformation:
+    """optax's, whose parameters are y, with x in their place."""
+    rule = optax.contrib.schedule_free(
+        optax.chain(
+            *clip,
+            optax.scale_by_rms(config.b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True),
+            optax.add_decayed_weights(config.weight_decay, _is_matrix),
+            optax.scale_by_learning_rate(rate),
+        ),
+        # A step is weighted by its own learning rate, but here optax counts from 1.
+        lambda count: rate(count - 1),
+        config.b1,
+    )
+
+    def update(grads: Params, state: Any, x: Params) -> tuple[Params, Any]:
+        y = gradient_point(config, x, state)
+        updates, state = rule.update(grads, state, y)
+        learned = optax.contrib.schedule_free_eval_params(state, optax.apply_updates(y, updates))
+        return jax.tree.map(jnp.subtract, learned, x), state
+
+    return optax.GradientTransformation(rule.init, update)
+
+
+def _muon_or_adamw(params: Params) -> Params:
+    """Muon's are the matrices between the embedding and the unembedding."""
+    outer = ("W_E", "W_out")
+    hidden = lambda path, matrix: "muon" if matrix and path[-1].key not in outer else "adamw"  # noqa: E731
+    return jax.tree_util.tree_map_with_path(hidden, _is_matrix(params))
+
+
+def _is_matrix(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim >= 2 and path[-1].key != "W_pos", params)

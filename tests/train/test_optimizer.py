@@ -1,12 +1,30 @@
 """Schedules and optimizers."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxformer.config import OptimizerConfig
-from jaxformer.train.optimizer import make_optimizer, make_schedule
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import next_token_nll
+from jaxformer.train.optimizer import gradient_point, make_optimizer, make_schedule
+from tests.arrays import first_params, normal, random_tokens
+
+TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
+CONFIGS = {
+    "nesterov_sgd": OptimizerConfig("nesterov_sgd", learning_rate=0.1),
+    "adamw": OptimizerConfig("adamw", learning_rate=0.01, weight_decay=0.5),
+    "muon": OptimizerConfig("muon", learning_rate=0.01, weight_decay=0.5, momentum=0.95),
+    "lion": OptimizerConfig("lion", learning_rate=0.003, weight_decay=0.5, b2=0.99),
+    "schedule_free": OptimizerConfig("schedule_free", learning_rate=0.01, weight_decay=0.5),
+}
+each_optimizer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def test_warmup_rises_to_the_peak_and_cosine_falls_to_the_final_share():
@@ -15,6 +33,30 @@ def test_warmup_rises_to_the_peak_and_cosine_falls_to_the_final_share():
     np.testing.assert_allclose([schedule(k) for k in range(5)], [0.5, 1.0, 1.5, 2.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose(schedule(54), 2.0 * (0.1 + 0.9 / 2), rtol=1e-6)  # half way: cos(π/2) = 0
     np.testing.assert_allclose(schedule(104), 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_wsd_is_constant_and_then_a_straight_line(warmup):
+    config = OptimizerConfig(
+        learning_rate=2.0, schedule="wsd", warmup_steps=warmup, decay_fraction=0.25, final_fraction=0.1
+    )
+    schedule = make_schedule(config, 20)  # falls over the last 5 steps, by 1.8 in all
+    rise = [0.5, 1.0, 1.5, 2.0] if warmup else [2.0] * 4
+    np.testing.assert_allclose([schedule(k) for k in range(4)], rise, rtol=1e-6)
+    np.testing.assert_allclose([schedule(k) for k in (4, 14, 15)], 2.0, rtol=1e-6)
+    np.testing.assert_allclose([schedule(k) for k in (16, 19, 20)], [1.64, 0.56, 0.2], rtol=1e-5)
+
+
+def test_wsd_falls_over_the_last_fifth_if_nothing_is_said():
+    schedule = make_schedule(OptimizerConfig(learning_rate=1.0, schedule="wsd"), 100)
+    np.testing.assert_allclose([schedule(k) for k in (0, 80, 90, 99)], [1.0, 1.0, 0.5, 0.05], rtol=1e-5)
+
+
+def test_inverse_sqrt_is_the_formula_of_the_paper():
+    schedule = make_schedule(OptimizerConfig(learning_rate=2.0, schedule="inverse_sqrt", warmup_steps=4), 100)
+    # min(step / 4, √(4 / step)) of the peak, with steps from 1
+    expected = [0.5, 2.0, 2 * (4 / 5) ** 0.5, 1.0, 0.5]
+    np.testing.assert_allclose([schedule(k) for k in (0, 3, 4, 15, 63)], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 3])
@@ -35,14 +77,216 @@ def test_nesterov_as_written_out_by_hand():
     np.testing.assert_allclose(params, w, rtol=1e-6)
 
 
-def test_weight_decay_touches_matrices_and_neither_gains_biases_nor_positions():
-    optimizer = make_optimizer(OptimizerConfig("adamw", learning_rate=0.1, weight_decay=0.5), 10)
-    params = {name: jnp.ones((3, 2)) for name in ("W_E", "W_pos")} | {"gamma": jnp.ones(3), "b_1": jnp.ones(3)}
-    zero = {name: jnp.zeros_like(x) for name, x in params.items()}
+def follow(config: OptimizerConfig, params: dict, gradients: list[dict]) -> list[dict]:
+    """The parameters after each step of given gradients."""
+    optimizer, after = make_optimizer(config, len(gradients)), []
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for grads in gradients:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        after.append(params)
+    return after
+
+
+def torch_run(name: str) -> tuple[dict, list[dict], list[dict]]:
+    """Parameters, gradients, and the parameters after each step as torch has them."""
+    with np.load(TORCH) as stored:
+        arrays = dict(stored)
+    names = [key.removeprefix("before.") for key in arrays if key.startswith("before.")]
+    steps = range(len(arrays[f"gradients.{names[0]}"]))
+    gradients, after = ([{n: arrays[f"{what}.{n}"][k] for n in names} for k in steps] for what in ("gradients", name))
+    return {n: jnp.array(arrays[f"before.{n}"]) for n in names}, gradients, after
+
+
+@pytest.mark.parametrize("name", ["nesterov_sgd", "adamw"])
+def test_five_steps_are_those_of_torch(name):
+    params, gradients, expected = torch_run(name)
+    decay = 0.1 if name == "adamw" else 0.0
+    after = follow(OptimizerConfig(name, learning_rate=0.01, weight_decay=decay), params, gradients)
+    for got, wanted in zip(after, expected, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, wanted)
+
+
+def test_the_first_step_of_muon_is_that_of_torch():
+    """And no more than the first: torch does not correct the bias of the momentum. It iterates in bfloat16, whose
+    epsilon is 0.8 %, five times."""
+    params, gradients, expected = torch_run("muon")
+    config = OptimizerConfig("muon", learning_rate=0.01, weight_decay=0.1, momentum=0.95)
+    after = follow(config, params, gradients[:1])[0]
+    for name in ("W_Q", "W_O"):
+        moved, wanted = (np.asarray(x[name] - params[name]) for x in (after, expected[0]))
+        assert np.linalg.norm(moved - wanted) <= 0.04 * np.linalg.norm(wanted)
+    np.testing.assert_allclose(after["gamma"], expected[0]["gamma"], atol=1e-6)
+
+
+def newton_schulz(matrix: np.ndarray) -> np.ndarray:
+    """Five rounds of the quintic iteration of Jordan et al. 2024, in float64."""
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def test_muon_as_written_out_by_hand():
+    shapes = {"W_Q": (6, 2, 5), "W_O": (2, 5, 6), "W_1": (6, 4)}
+    flat = {"W_Q": (6, 10), "W_O": (10, 6), "W_1": (6, 4)}
+    before = {name: normal(*shape, seed=1) for name, shape in shapes.items()}
+    gradients = [{n: normal(*shape, seed=k) for n, shape in shapes.items()} for k in (2, 3, 4)]
+    after = follow(OptimizerConfig("muon", learning_rate=0.1, weight_decay=0.3, momentum=0.9), before, gradients)
+    for name, shape in flat.items():
+        w, m = np.asarray(before[name], np.float64).reshape(shape), np.zeros(shape)
+        for t, grads in enumerate(gradients, start=1):
+            g = np.asarray(grads[name], np.float64).reshape(shape)
+            m = 0.9 * m + 0.1 * g
+            ahead = 0.9 * m / (1 - 0.9 ** (t + 1)) + 0.1 * g / (1 - 0.9**t)
+            w = w - 0.1 * (0.2 * max(shape) ** 0.5 * newton_schulz(ahead) + 0.3 * w)
+        np.testing.assert_allclose(after[-1][name], w.reshape(shapes[name]), rtol=0, atol=1e-5)
+
+
+def test_muon_moves_each_matrix_along_its_orthogonal_factor_with_the_rms_of_adamw():
+    shapes = {"W_Q": (8, 3, 4), "W_1": (2, 8, 5)}  # heads together; experts apart
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    grads = {name: normal(*shape, seed=5) for name, shape in shapes.items()}
+    moved = follow(OptimizerConfig("muon", learning_rate=1.0), params, [grads])[0]
+    pairs = [(moved["W_Q"].reshape(8, 12), grads["W_Q"].reshape(8, 12)), *zip(moved["W_1"], grads["W_1"], strict=True)]
+    for update, gradient in pairs:
+        u, _, vt = np.linalg.svd(gradient, full_matrices=False)
+        stretch = u.T @ -update @ vt.T / (0.2 * max(update.shape) ** 0.5)
+        # The iteration is made to end somewhere between, and not at one (Jordan et al. 2024).
+        assert np.all((np.diag(stretch) > 0.5) & (np.diag(stretch) < 1.5))
+        np.testing.assert_allclose(stretch, np.diag(np.diag(stretch)), atol=1e-5)
+
+
+def test_muon_leaves_what_is_no_hidden_matrix_to_adamw():
+    params = {
+        "embedding": {"W_E": normal(5, 4), "W_pos": normal(3, 4)},
+        "blocks_0": {"mlp": {"W_1": normal(4, 6), "b_1": normal(6)}, "mlp_norm": {"gamma": normal(4)}},
+        "W_out": normal(4, 5),
+    }
+    gradients = [jax.tree.map(lambda x, k=k: normal(*x.shape, seed=k), params) for k in (1, 2)]
+    config = OptimizerConfig("muon", learning_rate=0.1, weight_decay=0.5)
+    muon, adamw = (follow(replace(config, name=name), params, gradients)[-1] for name in ("muon", "adamw"))
+    hidden = [tree["blocks_0"]["mlp"].pop("W_1") for tree in (muon, adamw)]
+    jax.tree.map(np.testing.assert_array_equal, muon, adamw)
+    assert np.abs(hidden[0] - hidden[1]).max() > 0.01
+
+
+def test_lion_as_written_out_by_hand():
+    before, gradients = normal(3, 4, seed=1), [normal(3, 4, seed=k) for k in (2, 3, 4)]
+    config = OptimizerConfig("lion", learning_rate=0.1, b1=0.9, b2=0.99, weight_decay=0.3)
+    after = follow(config, {"W": before}, [{"W": g} for g in gradients])[-1]["W"]
+    w, m = np.asarray(before, np.float64), np.zeros((3, 4))
+    for g in np.asarray(gradients, np.float64):
+        w = w - 0.1 * (np.sign(0.9 * m + 0.1 * g) + 0.3 * w)
+        m = 0.99 * m + 0.01 * g
+    np.testing.assert_allclose(after, w, rtol=0, atol=1e-6)
+
+
+CURVE = normal(6, 4, seed=7) ** 2
+"""Second derivatives of a bowl, Σ CURVE · W² / 2."""
+
+
+def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
+    """Down the bowl: the parameters after each step."""
+    optimizer = make_optimizer(config, steps)
+    params = {"W": jnp.ones((6, 4))}
+    state, after = optimizer.init(params), []
+    for _ in range(steps):
+        grads = {"W": CURVE * gradient_point(config, params, state)["W"]}
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        after.append(np.asarray(params["W"]))
+    return after
+
+
+def test_schedule_free_is_optax_seen_from_the_average():
+    after = schedule_free_run(OptimizerConfig("schedule_free", learning_rate=0.05, weight_decay=0.1), 20)
+    plain = optax.contrib.schedule_free_adamw(0.05, b1=0.9, b2=0.95, weight_decay=0.1)
+    y = jnp.ones((6, 4))
+    state = plain.init(y)
+    for x in after:
+        updates, state = plain.update(CURVE * y, state, y)
+        y = optax.apply_updates(y, updates)
+        np.testing.assert_allclose(x, optax.contrib.schedule_free_eval_params(state, y), rtol=0, atol=1e-6)
+    assert np.abs(after[-1] - y).max() > 0.01  # the average is not where the gradient is taken
+
+
+def test_schedule_free_as_written_out_by_hand():
+    config = OptimizerConfig("schedule_free", learning_rate=0.05, warmup_steps=3, weight_decay=0.1, clip_norm=0.5)
+    after = schedule_free_run(config, 6)
+    x = z = np.ones((6, 4))
+    v, weights = np.zeros((6, 4)), 0.0
+    for t in range(1, 7):
+        y = 0.1 * z + 0.9 * x
+        g = np.asarray(CURVE, np.float64) * y
+        g = g * min(1.0, 0.5 / np.linalg.norm(g))
+        rate = 0.05 * min(1.0, t / 3)
+        v = 0.95 * v + 0.05 * g * g
+        z = z - rate * (g / (np.sqrt(v / (1 - 0.95**t)) + 1e-8) + 0.1 * y)
+        weights += rate**2
+        x = x + rate**2 / weights * (z - x)
+        np.testing.assert_allclose(after[t - 1], x, rtol=0, atol=2e-6)
+
+
+@each_optimizer
+def test_only_schedule_free_takes_its_gradient_elsewhere(config):
+    params = {"W": normal(3, 2)}
+    state = make_optimizer(config, 10).init(params)
+    assert (gradient_point(config, params, state) is params) == (config.name != "schedule_free")
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.weight_decay], ids=lambda c: c.name)
+def test_weight_decay_touches_matrices_and_neither_gains_biases_nor_positions(config):
+    params = {name: jnp.ones((3, 2)) for name in ("W_E", "W_1", "W_pos")}
+    params |= {"gamma": jnp.ones(3), "b_1": jnp.ones(3)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    optimizer = make_optimizer(config, 10)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
-    np.testing.assert_allclose(updates["W_E"], -0.05, rtol=1e-6)
+    for name in ("W_E", "W_1"):
+        np.testing.assert_allclose(updates[name], -config.learning_rate * config.weight_decay, rtol=1e-4)
     for name in ("W_pos", "gamma", "b_1"):
         np.testing.assert_array_equal(updates[name], 0.0)
+
+
+@pytest.mark.slow
+@each_optimizer
+def test_training_lowers_the_loss_and_goes_on_from_disk_to_the_last_bit(tmp_path, config):
+    """Compiled, with donated state, and clipped, so that a chain of states is saved."""
+    config = replace(config, clip_norm=1.0, warmup_steps=2)
+    model = DecoderConfig(
+        23, 7, 12, n_blocks=1, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm", qk_norm=True
+    ).build()
+    batch = random_tokens(23, 4, 8)
+    optimizer = make_optimizer(config, 20)
+
+    def loss(params):
+        return jnp.mean(jax.vmap(lambda tokens: next_token_nll(model, params, tokens))(batch))
+
+    def step(params, state):
+        grads = jax.grad(loss)(gradient_point(config, params, state))
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    params = first_params(model, batch[0, :7])
+    first, state = loss(params), jax.jit(optimizer.init)(params)
+    for _ in range(20):
+        params, state = step(params, state)
+    assert loss(params) < first - 0.1
+
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), jax.eval_shape(optimizer.init, params)
+    )
+    with ocp.StandardCheckpointer() as disk:
+        disk.save(tmp_path / "state", state)
+        disk.wait_until_finished()
+        restored = disk.restore(tmp_path / "state", like)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    copy = jax.tree.map(jnp.copy, params)
+    jax.tree.map(np.testing.assert_array_equal, step(copy, restored), step(params, state))
 
 
 def test_clipping_shortens_long_gradients_to_the_limit():
