@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -16,6 +16,11 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
 from jaxformer.errors import UserError
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+    from jaxformer.train.loop import Outcome
 
 DEFAULT_CONFIG = "configs/quick.py"
 RUNS = Path("runs")
@@ -77,7 +82,6 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
 
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
-    from jaxformer.inspect import first_non_finite
     from jaxformer.runs import abstract_params, count_parameters, create_run
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot
@@ -117,8 +121,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
         tell(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
     if outcome.status == "non_finite":
-        cause = first_non_finite(model, outcome.state.params, outcome.batch) or "nothing when computed again"
-        tell(f"step {outcome.step:,} is not finite: first {cause}.")
+        culprit, evidence = _autopsy(config, model, folder, outcome)
+        tell(f"step {outcome.step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.")
         tell(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
         return 1
     evaluation = outcome.evaluation
@@ -129,6 +133,25 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
         f"val_bpb={evaluation.bits_per_byte:.4f}"
     )
     return 0
+
+
+def _autopsy(config: Config, model: nn.Module, folder: Path, outcome: Outcome) -> tuple[str, Path]:
+    """What broke first in the last step, and the folder of the evidence."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxformer.inspect import first_non_finite, save_autopsy
+    from jaxformer.train.optimizer import gradient_point
+
+    # The keys of the train step, which counts from 0.
+    key = jax.random.fold_in(jax.random.key(config.seed), outcome.step - 1)
+    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(outcome.batch)))
+    params = gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state)
+    report = first_non_finite(model, params, outcome.batch, keys_B)
+    key_data = np.asarray(jax.random.key_data(keys_B))
+    evidence = save_autopsy(folder, outcome.step, np.asarray(outcome.batch), key_data, report)
+    return "nothing when computed again" if report is None else report.culprit, evidence
 
 
 def _advice(config: Config) -> str:
