@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -18,6 +18,11 @@ from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
 from jaxformer.distributed import DistributedOptions, connect, from_first, is_first, processes_around
 from jaxformer.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxformer.train.loop import Outcome
 
 DEFAULT_CONFIG = "configs/quick.py"
 RUNS = Path("runs")
@@ -81,7 +86,6 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
 
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
-    from jaxformer.inspect import first_non_finite
     from jaxformer.runs import abstract_params, count_parameters, create_run
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
@@ -125,8 +129,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
     if outcome.status == "non_finite":
-        cause = first_non_finite(model, outcome.state.params, outcome.batch) or "nothing when computed again"
-        say(f"step {outcome.step:,} is not finite: first {cause}.")
+        culprit, evidence = _autopsy(config, mesh, folder, outcome)
+        say(f"step {outcome.step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.")
         say(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
         return 1
     evaluation = outcome.evaluation
@@ -137,6 +141,29 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
         f"val_bpb={evaluation.bits_per_byte:.4f}"
     )
     return 0
+
+
+def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tuple[str, Path]:
+    """Repeat the step that broke; what was first not finite, and where the evidence is."""
+    import jax
+    import numpy as np
+
+    from jaxformer.inspect import first_non_finite, save_autopsy
+    from jaxformer.sharding import local_copy
+    from jaxformer.train.optimizer import gradient_point
+    from jaxformer.train.step import compute_dtype, example_keys
+
+    state = local_copy(outcome.state, mesh)
+    params = gradient_point(config.optimizer, state.params, state.opt_state)
+    batch_BT, keys_B = local_copy(outcome.batch, mesh), example_keys(config.seed, outcome.step - 1, len(outcome.batch))
+    dtype = compute_dtype(config.compute, mesh)
+    report = first_non_finite(config.model.build(), params, batch_BT, keys_B, dtype)
+    evidence = folder / "autopsy"
+    if is_first():
+        evidence = save_autopsy(
+            folder, outcome.step, np.asarray(batch_BT), np.asarray(jax.random.key_data(keys_B)), report
+        )
+    return "nothing when computed again" if report is None else report.culprit, evidence
 
 
 def _advice(config: Config) -> str:

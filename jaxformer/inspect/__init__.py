@@ -1,7 +1,15 @@
 """Looking at a model: probes that read, and reports that print. Nothing here is in the training step."""
 
 from jaxformer.inspect.attention import attention_entropy, attention_maps
-from jaxformer.inspect.autopsy import first_non_finite
+from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
 
-__all__ = ["GradientReport", "attention_entropy", "attention_maps", "first_non_finite", "gradient_report"]
+__all__ = [
+    "Autopsy",
+    "GradientReport",
+    "attention_entropy",
+    "attention_maps",
+    "first_non_finite",
+    "gradient_report",
+    "save_autopsy",
+]

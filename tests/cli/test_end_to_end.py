@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
+from jaxformer.inspect import first_non_finite
 from jaxformer.train.log import read_metrics
 from tests.helpers import ROOT, run, start, tiny, write_books
 
@@ -171,6 +172,14 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     assert load_run(here / "broken").step == step - 1
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(load_run(here / "broken").params))
     assert json.loads((here / "broken/metrics.jsonl").read_text().splitlines()[-1])["step"] < step
+
+    evidence = here / f"broken/autopsy/step-{step}"
+    assert str(evidence.relative_to(here)) in last[0]
+    broken = load_run(here / "broken")
+    keys = jax.random.wrap_key_data(np.load(evidence / "key.npy"))
+    found = first_non_finite(broken.model, broken.params, np.load(evidence / "batch.npy"), keys)
+    assert f"first {found.culprit};" in last[0]
+    assert (evidence / "report.txt").read_text().count(found.culprit) >= 1
 
 
 def test_a_second_run_gets_a_folder_of_its_own(here, finished):
