@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from jaxformer.ops.attention import attention
 from jaxformer.ops.kernels import (
@@ -12,6 +13,7 @@ from jaxformer.ops.kernels import (
     cudnn_refuses,
     padded,
     splash_attention,
+    splash_kernel,
     splash_refuses,
 )
 from jaxformer.ops.masks import Causal, Mask
@@ -75,6 +77,19 @@ def test_vmap_of_the_gradient_and_gradient_of_the_vmap(name: str) -> None:
     whole = jax.jit(jax.grad(lambda *qkv: jax.vmap(loss(HERE[name]))(*qkv).sum(), argnums=(0, 1, 2)))(q, k, v)
     assert_all_close(each, wanted)
     assert_all_close(whole, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 1, 128, 129, 700])
+def test_splash_visits_the_blocks_that_its_own_masks_name(window: int | None) -> None:
+    T = 1152  # three blocks of 384
+    whole = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
+    b = block(T)
+    sizes = splash.BlockSizes(block_q=b, block_kv=b, block_q_dkv=b, block_kv_dkv=b, block_q_dq=b, block_kv_dq=b)
+    wanted = splash.make_splash_mha(splash.MultiHeadMask([whole]), block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    got = splash_kernel(1, T, T, Causal(window), False)
+    for tables in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        for g, w in zip(jax.tree.leaves(getattr(got, tables)), jax.tree.leaves(getattr(wanted, tables)), strict=True):
+            np.testing.assert_array_equal(g, w)
 
 
 def like(H: int, T: int, K: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
