@@ -14,6 +14,7 @@ FLOORS = [
     {"ops"},
     {"nn"},
     {"models"},
+    {"checkpoints"},
     {"runs", "sharding"},
     {"train", "decode", "inspect", "interop"},
     {"cli", "__main__"},

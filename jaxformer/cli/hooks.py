@@ -14,6 +14,7 @@ from jaxformer.config import Config
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.windows import eval_batches
 from jaxformer.decode import Sampling, generate
+from jaxformer.errors import writing
 from jaxformer.inspect import attention_entropy, gradient_report
 from jaxformer.runs import SAMPLES
 from jaxformer.train.log import console
@@ -73,7 +74,7 @@ def _samples(config: Config, model: nn.Module, corpus: Corpus, folder: Path) -> 
     prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
 
     def call(step: int, state: TrainState, batch: jax.Array) -> None:
-        with (folder / SAMPLES).open("a", encoding="utf-8") as file:
+        with writing(folder, SAMPLES), (folder / SAMPLES).open("a", encoding="utf-8") as file:
             for temperature in (0.5, 0.0):
                 chunks = generate(
                     model, state.params, [prompt], t.sample_tokens, Sampling(temperature),

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.windows import Windows
 from jaxformer.errors import UserError
-from jaxformer.runs import Checkpoints, write_config
+from jaxformer.runs import write_config
 from jaxformer.sharding import batch_split, replicated
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, cut_log
@@ -63,15 +64,18 @@ def make_windows(config: Config, corpus: Corpus) -> Windows:
 
 
 def train(
-    config: Config, corpus: Corpus, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False
-) -> Outcome:
+    config: Config, corpus: Corpus, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False,
+    allow_changed_data: bool = False,
+) -> Outcome:  # fmt: skip
     """Train until `config.steps`, an interruption, or a loss that is not finite. Saves on every way out.
 
     With `resume` it goes on from the folder's last checkpoint, or from the start if there is none, and everything
-    after that is the same to the last bit as if the run had never stopped.
+    after that is the same to the last bit as if the run had never stopped. Text that has changed since is refused,
+    or with `allow_changed_data` noted in the log.
 
     Raises:
-      UserError: data or config do not fit each other or, with `resume`, the run.
+      UserError: data or config do not fit each other or, with `resume`, the run; the run's folder cannot be written,
+        or another process trains in it.
     """
     model = config.model.build()
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -86,10 +90,15 @@ def train(
     with catch_signals() as caught, Checkpoints(folder) as checkpoints:
         resumed = resume and bool(checkpoints)
         if resumed:
-            start, state = _restore(checkpoints, config, model, optimizer, mesh, corpus)
+            start, state, changed = _restore(checkpoints, config, model, optimizer, mesh, corpus)
+            if changed and not allow_changed_data:
+                raise UserError(
+                    f"the text at {config.data.path} is not what this run was trained on: its content or split has "
+                    "changed since; restore it, start a new run, or go on regardless with --allow-changed-data."
+                )
             write_config(folder, config)
         else:
-            start, state = 0, init_state(config, model, optimizer, mesh)
+            start, state, changed = 0, init_state(config, model, optimizer, mesh), False
         if resume:
             cut_log(folder, start if resumed else -1)
 
@@ -114,6 +123,8 @@ def train(
 
         with Log(folder, start, config.steps) as log:
             batch = jax.device_put(windows[start], split)
+            if changed:
+                log.row({"step": start, "note": f"the text at {config.data.path} is not what it was before"})
             if not resumed:
                 log.row({"step": 0, "epoch": 0.0, "tokens": 0, **measure(0, batch)})
             paces = [t.log_every, t.eval_every, t.checkpoint_every, *(hook.every for hook in hooks)]
@@ -186,20 +197,18 @@ class Pace:
 
 def _restore(
     checkpoints: Checkpoints, config: Config, model: Any, optimizer: Any, mesh: Mesh, corpus: Corpus
-) -> tuple[int, TrainState]:
-    """Step and state of the last checkpoint, if it was made from the same text and is not past the end."""
+) -> tuple[int, TrainState, bool]:
+    """Step and state of the last checkpoint, and whether the text is another than it was made from."""
     step = checkpoints.step("last")
     if step > config.steps:
         raise UserError(f"the run has taken {step} steps already; steps is {config.steps}, and must be at least that.")
-    like = jax.eval_shape(lambda: init_state(config, model, optimizer, mesh))
-    params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state, replicated(mesh))
-    if position["fingerprint"] != corpus.fingerprint:
-        raise UserError(
-            f"the text at {config.data.path} is not what this run was trained on: its content or split has changed "
-            "since; restore it, or start a new run."
-        )
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)),
+        jax.eval_shape(lambda: init_state(config, model, optimizer, mesh)),
+    )
+    params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     healthy = jax.device_put(np.array(True), replicated(mesh))
-    return step, TrainState(params, opt_state, healthy)
+    return step, TrainState(params, opt_state, healthy), position["fingerprint"] != corpus.fingerprint
 
 
 class Caught:
