@@ -14,7 +14,8 @@ FLOORS = [
     {"ops"},
     {"nn"},
     {"models"},
-    {"runs", "sharding", "distributed"},
+    {"checkpoints", "sharding", "distributed"},
+    {"runs"},
     {"train", "decode", "inspect", "interop"},
     {"cli", "__main__"},
 ]

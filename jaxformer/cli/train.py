@@ -17,7 +17,7 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
 from jaxformer.distributed import DistributedOptions, connect, from_first, is_first, processes_around
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, writing
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -41,6 +41,8 @@ class Arguments:
     """The run's folder; without it, a new one below runs/, called like the config."""
     resume: bool = False
     """Go on from the last checkpoint of --run, or of the newest run below runs/."""
+    allow_changed_data: bool = False
+    """With --resume: go on even if the text has changed since, with the run's own tokenizer. The log notes it."""
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
 
@@ -70,6 +72,8 @@ def _main(arguments: list[str]) -> int:
     defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
     asked = parse(Arguments, arguments, defaults, "train.py", "Train a model; sample from it with sample.py.")
     config = asked.fields
+    if asked.allow_changed_data and stored is None:
+        raise UserError("--allow-changed-data goes with --resume; a new run learns from the text as it is.")
     if stored is not None:
         _must_be_same(folder, stored, config)
     elif asked.run is not None and Path(asked.run).exists():
@@ -78,15 +82,16 @@ def _main(arguments: list[str]) -> int:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
     machine.set_up(config.train.batch_size, config.mesh, asked.distributed.processes or processes_around(os.environ))
     connect(asked.distributed)
-    return _train(config, folder, resume=stored is not None, may_number=asked.run is None)
+    return _train(config, folder, stored is not None, asked.run is None, asked.allow_changed_data)
 
 
-def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
+def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
     import jax
 
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
-    from jaxformer.runs import abstract_params, count_parameters, create_run
+    from jaxformer.data.tokenizer import Tokenizer
+    from jaxformer.runs import PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import make_windows, train
@@ -96,7 +101,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     mesh = make_mesh(config.mesh)
     model = config.model.build()
     parameters = count_parameters(abstract_params(model, config.model))
-    corpus = load_corpus(config.data, config.model.vocab_size)
+    tokenizer = Tokenizer.load(folder / TOKENIZER) if resume else None
+    corpus = load_corpus(config.data, config.model.vocab_size, tokenizer)
     windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
 
     if not resume:
@@ -122,9 +128,11 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     )
 
     place = shlex.quote(str(folder))
-    outcome = train(config, corpus, folder, mesh, make_hooks(config, mesh, corpus, folder), resume)
+    hooks = make_hooks(config, mesh, corpus, folder)
+    outcome = train(config, corpus, folder, mesh, hooks, resume, allow_changed_data)
     if is_first():
-        plot(folder)
+        with writing(folder, PLOTS):
+            plot(folder)
     if outcome.status == "interrupted":
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
