@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import jaxformer.models
 from jaxformer.checkpoints import StoredCheckpoints
@@ -21,6 +22,7 @@ from jaxformer.config import Config, ModelConfig, from_dict, to_dict
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.sharding import abstract, shardings
 
 CONFIG, TOKENIZER, METRICS, SAMPLES = "config.json", "tokenizer.json", "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
@@ -43,13 +45,14 @@ class Run:
         return jnp.mean(next_token_nll(self.model, params, jnp.asarray(tokens_T)))
 
 
-def load_run(path: str | Path, checkpoint: str | int = "last") -> Run:
+def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None) -> Run:
     """Open a run's folder.
 
     Args:
       path: the folder.
       checkpoint: 'last', 'best' (lowest validation loss), or a step. Of the first two, one that is damaged is
         passed over with a warning.
+      mesh: over which the parameters are to lie; without it, on the first device.
 
     Raises:
       UserError: no such run, no such checkpoint, all of them or the given one damaged, or a file that cannot be read.
@@ -59,7 +62,10 @@ def load_run(path: str | Path, checkpoint: str | int = "last") -> Run:
     model = config.model.build()
     checkpoints = StoredCheckpoints(folder)
     step = checkpoints.step(checkpoint)
-    params = checkpoints.restore_params(step, abstract_params(model, config.model))
+    shapes = abstract_params(model, config.model)
+    if mesh is not None:
+        shapes = abstract(shapes, shardings(shapes, mesh))
+    params = checkpoints.restore_params(step, shapes)
     return Run(folder, config, model, params, Tokenizer.load(folder / TOKENIZER), step)
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,14 +92,16 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
     from jaxformer.data.tokenizer import Tokenizer
-    from jaxformer.runs import PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
+    from jaxformer.runs import METRICS, PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import make_windows, train
-    from jaxformer.train.step import choose_attention, compute_dtype
+    from jaxformer.train.step import check_split, choose_attention, compute_dtype
 
     console.quiet = not is_first()
     mesh = make_mesh(config.mesh)
+    check_split(config, mesh)
+    attention = choose_attention(config, mesh)[1]
     model = config.model.build()
     parameters = count_parameters(abstract_params(model, config.model))
     tokenizer = Tokenizer.load(folder / TOKENIZER) if resume else None
@@ -113,7 +116,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
     if shape:
         say(f"mesh {shape}, {jax.process_count()} process(es)")
-    say(f"{choose_attention(config, mesh)[1]}, precision: {compute_dtype(config.compute, mesh)}")
+    say(f"{attention}, precision: {compute_dtype(config.compute, mesh)}")
     train_text, val_text = corpus.train, corpus.val
     say(
         f"data {config.data.path}: {train_text.documents:,} documents, {len(train_text.tokens):,} tokens, "
@@ -129,7 +132,12 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
 
     place = shlex.quote(str(folder))
     hooks = make_hooks(config, mesh, corpus, folder)
-    outcome = train(config, corpus, folder, mesh, hooks, resume, allow_changed_data)
+    try:
+        outcome = train(config, corpus, folder, mesh, hooks, resume, allow_changed_data)
+    except UserError:
+        if is_first() and not resume and not (folder / METRICS).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # it never began
+        raise
     if is_first():
         with writing(folder, PLOTS):
             plot(folder)
