@@ -112,11 +112,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
         folder = Path(from_first(str(create_run(folder, config, corpus.tokenizer, may_number)) if is_first() else ""))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
-    shape = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1)
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
-    if shape:
-        say(f"mesh {shape}, {jax.process_count()} process(es)")
-    say(f"{attention}, precision: {compute_dtype(config.compute, mesh)}")
     train_text, val_text = corpus.train, corpus.val
     say(
         f"data {config.data.path}: {train_text.documents:,} documents, {len(train_text.tokens):,} tokens, "
@@ -128,6 +124,10 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
         f"steps {config.steps:,} of {config.train.batch_size:,} x {config.model.context_length:,} tokens, "
         f"{config.steps / windows.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
+    )
+    axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
+    say(
+        f"mesh: {axes}; processes: {jax.process_count()}; products in {compute_dtype(config.compute, mesh)}; {attention}"
     )
 
     place = shlex.quote(str(folder))
