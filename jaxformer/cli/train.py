@@ -126,9 +126,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )
     axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
-    say(
-        f"mesh: {axes}; processes: {jax.process_count()}; products in {compute_dtype(config.compute, mesh)}; {attention}"
-    )
+    products = compute_dtype(config.compute, mesh)
+    say(f"mesh: {axes}; processes: {jax.process_count()}; products in {products}; {attention}")
 
     place = shlex.quote(str(folder))
     hooks = make_hooks(config, mesh, corpus, folder)
