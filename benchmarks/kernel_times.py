@@ -14,7 +14,7 @@ from jax.profiler import ProfileData
 def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
     """Milliseconds a step of the kernels that took longest in the newest profile, and of all of them as 'total'.
 
-    Kernels whose names differ in a number only, as those of different blocks do, count as one. On a CPU, which has
+    Kernels whose names differ in a last number only, as those of different blocks do, count as one. On a CPU, which has
     no kernels, it is the operations that XLA's threads did, and one counts for those inside it as well.
     """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
@@ -25,14 +25,15 @@ def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
     ms: dict[str, float] = defaultdict(float)
     for event in (event for line in lines for event in line.events):
         if gpus or re.fullmatch(r"[\w.-]+", event.name):
-            ms[re.sub(r"[._]\d+", "", event.name)] += event.duration_ns / 1e6 / steps
+            ms[re.sub(r"([._]\d+)+$", "", event.name)] += event.duration_ns / 1e6 / steps
     longest = sorted(ms, key=lambda name: -ms[name])[:most]
     return {"total": round(sum(ms.values()), 3), **{name: round(ms[name], 3) for name in longest}}
 
 
 def table(found: dict[str, float]) -> str:
     """A row a kernel."""
-    return "\n".join(f"{ms:10.3f} ms  {ms / found['total']:5.1%}  {name[:90]}" for name, ms in found.items())
+    whole = found["total"] or 1.0  # nothing was seen where the profiler may not look at the device
+    return "\n".join(f"{ms:10.3f} ms  {ms / whole:6.1%}  {name[:90]}" for name, ms in found.items())
 
 
 if __name__ == "__main__":

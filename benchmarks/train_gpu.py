@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -218,6 +219,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure; 0 if all ran, 1 if something failed."""
     asked = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when time is up, what there is is still printed
     # Processes share the card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     rounds, bursts, steps, size = (1, 2, 2, 128) if asked.smoke else (5, 2, 5, 8192)
@@ -232,13 +234,15 @@ def main() -> int:
             print("error: there is no GPU; --smoke runs on any device.", file=sys.stderr)
             return 1
         matmul.take(1)
-        for name in asked.names or MEASUREMENTS:
-            try:
-                ratios += MEASUREMENTS[name](plan, matmul)
-            except Failed as error:
-                failed = True
-                print(f"error: {name}: {error}", file=sys.stderr)
-    print("\n" + "\n".join(map(str, ratios)))
+        try:
+            for name in asked.names or MEASUREMENTS:
+                try:
+                    ratios += MEASUREMENTS[name](plan, matmul)
+                except Failed as error:
+                    failed = True
+                    print(f"error: {name}: {error}", file=sys.stderr)
+        finally:
+            print("\n" + "\n".join(map(str, ratios)))
     return int(failed)
 
 
