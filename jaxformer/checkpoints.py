@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,9 +196,8 @@ class Checkpoints(StoredCheckpoints):
         super().__init__(folder)
         self._saving: int | None = None
         _drop_echoes()
-        leads = jax.process_index() == 0
         with contextlib.ExitStack() as opened:
-            if leads:
+            if jax.process_index() == 0:
                 opened.enter_context(only_one(folder))
                 opened.callback(self._remove_leftovers)
                 self._set_damaged_aside()
@@ -245,14 +245,16 @@ class Checkpoints(StoredCheckpoints):
     def save(self, step: int, params: Any, opt_state: Any, position: Mapping[str, Any], val_loss: float | None) -> None:
         """Begin to save; a step that is already there is left as it is.
 
+        If the save before this one failed, this one takes its place, and is waited for.
+
         Raises:
-          UserError: this checkpoint, or the one before it, cannot be written.
+          UserError: it cannot be written.
         """
+        lost, failure = self._saving, self._failure()
+        if step in self._manager.all_steps():
+            return
+        self._saving = step
         try:
-            self._manager.wait_until_finished()  # so that an error of the save before is told as its own
-            if step in self._manager.all_steps():
-                return
-            self._saving = step
             if not self._place.is_dir():  # orbax would make another
                 raise FileNotFoundError
             self._manager.save(
@@ -264,8 +266,23 @@ class Checkpoints(StoredCheckpoints):
                 ),
                 metrics=None if val_loss is None else {"val_loss": val_loss},
             )
+            if failure:
+                self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise self._told(error) from error
+        if failure:
+            warn(f"checkpoint {lost} of {self._folder} could not be written: {failure}; {step} is saved instead")
+
+    def _failure(self) -> str | None:
+        """Wait for the save under way; why it failed, if the system kept it from being written."""
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            if not isinstance(told := self._told(error), UserError):
+                raise
+            self._remove_leftovers()
+            return cause(error) or str(told)
+        return None
 
     def _told(self, error: Exception) -> Exception:
         """The error as the user should see it; one that no fault of the disk explains stays as it is."""
@@ -312,8 +329,12 @@ class Checkpoints(StoredCheckpoints):
 
     def _remove_leftovers(self) -> None:
         """A save that failed leaves its temporary folder, and where the disk is full that is in the way."""
-        for folder in self._place.glob(f"*{TEMPORARY}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in self._place.glob(f"*{TEMPORARY}*") if jax.process_index() == 0 else ():
+            for _attempt in range(20):  # some parts of it may be written still
+                shutil.rmtree(folder, ignore_errors=True)
+                if not folder.exists():
+                    break
+                time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -76,3 +76,16 @@ def mounted(parent: Path, size: str) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """A file that takes all but `leave` bytes of a small disk."""
+    file = disk / "full"
+    file.write_bytes(b"")
+    with file.open("r+b", buffering=0) as out:
+        try:
+            while True:
+                out.write(bytes(4096))
+        except OSError:
+            out.truncate(max(0, out.tell() - leave))
+    return file

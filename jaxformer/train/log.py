@@ -100,6 +100,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what depends on how fast the machine is: the metrics called `…_ms` and `…_per_s`."""
+    return {name: value for name, value in row.items() if not name.endswith(("_ms", "_per_s"))}
+
+
 def cut_log(folder: Path, step: int) -> None:
     """Keep the metrics and samples up to a step, so that a resumed run writes none twice."""
     kept = [json.dumps(row) + "\n" for row in read_metrics(folder) if row["step"] <= step]

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 
 import jax
@@ -18,7 +17,7 @@ from jaxformer.checkpoints import StoredCheckpoints, damage
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.train.log import read_metrics
-from tests.helpers import ROOT, flip_a_bit, mounted, run, start, tiny, write_books
+from tests.helpers import ROOT, fill, flip_a_bit, mounted, run, start, tiny, write_books
 
 pytestmark = pytest.mark.slow
 
@@ -166,16 +165,19 @@ def test_a_damaged_last_checkpoint_is_passed_over_and_changes_nothing(here, fini
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(here, finished, tmp_path):
-    with mounted(tmp_path, "800k") as disk:  # for two checkpoints, not for three
-        result = run("train.py", *tiny(here / "books"), "--run", str(disk / "run"), cwd=here)
+    with mounted(tmp_path, "8m") as disk:
+        shutil.copytree(here / "runs/quick", disk / "run")
+        shutil.rmtree(disk / "run/checkpoints/20")
+        full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
+        result = run("train.py", "--resume", "--run", str(disk / "run"), cwd=here)
         assert result.returncode == 2, result.stdout + result.stderr
-        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-        assert "No space left on device; free some space, then go on with: python train.py" in result.stderr
-        checkpoints = list((disk / "run/checkpoints").iterdir())
-        assert checkpoints and all(folder.name.isdigit() and damage(folder) is None for folder in checkpoints)
-        subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
-        result = run("train.py", *shlex.split(result.stderr)[-3:], cwd=here)
-        assert result.returncode == 0, result.stderr
+        assert result.stderr.startswith(f"error: checkpoint 20 (15 is whole) cannot be written to {disk}/run: No space")
+        assert result.stderr.count("\n") == 1
+        assert {folder.name for folder in (disk / "run/checkpoints").iterdir()} <= {"10", "15"}
+        full.unlink()
+        command = result.stderr.partition("then go on with: python ")[2]
+        result = run(*shlex.split(command), cwd=here)
+        assert result.returncode == 0 and not result.stderr, result.stderr
         assert_same_run(disk / "run", here / "runs/quick")
 
 
