@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.errors import UserError
@@ -69,7 +71,9 @@ def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Me
         asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise UserError(f"the mesh needs {asked} = {prod(sizes.values())} devices, but there are {n}; change --mesh.")
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    # Neighbours where the machine allows it; where no axis of the machine is as long as one of the mesh, it is split.
+    placed = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
@@ -118,17 +122,48 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def gather(params: Any, specs: Any) -> Any:
+def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
     """Parameters whole but for `tensor`, from this device's shards; to be called inside `jax.shard_map`.
 
     Differentiated, it sums the gradient over `fsdp` and leaves each device its shard: a reduce-scatter.
     """
+    groups = ring_groups(rings(mesh))
 
     def one(leaf: jax.Array, axes: PartitionSpec) -> jax.Array:
         at = tuple(axes).index("fsdp") if "fsdp" in axes else None
-        return leaf if at is None else jax.lax.all_gather(leaf, "fsdp", axis=at, tiled=True)
+        if at is not None:
+            for group in groups:
+                leaf = jax.lax.all_gather(leaf, "fsdp", axis=at, tiled=True, axis_index_groups=group)
+        return leaf
 
     return jax.tree.map(one, params, specs)
+
+
+def rings(mesh: Mesh) -> tuple[int, ...]:
+    """How the axis `fsdp` winds through the machine: the lengths of its straight lines, the fastest last.
+
+    On a TPU an axis of 256 devices may lie over a square of 16 by 16. The compiler sums over all of a square at once
+    only as a whole and then slices (an all-reduce, twice the traffic of a reduce-scatter), but over a line it scatters.
+    Elsewhere, and where lines have no regular length, the axis is one ring.
+    """
+    line = mesh.devices[0, :, 0, 0]
+    places = [tuple(getattr(device, "coords", ())) for device in line]
+    found: list[int] = []
+    while len(places) > 1:
+        moves = [tuple(x != y for x, y in zip(a, b, strict=True)) for a, b in pairwise(places)]
+        n = next((i for i, move in enumerate(moves, 1) if move != moves[0]), len(places))
+        if sum(moves[0]) != 1 or len(places) % n:
+            return (len(line),)
+        found, places = [n, *found], places[::n]
+    return tuple(found) or (1,)
+
+
+def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
+    """For each ring, the fastest first, which devices of the axis form one; None for all of them."""
+    if len(lengths) == 1:
+        return [None]
+    index = np.arange(prod(lengths)).reshape(lengths)
+    return [np.moveaxis(index, i, -1).reshape(-1, n).tolist() for i, n in reversed(list(enumerate(lengths)))]
 
 
 def sum_over_batch(tree: Any, mesh: Mesh, specs: Any = None) -> Any:

@@ -106,7 +106,10 @@ def build_model(config: Config, mesh: Mesh) -> nn.Module:
     """The model as the steps compute it, where `on_each_shard` has split the batch."""
     c, specs = config.compute, param_specs(config, mesh)
     execution = Execution(
-        choose_attention(config, mesh)[0], c.remat, c.scan_blocks, lambda name, params: gather(params, specs[name])
+        choose_attention(config, mesh)[0],
+        c.remat,
+        c.scan_blocks,
+        lambda name, params: gather(params, specs[name], mesh),
     )
     return config.model.build(execution)
 
@@ -115,7 +118,7 @@ def to_compute(params: Params, config: Config, mesh: Mesh) -> Params:
     """A device's shards as `build_model` wants them: in the dtype it computes in, what is outside blocks gathered."""
     dtype, specs = compute_dtype(config.compute, mesh), param_specs(config, mesh)
     params = jax.tree.map(lambda w: w.astype(dtype), params)
-    return {name: p if BLOCK.search(name) else gather(p, specs[name]) for name, p in params.items()}
+    return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}
 
 
 def param_specs(config: Config, mesh: Mesh) -> Params:

@@ -1,0 +1,193 @@
+"""How long a step must take, from what it does and what a chip is said to do in a second. Estimates, all of it.
+
+A step computes F operations, moves M bytes through memory and sends C bytes to other devices, each per device. On a
+chip that does f operations a second, with a memory of m bytes a second and links that send c bytes a second along one
+ring, it takes at least `max(F / f, M / m, C / c)`: that is what is reached if all three overlap, and `F/f + M/m + C/c`
+if none do. Utilisation is what the model itself needs (see `model_operations`) over `f` times that time; what is
+computed again for the backward pass takes time and does not count as use (Chowdhery et al. 2022, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxformer.config import Config
+from jaxformer.nn.execution import Execution
+from jaxformer.ops.kernels import BLOCK
+from jaxformer.ops.masks import Causal, Mask
+from jaxformer.runs import abstract_params
+from jaxformer.train.step import BLOCK as BLOCK_NAME
+from jaxformer.train.step import abstract_state, compute_dtype
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published figures of one accelerator.
+
+    Attributes:
+      operations: bfloat16 operations a second, without sparsity.
+      memory: bytes.
+      bandwidth: bytes a second to and from that memory.
+      link: bytes a second that it can send along one ring of devices: of a torus of two dimensions, half of what all
+        links send, as a ring lies along one.
+      source: where these are published.
+    """
+
+    operations: float
+    memory: float
+    bandwidth: float
+    link: float
+    source: str
+
+
+CHIPS = {
+    "TPU v4": Chip(275e12, 32e9, 1200e9, 100e9, "cloud.google.com/tpu/docs/v4; links: Jouppi et al. 2023, table 4"),
+    "TPU v5 lite": Chip(197e12, 16e9, 819e9, 100e9, "cloud.google.com/tpu/docs/v5e"),
+    "TPU v5": Chip(459e12, 95e9, 2765e9, 200e9, "cloud.google.com/tpu/docs/v5p"),
+    "TPU v6 lite": Chip(918e12, 32e9, 1600e9, 200e9, "cloud.google.com/tpu/docs/v6e"),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 80e9, 2039e9, 300e9, "NVIDIA A100 data sheet, SXM"),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 80e9, 3350e9, 450e9, "NVIDIA H100 data sheet, SXM"),
+    "NVIDIA H200": Chip(989e12, 141e9, 4800e9, 450e9, "NVIDIA H200 data sheet, SXM"),
+}
+"""By what JAX calls the device."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step, by what takes them, and the share of the chip's operations that the model uses."""
+
+    compute: float
+    memory: float
+    network: float
+    model_operations: float
+    chip: Chip
+
+    @property
+    def seconds(self) -> float:
+        """Of a step in which the three overlap."""
+        return max(self.compute, self.memory, self.network)
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        return max(("compute", "memory", "network"), key=lambda name: getattr(self, name))
+
+    @property
+    def utilisation(self) -> float:
+        """If the three overlap."""
+        return self.model_operations / self.chip.operations / self.seconds
+
+    @property
+    def utilisation_in_turn(self) -> float:
+        """If they come one after the other."""
+        return self.model_operations / self.chip.operations / (self.compute + self.memory + self.network)
+
+
+def estimate(operations: float, traffic: float, sent: float, model_operations: float, chip: Chip) -> Estimate:
+    """From what one device does in a step: operations, bytes to and from memory, bytes sent."""
+    return Estimate(
+        operations / chip.operations, traffic / chip.bandwidth, sent / chip.link, model_operations, chip
+    )  # fmt: skip
+
+
+def product_operations(jaxpr: Any, visible: float = 1.0) -> float:
+    """Additions and multiplications in all matrix products of a jaxpr, over all devices, loops multiplied out.
+
+    Args:
+      jaxpr: with or without its constants.
+      visible: the share of its blocks that an attention kernel computes.
+    """
+    total = 0.0
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, p = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            (contracted, _), _ = p["dimension_numbers"]
+            K = prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * K * prod(eqn.outvars[0].aval.shape)
+            continue
+        inner = [product_operations(j, visible) for j in _jaxprs(p)]
+        if name == "cond":
+            total += max(inner)
+        elif name == "scan":
+            total += p["length"] * sum(inner)
+        elif name == "shard_map":
+            axes = next(value for key, value in p.items() if key.endswith("manual_axes"))  # jax 0.10: newly_manual_axes
+            total += prod(p["mesh"].shape[axis] for axis in axes) * sum(inner)
+        elif name == "pallas_call":
+            total += visible * prod(p["grid_mapping"].grid) * sum(inner)
+        else:
+            total += sum(inner)
+    return total
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                yield item
+
+
+def visible_pairs(mask: Mask, T: int, S: int, block: int = 1) -> int:
+    """How many of T·S pairs of query and key are in blocks of which a mask shows anything."""
+    if not isinstance(mask, Causal):
+        return T * S
+    first = np.arange(0, T, block)
+    nearest = np.minimum(first + block, S) - 1
+    furthest = np.maximum(0, first - (mask.window or T) + 1)
+    return int((nearest // block - furthest // block + 1).sum()) * block * block
+
+
+def model_operations(config: Config) -> tuple[float, float]:
+    """What a model needs for a step: products with weights, and attention over the pairs that the mask shows.
+
+    Three times the forward pass, as the backward pass multiplies twice for each product. The second number is the
+    share of blocks that an attention kernel computes.
+    """
+    seen: list[tuple[Any, Any, Mask]] = []
+
+    def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask, scale: float) -> jax.Array:
+        seen.append((q_HTK, k_GSK, mask))
+        return q_HTK
+
+    model = config.model.build(Execution(attention=attend))
+    tokens_T = jax.ShapeDtypeStruct((config.model.context_length,), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda params, tokens_T: model.apply({"params": params}, tokens_T))(
+        abstract_params(config.model.build(), config.model), tokens_T
+    )
+    forward, visible = product_operations(jaxpr), 1.0
+    for q_HTK, k_GSK, mask in seen:
+        (H, T, K), S = q_HTK.shape, k_GSK.shape[1]
+        forward += 4 * H * K * visible_pairs(mask, T, S)
+        visible = min(1.0, visible_pairs(mask, T, S, BLOCK) / (T * S)) if BLOCK < T else 1.0
+    return 3 * forward * config.train.batch_size, visible
+
+
+def bytes_on_paper(config: Config, mesh: Mesh) -> float | None:
+    """What a device must send in a step, as the sharding has it; None where an axis `tensor` sends activations too.
+
+    Of n devices on `fsdp`, a parameter of S bytes (in the type that is computed in) that lies in shards is gathered at
+    (n - 1)/n · S, with recomputed blocks once more in the backward pass, and its gradient scattered at as much again.
+    What lies on d devices whole, a parameter or a shard of it, has its gradient summed at 2 (d - 1)/d of its size. All
+    of it again for each part of a batch that is taken in parts, except that sum.
+    """
+    if mesh.shape["tensor"] > 1:
+        return None
+    width = compute_dtype(config.compute, mesh).itemsize
+    n, parts = mesh.shape["fsdp"], config.compute.accumulate
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_state(config, mesh).params):
+        sharded = "fsdp" in leaf.sharding.spec
+        again = config.compute.remat != "none" and BLOCK_NAME.match(path[0].key) is not None
+        if sharded:
+            total += parts * (3 if again else 2) * (n - 1) / n * leaf.size * width
+        d = mesh.size // (n if sharded else 1)
+        total += 2 * (d - 1) / d * leaf.size // (n if sharded else 1) * 4  # summed in float32, as they are kept
+    return total
