@@ -22,6 +22,8 @@ AXES = ("data", "fsdp", "expert", "tensor")
 """From the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
 BATCH = ("data", "fsdp", "expert")
 """The axes that split the batch."""
+WHOLE = PartitionSpec()
+"""Split over nothing."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"W_E$", ("tensor", "fsdp")),  # (V, D)
@@ -79,7 +81,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device."""
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, WHOLE)
 
 
 def batch_split(mesh: Mesh) -> NamedSharding:
@@ -113,7 +115,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         is_parameter = leaf.ndim and isinstance(path[-1], jax.tree_util.DictKey)
-        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else PartitionSpec())
+        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else WHOLE)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -131,9 +133,19 @@ def gather(params: Any, specs: Any) -> Any:
     return jax.tree.map(one, params, specs)
 
 
-def sum_over_batch(grads: Any, specs: Any) -> Any:
-    """Gradients of this device's part of the batch, summed over all parts; those of shards are, over `fsdp`."""
-    return jax.tree.map(lambda g, axes: jax.lax.psum(g, tuple(a for a in BATCH if a not in axes)), grads, specs)
+def sum_over_batch(tree: Any, specs: Any = WHOLE) -> Any:
+    """What each device has from its part of the batch, summed over all parts; inside `jax.shard_map`.
+
+    Args:
+      specs: one for all leaves, or a tree of them. `gather` has summed gradients over the axes they name already.
+    """
+
+    def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        # The partitioner dies of a sum over axes of one device each when `tensor` has more.
+        axes = tuple(a for a in BATCH if a not in spec and jax.lax.axis_size(a) > 1)
+        return jax.lax.psum(leaf, axes) if axes else leaf
+
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda leaf: one(leaf, spec), part), specs, tree)
 
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -16,7 +16,16 @@ import tyro
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
-from jaxformer.distributed import DistributedOptions, connect, from_first, is_first, processes_around
+from jaxformer.distributed import (
+    DistributedOptions,
+    connect,
+    from_first,
+    is_first,
+    leave,
+    processes_around,
+    relying_on_others,
+    wait_for_all,
+)
 from jaxformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +55,7 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 done, 1 not finite, 2 wrong input, 128 + the signal where interrupted."""
-    return run_command(_main, arguments)
+    return leave(run_command(_main, arguments))
 
 
 def _main(arguments: list[str]) -> int:
@@ -78,7 +87,8 @@ def _main(arguments: list[str]) -> int:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
     machine.set_up(config.train.batch_size, config.mesh, asked.distributed.processes or processes_around(os.environ))
     connect(asked.distributed)
-    return _train(config, folder, resume=stored is not None, may_number=asked.run is None)
+    with relying_on_others("training has not begun."):
+        return _train(config, folder, resume=stored is not None, may_number=asked.run is None)
 
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
@@ -122,9 +132,11 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     )
 
     place = shlex.quote(str(folder))
-    outcome = train(config, corpus, folder, mesh, make_hooks(config, mesh, corpus, folder), resume)
+    with relying_on_others(f"go on from the last checkpoint with: python train.py --resume --run {place}"):
+        outcome = train(config, corpus, folder, mesh, make_hooks(config, mesh, corpus, folder), resume)
     if is_first():
         plot(folder)
+    wait_for_all("plots")
     if outcome.status == "interrupted":
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
