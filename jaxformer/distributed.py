@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-from collections.abc import Mapping
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.errors import UserError
 
+PATIENCE = 60
+"""Seconds that the processes have to find each other: they do not start together to the second."""
 LONGEST_TEXT = 4096
 """Bytes of a text that one process tells the others."""
 
@@ -34,6 +44,8 @@ class DistributedOptions:
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
             raise UserError("distributed.coordinator, distributed.processes and distributed.process go together.")
+        if self.coordinator is not None and not re.fullmatch(r".+:\d{1,5}", self.coordinator):
+            raise UserError(f"distributed.coordinator is {self.coordinator!r}; it must be HOST:PORT.")
         if self.heartbeat_seconds < 1:
             raise UserError(f"distributed.heartbeat_seconds is {self.heartbeat_seconds}; it must be at least 1.")
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
@@ -44,21 +56,119 @@ class DistributedOptions:
 
 
 def connect(options: DistributedOptions, environment: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes, if there are any; to be called before the first array is made.
+    """Join the other processes, if there are any, and wait for them up to `PATIENCE`; to be called before the first
+    array is made.
 
     Raises:
-      UserError: they cannot be reached.
+      UserError: process 0 cannot be reached, or its port is taken.
     """
     if options.coordinator is None and processes_around(environment) == 1:
         return
+    if options.coordinator is not None:
+        _check_address(options.coordinator, options.process == 0)
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself; `Agreement` serves here
     try:
-        jax.distributed.initialize(
-            options.coordinator, options.processes, options.process,
-            heartbeat_timeout_seconds=options.heartbeat_seconds,
-        )  # fmt: skip
+        with at_abort(f"error: not all processes of this run came together within {PATIENCE} s; start all of them."):
+            jax.distributed.initialize(
+                options.coordinator, options.processes, options.process,
+                initialization_timeout=PATIENCE, heartbeat_timeout_seconds=options.heartbeat_seconds,
+                shutdown_timeout_seconds=options.heartbeat_seconds,
+            )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"the processes do not find each other at {options.coordinator}: {reason}") from error
+        raise UserError(f"the processes of this run do not find each other: {_first_line(error)}") from error
+
+
+def _check_address(coordinator: str, first: bool) -> None:
+    """Say in a sentence what the runtime would die of."""
+    host, _, port = coordinator.rpartition(":")
+    if first:
+        try:
+            socket.create_server(("", int(port))).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"process 0 cannot listen on port {port} ({error}); choose another one.") from error
+        return
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"process 0 does not answer at {coordinator} after {PATIENCE} s ({error}); start it, or correct "
+                    "distributed.coordinator."
+                ) from error
+            time.sleep(0.2)
+
+
+@contextmanager
+def at_abort(sentence: str, status: int = 1) -> Iterator[None]:
+    """Inside, end with a sentence and a status where the runtime aborts this process.
+
+    It does so from a thread of its own, where no Python code can catch it, once another process is gone or silent.
+    """
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def end(_: int) -> None:
+        os.write(2, f"{sentence}\n".encode() if sentence else b"")
+        os._exit(status)
+
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    before = set_handler(signal.SIGABRT, ctypes.cast(end, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGABRT, before)
+
+
+@contextmanager
+def relying_on_others(advice: str) -> Iterator[None]:
+    """Inside, end with status 1 and a sentence, and without waiting for anyone, where another process is gone.
+
+    Whoever waits for it in a collective is told so at once, or after `heartbeat_seconds`.
+    """
+    if not jax.distributed.is_initialized():
+        yield
+        return
+    sentence = f"error: another process of this run has ended or does not answer, its own output says why; {advice}"
+    with at_abort(sentence):
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if not re.match("[A-Z_]+: ", str(error)):  # how the runtime begins: UNKNOWN, UNAVAILABLE, INTERNAL
+                raise
+            _flush()
+            os.write(2, f"{_first_line(error)}\n{sentence}\n".encode())
+            os._exit(1)
+
+
+def leave(status: int) -> int:
+    """The status to exit with, after the other processes are told that this one leaves.
+
+    Of several processes that do not all leave within `heartbeat_seconds`, this one ends here with its status, and
+    the others as `relying_on_others` has it.
+    """
+    if jax.distributed.is_initialized():
+        _flush()
+        with at_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.distributed.shutdown()
+    return status
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def wait_for_all(what: str) -> None:
+    """Wait until all processes have come to this point."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
 
 
 def processes_around(environment: Mapping[str, str]) -> int:

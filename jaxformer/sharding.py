@@ -24,6 +24,8 @@ AXES = ("data", "fsdp", "expert", "tensor")
 """From the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
 BATCH = ("data", "fsdp", "expert")
 """The axes that split the batch."""
+WHOLE = PartitionSpec()
+"""Split over nothing."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"W_E$", ("tensor", "fsdp")),  # (V, D)
@@ -83,7 +85,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device."""
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, WHOLE)
 
 
 def batch_split(mesh: Mesh) -> NamedSharding:
@@ -117,7 +119,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         is_parameter = leaf.ndim and isinstance(path[-1], jax.tree_util.DictKey)
-        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else PartitionSpec())
+        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else WHOLE)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -166,18 +168,19 @@ def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
     return [np.moveaxis(index, i, -1).reshape(-1, n).tolist() for i, n in reversed(list(enumerate(lengths)))]
 
 
-def sum_over_batch(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
-    """What each device has of its part of the batch, summed over all parts.
+def sum_over_batch(tree: Any, specs: Any = WHOLE) -> Any:
+    """What each device has from its part of the batch, summed over all parts; inside `jax.shard_map`.
 
-    Gradients of shards, which `specs` tell, have been summed over `fsdp` already; see `gather`.
+    Args:
+      specs: one for all leaves, or a tree of them. `gather` has summed gradients over the axes they name already.
     """
-    split = [axis for axis in BATCH if mesh.shape[axis] > 1]
 
-    def total(x: jax.Array, done: PartitionSpec) -> jax.Array:
-        axes = tuple(a for a in split if a not in done)
-        return jax.lax.psum(x, axes) if axes else x
+    def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        # The partitioner dies of a sum over axes of one device each when `tensor` has more.
+        axes = tuple(a for a in BATCH if a not in spec and jax.lax.axis_size(a) > 1)
+        return jax.lax.psum(leaf, axes) if axes else leaf
 
-    return jax.tree.map(total, tree, jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs)
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda leaf: one(leaf, spec), part), specs, tree)
 
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

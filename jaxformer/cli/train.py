@@ -17,7 +17,16 @@ import tyro
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
-from jaxformer.distributed import DistributedOptions, connect, from_first, is_first, processes_around
+from jaxformer.distributed import (
+    DistributedOptions,
+    connect,
+    from_first,
+    is_first,
+    leave,
+    processes_around,
+    relying_on_others,
+    wait_for_all,
+)
 from jaxformer.errors import UserError, writing
 
 if TYPE_CHECKING:
@@ -49,7 +58,7 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 done, 1 not finite, 2 wrong input, 128 + the signal where interrupted."""
-    return run_command(_main, arguments)
+    return leave(run_command(_main, arguments))
 
 
 def _main(arguments: list[str]) -> int:
@@ -83,7 +92,8 @@ def _main(arguments: list[str]) -> int:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
     machine.set_up(config.train.batch_size, config.mesh, asked.distributed.processes or processes_around(os.environ))
     connect(asked.distributed)
-    return _train(config, folder, stored is not None, asked.run is None, asked.allow_changed_data)
+    with relying_on_others("training has not begun."):
+        return _train(config, folder, stored is not None, asked.run is None, asked.allow_changed_data)
 
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
@@ -132,7 +142,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     place = shlex.quote(str(folder))
     hooks = make_hooks(config, mesh, corpus, folder)
     try:
-        outcome = train(config, corpus, folder, mesh, hooks, resume, allow_changed_data)
+        with relying_on_others(f"go on from the last checkpoint with: python train.py --resume --run {place}"):
+            outcome = train(config, corpus, folder, mesh, hooks, resume, allow_changed_data)
     except UserError:
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
@@ -140,6 +151,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     if is_first():
         with writing(folder, PLOTS):
             plot(folder)
+    wait_for_all("plots")
     if outcome.status == "interrupted":
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal

@@ -208,8 +208,8 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array
             zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), jnp.float32(0), params))
             add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, sums(params, *part)), None)  # noqa: E731
             (nats, count, grads), _ = jax.lax.scan(add, zeros, split)
-        nats, count = sum_over_batch((nats, count), mesh)
-        return nats / count, jax.tree.map(lambda g: g / count, sum_over_batch(grads, mesh, specs))
+        nats, count = sum_over_batch((nats, count))
+        return nats / count, jax.tree.map(lambda g: g / count, sum_over_batch(grads, specs))
 
     everywhere = on_each_shard(on_one, mesh, (specs, *2 * [PartitionSpec(BATCH)]), (PartitionSpec(), specs))
 
@@ -289,7 +289,7 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, jax.Array, j
     def eval_step(params: Params, batch_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
         params = to_compute(params, config, mesh)
         nll_BT = jax.vmap(lambda tokens_T: next_token_nll(model, params, tokens_T))(batch_BT)
-        return sum_over_batch(jnp.sum(nll_BT * weights_BT), mesh)
+        return sum_over_batch(jnp.sum(nll_BT * weights_BT))
 
     everywhere = on_each_shard(eval_step, mesh, (specs, PartitionSpec(BATCH), PartitionSpec(BATCH)), PartitionSpec())
     return jax.jit(everywhere, out_shardings=replicated(mesh))
