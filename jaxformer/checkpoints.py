@@ -37,6 +37,7 @@ METADATA = "_CHECKPOINT_METADATA"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """How Orbax ends the name of a checkpoint's folder until it is whole."""
 HASHING_THREADS = 4
+MISSING = " is missing"
 
 warn = logging.getLogger(__name__).warning
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
@@ -54,7 +55,7 @@ def damage(checkpoint: Path) -> str | None:
             raise ValueError
         found = _sums(checkpoint, list(sums))
     except FileNotFoundError as error:
-        return f"{Path(error.filename).relative_to(checkpoint)} is missing"
+        return f"{Path(error.filename).relative_to(checkpoint)}{MISSING}"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     except ValueError:
@@ -106,7 +107,7 @@ class StoredCheckpoints:
         if which == "last":
             return self._first_good(steps[::-1])
         if which == "best":
-            return self._first_good(sorted(steps, key=lambda step: (self._val_loss(step), -step)))
+            return self._first_good(sorted(steps, key=self._quality))
         if not (str(which).isdigit() and int(which) in steps):
             raise UserError(f"{self._folder} has no checkpoint {which!r}; it has {steps}, 'last' and 'best'.")
         step = int(which)
@@ -170,14 +171,18 @@ class StoredCheckpoints:
             "put back a copy of its folder, or train anew."
         )
 
-    def _val_loss(self, step: int) -> float:
-        """Infinite where none was measured; what cannot be read comes first, so that its damage is told."""
+    def _quality(self, step: int) -> tuple[float, int]:
+        """Lowest for the best: the validation loss, and among equals the newest.
+
+        Where no loss was measured, it is infinite; one that cannot be read comes first, so that its damage is told.
+        """
         try:
-            return float(json.loads((self._place / str(step) / "metrics" / "metrics").read_bytes())["val_loss"])
+            loss = json.loads((self._place / str(step) / "metrics" / "metrics").read_bytes())["val_loss"]
+            return float(loss), -step
         except FileNotFoundError:
-            return math.inf
+            return math.inf, -step
         except (OSError, ValueError, KeyError, TypeError):
-            return -math.inf
+            return -math.inf, -step
 
 
 class Checkpoints(StoredCheckpoints):
@@ -314,18 +319,20 @@ class Checkpoints(StoredCheckpoints):
         if damaged == steps:
             raise self._all_damaged(steps[::-1])
         good = max(set(steps) - set(damaged))
+        wanted = {*steps[-2:], min(steps, key=self._quality)}
         for step in damaged:
-            here, aside = self._place / str(step), self._place / f"{step}.damaged"
+            here, aside, why = self._place / str(step), self._place / f"{step}.damaged", self._damage(step)
             with writing(self._folder, CHECKPOINTS):
-                if step < good:  # of no use any more; a kill while it was being deleted leaves one like this
-                    shutil.rmtree(here)
-                    done = "removed"
-                else:
+                if step > good:
                     shutil.rmtree(aside, ignore_errors=True)
                     here.rename(aside)
-                    done = f"put aside as {aside.name}"
-            why = self._damage(step)
-            warn(f"checkpoint {step} of {self._folder} is damaged: {why}; {done}, {good} is used instead")
+                    done = f"put aside as {aside.name}, {good} is used instead"
+                else:  # of no use any more
+                    shutil.rmtree(here)
+                    done = "removed"
+            # A kill while one that is not wanted any more was being deleted leaves some of its files.
+            if step > good or step in wanted or not str(why).endswith(MISSING):
+                warn(f"checkpoint {step} of {self._folder} is damaged: {why}; {done}")
 
     def _remove_leftovers(self) -> None:
         """A save that failed leaves its temporary folder, and where the disk is full that is in the way."""

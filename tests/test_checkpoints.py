@@ -151,12 +151,29 @@ def test_a_damaged_best_is_passed_over_for_the_next_best(folder, caplog):
     assert StoredCheckpoints(folder).step("best") == 15
 
 
-def test_what_a_kill_left_of_a_deletion_is_removed(folder, caplog):
-    shutil.rmtree(folder / "checkpoints/5/params")
+@pytest.mark.parametrize("gone", [SUMS, "params", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize(("best", "told"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
+def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, caplog, gone, best, told):
+    write(tmp_path, 5, 10, losses={5: 2.0, 10: 1.0 if best == 10 else 3.0})
+    path = tmp_path / "checkpoints/5" / gone
+    shutil.copytree(path.parent, tmp_path / "copy")
+    write(tmp_path, 15)
+    if best == 10:
+        (tmp_path / "copy").rename(path.parent)  # it had been deleted
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [10, 15]
+    assert len(caplog.records) == told
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "15"]
+
+
+def test_an_older_checkpoint_that_went_bad_is_named_and_removed(folder, caplog):
+    flip_a_bit(array_file(folder / "checkpoints/5"))
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.steps() == [10, 15]
-    assert "checkpoint 5 of" in caplog.text and "removed" in caplog.text
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["10", "15"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"checkpoint 5 of {folder} is damaged: params/")
+    assert record.getMessage().endswith("is not what was saved; removed")
 
 
 def test_if_every_checkpoint_is_damaged_it_says_so_and_keeps_them(folder):
