@@ -33,24 +33,37 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def write(name: str, figures: dict[str, Any], software: dict[str, str], **hardware: Any) -> Path:
-    """Write `results/<name>.json`: the figures, and what they were measured on.
+def commit() -> str:
+    """The commit that is checked out, `-dirty` where something but results differs from it; in a copy without git,
+    what the variable COMMIT says."""
+    try:
+        changed = _said("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+        return _said("git", "rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")
+
+
+def write(
+    name: str, figures: dict[str, Any], software: dict[str, str], folder: Path = RESULTS, **hardware: Any
+) -> Path:
+    """Write `<name>.json`: the figures, and what they were measured on.
 
     Args:
       name: of the benchmark.
       figures: JSON types; units stand in the keys.
       software: what `versions` gave in the processes that were measured.
+      folder: where to.
       hardware: what there is besides the CPU, such as `gpu="…"`.
     """
     record = {
         "figures": figures,
         "hardware": {"cpu": cpu(), "cores": cores(), **hardware},
         "versions": software,
-        "commit": _said("git", "rev-parse", "HEAD"),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
 

@@ -1,4 +1,4 @@
-"""jaxformer's modern decoder once more in torch, written as one writes it there, to measure beside."""
+"""jaxformer's decoder once more in torch, written as one writes it there, to measure beside."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -15,31 +15,35 @@ ACTIVATIONS = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "swiglu": F.silu,
 }
-SUPPORTED = {
-    "scaled": True, "output_projection": True, "window": None, "bias": False, "residual": True, "norm": "rmsnorm",
-    "norm_placement": "pre", "final_norm": True, "positions": "rope", "unembedding": "tied", "dropout": 0.0,
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "scaled": (True,), "output_projection": (True,), "window": (None,), "residual": (True,),
+    "norm": ("rmsnorm", "layernorm"), "norm_placement": ("pre",), "positions": ("rope", "learned"),
+    "unembedding": ("tied", "linear"), "dropout": (0.0,),
 }  # fmt: skip
-"""What is written here once and for all; every other field of the config is followed."""
+"""What is written here; every other field of the config is followed."""
 EPS = 1e-6
 
 
 class Shape:
-    """The fields of a `DecoderConfig` that size the model.
+    """The fields of a `DecoderConfig` that shape the model.
 
     Raises:
       ValueError: the config asks for what is not written here.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        for name, value in SUPPORTED.items():
-            if config[name] != value:
-                raise ValueError(f"the torch peer has {name} {value!r} only, not {config[name]!r}")
+        for name, values in SUPPORTED.items():
+            if config[name] not in values:
+                raise ValueError(f"the torch peer has {name} {' or '.join(map(repr, values))}, not {config[name]!r}")
         self.V, self.T, self.D = config["vocab_size"], config["context_length"], config["d_model"]
         self.H = config["n_heads"]
         self.G = config["n_kv_heads"] or self.H
         self.K = config["head_dim"] or self.D // self.H
         self.n_blocks, self.d_ff = config["n_blocks"], config["d_ff"]
-        self.activation, self.qk_norm, self.rope_base = config["activation"], config["qk_norm"], config["rope_base"]
+        self.activation, self.bias = config["activation"], config["bias"]
+        self.attention_bias, self.qk_norm = config["attention_bias"], config["qk_norm"]
+        self.norm, self.final_norm, self.tied = config["norm"], config["final_norm"], config["unembedding"] == "tied"
+        self.rope_base = config["rope_base"] if config["positions"] == "rope" else None
 
 
 class RMSNorm(nn.Module):
@@ -53,21 +57,26 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, EPS)
 
 
+NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
+
+
 class Attention(nn.Module):
-    """Causal attention with RoPE, fused where torch fuses it."""
+    """Causal attention, fused where torch fuses it; with RoPE where it is given a rotation."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.s = s
-        self.qkv = nn.Linear(s.D, (s.H + 2 * s.G) * s.K, bias=False)
-        self.out = nn.Linear(s.H * s.K, s.D, bias=False)
+        self.qkv = nn.Linear(s.D, (s.H + 2 * s.G) * s.K, bias=s.attention_bias)
+        self.out = nn.Linear(s.H * s.K, s.D, bias=s.attention_bias)
         self.query_norm = RMSNorm(s.K) if s.qk_norm else nn.Identity()
         self.key_norm = RMSNorm(s.K) if s.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         s = self.s
         q, k, v = self.qkv(x).unflatten(-1, (-1, s.K)).transpose(1, 2).split([s.H, s.G, s.G], dim=1)
-        q, k = rotate(self.query_norm(q), cos, sin), rotate(self.key_norm(k), cos, sin)
+        q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.G != s.H)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -79,7 +88,7 @@ class MLP(nn.Module):
         super().__init__()
         widths = [s.D, *s.d_ff, s.D]
         self.activation = ACTIVATIONS[s.activation]
-        self.linears = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
+        self.linears = nn.ModuleList(nn.Linear(a, b, bias=s.bias) for a, b in pairwise(widths))
         gated = pairwise(widths[:-1]) if s.activation == "swiglu" else []
         self.gates = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in gated)
 
@@ -95,11 +104,11 @@ class Block(nn.Module):
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(s.D), Attention(s)
-        self.mlp_norm, self.mlp = RMSNorm(s.D), MLP(s)
+        self.attention_norm, self.attention = NORMS[s.norm](s.D), Attention(s)
+        self.mlp_norm, self.mlp = NORMS[s.norm](s.D), MLP(s)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -109,18 +118,30 @@ class Decoder(nn.Module):
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(s.V, s.D)
+        self.positions = nn.Parameter(torch.zeros(s.T, s.D)) if s.rope_base is None else None
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.n_blocks))
-        self.final_norm = RMSNorm(s.D)
-        angles = torch.arange(s.T)[:, None] * s.rope_base ** (-torch.arange(0, s.K, 2) / s.K)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.final_norm = NORMS[s.norm](s.D) if s.final_norm else nn.Identity()
+        self.unembedding = nn.Linear(s.D, s.V, bias=False)
+        if s.tied:
+            self.unembedding.weight = self.embedding.weight
+        rotation = None
+        if s.rope_base is not None:
+            angles = torch.arange(s.T)[:, None] * s.rope_base ** (-torch.arange(0, s.K, 2) / s.K)
+            rotation = torch.stack([angles.cos(), angles.sin()])
+        self.register_buffer("rotation", rotation, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens[:, :-1])
+        if self.positions is not None:
+            x = x + self.positions
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        logits = F.linear(self.final_norm(x), self.embedding.weight)
+            x = block(x, self.rotation)
+        logits = self.unembedding(self.final_norm(x))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def matrices(self) -> list[nn.Parameter]:
+        """The parameters that weight decay reaches."""
+        return [p for p in self.parameters() if p.ndim >= 2 and p is not self.positions]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -131,7 +152,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def translate(weights: Mapping[str, np.ndarray], n_blocks: int) -> dict[str, Tensor]:
     """jaxformer's parameters, by dotted name, as the `state_dict` of a `Decoder`."""
-    state = {"embedding.weight": weights["embedding.W_E"], "final_norm.weight": weights["final_norm.gamma"]}
+    outer = {
+        "embedding.W_E": "embedding.weight", "embedding.W_pos": "positions", "final_norm.gamma": "final_norm.weight",
+        "final_norm.beta": "final_norm.bias",
+    }  # fmt: skip
+    state = {theirs: weights[ours] for ours, theirs in outer.items() if ours in weights}
+    state["unembedding.weight"] = weights["W_out"].T if "W_out" in weights else weights["embedding.W_E"]
     for i in range(n_blocks):
         prefix = f"blocks_{i}."
         block = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -141,18 +167,21 @@ def translate(weights: Mapping[str, np.ndarray], n_blocks: int) -> dict[str, Ten
 
 def _translate_block(block: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     D = block["attention_norm.gamma"].size
-    qkv = [block[f"attention.W_{name}"].reshape(D, -1) for name in "QKV"]
+    projections = [block[f"attention.W_{name}"].reshape(D, -1) for name in "QKV"]
     state = {
-        "attention_norm.weight": block["attention_norm.gamma"],
-        "mlp_norm.weight": block["mlp_norm.gamma"],
-        "attention.qkv.weight": np.concatenate(qkv, axis=1).T,
+        "attention.qkv.weight": np.concatenate(projections, axis=1).T,
         "attention.out.weight": block["attention.W_O"].reshape(-1, D).T,
     }
+    if "attention.b_O" in block:
+        state["attention.qkv.bias"] = np.concatenate([block[f"attention.b_{name}"].ravel() for name in "QKV"])
+        state["attention.out.bias"] = block["attention.b_O"]
+    gains = {"gamma": "weight", "beta": "bias", "gamma_Q": "query_norm.weight", "gamma_K": "key_norm.weight"}
     for name, value in block.items():
         part, _, leaf = name.partition(".")
-        if leaf in ("gamma_Q", "gamma_K"):
-            state[f"{part}.{'query' if leaf == 'gamma_Q' else 'key'}_norm.weight"] = value
+        if leaf in gains:
+            state[f"{part}.{gains[leaf]}"] = value
         if part == "mlp":
             kind, _, number = leaf.rpartition("_")
-            state[f"mlp.{'gates' if kind == 'W_gate' else 'linears'}.{int(number) - 1}.weight"] = value.T
+            layer = f"mlp.{'gates' if kind == 'W_gate' else 'linears'}.{int(number) - 1}"
+            state[f"{layer}.bias" if kind == "b" else f"{layer}.weight"] = value.T
     return state

@@ -1,4 +1,13 @@
-"""The one error that users are meant to see."""
+"""The one error that users are meant to see, and how a failure of the disk becomes one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -6,3 +15,38 @@ class UserError(Exception):
 
     The command line prints the sentence and exits with status 2; from Python it is an ordinary exception.
     """
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def cause(error: Exception) -> str | None:
+    """Why the system could not read or write something, in its own words; None for an error of another kind."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    # Libraries in C++ raise a ValueError whose long text holds the system's words.
+    known = sorted({os.strerror(number) for number in errno.errorcode}, key=len, reverse=True)
+    return next((words for words in known if words in str(error)), None)
+
+
+def cannot_write(folder: Path, what: str, why: str) -> UserError:
+    """The error for something of a run's folder that cannot be written, with the way to go on."""
+    remedy = "free some space" if why in map(os.strerror, FULL) else "see to it that the folder can be written"
+    command = f"python train.py --resume --run {shlex.quote(str(folder))}"
+    return UserError(f"{what} cannot be written to {folder}: {why}; {remedy}, then go on with: {command}")
+
+
+def vanished(folder: Path, what: str) -> UserError:
+    """The error for a run's folder that was removed or renamed while something of it was to be written."""
+    return UserError(f"{what} cannot be written: {folder} has vanished; put it back and add --resume, or train anew.")
+
+
+@contextmanager
+def writing(folder: Path, name: str) -> Iterator[None]:
+    """Turn a failure to write a file of a run's folder into a `UserError`."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise vanished(folder, name) from error
+    except OSError as error:
+        raise cannot_write(folder, name, error.strerror or str(error)) from error

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import pkgutil
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +14,18 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from orbax.checkpoint import checkpoint_managers
+from jax.sharding import Mesh
 
 import jaxformer.models
+from jaxformer.checkpoints import StoredCheckpoints
 from jaxformer.config import Config, ModelConfig, from_dict, to_dict
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.sharding import abstract, shardings
 
 CONFIG, TOKENIZER, METRICS, SAMPLES = "config.json", "tokenizer.json", "metrics.jsonl", "samples.txt"
-CHECKPOINTS, PLOTS = "checkpoints", "plots"
-
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every file
+PLOTS = "plots"
 
 
 @dataclass(frozen=True)
@@ -49,22 +45,27 @@ class Run:
         return jnp.mean(next_token_nll(self.model, params, jnp.asarray(tokens_T)))
 
 
-def load_run(path: str | Path, checkpoint: str | int = "last") -> Run:
+def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None) -> Run:
     """Open a run's folder.
 
     Args:
       path: the folder.
-      checkpoint: 'last', 'best' (lowest validation loss), or a step.
+      checkpoint: 'last', 'best' (lowest validation loss), or a step. Of the first two, one that is damaged is
+        passed over with a warning.
+      mesh: over which the parameters are to lie; without it, on the first device.
 
     Raises:
-      UserError: no such run, no such checkpoint, or a file of it that cannot be read.
+      UserError: no such run, no such checkpoint, all of them or the given one damaged, or a file that cannot be read.
     """
     folder = Path(path)
     config = read_config(folder)
     model = config.model.build()
-    with Checkpoints(folder, read_only=True) as checkpoints:
-        step = checkpoints.step(checkpoint)
-        params = checkpoints.restore_params(step, abstract_params(model, config.model))
+    checkpoints = StoredCheckpoints(folder)
+    step = checkpoints.step(checkpoint)
+    shapes = abstract_params(model, config.model)
+    if mesh is not None:
+        shapes = abstract(shapes, shardings(shapes, mesh))
+    params = checkpoints.restore_params(step, shapes)
     return Run(folder, config, model, params, Tokenizer.load(folder / TOKENIZER), step)
 
 
@@ -116,8 +117,11 @@ def create_run(folder: Path, config: Config, tokenizer: Tokenizer, may_number: b
 def write_atomically(file: Path, text: str) -> None:
     """Replace a file's text: whoever reads it, or comes after a crash, finds the old or the new."""
     scratch = file.with_name(f"{file.name}.new")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(file)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)  # what a full disk took of it
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -134,7 +138,7 @@ def read_config(folder: Path) -> Config:
     file = folder / CONFIG
     if not file.is_file():
         what = "is no run: it has no config.json" if folder.is_dir() else "does not exist"
-        near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"*/{CONFIG}"))[:5])
+        near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
         raise UserError(f"{folder} {what}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -151,7 +155,7 @@ def latest_run(parent: Path) -> Path:
     Raises:
       UserError: there is none.
     """
-    runs = list(parent.glob(f"*/{CONFIG}"))
+    runs = list(parent.glob(f"[!.]*/{CONFIG}"))  # one with a dot is not finished
     if not runs:
         raise UserError(f"there is no run below {parent}; name one with --run, or train one with train.py.")
     newest = max(
@@ -169,105 +173,3 @@ def _model_class(kind: Any) -> type[ModelConfig]:
     if not (isinstance(found, type) and issubclass(found, ModelConfig)):
         raise ValueError(f"{kind!r} is no model")
     return found
-
-
-class Checkpoints:
-    """The checkpoints of a run: the last two, and of those made at a validation the one with the lowest loss.
-
-    Parameters, optimizer state and position (the step, and the text's fingerprint) are separate items, so that
-    sampling reads the first alone. Saving goes on in the background; a checkpoint appears whole, by a rename, or
-    not at all.
-    """
-
-    def __init__(self, folder: Path, read_only: bool = False) -> None:
-        place = (folder / CHECKPOINTS).absolute()
-        if read_only and not place.is_dir():
-            raise UserError(f"{folder} has no checkpoints; train longer, or choose another run.")
-        policy = checkpoint_managers.AnyPreservationPolicy(
-            [
-                checkpoint_managers.LatestN(2),
-                checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: -metrics["val_loss"],
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                ),
-            ]
-        )
-        self._folder = folder
-        self._manager = ocp.CheckpointManager(
-            place,
-            options=ocp.CheckpointManagerOptions(
-                read_only=read_only,
-                create=not read_only,
-                cleanup_tmp_directories=not read_only,
-                preservation_policy=None if read_only else policy,
-                best_fn=lambda metrics: -metrics["val_loss"],
-            ),
-            item_names=("params", "opt_state", "position"),
-        )
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._manager.close()  # waits for a save under way
-
-    def save(
-        self, step: int, params: Params, opt_state: Any, position: Mapping[str, Any], val_loss: float | None
-    ) -> None:
-        """Begin to save; a step that is already there is left as it is."""
-        if step in self._manager.all_steps():
-            return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                opt_state=ocp.args.StandardSave(opt_state),
-                position=ocp.args.JsonSave(dict(position)),
-            ),
-            metrics=None if val_loss is None else {"val_loss": val_loss},
-        )
-
-    def __bool__(self) -> bool:
-        """Whether there is a whole one."""
-        return bool(self._manager.all_steps())
-
-    def step(self, which: str | int = "last") -> int:
-        """The step of the last or best checkpoint, or the given one if it is there."""
-        steps = sorted(self._manager.all_steps())
-        if not steps:
-            raise UserError(f"{self._folder} has no whole checkpoint yet; train longer, or choose another run.")
-        if which == "last":
-            return steps[-1]
-        if which == "best":
-            best = self._manager.best_step()
-            return steps[-1] if best is None else best
-        if str(which).isdigit() and int(which) in steps:
-            return int(which)
-        raise UserError(f"{self._folder} has no checkpoint {which!r}; it has {steps}, 'last' and 'best'.")
-
-    def restore_params(self, step: int, abstract: Params, sharding: NamedSharding | None = None) -> Params:
-        """The parameters alone."""
-        return self._restore(step, params=ocp.args.StandardRestore(_placed(abstract, sharding)))["params"]
-
-    def restore(self, step: int, params: Params, opt_state: Any) -> tuple[Params, Any, dict[str, Any]]:
-        """Parameters, optimizer state and position, shaped and placed as asked."""
-        items = self._restore(
-            step,
-            params=ocp.args.StandardRestore(params),
-            opt_state=ocp.args.StandardRestore(opt_state),
-            position=ocp.args.JsonRestore(),
-        )
-        return items["params"], items["opt_state"], items["position"]
-
-    def _restore(self, step: int, **args: Any) -> Any:
-        try:
-            return self._manager.restore(step, args=ocp.args.Composite(**args))
-        except (ValueError, OSError, KeyError) as error:
-            reason = str(error).strip().split("\n")[0][:200]
-            raise UserError(f"checkpoint {step} of {self._folder} cannot be read: {reason}") from error
-
-
-def _placed(tree: Any, sharding: NamedSharding | None) -> Any:
-    place = sharding or SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)

@@ -166,9 +166,18 @@ def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
     return [np.moveaxis(index, i, -1).reshape(-1, n).tolist() for i, n in reversed(list(enumerate(lengths)))]
 
 
-def sum_over_batch(grads: Any, specs: Any) -> Any:
-    """Gradients of this device's part of the batch, summed over all parts; those of shards are, over `fsdp`."""
-    return jax.tree.map(lambda g, axes: jax.lax.psum(g, tuple(a for a in BATCH if a not in axes)), grads, specs)
+def sum_over_batch(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
+    """What each device has of its part of the batch, summed over all parts.
+
+    Gradients of shards, which `specs` tell, have been summed over `fsdp` already; see `gather`.
+    """
+    split = [axis for axis in BATCH if mesh.shape[axis] > 1]
+
+    def total(x: jax.Array, done: PartitionSpec) -> jax.Array:
+        axes = tuple(a for a in split if a not in done)
+        return jax.lax.psum(x, axes) if axes else x
+
+    return jax.tree.map(total, tree, jax.tree.map(lambda _: PartitionSpec(), tree) if specs is None else specs)
 
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -4,7 +4,11 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,3 +52,40 @@ def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     process = start(script, *arguments, cwd=cwd)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def flip_a_bit(file: Path) -> None:
+    """One in the middle, as a failing disk does."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@contextmanager
+def mounted(parent: Path, size: str) -> Iterator[Path]:
+    """A small disk of its own; skips the test where mounting is not permitted."""
+    disk = parent / "disk"
+    disk.mkdir()
+    try:
+        result = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command to make a small disk with")
+    if result.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {result.stderr.decode().strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """A file that takes all but `leave` bytes of a small disk."""
+    file = disk / "full"
+    file.write_bytes(b"")
+    with file.open("r+b", buffering=0) as out:
+        try:
+            while True:
+                out.write(bytes(4096))
+        except OSError:
+            out.truncate(max(0, out.tell() - leave))
+    return file

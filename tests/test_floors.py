@@ -14,9 +14,11 @@ FLOORS = [
     {"ops"},
     {"nn"},
     {"models"},
-    {"runs", "sharding", "distributed"},
+    {"checkpoints", "sharding", "distributed"},
+    {"runs"},
     {"train", "decode", "inspect", "interop"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TOP_LEVEL = {

@@ -1,6 +1,7 @@
 """Opening a run: the errors; what works is tested end to end."""
 
 import json
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -28,10 +29,18 @@ def test_a_missing_run_names_those_that_are_there(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty is no run: it has no config\.json"):
         load_run(tmp_path / "empty")
-    with pytest.raises(UserError, match="has no checkpoints"):
+    with pytest.raises(UserError, match="has no whole checkpoint yet"):
         load_run(tmp_path / "quick")
     with pytest.raises(UserError, match="no run below"):
         latest_run(tmp_path / "empty")
+
+
+def test_a_run_that_a_kill_left_half_made_is_none(tmp_path):
+    for name in ("quick", ".new-abc"):  # the second is what create_run renames at its end
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, Config("x", DecoderConfig(), steps=1))
+    os.utime(tmp_path / "quick/config.json", (0, 0))  # the older one
+    assert latest_run(tmp_path) == tmp_path / "quick"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ def run_command(command: Callable[[list[str]], int], arguments: Sequence[str] | 
 
     `--debug` anywhere lets the traceback through.
     """
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # before a library does, its own way
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in arguments:
         return command([a for a in arguments if a != "--debug"])

@@ -17,6 +17,7 @@ from jaxformer.data.corpus import Corpus
 from jaxformer.data.windows import eval_batches
 from jaxformer.decode import Sampling, generate
 from jaxformer.distributed import is_first
+from jaxformer.errors import writing
 from jaxformer.inspect import attention_entropy
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
 from jaxformer.runs import SAMPLES
@@ -88,7 +89,8 @@ def _samples(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> Any:
 
     def call(step: int, state: TrainState, batch: jax.Array) -> None:
         params = local_copy(state.params, mesh)
-        with (folder / SAMPLES if is_first() else Path(os.devnull)).open("a", encoding="utf-8") as file:
+        place = folder / SAMPLES if is_first() else Path(os.devnull)
+        with writing(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
             for temperature in (0.5, 0.0):
                 chunks = generate(
                     model, params, [prompt], t.sample_tokens, Sampling(temperature),

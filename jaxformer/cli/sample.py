@@ -36,6 +36,8 @@ class Arguments:
     """Texts for each prompt."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
+    mesh: str = ""
+    """Devices over which the parameters lie, such as 'tensor=2'; without it, the first device."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,13 +59,15 @@ def _main(arguments: list[str]) -> int:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"the prompt holds bytes that are not UTF-8, at character {error.start}.") from error
-    machine.set_up()
+    machine.set_up(mesh=asked.mesh)
 
     from jaxformer.data.tokenizer import StreamDecoder
     from jaxformer.decode.generate import generate
     from jaxformer.runs import latest_run, load_run
+    from jaxformer.sharding import make_mesh
 
-    run = load_run(Path(asked.run) if asked.run is not None else latest_run(RUNS), asked.checkpoint)
+    mesh = make_mesh(asked.mesh) if asked.mesh else None
+    run = load_run(Path(asked.run) if asked.run is not None else latest_run(RUNS), asked.checkpoint, mesh)
     prompts = [p for p in asked.prompt for _ in range(asked.num_samples)]
     chunks = generate(
         run.model, run.params, [run.tokenizer.encode(p) for p in prompts], asked.max_new_tokens, sampling,

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
 from jaxformer.distributed import DistributedOptions, connect, from_first, is_first, processes_around
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, writing
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -41,6 +42,8 @@ class Arguments:
     """The run's folder; without it, a new one below runs/, called like the config."""
     resume: bool = False
     """Go on from the last checkpoint of --run, or of the newest run below runs/."""
+    allow_changed_data: bool = False
+    """With --resume: go on even if the text has changed since, with the run's own tokenizer. The log notes it."""
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
 
@@ -70,6 +73,8 @@ def _main(arguments: list[str]) -> int:
     defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
     asked = parse(Arguments, arguments, defaults, "train.py", "Train a model; sample from it with sample.py.")
     config = asked.fields
+    if asked.allow_changed_data and stored is None:
+        raise UserError("--allow-changed-data goes with --resume; a new run learns from the text as it is.")
     if stored is not None:
         _must_be_same(folder, stored, config)
     elif asked.run is not None and Path(asked.run).exists():
@@ -78,36 +83,36 @@ def _main(arguments: list[str]) -> int:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
     machine.set_up(config.train.batch_size, config.mesh, asked.distributed.processes or processes_around(os.environ))
     connect(asked.distributed)
-    return _train(config, folder, resume=stored is not None, may_number=asked.run is None)
+    return _train(config, folder, stored is not None, asked.run is None, asked.allow_changed_data)
 
 
-def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
+def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
     import jax
 
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
-    from jaxformer.runs import abstract_params, count_parameters, create_run
+    from jaxformer.data.tokenizer import Tokenizer
+    from jaxformer.runs import METRICS, PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import make_windows, train
-    from jaxformer.train.step import choose_attention, compute_dtype
+    from jaxformer.train.step import check_split, choose_attention, compute_dtype
 
     console.quiet = not is_first()
     mesh = make_mesh(config.mesh)
+    check_split(config, mesh)
+    attention = choose_attention(config, mesh)[1]
     model = config.model.build()
     parameters = count_parameters(abstract_params(model, config.model))
-    corpus = load_corpus(config.data, config.model.vocab_size)
+    tokenizer = Tokenizer.load(folder / TOKENIZER) if resume else None
+    corpus = load_corpus(config.data, config.model.vocab_size, tokenizer)
     windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
 
     if not resume:
         folder = Path(from_first(str(create_run(folder, config, corpus.tokenizer, may_number)) if is_first() else ""))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
-    shape = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1)
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
-    if shape:
-        say(f"mesh {shape}, {jax.process_count()} process(es)")
-    say(f"{choose_attention(config, mesh)[1]}, precision: {compute_dtype(config.compute, mesh)}")
     train_text, val_text = corpus.train, corpus.val
     say(
         f"data {config.data.path}: {train_text.documents:,} documents, {len(train_text.tokens):,} tokens, "
@@ -120,11 +125,21 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
         f"{config.steps / windows.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )
+    axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
+    products = compute_dtype(config.compute, mesh)
+    say(f"mesh: {axes}; processes: {jax.process_count()}; products in {products}; {attention}")
 
     place = shlex.quote(str(folder))
-    outcome = train(config, corpus, folder, mesh, make_hooks(config, mesh, corpus, folder), resume)
+    hooks = make_hooks(config, mesh, corpus, folder)
+    try:
+        outcome = train(config, corpus, folder, mesh, hooks, resume, allow_changed_data)
+    except UserError:
+        if is_first() and not resume and not (folder / METRICS).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # it never began
+        raise
     if is_first():
-        plot(folder)
+        with writing(folder, PLOTS):
+            plot(folder)
     if outcome.status == "interrupted":
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal

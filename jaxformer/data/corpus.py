@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from jaxformer.errors import UserError
 
 FORMAT = 1
 """Raise it when the same text and settings are to give other tokens."""
+BUILDING = ".building-"
+DAY = 24 * 60 * 60
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
 
 
-def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
+def load_corpus(config: DataConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read, split and tokenize the text, or find the result of an earlier time.
 
-    The tokenizer learns from the training split only.
+    Without a tokenizer, one learns from the training split only. A run that goes on brings its own: to its model the
+    tokens of another one would mean nothing, should the text have changed. The fingerprint does not depend on it.
 
     Raises:
       UserError: see `read_documents` and `Tokenizer.train`.
@@ -65,8 +70,11 @@ def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
         train, val = documents, read_documents(config.val_path, config.unwrap)
     fingerprint = _fingerprint(train, val, vocab_size)
     folder = cache_root() / "tokens" / fingerprint[:32]
+    _remove_abandoned(folder.parent)
+    if tokenizer is not None and not _tokenized_by(tokenizer, folder):
+        folder = folder.with_name(hashlib.sha256(f"{fingerprint} {tokenizer.as_json()}".encode()).hexdigest()[:32])
     if not folder.is_dir():
-        _build(folder, train, val, vocab_size)
+        _build(folder, train, val, vocab_size, tokenizer)
     counts = json.loads((folder / "counts.json").read_text())
     splits = {name: Split(np.load(folder / f"{name}.npy", mmap_mode="r"), **counts[name]) for name in ("train", "val")}
     return Corpus(splits["train"], splits["val"], Tokenizer.load(folder / "tokenizer.json"), fingerprint)
@@ -82,15 +90,45 @@ def _fingerprint(train: list[Document], val: list[Document], vocab_size: int) ->
     return digest.hexdigest()
 
 
-def _build(folder: Path, train: list[Document], val: list[Document], vocab_size: int) -> None:
+def _tokenized_by(tokenizer: Tokenizer, folder: Path) -> bool:
+    file = folder / "tokenizer.json"
+    return file.is_file() and file.read_text(encoding="utf-8") == tokenizer.as_json()
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove what processes left that were killed while they tokenized."""
+    for scratch in place.glob(f"{BUILDING}*"):
+        host, pid, _ = [*scratch.name.removeprefix(BUILDING).rsplit("-", 2), "", ""][:3]
+        dead = host == socket.gethostname() and pid.isdigit() and not _lives(int(pid))
+        try:
+            if dead or time.time() - scratch.stat().st_mtime > DAY:
+                shutil.rmtree(scratch, ignore_errors=True)
+        except FileNotFoundError:  # finished this moment
+            pass
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _build(
+    folder: Path, train: list[Document], val: list[Document], vocab_size: int, tokenizer: Tokenizer | None
+) -> None:
     """Write into a temporary folder and rename it, so that `folder` is whole or absent."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+        prefix = f"{BUILDING}{socket.gethostname()}-{os.getpid()}-"
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     except OSError as error:
         raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
     try:
-        tokenizer = Tokenizer.train([d.text for d in train], vocab_size)
+        tokenizer = tokenizer or Tokenizer.train([d.text for d in train], vocab_size)
         tokenizer.save(scratch / "tokenizer.json")
         counts = {}
         for name, documents in (("train", train), ("val", val)):

@@ -66,7 +66,11 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write everything that `load` needs, as JSON."""
-        path.write_text(self._inner.to_str(), encoding="utf-8")
+        path.write_text(self.as_json(), encoding="utf-8")
+
+    def as_json(self) -> str:
+        """The text of its file; two that are equal give equal tokens."""
+        return self._inner.to_str()
 
     @property
     def vocab_size(self) -> int:

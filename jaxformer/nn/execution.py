@@ -12,11 +12,15 @@ import jax.numpy as jnp
 
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import attention
+from jaxformer.ops.blockwise import SAVED
 
 Remat = Literal["none", "dots", "block"]
-"""What the backward pass finds stored: everything; the results of products with weights; the input of each block."""
+"""What the backward pass finds stored: everything; the results of products with weights; the input of each block. What
+a kernel for long sequences gave is stored in each case: it costs little memory, and most to compute again."""
 
-POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "block": None}
+ATTENDED = jax.checkpoint_policies.save_only_these_names(SAVED)
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(DOTS, ATTENDED), "block": ATTENDED}
 
 
 def unchanged(name: str, params: Any) -> Any:

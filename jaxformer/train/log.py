@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxformer.errors import vanished, writing
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 
 console = Console(highlight=False, soft_wrap=True)
@@ -23,10 +25,14 @@ def say(text: str) -> None:
 
 
 class Log:
-    """Appends rows of metrics to a file, and shows them with a progress bar."""
+    """Writes rows of metrics to the run's folder, and shows them with a progress bar."""
 
-    def __init__(self, file: Path, start: int, steps: int) -> None:
-        self._file = file.open("a", encoding="utf-8")
+    def __init__(self, folder: Path | None, start: int, steps: int) -> None:
+        """Without a folder, nothing is written."""
+        self._folder = folder
+        if folder is not None:
+            with writing(folder, METRICS):
+                self._file = (folder / METRICS).open("a", encoding="utf-8")
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal, transient=True,
@@ -39,20 +45,33 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        self._file.close()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # every row was flushed, or its failure told
+                self._file.close()
 
     def advance(self, step: int) -> None:
         """Move the bar."""
         self._progress.update(self._task, completed=step)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Store a row; show it in the bar, and as a line if it holds a validation."""
-        self._file.write(json.dumps(_finite(row)) + "\n")
-        self._file.flush()
+        """Store a row; show it in the bar, and as a line if it holds a validation or a note.
+
+        Raises:
+          UserError: it cannot be written, or the folder has vanished.
+        """
+        if self._folder is None:
+            return
+        if not (self._folder / METRICS).exists():  # the open file would take rows that nobody can read
+            raise vanished(self._folder, METRICS)
+        with writing(self._folder, METRICS):
+            self._file.write(json.dumps(_finite(row)) + "\n")
+            self._file.flush()
         if "tokens_per_s" in row:
             self._progress.update(self._task, note=f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s")
         if "val_loss" in row:
             console.print(line(row), markup=False)
+        if "note" in row:
+            console.print(f"step {row['step']:,}  note: {row['note']}", markup=False)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -81,15 +100,22 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what depends on how fast the machine is: the metrics called `…_ms` and `…_per_s`."""
+    return {name: value for name, value in row.items() if not name.endswith(("_ms", "_per_s"))}
+
+
 def cut_log(folder: Path, step: int) -> None:
     """Keep the metrics and samples up to a step, so that a resumed run writes none twice."""
     kept = [json.dumps(row) + "\n" for row in read_metrics(folder) if row["step"] <= step]
-    write_atomically(folder / METRICS, "".join(kept))
+    with writing(folder, METRICS):
+        write_atomically(folder / METRICS, "".join(kept))
     if (folder / SAMPLES).is_file():
         samples = (folder / SAMPLES).read_text(encoding="utf-8")
         entries = re.split(r"^(?=\[step [\d,]+, temperature )", samples, flags=re.MULTILINE)[1:]
         kept = [e for e in entries if int(e[6 : e.index(", temp")].replace(",", "")) <= step]
-        write_atomically(folder / SAMPLES, "".join(kept))
+        with writing(folder, SAMPLES):
+            write_atomically(folder / SAMPLES, "".join(kept))
 
 
 def plot(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -17,12 +16,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.windows import Windows
 from jaxformer.distributed import Agreement, is_first
 from jaxformer.errors import UserError
-from jaxformer.runs import METRICS, Checkpoints, write_config
+from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, cut_log, say
@@ -124,7 +124,7 @@ def train(
                     row |= hook.call(step, state, batch) or {}
             return row
 
-        with Log(folder / METRICS if is_first() else Path(os.devnull), start, config.steps) as log:
+        with Log(folder if is_first() else None, start, config.steps) as log:
             if changed:
                 log.row({"step": start, "note": f"the text at {config.data.path} is not what it was before"})
             batch = assemble(windows.rows(start, held), held, t.batch_size, split)

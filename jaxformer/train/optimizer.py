@@ -148,4 +148,6 @@ def _muon_or_adamw(params: Params) -> Params:
 
 
 def _is_matrix(params: Params) -> Params:
-    return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim >= 2 and path[-1].key != "W_pos", params)
+    """Which parameters are matrices, told by name: biases of heads have several dimensions, too."""
+    others = ("b_", "gamma", "beta", "W_pos")
+    return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.startswith(others), params)

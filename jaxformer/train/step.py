@@ -168,6 +168,15 @@ def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch_size))
 
 
+def check_split(config: Config, mesh: Mesh) -> None:
+    """Raise `UserError` if the batch does not split evenly over devices and parts."""
+    B, parts, n = config.train.batch_size, config.compute.accumulate, batch_shards(mesh)
+    if B % (n * parts):
+        up = -(-B // (n * parts)) * n * parts
+        also = f" in {parts} parts" if parts > 1 else ""
+        raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+
+
 def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array, Any], tuple[jax.Array, Params]]:
     """`(state, batch (B, T + 1), step)` to the mean loss, a float32 scalar, and its gradient, as the parameters lie.
 
@@ -177,11 +186,8 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array
     Raises:
       UserError: the batch does not split evenly.
     """
-    B, parts, n = config.train.batch_size, config.compute.accumulate, batch_shards(mesh)
-    if B % (n * parts):
-        up = -(-B // (n * parts)) * n * parts
-        also = f" in {parts} parts" if parts > 1 else ""
-        raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+    check_split(config, mesh)
+    B, parts = config.train.batch_size, config.compute.accumulate
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
     def sums(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
@@ -202,8 +208,8 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array
             zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), jnp.float32(0), params))
             add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, sums(params, *part)), None)  # noqa: E731
             (nats, count, grads), _ = jax.lax.scan(add, zeros, split)
-        nats, count = jax.lax.psum((nats, count), BATCH)
-        return nats / count, jax.tree.map(lambda g: g / count, sum_over_batch(grads, specs))
+        nats, count = sum_over_batch((nats, count), mesh)
+        return nats / count, jax.tree.map(lambda g: g / count, sum_over_batch(grads, mesh, specs))
 
     everywhere = on_each_shard(on_one, mesh, (specs, *2 * [PartitionSpec(BATCH)]), (PartitionSpec(), specs))
 
@@ -283,7 +289,7 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, jax.Array, j
     def eval_step(params: Params, batch_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
         params = to_compute(params, config, mesh)
         nll_BT = jax.vmap(lambda tokens_T: next_token_nll(model, params, tokens_T))(batch_BT)
-        return jax.lax.psum(jnp.sum(nll_BT * weights_BT), BATCH)
+        return sum_over_batch(jnp.sum(nll_BT * weights_BT), mesh)
 
     everywhere = on_each_shard(eval_step, mesh, (specs, PartitionSpec(BATCH), PartitionSpec(BATCH)), PartitionSpec())
     return jax.jit(everywhere, out_shardings=replicated(mesh))

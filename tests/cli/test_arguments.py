@@ -50,6 +50,7 @@ TRAIN = [
     ("--run nowhere --resume", "nowhere does not exist"),
     ("--resume", "no run below runs"),
     ("--resume=1", "--resume"),
+    ("--allow-changed-data", "--allow-changed-data goes with --resume"),
     ("--seed 99999999999", "seed is 99999999999"),
     ("--name a/b", "name is 'a/b'"),
     ("--config nowhere.py", "no config file nowhere.py"),

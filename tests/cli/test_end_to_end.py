@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
+from jaxformer.checkpoints import StoredCheckpoints, damage
+from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.train.log import read_metrics
-from tests.helpers import ROOT, run, start, tiny, write_books
+from tests.helpers import ROOT, fill, flip_a_bit, mounted, run, start, tiny, write_books
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +55,14 @@ def wait_for(condition) -> None:
 
 
 def assert_same_run(a, b):
-    """Parameters, optimizer-driven losses and samples, to the last bit."""
+    """Parameters, optimizer state, losses and samples, to the last bit."""
     assert losses(a) == losses(b)
-    one, other = load_run(a), load_run(b)
-    assert one.step == other.step
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    one, other = StoredCheckpoints(a), StoredCheckpoints(b)
+    assert one.step() == other.step()
+    ours, theirs = one.arrays(one.step()), other.arrays(other.step())
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
     assert (a / "samples.txt").read_text() == (b / "samples.txt").read_text()
 
 
@@ -118,16 +124,86 @@ def test_kill_9_at_random_moments_changes_nothing(here, finished):
     options = [*tiny(here / "books"), "--run", "killed"]
     draw = random.Random(7)
     process = start("train.py", *options, cwd=here)
-    for _ in range(3):
-        goal = draw.randrange(1, 18)  # the first may come before there is a checkpoint
-        wait_for(lambda goal=goal, process=process: process.poll() is not None or rows_in(here / "killed") > goal)
-        time.sleep(draw.random() / 20)
+    for kill in range(3):
+        if kill == 1:  # in the middle of writing a checkpoint
+            wait_for(lambda p=process: p.poll() is not None or list(here.glob("killed/checkpoints/*tmp*")))
+        else:
+            goal = draw.randrange(1, 18)  # the first may come before there is a checkpoint
+            wait_for(lambda p=process, goal=goal: p.poll() is not None or rows_in(here / "killed") > goal)
+            time.sleep(draw.random() / 20)
         process.kill()
         process.communicate()
         process = start("train.py", *options, "--resume", cwd=here)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert_same_run(here / "runs/quick", here / "killed")
+
+
+def test_a_damaged_last_checkpoint_is_passed_over_and_changes_nothing(here, finished):
+    def array_file(folder):
+        return max((folder / "checkpoints/20/params").rglob("d/*"), key=lambda file: file.stat().st_size)
+
+    harm = {
+        "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        "flipped": flip_a_bit,
+        "missing": lambda file: file.unlink(),
+    }
+    for name, damaged in harm.items():
+        damaged(array_file(shutil.copytree(here / "runs/quick", here / name)))
+    said = run("sample.py", "--run", "flipped", "--max-new-tokens", "5", cwd=here).stderr
+    assert said.startswith("WARNING: checkpoint 20 of flipped is damaged: params/") and said.count("\n") == 1
+    assert "is not what was saved; 15 is used instead" in said
+    with pytest.raises(UserError, match="the nearest good one is 15"):
+        load_run(here / "flipped", 20)
+    processes = {name: start("train.py", "--resume", "--run", name, cwd=here) for name in harm}
+    for name, process in processes.items():
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert err.startswith(f"WARNING: checkpoint 20 of {name} is damaged: params/") and err.count("\n") == 1
+        assert err.endswith("; put aside as 20.damaged, 15 is used instead\n")
+        assert_same_run(here / "runs/quick", here / name)
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(here, finished, tmp_path):
+    with mounted(tmp_path, "8m") as disk:
+        shutil.copytree(here / "runs/quick", disk / "run")
+        shutil.rmtree(disk / "run/checkpoints/20")
+        full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
+        result = run("train.py", "--resume", "--run", str(disk / "run"), cwd=here)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert result.stderr.startswith(f"error: checkpoint 20 (15 is whole) cannot be written to {disk}/run: No space")
+        assert result.stderr.count("\n") == 1
+        assert {folder.name for folder in (disk / "run/checkpoints").iterdir()} <= {"10", "15"}
+        full.unlink()
+        command = result.stderr.partition("then go on with: python ")[2]
+        result = run(*shlex.split(command), cwd=here)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        assert_same_run(disk / "run", here / "runs/quick")
+
+
+def test_a_folder_that_vanishes_is_one_sentence(here):
+    process = start("train.py", *tiny(here / "books", steps=5000), "--run", "gone", cwd=here)
+    wait_for(lambda: process.poll() is not None or rows_in(here / "gone") > 3)
+    (here / "gone").rename(here / "moved")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: .* cannot be written: gone has vanished; put it back .*\n", err)
+    assert all(damage(here / f"moved/checkpoints/{step}") is None for step in StoredCheckpoints(here / "moved").steps())
+
+
+def test_only_one_process_trains_in_a_folder_and_a_second_interruption_stops_at_once(here):
+    process = start("train.py", *tiny(here / "books", steps=5000), "--run", "busy", cwd=here)
+    wait_for(lambda: process.poll() is not None or rows_in(here / "busy") > 3)
+    second = run("train.py", "--resume", "--run", "busy", cwd=here)
+    assert second.returncode == 2
+    assert second.stderr.startswith(f"error: process {process.pid} is training in busy; wait")
+    load_run(here / "busy")  # reading disturbs nobody
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert all(damage(here / f"busy/checkpoints/{step}") is None for step in StoredCheckpoints(here / "busy").steps())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -160,6 +236,22 @@ def test_resuming_with_another_config_or_other_text_is_refused_and_changes_nothi
     result = run("train.py", "--resume", "--run", "runs/quick", "--steps", "5", cwd=here)
     assert result.returncode == 2 and "has taken 20 steps already" in result.stderr
     assert content() == before
+
+
+def test_changed_text_can_be_allowed_and_is_read_with_the_runs_own_tokenizer(here, finished):
+    shutil.copytree(here / "runs/quick", here / "allowed")
+    write_books(here / "other", words=700)
+    (here / "other/0.txt").write_text("Zebras zigzag. " * 100)  # a tokenizer trained on this would differ
+    options = ["--resume", "--run", "allowed", "--data.path", "other"]
+    result = run("train.py", *options, "--steps", "22", "--allow-changed-data", cwd=here)
+    assert result.returncode == 0, result.stderr
+    notes = [row for row in read_metrics(here / "allowed") if "note" in row]
+    assert [(row["step"], row["note"]) for row in notes] == [(20, "the text at other is not what it was before")]
+    assert "step 20  note: the text" in result.stdout
+    result = run("train.py", *options, "--steps", "24", cwd=here)  # from here on it is the run's text
+    assert result.returncode == 0, result.stderr
+    tokenizer = (here / "runs/quick/tokenizer.json").read_bytes()
+    assert (here / "allowed/tokenizer.json").read_bytes() == tokenizer
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_the_rest(here):

@@ -1,5 +1,9 @@
 """Tokens on disk."""
 
+import os
+import socket
+import subprocess
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -55,6 +59,36 @@ def test_content_and_settings_change_the_fingerprint_and_names_do_not(config, tm
     assert load_corpus(config, 270).fingerprint == before
     (tmp_path / "texts" / "1.txt").write_text("something else, the and of")
     assert load_corpus(config, 270).fingerprint != before
+
+
+def test_a_tokenizer_that_is_given_is_used_and_leaves_the_fingerprint_as_it_is(config, tmp_path):
+    own = load_corpus(config, 270)
+    (tmp_path / "texts" / "0.txt").write_text("something else entirely, and of it a lot. " * 9)
+    learned, given = load_corpus(config, 270), load_corpus(config, 270, own.tokenizer)
+    assert given.fingerprint == learned.fingerprint != own.fingerprint
+    assert given.tokenizer.as_json() == own.tokenizer.as_json() != learned.tokenizer.as_json()
+    assert given.tokenizer.decode(given.train.tokens) == learned.tokenizer.decode(learned.train.tokens)
+    assert not np.array_equal(given.train.tokens, learned.train.tokens)
+
+
+def test_what_a_killed_tokenization_left_is_removed_and_what_is_under_way_is_not(config, tmp_path):
+    place = tmp_path / "cache" / "tokens"
+    place.mkdir(parents=True)
+    child = subprocess.Popen(["true"])
+    child.wait()
+    here = socket.gethostname()
+    names = {
+        "dead": f".building-{here}-{child.pid}-abc", "alive": f".building-{here}-{os.getpid()}-abc",
+        "elsewhere": f".building-far-away-{child.pid}-abc", "unknown": ".building-abc", "old": ".building-xyz",
+    }  # fmt: skip
+    for name in names.values():
+        (place / name).mkdir()
+        (place / name / "train.npy").write_text("half")
+    yesterday = time.time() - 25 * 60 * 60
+    os.utime(place / names["old"], (yesterday, yesterday))
+    load_corpus(config, 270)
+    left = {name for name in names if (place / names[name]).exists()}
+    assert left == {"alive", "elsewhere", "unknown"}
 
 
 def test_a_failure_leaves_nothing_behind(config, tmp_path):

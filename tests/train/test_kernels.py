@@ -112,7 +112,7 @@ def test_what_the_kernel_refuses_is_attended_to_without_it() -> None:
         assert_all_close(*(value_and_gradients(f, *arrays, mask) for f in (FusedAttention(kernel), attention)))
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+@pytest.mark.parametrize("kernel", [pytest.param("splash", marks=pytest.mark.slow), "cudnn"])
 @pytest.mark.parametrize(
     ("H", "G"),
     [

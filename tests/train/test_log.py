@@ -1,8 +1,13 @@
 """Metrics on disk."""
 
 import json
+import shutil
 
+import pytest
+
+from jaxformer.errors import UserError
 from jaxformer.train.log import Log, cut_log, plot, read_metrics
+from tests.helpers import mounted
 
 ROW = {"step": 0, "epoch": 0.0, "tokens": 0, "val_loss": 2.0, "val_ppl": 7.4, "val_bpb": 1.0, "entropy": [[1.0, 0.5]]}
 
@@ -23,6 +28,34 @@ def test_cutting_keeps_rows_and_samples_up_to_the_step_and_drops_a_torn_line(tmp
     cut_log(tmp_path, 2000)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(text.splitlines(keepends=True)[:3])
     assert (tmp_path / "samples.txt").read_text() == "".join(entries[:2])
+
+
+def test_a_full_disk_is_one_sentence_and_tears_at_most_the_last_line(tmp_path):
+    with mounted(tmp_path, "64k") as disk:
+        full = r"metrics.jsonl cannot be written to .*: No space left on device; free"
+        with pytest.raises(UserError, match=full), Log(disk, 0, 3) as log:
+            for _ in range(1000):  # 100 KB
+                log.row(ROW)
+        assert all(row == ROW for row in read_metrics(disk))
+        with pytest.raises(UserError, match=full):
+            cut_log(disk, 0)
+        assert [file.name for file in disk.iterdir()] == ["metrics.jsonl"]
+        assert len(read_metrics(disk)) > 100
+
+
+def test_a_folder_that_vanishes_is_one_sentence(tmp_path):
+    (tmp_path / "run").mkdir()
+    with Log(tmp_path / "run", 0, 3) as log:
+        log.row(ROW)
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: .*run has vanished; put it back"):
+            log.row(ROW)
+
+
+def test_a_note_is_shown(tmp_path, capsys):
+    with Log(tmp_path, 0, 3) as log:
+        log.row({"step": 2, "note": "the wind has turned"})
+    assert capsys.readouterr().out == "step 2  note: the wind has turned\n"
 
 
 def test_plots_are_pictures(tmp_path):

@@ -239,13 +239,13 @@ def test_only_schedule_free_takes_its_gradient_elsewhere(config):
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.weight_decay], ids=lambda c: c.name)
 def test_weight_decay_touches_matrices_and_neither_gains_biases_nor_positions(config):
     params = {name: jnp.ones((3, 2)) for name in ("W_E", "W_1", "W_pos")}
-    params |= {"gamma": jnp.ones(3), "b_1": jnp.ones(3)}
+    params |= {"gamma": jnp.ones(3), "b_1": jnp.ones(3), "b_Q": jnp.ones((3, 1, 2))}
     zero = jax.tree.map(jnp.zeros_like, params)
     optimizer = make_optimizer(config, 10)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     for name in ("W_E", "W_1"):
         np.testing.assert_allclose(updates[name], -config.learning_rate * config.weight_decay, rtol=1e-4)
-    for name in ("W_pos", "gamma", "b_1"):
+    for name in ("W_pos", "gamma", "b_1", "b_Q"):
         np.testing.assert_array_equal(updates[name], 0.0)
 
 

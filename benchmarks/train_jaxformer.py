@@ -1,0 +1,108 @@
+"""A process that trains with jaxformer when asked: see `processes` and `peers`.
+
+    python benchmarks/train_jaxformer.py FOLDER
+
+`job.json` in the folder says what to train. Shape, first weights, batches and learning rates are left there for
+those who train the same in another library.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import record
+from flax.traverse_util import flatten_dict
+from processes import serve
+
+from jaxformer.cli import machine
+from jaxformer.config import Config, from_dict, to_dict
+from jaxformer.runs import count_parameters
+from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.train.memory import needed
+from jaxformer.train.optimizer import make_schedule
+from jaxformer.train.step import abstract_state, choose_attention, compute_dtype, init_state, make_train_step
+
+BATCHES = 8
+"""Different batches; the steps go round them."""
+
+
+def read_job(job: dict[str, Any]) -> Config:
+    """The config that a `peers.Job` asks for."""
+    file, _, name = job["config"].partition(":")
+    # Imported by name: a command's way of reading configs would bring in all that reads arguments.
+    config: Config = getattr(import_module(f"configs.{file}"), name)
+
+    def changed(name: str, value: Any) -> Any:
+        part = getattr(config, name)
+        return from_dict(type(part), asdict(part) | value, name) if is_dataclass(part) else value
+
+    return replace(config, **{name: changed(name, value) for name, value in job["changes"].items()})
+
+
+def main(folder: Path) -> None:
+    """Set everything up as `train.py` does, and serve."""
+    job = json.loads((folder / "job.json").read_text())
+    config = read_job(job)
+    B, T = config.train.batch_size, config.model.context_length
+    machine.set_up(B, config.mesh)
+    mesh = make_mesh(config.mesh)
+    state, split = init_state(config, mesh), batch_split(mesh)
+    weights = flatten_dict(jax.tree.map(np.asarray, state.params), sep=".")
+    batches = np.random.default_rng(config.seed).integers(
+        config.model.vocab_size, size=(BATCHES, B, T + 1), dtype=np.int32
+    )
+    schedule = make_schedule(config.optimizer, config.steps)
+    rates = [float(schedule(step)) for step in range(job["steps"])]
+    dtype = compute_dtype(config.compute, mesh).name
+    np.savez(folder / "weights.npz", **weights)
+    np.save(folder / "batches.npy", batches)
+    (folder / "config.json").write_text(json.dumps(to_dict(config) | {"learning_rates": rates, "dtype": dtype}))
+
+    batch = jax.ShapeDtypeStruct(batches.shape[1:], np.int32, sharding=split)
+    step_number = jax.ShapeDtypeStruct((), np.int32)
+    compiled = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch, step_number).compile()
+    cost = compiled.cost_analysis() or {}
+
+    def step(taken: int) -> jax.Array:
+        nonlocal state
+        state, loss = compiled(state, place(batches[taken % BATCHES], split), np.int32(taken))
+        return loss
+
+    device = jax.devices()[0]
+    serve(
+        step,
+        jax.profiler.trace,
+        parameters=count_parameters(state.params),
+        matrix_parameters=sum(w.size for name, w in weights.items() if in_a_product(name, "W_out" in weights)),
+        batch_size=B,
+        context_length=T,
+        attention_width=config.model.n_heads * config.model.width_of_head,
+        n_blocks=config.model.n_blocks,
+        dtype=dtype,
+        attention=choose_attention(config, mesh)[1],
+        platform=device.platform,
+        device=device.device_kind,
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        compiler={
+            "flops_a_step": cost.get("flops"),
+            "bytes_accessed_a_step": cost.get("bytes accessed"),
+            "memory_bytes": needed(compiled),
+        },
+        versions=record.versions("jax", "jaxlib", "flax"),
+    )
+
+
+def in_a_product(name: str, untied: bool) -> bool:
+    """Whether a parameter is a matrix that every token is multiplied with, and no table of which it takes a row."""
+    leaf = name.rpartition(".")[2]
+    return leaf.startswith("W_") and leaf != "W_pos" and not (untied and leaf == "W_E")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,386 @@
+"""The checkpoints of a run: written in the background, verified before they are believed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import checkpoint_managers
+
+from jaxformer.errors import UserError, cannot_write, cause, vanished, writing
+
+CHECKPOINTS, LOCK = "checkpoints", ".lock"
+SUMS = "sha256.json"
+"""In each checkpoint's folder: the SHA-256 of every file of its items."""
+METADATA = "_CHECKPOINT_METADATA"
+"""Orbax's own, dated by it after the sums are made."""
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""How Orbax ends the name of a checkpoint's folder until it is whole."""
+HASHING_THREADS = 4
+
+warn = logging.getLogger(__name__).warning
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's folder, in a few words; None if it is as it was saved.
+
+    Orbax notices a file that is missing or cut short, but restores a flipped bit without a word.
+    """
+    try:
+        sums = json.loads((checkpoint / SUMS).read_bytes())
+        json.loads((checkpoint / METADATA).read_bytes())
+        if not (isinstance(sums, dict) and sums):
+            raise ValueError
+        found = _sums(checkpoint, list(sums))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(checkpoint)} is missing"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    except ValueError:
+        return f"{SUMS} or {METADATA} is not what was saved"
+    return next((f"{name} is not what was saved" for name in sums if found[name] != sums[name]), None)
+
+
+def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """The SHA-256 of files below a folder, in hexadecimal."""
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+class StoredCheckpoints:
+    """The checkpoints that lie in a run's folder, to read. A run that goes on meanwhile is not disturbed.
+
+    Each is a folder, called by its step, that plain Orbax reads, too. Parameters, optimizer state and position
+    (the step, and the text's fingerprint) are separate items, so that sampling reads the first alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._place = folder, (folder / CHECKPOINTS).absolute()
+        self._damage: Callable[[int], str | None] = cache(lambda step: damage(self._place / str(step)))
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, whole or damaged, in order."""
+        return sorted(int(p.name) for p in self._place.glob("*") if p.name.isdigit())
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self.steps())
+
+    def step(self, which: str | int = "last") -> int:
+        """The step of the last or the best checkpoint that is not damaged, or the given one.
+
+        What is passed over is named in a warning. Best is the lowest validation loss.
+
+        Raises:
+          UserError: there is none, all are damaged, or the given one is.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self._folder} has no whole checkpoint yet; train longer, or choose another run.")
+        if which == "last":
+            return self._first_good(steps[::-1])
+        if which == "best":
+            return self._first_good(sorted(steps, key=lambda step: (self._val_loss(step), -step)))
+        if not (str(which).isdigit() and int(which) in steps):
+            raise UserError(f"{self._folder} has no checkpoint {which!r}; it has {steps}, 'last' and 'best'.")
+        step = int(which)
+        if reason := self._damage(step):
+            near = next((s for s in sorted(steps, key=lambda s: abs(s - step)) if not self._damage(s)), None)
+            hint = "no other is good" if near is None else f"the nearest good one is {near}"
+            raise UserError(f"checkpoint {step} of {self._folder} is damaged: {reason}; {hint}.")
+        return step
+
+    def restore_params(self, step: int, abstract: Any) -> Any:
+        """The parameters alone, shaped and placed as the leaves of `abstract` say.
+
+        Args:
+          step: of the checkpoint.
+          abstract: a tree of `ShapeDtypeStruct`; a leaf without a sharding goes to the first device.
+        """
+        return self._restore(step, "params", abstract)
+
+    def restore(self, step: int, params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Parameters, optimizer state and position; the first two as in `restore_params`."""
+        position = json.loads((self._place / str(step) / "position" / "metadata").read_bytes())
+        return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), position
+
+    def arrays(self, step: int) -> dict[str, np.ndarray]:
+        """All numbers of a checkpoint, by their path in it, such as `params/blocks_0/attention/W_Q`."""
+        found = {}
+        for item in ("params", "opt_state"):
+            reader = ocp.PyTreeCheckpointer()
+            tree = reader.metadata(self._place / str(step) / item).item_metadata.tree
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            restored = reader.restore(self._place / str(step) / item, restore_args=as_numpy)
+            for path, array in jax.tree.leaves_with_path(restored):
+                found["/".join([item, *(jax.tree_util.keystr((key,), simple=True) for key in path)])] = array
+        return found
+
+    def _restore(self, step: int, item: str, abstract: Any) -> Any:
+        def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            place = x.sharding or SingleDeviceSharding(jax.devices()[0])
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        args = ocp.args.StandardRestore(jax.tree.map(placed, abstract))
+        try:
+            return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(self._place / str(step) / item, args=args)
+        except (ValueError, OSError, KeyError) as error:
+            raise UserError(
+                f"checkpoint {step} of {self._folder} cannot be read: {str(error).strip().splitlines()[0][:200]}."
+            ) from error
+
+    def _first_good(self, steps: Sequence[int]) -> int:
+        """The first of these that is not damaged, with a warning for each before it."""
+        good = next((step for step in steps if not self._damage(step)), None)
+        if good is None:
+            raise self._all_damaged(steps)
+        for step in steps[: steps.index(good)]:
+            warn(f"checkpoint {step} of {self._folder} is damaged: {self._damage(step)}; {good} is used instead")
+        return good
+
+    def _all_damaged(self, steps: Sequence[int]) -> UserError:
+        return UserError(
+            f"every checkpoint of {self._folder} is damaged ({steps[0]}: {self._damage(steps[0])}); "
+            "put back a copy of its folder, or train anew."
+        )
+
+    def _val_loss(self, step: int) -> float:
+        """Infinite where none was measured; what cannot be read comes first, so that its damage is told."""
+        try:
+            return float(json.loads((self._place / str(step) / "metrics" / "metrics").read_bytes())["val_loss"])
+        except FileNotFoundError:
+            return math.inf
+        except (OSError, ValueError, KeyError, TypeError):
+            return -math.inf
+
+
+class Checkpoints(StoredCheckpoints):
+    """The checkpoints of a run that is being trained, to read and to write; one process at a time.
+
+    It keeps the last two, and of those made at a validation the one with the lowest loss. Saving goes on in the
+    background; a checkpoint appears whole, with its sums, by a rename, or not at all. Several processes of one
+    `jax.distributed` job make one each and call it alike.
+
+    Raises:
+      UserError: another process trains in the folder, it cannot be written, or every checkpoint is damaged. If only
+        some are, they are named in a warning and go out of the way, so that their steps can be saved again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._saving: int | None = None
+        _drop_echoes()
+        with contextlib.ExitStack() as opened:
+            if jax.process_index() == 0:
+                opened.enter_context(only_one(folder))
+                opened.callback(self._remove_leftovers)
+                self._set_damaged_aside()
+            else:
+                self._damage = lambda step: None  # process 0 sees to it
+            policy = checkpoint_managers.AnyPreservationPolicy(
+                [
+                    checkpoint_managers.LatestN(2),
+                    checkpoint_managers.BestN(
+                        get_metric_fn=lambda metrics: -metrics["val_loss"],
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            )
+            with writing(folder, CHECKPOINTS):
+                self._manager = ocp.CheckpointManager(
+                    self._place,
+                    options=ocp.CheckpointManagerOptions(
+                        cleanup_tmp_directories=True,
+                        preservation_policy=policy,
+                        best_fn=lambda metrics: -metrics["val_loss"],
+                        async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sums),
+                    ),
+                    item_names=("params", "opt_state", "position"),
+                )
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for a save under way. If an error brought us here, one of saving does not take its place."""
+        with self._opened:
+            errors = []
+            for _attempt in range(3):  # an error comes once; after it, closing goes on where it stopped
+                try:
+                    self._manager.close()
+                    break
+                except (OSError, ValueError) as error:
+                    errors.append(self._told(error))
+            if errors and kind is None:
+                raise errors[0]
+
+    def save(self, step: int, params: Any, opt_state: Any, position: Mapping[str, Any], val_loss: float | None) -> None:
+        """Begin to save; a step that is already there is left as it is.
+
+        If the save before this one failed, this one takes its place, and is waited for.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+        lost, failure = self._saving, self._failure()
+        if step in self._manager.all_steps():
+            return
+        self._saving = step
+        try:
+            if not self._place.is_dir():  # orbax would make another
+                raise FileNotFoundError
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    opt_state=ocp.args.StandardSave(opt_state),
+                    position=ocp.args.JsonSave(dict(position)),
+                ),
+                metrics=None if val_loss is None else {"val_loss": val_loss},
+            )
+            if failure:
+                self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise self._told(error) from error
+        if failure:
+            warn(f"checkpoint {lost} of {self._folder} could not be written: {failure}; {step} is saved instead")
+
+    def _failure(self) -> str | None:
+        """Wait for the save under way; why it failed, if the system kept it from being written."""
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            if not isinstance(told := self._told(error), UserError):
+                raise
+            self._remove_leftovers()
+            return cause(error) or str(told)
+        return None
+
+    def _told(self, error: Exception) -> Exception:
+        """The error as the user should see it; one that no fault of the disk explains stays as it is."""
+        # The other parts of the save are let go here, where their complaints go unheard.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        what = f"checkpoint {self._saving}"
+        if not self._place.is_dir() or not (self._folder / LOCK).exists():
+            return vanished(self._folder, what)
+        if (why := cause(error)) is None:
+            return error
+        good = next((step for step in reversed(self.steps()) if not self._damage(step)), None)
+        kept = "there is none before it" if good is None else f"{good} is whole"
+        return cannot_write(self._folder, f"{what} ({kept})", why)
+
+    def _write_sums(self) -> None:
+        """Orbax calls this, in the background of process 0, when all files are written and not yet renamed."""
+        temporary = self._place.glob(f"{self._saving}{TEMPORARY}*")
+        folder = next(temporary, self._place / str(self._saving))
+        files = sorted(p for item in folder.iterdir() if item.is_dir() for p in item.rglob("*") if p.is_file())
+        sums = _sums(folder, [p.relative_to(folder).as_posix() for p in files])
+        (folder / SUMS).write_text(json.dumps(sums, indent=0), encoding="utf-8")
+
+    def _set_damaged_aside(self) -> None:
+        steps = self.steps()
+        damaged = [step for step in steps if self._damage(step)]
+        if not damaged:
+            return
+        if damaged == steps:
+            raise self._all_damaged(steps[::-1])
+        good = max(set(steps) - set(damaged))
+        for step in damaged:
+            here, aside = self._place / str(step), self._place / f"{step}.damaged"
+            with writing(self._folder, CHECKPOINTS):
+                if step < good:  # of no use any more; a kill while it was being deleted leaves one like this
+                    shutil.rmtree(here)
+                    done = "removed"
+                else:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    here.rename(aside)
+                    done = f"put aside as {aside.name}"
+            why = self._damage(step)
+            warn(f"checkpoint {step} of {self._folder} is damaged: {why}; {done}, {good} is used instead")
+
+    def _remove_leftovers(self) -> None:
+        """A save that failed leaves its temporary folder, and where the disk is full that is in the way."""
+        for folder in self._place.glob(f"*{TEMPORARY}*") if jax.process_index() == 0 else ():
+            for _attempt in range(20):  # some parts of it may be written still
+                shutil.rmtree(folder, ignore_errors=True)
+                if not folder.exists():
+                    break
+                time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in a run's folder. The kernel ends it with this process, however that dies.
+
+    Raises:
+      UserError: another one is at it, or the folder cannot be written.
+    """
+    with writing(folder, LOCK):
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
+            raise UserError(
+                f"{process} is training in {folder}; wait for it or stop it, or choose another --run."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        with contextlib.suppress(OSError):  # the lock holds without a number in it
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+        with contextlib.suppress(OSError):
+            os.ftruncate(lock, 0)
+    finally:
+        os.close(lock)
+
+
+def _drop_echoes() -> None:
+    """When one part of a save fails, each of the others has something of its own to say of it, some of them late: drop
+    what goes to asyncio's log, to an event loop that is closed by then, and to the end of the process."""
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    logging.getLogger("asyncio").addFilter(_is_no_echo)
+    sys.unraisablehook = _tell_unless_echo
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
+
+
+_tell = sys.unraisablehook
+
+
+def _tell_unless_echo(unraisable: sys.UnraisableHookArgs) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _tell(unraisable)

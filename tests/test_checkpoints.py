@@ -1,0 +1,283 @@
+"""Checkpoints that can be trusted: what is damaged is found and passed over, and a fault of the disk loses none."""
+
+import hashlib
+import json
+import logging
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage
+from jaxformer.errors import UserError
+from tests.helpers import fill, flip_a_bit, mounted
+
+PARAMS = {"W": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": {"c": np.float32([1.5, -2.0])}}
+SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+
+
+def state(step: int) -> dict:
+    """Parameters that tell the step."""
+    return jax.tree.map(lambda x: jnp.asarray(x + step), PARAMS)
+
+
+def write(folder: Path, *steps: int, losses: dict[int, float] | None = None) -> None:
+    """Save so many checkpoints."""
+    with Checkpoints(folder) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state(step), (state(-step), None), {"step": step}, (losses or {}).get(step))
+
+
+def assert_step(folder: Path, step: int) -> None:
+    """The checkpoint holds what was saved at its step."""
+    restored = StoredCheckpoints(folder).restore_params(step, SHAPES)
+    jax.tree.map(np.testing.assert_array_equal, restored, state(step))
+
+
+def array_file(checkpoint: Path) -> Path:
+    """The file that holds the parameters."""
+    return max((checkpoint / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
+
+
+HARM = {
+    "truncated": lambda folder: array_file(folder).write_bytes(array_file(folder).read_bytes()[:-7]),
+    "a bit flipped": lambda folder: flip_a_bit(array_file(folder)),
+    "emptied": lambda folder: array_file(folder).write_text(""),
+    "file missing": lambda folder: array_file(folder).unlink(),
+    "item missing": lambda folder: shutil.rmtree(folder / "opt_state"),
+    "no checksums": lambda folder: (folder / SUMS).unlink(),
+    "checksums cut off": lambda folder: (folder / SUMS).write_text('{"params'),
+    "checksums empty": lambda folder: (folder / SUMS).write_text("{}"),
+    "metrics cut off": lambda folder: (folder / "metrics/metrics").write_text('{"val'),
+    "metadata missing": lambda folder: (folder / "_CHECKPOINT_METADATA").unlink(),
+    "metadata cut off": lambda folder: (folder / "_CHECKPOINT_METADATA").write_text('{"item'),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with checkpoints 5, 10 and 15; the first is the best."""
+    write(tmp_path, 5, 10, 15, losses={5: 1.0, 10: 2.0, 15: 3.0})
+    return tmp_path
+
+
+def test_what_was_saved_comes_back_each_leaf_where_it_was_asked_to_be(folder):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    asked = {**SHAPES, "W": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=split)}
+    params, (momentum, nothing), position = StoredCheckpoints(folder).restore(15, asked, (asked, None))
+    jax.tree.map(np.testing.assert_array_equal, params, state(15))
+    jax.tree.map(np.testing.assert_array_equal, momentum, state(-15))
+    assert nothing is None and position == {"step": 15}
+    for tree in (params, momentum):
+        assert tree["W"].sharding == split
+        assert tree["b"]["c"].sharding == SingleDeviceSharding(jax.devices()[0])
+
+
+def test_all_numbers_come_back_by_name(folder):
+    arrays = StoredCheckpoints(folder).arrays(15)
+    assert arrays.keys() == {"params/W", "params/b/c", "opt_state/0/W", "opt_state/0/b/c"}
+    np.testing.assert_array_equal(arrays["params/W"], PARAMS["W"] + 15)
+    np.testing.assert_array_equal(arrays["opt_state/0/b/c"], PARAMS["b"]["c"] - 15)
+
+
+def test_plain_orbax_reads_a_checkpoint(folder):
+    with ocp.CheckpointManager(folder / "checkpoints") as manager:
+        assert sorted(manager.all_steps()) == [5, 10, 15]
+        restored = manager.restore(15)
+    jax.tree.map(np.testing.assert_array_equal, restored["params"], state(15))
+    assert restored["position"] == {"step": 15}
+
+
+def test_the_last_two_and_the_best_are_kept(tmp_path):
+    write(tmp_path, 5, 10, 15, 20, 25, losses={5: 3.0, 10: 1.0, 15: 2.0})
+    stored = StoredCheckpoints(tmp_path)
+    assert stored.steps() == [10, 20, 25]
+    assert (stored.step("last"), stored.step("best"), stored.step(20), stored.step("20")) == (25, 10, 20, 20)
+
+
+def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):
+    checkpoint = folder / "checkpoints/15"
+    files = [file for file in checkpoint.rglob("*") if file.is_file() and file.stat().st_size]
+    # Orbax dates and marks a checkpoint after its sums are made; these two say nothing of its content.
+    files = [file for file in files if file.parent != checkpoint or file.name == SUMS]
+    assert len(files) > 10 and damage(checkpoint) is None
+    for file in files:
+        whole = file.read_bytes()
+        flip_a_bit(file)
+        assert damage(checkpoint) is not None, file
+        file.write_bytes(whole)
+    assert damage(checkpoint) is None
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(folder, caplog, harm):
+    harm(folder / "checkpoints/15")
+    before = sorted(folder.rglob("*"))
+    assert StoredCheckpoints(folder).step("last") == 10
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"checkpoint 15 of {folder} is damaged: ")
+    assert record.getMessage().endswith("10 is used instead")
+    assert sorted(folder.rglob("*")) == before  # reading leaves it as it is
+    with pytest.raises(UserError, match=r"checkpoint 15 of .* is damaged: .*; the nearest good one is 10"):
+        StoredCheckpoints(folder).step(15)
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
+def test_on_going_on_a_damaged_checkpoint_makes_way_for_a_new_one(folder, caplog, harm):
+    harm(folder / "checkpoints/15")
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.step("last") == 10
+        assert len(caplog.records) == 1 and "put aside as 15.damaged, 10 is used" in caplog.text
+        checkpoints.save(15, state(15), (state(-15), None), {}, None)
+    assert StoredCheckpoints(folder).steps() == [5, 10, 15]  # 5 is the best
+    assert damage(folder / "checkpoints/15") is None
+    assert_step(folder, 15)
+
+
+def test_a_damaged_best_is_passed_over_for_the_next_best(folder, caplog):
+    flip_a_bit(array_file(folder / "checkpoints/5"))
+    assert StoredCheckpoints(folder).step("best") == 10
+    assert "checkpoint 5 of" in caplog.text
+    (folder / "checkpoints/10/metrics/metrics").write_text("no JSON")
+    assert StoredCheckpoints(folder).step("best") == 15
+
+
+def test_what_a_kill_left_of_a_deletion_is_removed(folder, caplog):
+    shutil.rmtree(folder / "checkpoints/5/params")
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.steps() == [10, 15]
+    assert "checkpoint 5 of" in caplog.text and "removed" in caplog.text
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["10", "15"]
+
+
+def test_if_every_checkpoint_is_damaged_it_says_so_and_keeps_them(folder):
+    for step in (5, 10, 15):
+        flip_a_bit(array_file(folder / "checkpoints" / str(step)))
+    before = {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()}
+    with pytest.raises(UserError, match=r"every checkpoint of .* is damaged \(15: params.* is not what was saved\)"):
+        StoredCheckpoints(folder).step()
+    with pytest.raises(UserError, match="every checkpoint"):
+        Checkpoints(folder)
+    with pytest.raises(UserError, match="no other is good"):
+        StoredCheckpoints(folder).step(5)
+    assert {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()} == before
+
+
+def test_a_save_that_was_killed_leaves_no_trace(folder):
+    half = folder / "checkpoints/20.orbax-checkpoint-tmp"
+    shutil.copytree(folder / "checkpoints/15", half)
+    assert StoredCheckpoints(folder).step("last") == 15
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(20, state(20), state(-20), {}, None)
+    assert not half.exists()
+    assert_step(folder, 20)
+
+
+def test_a_missing_step_is_one_sentence(folder):
+    with pytest.raises(UserError, match=r"no checkpoint 12; it has \[5, 10, 15\], 'last' and 'best'"):
+        StoredCheckpoints(folder).step(12)
+
+
+def test_one_process_writes_and_others_may_read(folder):
+    with Checkpoints(folder):
+        with pytest.raises(UserError, match=r"process \d+ is training in .*; wait for it or stop it"):
+            Checkpoints(folder)
+        assert StoredCheckpoints(folder).step("last") == 15
+    write(folder, 20)
+    assert_step(folder, 20)
+
+
+@pytest.mark.parametrize("leave", [0, 16_384, 65_536], ids=["no folder", "no item", "half an item"])
+def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
+    with mounted(tmp_path, "2m") as disk:
+        write(disk, 5)
+        full = fill(disk, leave)
+        with pytest.raises(UserError) as caught, Checkpoints(disk) as checkpoints:
+            noise = jax.random.normal(jax.random.key(0), (64, 1024))  # 256 KiB that do not compress
+            checkpoints.save(10, {"W": noise}, state(-10), {}, None)
+            checkpoints.save(15, {"W": noise}, state(-15), {}, None)
+        said = str(caught.value)
+        assert said.startswith(f"checkpoint 15 (5 is whole) cannot be written to {disk}: No space left on device;")
+        assert said.endswith(f"free some space, then go on with: python train.py --resume --run {disk}")
+        assert [p.name for p in (disk / "checkpoints").iterdir()] == ["5"]
+        assert damage(disk / "checkpoints/5") is None
+        full.unlink()
+        write(disk, 10)
+        assert_step(disk, 10)
+
+
+def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
+    with mounted(tmp_path, "2m") as disk:
+        write(disk, 5)
+        full = fill(disk, 16_384)
+        with Checkpoints(disk) as checkpoints:
+            checkpoints.save(10, state(10), state(-10), {}, None)
+            until = time.monotonic() + 60
+            while checkpoints._manager.is_saving_in_progress() and time.monotonic() < until:
+                time.sleep(0.01)
+            full.unlink()
+            checkpoints.save(15, state(15), state(-15), {}, None)
+            assert damage(disk / "checkpoints/15") is None  # there already
+        (record,) = caplog.records
+        said = f"checkpoint 10 of {disk} could not be written: No space left on device; 15 is saved instead"
+        assert record.getMessage() == said
+        assert StoredCheckpoints(disk).steps() == [5, 15]
+
+
+def test_a_save_that_fails_at_the_end_is_one_sentence(tmp_path):
+    with mounted(tmp_path, "2m") as disk:
+        fill(disk, 0)
+        said = r"checkpoint 10 \(there is none before it\) cannot"
+        with pytest.raises(UserError, match=said), Checkpoints(disk) as checkpoints:
+            checkpoints.save(10, state(10), state(-10), {}, None)
+        assert not StoredCheckpoints(disk)
+
+
+def test_a_mistake_of_the_caller_is_no_fault_of_the_disk(tmp_path):
+    with pytest.raises(ValueError, match="Must provide item"), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, state(10), None, {}, None)
+
+
+def test_an_error_on_the_way_is_not_hidden_by_one_of_saving(tmp_path):
+    with mounted(tmp_path, "2m") as disk:
+        fill(disk, 0)
+        with pytest.raises(ZeroDivisionError), Checkpoints(disk) as checkpoints:
+            checkpoints.save(10, state(10), state(-10), {}, None)
+            raise ZeroDivisionError
+        write(shutil.copytree(disk, tmp_path / "elsewhere"), 5)  # nothing is left locked or open
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    with mounted(tmp_path, "2m") as disk:
+        write(disk, 5)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(UserError, match=r"cannot be written to .*: Read-only file system; see to it"):
+            Checkpoints(disk)
+        assert_step(disk, 5)
+
+
+def test_a_folder_that_vanishes_is_one_sentence_and_is_not_made_again(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (
+        pytest.raises(UserError, match=r"checkpoint 5 cannot be written: .*run has vanished"),
+        Checkpoints(folder) as c,
+    ):
+        shutil.rmtree(folder)
+        c.save(5, state(5), state(-5), {}, None)
+    assert not folder.exists()
+
+
+def test_sums_are_plain_sha256(folder):
+    sums = json.loads((folder / "checkpoints/15" / SUMS).read_text())
+    name = next(iter(sums))
+    assert hashlib.sha256((folder / "checkpoints/15" / name).read_bytes()).hexdigest() == sums[name]

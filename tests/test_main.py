@@ -1,0 +1,28 @@
+"""`python -m jaxformer`: each command is found, and a wrong one is one sentence."""
+
+import pytest
+
+from jaxformer.__main__ import COMMANDS, main
+
+
+def test_help_lists_every_command(capsys):
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name} " in shown and what in shown for name, (_, what) in COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_gets_what_stands_after_its_name(name, capsys):
+    assert main([name, "--no-such-option"]) == 2
+    assert "unknown option --no-such-option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("verify_resume", "did you mean verify-resume?"), ("trian", "did you mean train?"), ("xyz", "there are train, ")],
+)
+def test_an_unknown_command_is_one_sentence(name, said, capsys):
+    assert main([name, "--steps", "3"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: unknown command {name}; ") and said in err and err.count("\n") == 1
