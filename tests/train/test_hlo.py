@@ -15,7 +15,7 @@ HloModule step, is_scheduled=true
   %param_0 = bf16[16,4,8]{2,1,0} parameter(0)
   %param_1 = s32[] parameter(1)
   %zero = s32[] constant(0)
-  ROOT %slice = bf16[1,4,8]{2,1,0} dynamic-slice(%param_0, %param_1, %zero, /*index=3*/%zero), dynamic_slice_sizes={1,4,8}
+  ROOT %slice = bf16[1,4,8]{2,1,0} dynamic-slice(%param_0, %param_1, %zero, /*index=3*/%zero), sizes={1,4,8}
 }
 
 %all-reduce-scatter.1 (input: bf16[4,8]) -> bf16[2,8] {
