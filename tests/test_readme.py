@@ -54,6 +54,14 @@ def test_commands_run(here, command):
             assert words[3].startswith(".") and set(extras) <= set(EXTRAS)
         elif words == ["pytest"]:
             assert "pytest" in " ".join(EXTRAS["test"])
+        elif words[:4] == ["python", "-m", "jaxformer", "plan"]:
+            if "--topology" not in words:  # minutes of compiling, and a compiler that may be missing
+                env = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+                command = [sys.executable, *words[1:]]
+                env |= {"PYTHONPATH": str(ROOT)}
+                result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
+                assert result.returncode == 0, result.stderr
+                assert result.stdout.splitlines()[-1].startswith("fits: ")
         elif words[:2] == ["python", "train.py"] and "--resume" not in words:
             small = tiny(here / "books", steps=2)
             options = [*small, *words[2:], "--steps", "2"] if "--config" not in words else [*words[2:], *small[2:]]

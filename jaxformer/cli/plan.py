@@ -35,8 +35,7 @@ FOR_THE_COMPILER = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what this machine is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it only compiles, and may do so beside another
-    "TPU_ACCELERATOR_TYPE": "", "TPU_WORKER_HOSTNAMES": "localhost",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,17 @@ def _main(arguments: list[str]) -> int:
     # In a process of its own: this one may have found other devices already, and the compiler talks a lot.
     command = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
     done = subprocess.run(command, env={**os.environ, **FOR_THE_COMPILER}, stderr=subprocess.PIPE, text=True)
-    if done.returncode in (0, 1, 2, 130):
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        print("\n".join(errors), end="\n" if errors else "", file=sys.stderr)
-        if errors or done.returncode != 1:
-            return done.returncode
-    said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing"]
-    raise UserError(f"the TPU compiler failed; it last said: {said[-1].strip()}")
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode not in (0, 1, 2, 130) or any(line.startswith("Traceback") for line in said):
+        telling = [line for line in said if "Error: " in line] or said or ["nothing"]
+        raise UserError(
+            f"the TPU compiler failed (status {done.returncode}): {telling[-1]}; it must be of the version that goes "
+            "with jax, which pip install 'jaxformer[plan]' chooses."
+        )
+    for line in said:
+        if line.startswith("error: "):
+            print(line, file=sys.stderr)
+    return done.returncode
 
 
 def _parse(arguments: list[str]) -> Arguments:

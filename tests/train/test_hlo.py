@@ -1,0 +1,163 @@
+"""Reading compiled programs: hand-made texts with hand-computed sums, and what XLA itself compiles here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxformer.train.hlo import group_size, memory_bytes, parse, type_bytes
+
+PROGRAM = """\
+HloModule step, is_scheduled=true
+
+%fused (param_0: bf16[16,4,8], param_1: s32[]) -> bf16[1,4,8] {
+  %param_0 = bf16[16,4,8]{2,1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = bf16[1,4,8]{2,1,0} dynamic-slice(%param_0, %param_1, %zero, /*index=3*/%zero), sizes={1,4,8}
+}
+
+%all-reduce-scatter.1 (input: bf16[4,8]) -> bf16[2,8] {
+  %input = bf16[4,8]{1,0} parameter(0)
+  %sum = bf16[4,8]{1,0:T(8,128)(2,1)} all-reduce(%input), channel_id=7, replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %part = bf16[2,8]{1,0} slice(%sum), slice={[0:2], [0:8]}
+}
+
+%begins (in: bf16[2,8]) -> bf16[4,8] {
+  %in = bf16[2,8]{1,0} parameter(0)
+  ROOT %a = bf16[4,8]{1,0} all-gather(%in), channel_id=9, replica_groups=[2,2]<=[4], dimensions={0}
+}
+
+%goes_on (in: bf16[2,8]) -> bf16[4,8] {
+  %in = bf16[2,8]{1,0} parameter(0)
+  ROOT %a = bf16[4,8]{1,0} all-gather(%in), channel_id=9, replica_groups=[2,2]<=[4], dimensions={0}
+}
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %z = bf16[] add(%x, %y)
+}
+
+%body (state: (s32[], bf16[16,4,8])) -> (s32[], bf16[16,4,8]) {
+  %state = (s32[]{:T(128)}, bf16[16,4,8]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %stack = bf16[16,4,8]{2,1,0} get-tuple-element(%state), index=1
+  %one = bf16[1,4,8]{2,1,0} fusion(%stack, %i), kind=kLoop, calls=%fused
+  %flat = bf16[4,8]{1,0} bitcast(%one)
+  %own = bf16[2,8]{1,0} fusion(%flat), kind=kCustom, calls=%all-reduce-scatter.1
+  %kernel = bf16[2,8]{1,0:S(1)} custom-call(%own), custom_call_target="kernel", backend_config={"text": "
+}}, "more": "lines"}
+  %first = bf16[4,8]{1,0} fusion(%own), kind=kCustom, calls=%begins
+  %second = bf16[4,8]{1,0} fusion(%own), kind=kCustom, calls=%goes_on
+  ROOT %next = (s32[], bf16[16,4,8]{2,1,0}) tuple(%i, %stack)
+}
+
+%condition (state: (s32[], bf16[16,4,8])) -> pred[] {
+  %state = (s32[]{:T(128)}, bf16[16,4,8]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %limit = s32[]{:T(128)} constant(16)
+  ROOT %below = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (w: bf16[16,4,8]) -> f32[] {
+  %w = bf16[16,4,8]{2,1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], bf16[16,4,8]{2,1,0}) tuple(%zero, %w)
+  %loop = (s32[], bf16[16,4,8]{2,1,0}) while(%start), condition=%condition, body=%body
+  %loss = f32[] constant(1)
+  ROOT %total = f32[] all-reduce(%loss), channel_id=1, replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_the_body_of_a_loop_counts_as_often_as_it_runs():
+    program = parse(PROGRAM)
+    assert program.entry == "main"
+    assert [program.runs[name] for name in ("main", "body", "fused", "begins")] == [1, 16, 16, 16]
+    assert program.unknown_loops == 0
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_told():
+    program = parse(PROGRAM.replace("direction=LT", "direction=NE"))
+    assert program.runs["body"] == 1 and program.unknown_loops == 1
+
+
+def test_the_compilers_own_count_is_taken():
+    known = 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    assert parse(PROGRAM.replace("body=%body", known)).runs["body"] == 5
+
+
+def test_what_is_sent_by_kind():
+    found = {c.kind: (c.times, c.n_bytes) for c in parse(PROGRAM).collectives(4)}
+    assert found == {
+        "all-gather": (16, 16 * 1 / 2 * 64),  # two places of one exchange of 4 x 8 bfloat16 between 2
+        "reduce-scatter": (16, 16 * 1 / 2 * 64),  # written as a sum whose slice is kept
+        "all-reduce": (1, 2 * 3 / 4 * 4),  # a float32 between all 4
+    }
+
+
+def test_what_begins_here_and_ends_there_counts_once_and_by_its_result():
+    text = PROGRAM.replace(
+        "  ROOT %total",
+        "  %begun = (bf16[2,8]{1,0}, bf16[4,8]{1,0}, u32[]) all-gather-start(%w), replica_groups={{0,1},{2,3}}\n"
+        "  %done = bf16[4,8]{1,0} all-gather-done(%begun)\n"
+        "  %sent = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%loss), source_target_pairs={{0,1}}\n"
+        "  ROOT %total",
+    ).replace("(%w), replica", "(%small), replica")
+    found = {c.kind: (c.times, c.n_bytes) for c in parse(text).collectives(4)}
+    assert found["all-gather"] == (17, 17 * 32)
+    assert found["collective-permute"] == (1, 12)
+
+
+def test_memory_traffic():
+    # Of the stack, 64 bytes are read and written each time; `own` reads 64 and writes the 32 of its slice, the kernel
+    # reads 32 and keeps its result on the chip; each part of the gather reads 32 and writes 64. At the end, 4 and 4.
+    each = (64 + 4 + 64) + (64 + 32) + 32 + 2 * (32 + 64)
+    compare = 4 + 4 + 1  # the condition looks at two integers and makes a truth value
+    assert parse(PROGRAM).memory_traffic() == 16 * (each + compare) + 8
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("f32[]", 4), ("bf16[2,3]{1,0:T(8,128)(2,1)}", 12), ("pred[5]", 5), ("s4[8]{0}", 4), ("f8e4m3fn[7]", 7),
+        ("(f32[2]{0}, (u8[3], s64[1]))", 8 + 3 + 8), ("token[]", 0), ("c64[2]", 16),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_type(text, size):
+    assert type_bytes(text) == size
+
+
+def test_what_lies_on_the_chip_is_not_in_memory():
+    assert memory_bytes("(bf16[4]{0:T(8)S(1)}, bf16[4]{0:T(8)})") == 8
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("replica_groups={{0,1,2},{3,4,5}}", 3), ("replica_groups=[8,2]<=[2,8]T(1,0)", 2), ("replica_groups={}", 16),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a'}", 4), ("channel_id=1", 16),
+    ],
+)  # fmt: skip
+def test_who_takes_part(groups, size):
+    assert group_size(groups, 16) == size
+
+
+def test_a_program_that_xla_compiled():
+    """A loop of 5 over gathers and scatters between 8 devices, whose bytes are known."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+
+    def step(w_L):
+        def body(total, w):
+            whole = jax.lax.all_gather(w, "x", tiled=True)
+            return total + jax.lax.psum_scatter(jnp.sin(whole), "x", tiled=True), None
+
+        return jax.lax.scan(body, w_L[0], w_L)[0]
+
+    each = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec(None, "x"), out_specs=PartitionSpec("x"))
+    text = jax.jit(each).lower(jax.ShapeDtypeStruct((5, 32), jnp.float32)).compile().as_text()
+    found = {c.kind: (c.times, c.n_bytes) for c in parse(text).collectives(8)}
+    sent = 5 * 7 / 8 * 32 * 4
+    assert found == {"all-gather": (5, sent), "reduce-scatter": (5, sent)}

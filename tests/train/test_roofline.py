@@ -1,0 +1,99 @@
+"""Operations and bytes against sums made by hand, and the time that follows from them."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops.kernels import BLOCK, splash_attention
+from jaxformer.ops.masks import Causal
+from jaxformer.sharding import make_mesh
+from jaxformer.train.roofline import (
+    CHIPS,
+    Chip,
+    bytes_on_paper,
+    estimate,
+    model_operations,
+    product_operations,
+    visible_pairs,
+)
+
+MODEL = DecoderConfig(
+    vocab_size=48, context_length=12, d_model=16, n_blocks=3, n_heads=4, output_projection=True, d_ff=(32,),
+    bias=False, norm="rmsnorm", positions="rope",
+)  # fmt: skip
+CONFIG = Config("t", MODEL, steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=16))
+
+
+def test_the_slowest_of_three_decides_and_what_is_needed_counts_as_use():
+    chip = Chip(operations=100.0, memory=1.0, bandwidth=10.0, link=2.0, source="")
+    e = estimate(operations=400.0, traffic=20.0, sent=4.0, model_operations=300.0, chip=chip)
+    assert (e.compute, e.memory, e.network) == (4, 2, 2)
+    assert (e.seconds, e.bound, e.utilisation, e.utilisation_in_turn) == (4, "compute", 0.75, 3 / 8)
+    assert estimate(400.0, 20.0, 12.0, 300.0, chip).bound == "network"
+
+
+def test_every_chip_has_a_source():
+    assert all(chip.source and chip.operations > chip.bandwidth > chip.link for chip in CHIPS.values())
+
+
+def test_products_are_counted_in_loops_branches_and_parts():
+    x, w = jnp.ones((3, 5)), jnp.ones((5, 7))
+    one = 2 * 3 * 5 * 7
+
+    def count(f, *args):
+        return product_operations(jax.make_jaxpr(f)(*args))
+
+    assert count(lambda x, w: x @ w, x, w) == one
+    assert count(jax.jit(lambda x, w: x @ w + x @ w), x, w) == 2 * one
+    assert count(lambda x, w: jax.lax.scan(lambda c, _: (c + (x @ w).sum(), None), 0.0, None, 11)[0], x, w) == 11 * one
+    assert count(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: (x @ w).sum(), lambda: 0.0), x, w) == one
+    assert count(jax.grad(lambda x, w: jnp.sin(x @ w).sum(), (0, 1)), x, w) == 3 * one
+    again = jax.checkpoint(lambda x, w: jnp.sin(x @ w).sum())
+    assert count(jax.grad(again, (0, 1)), x, w) == 3 * one + one  # for the sine's derivative, the product once more
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal(600), None])
+def test_a_kernel_counts_the_blocks_that_it_computes(mask):
+    H, T, K = 2, 3 * BLOCK, 128
+    x = jax.ShapeDtypeStruct((H, T, K), jnp.bfloat16)
+    visible = visible_pairs(mask, T, T, BLOCK) / T**2
+    jaxpr = jax.make_jaxpr(partial(splash_attention, mask=mask))(x, x, x)
+    assert product_operations(jaxpr, visible) == pytest.approx(4 * H * K * visible_pairs(mask, T, T, BLOCK))
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 12, 99])
+@pytest.mark.parametrize("block", [1, 3, 4])
+def test_visible_pairs_are_those_of_the_mask(window, block):
+    seen = Causal(window).array(12, 12)
+    blocks = seen.reshape(12 // block, block, 12 // block, block).any(axis=(1, 3)).sum()
+    assert visible_pairs(Causal(window), 12, 12, block) == blocks * block**2
+
+
+def test_operations_of_a_model():
+    T, D, L, F, V = 12, 16, 3, 32, 48
+    weights = L * (4 * D * D + 2 * D * F) + D * V
+    attention = L * 4 * D * (T * (T + 1) // 2)  # two products over the pairs that a causal mask shows
+    assert model_operations(CONFIG)[0] == 3 * 16 * (2 * T * weights + attention)
+
+
+def test_bytes_that_must_be_sent():
+    D, L, F, V = 16, 3, 32, 48
+    blocks, outside, gains = 4 * L * (4 * D * D + 2 * D * F), 4 * 2 * V * D, 4 * L * 2 * D
+    paper = lambda mesh, **compute: bytes_on_paper(  # noqa: E731
+        replace(CONFIG, compute=ComputeConfig(**compute)), make_mesh(mesh)
+    )
+    summed = 2 * 7 / 8 * gains  # gains lie everywhere
+    assert paper("data=8") == 2 * 7 / 8 * (blocks + outside + gains)
+    assert paper("fsdp=8") == pytest.approx(7 / 8 * 2 * (blocks + outside) + summed)
+    assert paper("fsdp=8", remat="block") == pytest.approx(7 / 8 * (3 * blocks + 2 * outside) + summed)
+    assert paper("fsdp=8", remat="block", accumulate=2) == pytest.approx(
+        2 * 7 / 8 * (3 * blocks + 2 * outside) + summed
+    )
+    shards = 2 * 1 / 2 * (blocks + outside) / 4  # of two copies of each shard
+    assert paper("data=2,fsdp=4") == pytest.approx(3 / 4 * 2 * (blocks + outside) + shards + summed)
+    assert paper("fsdp=2,tensor=4") is None
