@@ -108,6 +108,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     parameters = count_parameters(abstract_params(model, config.model))
     corpus = load_corpus(config.data, config.model.vocab_size)
     windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
+    wait_for_all()  # if one of several processes has no data, no run is made
 
     if not resume:
         folder = Path(from_first(str(create_run(folder, config, corpus.tokenizer, may_number)) if is_first() else ""))
@@ -136,7 +137,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
         outcome = train(config, corpus, folder, mesh, make_hooks(config, mesh, corpus, folder), resume)
     if is_first():
         plot(folder)
-    wait_for_all("plots")
+    wait_for_all()
     if outcome.status == "interrupted":
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal
