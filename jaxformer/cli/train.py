@@ -100,14 +100,16 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import make_windows, train
-    from jaxformer.train.step import choose_attention, compute_dtype
+    from jaxformer.train.step import check_split, choose_attention, compute_dtype
 
     console.quiet = not is_first()
     mesh = make_mesh(config.mesh)
+    check_split(config, mesh)
+    attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
     model = config.model.build()
     parameters = count_parameters(abstract_params(model, config.model))
     corpus = load_corpus(config.data, config.model.vocab_size)
-    windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
+    windows = make_windows(config, corpus)  # as above, what cannot be is refused before anything is written
     wait_for_all()  # if one of several processes has no data, no run is made
 
     if not resume:
@@ -118,7 +120,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool) -> int:
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
     if shape:
         say(f"mesh {shape}, {jax.process_count()} process(es)")
-    say(f"{choose_attention(config, mesh)[1]}, precision: {compute_dtype(config.compute, mesh)}")
+    say(f"{attention}, precision: {precision}")
     train_text, val_text = corpus.train, corpus.val
     say(
         f"data {config.data.path}: {train_text.documents:,} documents, {len(train_text.tokens):,} tokens, "

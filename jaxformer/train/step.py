@@ -165,6 +165,15 @@ def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch_size))
 
 
+def check_split(config: Config, mesh: Mesh) -> None:
+    """Raise `UserError` where the batch does not split evenly over the devices, in the parts asked for."""
+    B, parts, n = config.train.batch_size, config.compute.accumulate, batch_shards(mesh)
+    if B % (n * parts):
+        up = -(-B // (n * parts)) * n * parts
+        also = f" in {parts} parts" if parts > 1 else ""
+        raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+
+
 def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array, Any], tuple[jax.Array, Params]]:
     """`(state, batch (B, T + 1), step)` to the mean loss, a float32 scalar, and its gradient, as the parameters lie.
 
@@ -174,11 +183,8 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array
     Raises:
       UserError: the batch does not split evenly.
     """
-    B, parts, n = config.train.batch_size, config.compute.accumulate, batch_shards(mesh)
-    if B % (n * parts):
-        up = -(-B // (n * parts)) * n * parts
-        also = f" in {parts} parts" if parts > 1 else ""
-        raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+    check_split(config, mesh)
+    B, parts = config.train.batch_size, config.compute.accumulate
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
     def sums(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, jax.Array, Params]:

@@ -2,13 +2,14 @@
 
 import json
 
+from jaxformer.runs import METRICS
 from jaxformer.train.log import Log, cut_log, plot, read_metrics
 
 ROW = {"step": 0, "epoch": 0.0, "tokens": 0, "val_loss": 2.0, "val_ppl": 7.4, "val_bpb": 1.0, "entropy": [[1.0, 0.5]]}
 
 
 def test_rows_come_back_and_numbers_json_cannot_hold_are_null(tmp_path):
-    with Log(tmp_path, 0, 3) as log:
+    with Log(tmp_path / METRICS, 0, 3) as log:
         log.row(ROW)
         log.row({"step": 1, "loss": float("inf")})
     assert read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None}]
@@ -26,7 +27,7 @@ def test_cutting_keeps_rows_and_samples_up_to_the_step_and_drops_a_torn_line(tmp
 
 
 def test_plots_are_pictures(tmp_path):
-    with Log(tmp_path, 0, 2) as log:
+    with Log(tmp_path / METRICS, 0, 2) as log:
         log.row(ROW)
         log.row(ROW | {"step": 1, "loss": 1.5, "ppl": 4.48})
     plot(tmp_path)
