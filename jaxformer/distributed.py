@@ -151,6 +151,7 @@ def leave(status: int) -> int:
     """
     if jax.distributed.is_initialized():
         _flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # all is said; the runtime would add pages
         with at_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
     return status
@@ -165,10 +166,14 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-def wait_for_all(what: str) -> None:
-    """Wait until all processes have come to this point."""
+def wait_for_all() -> None:
+    """Wait until all processes have come to this point, as long as they live.
+
+    A collective is less patient: on CPUs the first one among the same devices waits for 30 s.
+    """
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+        with multihost_utils.live_devices(jax.devices()):
+            pass
 
 
 def processes_around(environment: Mapping[str, str]) -> int:

@@ -111,12 +111,13 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     console.quiet = not is_first()
     mesh = make_mesh(config.mesh)
     check_split(config, mesh)
-    attention = choose_attention(config, mesh)[1]
+    attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
     model = config.model.build()
     parameters = count_parameters(abstract_params(model, config.model))
     tokenizer = Tokenizer.load(folder / TOKENIZER) if resume else None
     corpus = load_corpus(config.data, config.model.vocab_size, tokenizer)
-    windows = make_windows(config, corpus)  # refuses text that is too short before anything is written
+    windows = make_windows(config, corpus)  # as above, what cannot be is refused before anything is written
+    wait_for_all()  # if one of several processes has no data, no run is made
 
     if not resume:
         folder = Path(from_first(str(create_run(folder, config, corpus.tokenizer, may_number)) if is_first() else ""))
@@ -136,8 +137,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )
     axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
-    products = compute_dtype(config.compute, mesh)
-    say(f"mesh: {axes}; processes: {jax.process_count()}; products in {products}; {attention}")
+    say(f"mesh: {axes}; processes: {jax.process_count()}; products in {precision}; {attention}")
 
     place = shlex.quote(str(folder))
     hooks = make_hooks(config, mesh, corpus, folder)
@@ -151,7 +151,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     if is_first():
         with writing(folder, PLOTS):
             plot(folder)
-    wait_for_all("plots")
+    wait_for_all()
     if outcome.status == "interrupted":
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
         return 128 + outcome.signal

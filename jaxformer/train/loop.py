@@ -20,7 +20,7 @@ from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.windows import Windows
-from jaxformer.distributed import Agreement, is_first
+from jaxformer.distributed import Agreement, is_first, wait_for_all
 from jaxformer.errors import UserError
 from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
@@ -87,6 +87,7 @@ def train(
     evaluate = Evaluator(config, mesh, corpus.val.tokens, corpus.tokenizer.token_lengths)
     held, agreement = local_rows(split, t.batch_size), Agreement(mesh)
     whole: Evaluation | None = None
+    wait_for_all()  # some may have found the compiled step in their cache
 
     # The signals are caught until the last save is finished.
     with catch_signals() as caught, Checkpoints(folder) as checkpoints:

@@ -169,7 +169,7 @@ def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array
 
 
 def check_split(config: Config, mesh: Mesh) -> None:
-    """Raise `UserError` if the batch does not split evenly over devices and parts."""
+    """Raise `UserError` where the batch does not split evenly over the devices, in the parts asked for."""
     B, parts, n = config.train.batch_size, config.compute.accumulate, batch_shards(mesh)
     if B % (n * parts):
         up = -(-B // (n * parts)) * n * parts

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
@@ -15,7 +14,7 @@ from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import batch_split, replicated
+from jaxformer.sharding import batch_split, make_mesh, replicated
 from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
 
 V, T, D = 23, 7, 13
@@ -152,7 +151,7 @@ def test_eight_devices_equal_one(name: str) -> None:
     model, params = build(CONFIGS[name])
     tokens_BT = random_tokens(V, 24, T)  # three rows a device
     forward = jax.jit(jax.vmap(lambda params, t: model.apply({"params": params}, t), in_axes=(None, 0)))
-    mesh = Mesh(np.array(devices[:8]), ("data",))
+    mesh = make_mesh("", devices[:8])
     split = forward(jax.device_put(params, replicated(mesh)), jax.device_put(tokens_BT, batch_split(mesh)))
     assert len(split.sharding.device_set) == 8
     assert_close(split, forward(params, tokens_BT))

@@ -54,10 +54,10 @@ class Ones(nn.Module):
         return (ones, None) if self.pair else ones
 
 
-def dropped(residual: bool, rate: float = 0.3, **rngs: jax.Array) -> np.ndarray:
+def dropped(residual: bool, rate: float = 0.3, key: jax.Array | None = None) -> np.ndarray:
     x = jnp.zeros((101, 211))
     block = Block(partial(Ones, pair=True), Ones, residual=residual, dropout=rate)
-    return np.asarray(block.apply({}, x, jnp.arange(101), None, rngs=rngs)[0])
+    return np.asarray(block.apply({}, x, jnp.arange(101), None, key=key)[0])
 
 
 def test_dropout_needs_a_key() -> None:
@@ -65,20 +65,20 @@ def test_dropout_needs_a_key() -> None:
 
 
 def test_dropout_zeroes_its_share_and_scales_the_rest() -> None:
-    y = dropped(residual=False, dropout=jax.random.key(0))
+    y = dropped(residual=False, key=jax.random.key(0))
     assert_close(np.unique(y), [0, 1 / 0.7])
     # 101·211 draws: the share is known to √(0.3·0.7/21311) = 0.0031; this is four of those.
     assert (y == 0).mean() == pytest.approx(0.3, abs=0.0126)
 
 
 def test_dropout_keeps_the_expectation_and_draws_anew_for_each_part() -> None:
-    y = dropped(residual=True, dropout=jax.random.key(1))
+    y = dropped(residual=True, key=jax.random.key(1))
     # Each part adds 0 or 1/0.7; the sum of two has mean 2 and variance 2·0.3/0.7; four standard errors.
     assert y.mean() == pytest.approx(2, abs=4 * (0.6 / 0.7 / y.size) ** 0.5)
     assert_close(np.unique(y), [0, 1 / 0.7, 2 / 0.7])
 
 
 def test_the_same_key_drops_the_same_places() -> None:
-    first, again, other = (dropped(residual=True, dropout=jax.random.key(seed)) for seed in (2, 2, 3))
+    first, again, other = (dropped(residual=True, key=jax.random.key(seed)) for seed in (2, 2, 3))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()

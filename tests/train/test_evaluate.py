@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.config import Config, TrainConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
@@ -29,9 +30,9 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
         part = next_token_nll(model, params, jnp.asarray(window))
         nll += part.tolist()
         n_bytes += LENGTHS[window[-len(part) :]].sum()
-    for batch_size in (8, 16):
-        evaluate = Evaluator(model, config, TOKENS, LENGTHS, batch_size, make_mesh(batch_size))
-        found = evaluate(params)
+    for batch_size, mesh in ((8, "data=8"), (16, "data=2,fsdp=2,tensor=2")):
+        asked = Config("test", config, steps=1, train=TrainConfig(batch_size=batch_size))
+        found = Evaluator(asked, make_mesh(mesh), TOKENS, LENGTHS)(params)
         assert found.tokens == len(nll) == (94 if every == 1 else 100)
         np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
         np.testing.assert_allclose(found.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)

@@ -6,13 +6,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.kernels import cudnn_attention, splash_attention
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.sharding import BATCH, batch_split, make_mesh, on_each_shard
 from jaxformer.train import kernels
 from jaxformer.train.kernels import FusedAttention, make_attention, trial, unfused_attention
 from tests.arrays import normal
@@ -122,24 +123,24 @@ def test_what_the_kernel_refuses_is_attended_to_without_it() -> None:
     ],
 )
 def test_on_a_mesh_each_device_attends_for_its_examples_and_heads(kernels_run_here, kernel, H: int, G: int) -> None:
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    batch = ("data", "fsdp")
+    mesh, split = make_mesh("data=2,fsdp=2,tensor=2"), PartitionSpec(BATCH)
     arrays = [normal(4, h, 128, 8, seed=i).astype(jnp.bfloat16) for i, h in enumerate((H, G, G))]
 
-    def gradients(attend, spmd_axis_name):
+    def gradients(attend):
         # float32 inside, as a test of where things are; bfloat16 outside, as cuDNN wants it.
         one = lambda q, k, v: (attend(q, k, v, Causal(), SCALE).astype(jnp.float32) ** 2).sum()  # noqa: E731
-        loss = lambda q, k, v: jax.vmap(one, spmd_axis_name=spmd_axis_name)(q, k, v).sum()  # noqa: E731
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        return jax.grad(lambda q, k, v: jax.vmap(one)(q, k, v).sum(), argnums=(0, 1, 2))
 
-    split = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(batch))) for x in arrays]
-    sharded = gradients(FusedAttention(kernel, mesh), batch)
-    for got, want in zip(sharded(*split), gradients(FusedAttention(kernel), None)(*arrays), strict=True):
-        assert got.sharding.spec[0] == batch
+    placed = [jax.device_put(x, batch_split(mesh)) for x in arrays]
+    sharded = jax.jit(on_each_shard(gradients(FusedAttention(kernel, 2)), mesh, 3 * (split,), 3 * (split,)))
+    for got, want in zip(sharded(*placed), jax.jit(gradients(FusedAttention(kernel)))(*arrays), strict=True):
+        assert got.sharding.shard_shape(got.shape)[0] == 1  # of four examples over data and fsdp
         # The same roundings, but for sums over heads that share a group on two devices: 2^-8 once more.
         assert jnp.linalg.norm((got - want).astype(jnp.float32)) <= 2**-7 * jnp.linalg.norm(want.astype(jnp.float32))
     if (H, G) == (4, 2):  # nothing has to travel
-        assert not any(f"{move}(" in sharded.lower(*split).compile().as_text() for move in ("all-gather", "all-reduce"))
+        assert not any(
+            f"{move}(" in sharded.lower(*placed).compile().as_text() for move in ("all-gather", "all-reduce")
+        )
 
 
 COMPILE = """
@@ -147,23 +148,27 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxformer.ops.masks import Causal
+from jaxformer.sharding import AXES, BATCH, on_each_shard, sum_over_batch
 from jaxformer.train.kernels import make_attention
 
 devices = np.array(get_topology_desc(platform="tpu", topology_name="v5e:16x16").devices)
 for tensor in (1, 4):
-    mesh = Mesh(devices.reshape(-1, tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(devices.reshape(-1, 1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * 4)
     for T in (65_536, 131_072):
         B, H, G, K, D = mesh.shape["data"], 32, 8, 64, 2048
         like = lambda h: jax.ShapeDtypeStruct((h, T, K), jnp.bfloat16)
-        attend, _ = make_attention("auto", "tpu", like(H), like(G), Causal(), mesh, try_first=False)
+        attend, _ = make_attention("auto", "tpu", like(H), like(G), Causal(), tensor, try_first=False)
 
         def layer(W, x_TD):
             q, k, v = (jnp.einsum("td,dnk->ntk", x_TD, W[name]) for name in "QKV")
             return x_TD + jnp.einsum("ntk,nkd->td", attend(q, k, v, Causal(), K**-0.5), W["O"])
 
         def loss(W, x_BTD):
-            y_BTD = jax.vmap(lambda x_TD: layer(W, x_TD), spmd_axis_name="data")(x_BTD)
+            y_BTD = jax.vmap(lambda x_TD: layer(W, x_TD))(x_BTD)
             return jnp.mean(y_BTD.astype(jnp.float32) ** 2)
+
+        def gradient(W, x_BTD):
+            return sum_over_batch(jax.grad(loss)(W, x_BTD))
 
         def array(spec, *shape):
             return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -171,7 +176,8 @@ for tensor in (1, 4):
         heads = P(None, "tensor")
         W = {"Q": array(heads, D, H, K), "K": array(heads, D, G, K), "V": array(heads, D, G, K)}
         W["O"] = array(P("tensor"), H, K, D)
-        compiled = jax.jit(jax.grad(loss)).lower(W, array(P("data"), B, T, D)).compile()
+        everywhere = on_each_shard(gradient, mesh, ({name: P() for name in W}, P(BATCH)), {name: P() for name in W})
+        compiled = jax.jit(everywhere).lower(W, array(P("data"), B, T, D)).compile()
         assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3  # forward, dq, dk and dv
         print(compiled.memory_analysis().temp_size_in_bytes)
 """
