@@ -111,8 +111,11 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
 
 def asked_for(error: str) -> float | None:
     """The bytes that a program needs, from the compiler's complaint that there are too few of them."""
-    used = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", error)
-    return float(used[1]) * UNITS[used[2]] if used else None
+    used = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds", error)
+    if used is None:
+        return None
+    amount, unit = filter(None, used.groups())
+    return float(amount) * UNITS[unit]
 
 
 def describe(plan: Plan, config: Config, mesh: Mesh) -> list[str]:
