@@ -39,7 +39,7 @@ llama_7b = Config(
     model=llama,
     steps=500_000,
     optimizer=replace(adamw, learning_rate=3e-4),
-    train=TrainConfig(batch_size=1024, eval_windows=1024, eval_every=1000, report_every=5000, checkpoint_every=1000),
+    train=TrainConfig(batch_size=512, eval_windows=1024, eval_every=1000, report_every=5000, checkpoint_every=1000),
     compute=ComputeConfig(remat="block", scan_blocks=True),
     mesh="fsdp=256",
 )
@@ -51,7 +51,6 @@ llama_1b = replace(
         llama, vocab_size=128_256, context_length=8192, d_model=2048, n_blocks=16, n_kv_heads=8, d_ff=(8192,),
         rope_base=500_000.0, unembedding="tied",
     ),
-    train=replace(llama_7b.train, batch_size=512),
 )  # fmt: skip
 
 llama_70b = replace(
@@ -59,5 +58,6 @@ llama_70b = replace(
     name="llama_70b",
     model=replace(llama, d_model=8192, n_blocks=80, n_heads=64, n_kv_heads=8, d_ff=(28_672,)),
     optimizer=replace(adamw, learning_rate=1.5e-4),
+    train=replace(llama_7b.train, batch_size=1024),
     mesh="fsdp=512",
 )

@@ -12,9 +12,9 @@ from jaxformer import sharding
 from jaxformer.sharding import gather, make_mesh, on_each_shard, ring_groups, rings
 
 
-def line(places):
+def line(places, platform="tpu"):
     """What `rings` sees of a mesh: the devices along `fsdp`."""
-    devices = np.array([SimpleNamespace(coords=place) for place in places], object)
+    devices = np.array([SimpleNamespace(coords=place, platform=platform) for place in places], object)
     return SimpleNamespace(devices=devices.reshape(1, -1, 1, 1))
 
 
@@ -27,14 +27,15 @@ def line(places):
         ([(0, 0, 0)], (1,)),
         ([(0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 3, 0)], (4,)),  # no straight line
         ([(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 2, 0)], (4,)),  # lines of three and of one
-        ([(), (), ()], (3,)),  # devices without a place
+        ([(0, 0, 0), (0, 0, 0)], (2,)),  # in two machines
     ],
 )
 def test_an_axis_falls_into_straight_lines(places, lengths):
     assert rings(line(places)) == lengths
 
 
-def test_devices_of_a_cpu_are_one_ring():
+def test_devices_elsewhere_are_one_ring():
+    assert rings(line([(x, y, 0) for x in range(4) for y in range(2)], "gpu")) == (8,)
     assert rings(make_mesh("fsdp=8")) == (8,)
     assert ring_groups((8,)) == [None]
 

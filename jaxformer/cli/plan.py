@@ -70,10 +70,10 @@ def _main(arguments: list[str]) -> int:
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if done.returncode not in (0, 1, 2, 130) or any(line.startswith("Traceback") for line in said):
         telling = [line for line in said if "Error: " in line] or said or ["nothing"]
-        raise UserError(
-            f"the TPU compiler failed (status {done.returncode}): {telling[-1]}; it must be of the version that goes "
-            "with jax, which pip install 'jaxformer[plan]' chooses."
+        wrong = (
+            "; take the version that goes with jax: pip install 'jaxformer[plan]'" if "INTERNAL" in telling[-1] else ""
         )
+        raise UserError(f"the TPU compiler failed (status {done.returncode}): {telling[-1].rstrip('.')}{wrong}.")
     for line in said:
         if line.startswith("error: "):
             print(line, file=sys.stderr)

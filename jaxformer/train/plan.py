@@ -15,7 +15,15 @@ from jaxformer.runs import count_parameters
 from jaxformer.sharding import batch_shards, batch_split
 from jaxformer.train.hlo import Collective, parse
 from jaxformer.train.memory import capacity, needed
-from jaxformer.train.roofline import CHIPS, Estimate, bytes_on_paper, estimate, model_operations, product_operations
+from jaxformer.train.roofline import (
+    CHIPS,
+    Estimate,
+    bytes_on_paper,
+    estimate,
+    model_operations,
+    product_operations,
+    used,
+)
 from jaxformer.train.step import abstract_state, choose_attention, compute_dtype, make_train_step
 
 FREE = 0.1
@@ -99,7 +107,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     program = parse(compiled.as_text())
     collectives = tuple(program.collectives(n))
     # Kernels of a GPU's library are no part of the program that was traced.
-    operations = max(model, product_operations(traced.jaxpr, visible)) / n
+    operations = max(model, product_operations(used(traced.jaxpr), visible)) / n
     traffic = program.memory_traffic()
     sent = sum(c.n_bytes for c in collectives)
     return Plan(
@@ -111,8 +119,11 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
 
 def asked_for(error: str) -> float | None:
     """The bytes that a program needs, from the compiler's complaint that there are too few of them."""
-    used = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", error)
-    return float(used[1]) * UNITS[used[2]] if used else None
+    used = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds", error)
+    if used is None:
+        return None
+    amount, unit = filter(None, used.groups())
+    return float(amount) * UNITS[unit]
 
 
 def describe(plan: Plan, config: Config, mesh: Mesh) -> list[str]:

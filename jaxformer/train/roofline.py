@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
 from jaxformer.config import Config
@@ -126,6 +127,11 @@ def product_operations(jaxpr: Any, visible: float = 1.0) -> float:
         else:
             total += sum(inner)
     return total
+
+
+def used(jaxpr: Any) -> Any:
+    """A closed jaxpr without what nothing depends on, such as the second run of a kernel whose result was stored."""
+    return dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[0]
 
 
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:

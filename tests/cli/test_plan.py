@@ -51,6 +51,10 @@ def test_what_does_not_fit_says_what_to_change(capsys, monkeypatch):
 def test_the_compilers_complaint_is_read():
     said = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 37.50G of 15.75G hbm. Exceeded by 21.75G."
     assert asked_for(said) == 37.5 * 2**30
+    other = (
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (148G) exceeds available HBM (15G)."
+    )
+    assert asked_for(other) == 148 * 2**30
     assert asked_for("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem.") is None
 
 

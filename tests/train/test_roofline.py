@@ -19,6 +19,7 @@ from jaxformer.train.roofline import (
     estimate,
     model_operations,
     product_operations,
+    used,
     visible_pairs,
 )
 
@@ -55,6 +56,12 @@ def test_products_are_counted_in_loops_branches_and_parts():
     assert count(jax.grad(lambda x, w: jnp.sin(x @ w).sum(), (0, 1)), x, w) == 3 * one
     again = jax.checkpoint(lambda x, w: jnp.sin(x @ w).sum())
     assert count(jax.grad(again, (0, 1)), x, w) == 3 * one + one  # for the sine's derivative, the product once more
+
+
+def test_what_nothing_depends_on_is_not_counted():
+    x = jnp.ones((3, 3))
+    jaxpr = jax.make_jaxpr(lambda x: (jax.jit(lambda x: (x @ x, jnp.sin(x)))(x)[1], x @ x))(x)
+    assert product_operations(jaxpr) == 2 * product_operations(used(jaxpr)) == 2 * 54
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal(600), None])
