@@ -65,7 +65,7 @@ def test_rows_are_what_the_model_gives_with_the_same_dropout_keys_in_the_order_o
     outputs["the model (logits)"] = outputs.pop("")
     losses = jax.vmap(lambda p, t, k: next_token_nll(model, p, t, k).mean(), in_axes=(None, 0, 0))
     outputs["the loss"] = jax.jit(losses)(params, batch, keys)
-    parts = ("attention_norm", "attention", "Dropout_0", "mlp_norm", "mlp", "Dropout_1")
+    parts = ("attention_norm", "attention", "attention_dropout", "mlp_norm", "mlp", "mlp_dropout")
     block = [*(f"blocks.0.{part}" for part in parts), "blocks.0"]
     assert [row.name for row in modules] == ["embedding", *block, "final_norm", "the model (logits)", "the loss"]
     for row in modules:

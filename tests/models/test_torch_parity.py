@@ -3,6 +3,8 @@
 torch's side is stored; `tests/fixtures/make_rmsnorm_torch.py` made it.
 """
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -12,9 +14,9 @@ from numpy.testing import assert_allclose
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
 from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import batch_split, make_mesh, replicated
+from jaxformer.sharding import batch_split, make_mesh
 from jaxformer.train.optimizer import make_optimizer
-from jaxformer.train.step import TrainState, make_train_step
+from jaxformer.train.step import TrainState, abstract_state, make_train_step
 from tests.fixtures import rmsnorm_weights as source
 from tests.helpers import ROOT
 
@@ -72,11 +74,12 @@ def test_logits(drawn: tuple, torch_says: dict[str, np.ndarray]) -> None:
 @pytest.mark.slow
 def test_five_steps_of_training(drawn: tuple, torch_says: dict[str, np.ndarray]) -> None:
     weights, tokens = drawn
-    config, mesh = rung("rmsnorm"), make_mesh(source.BATCH)
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    train_step = make_train_step(config, config.model.build(), optimizer, mesh)
+    rmsnorm, mesh = rung("rmsnorm"), make_mesh("data=4,fsdp=2")
+    config = replace(rmsnorm, train=replace(rmsnorm.train, batch_size=source.BATCH))
     params = unflatten_dict(weights, sep=".")
-    state = jax.device_put(TrainState(params, optimizer.init(params), np.array(True)), replicated(mesh))
+    fresh = TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), np.int32(0))
+    state = jax.device_put(fresh, jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh)))
+    train_step = make_train_step(config, mesh)
 
     losses = []
     for step, batch_BT in enumerate(tokens):
