@@ -1,0 +1,100 @@
+"""Blocks run one by one, computed again, and in a loop: the same function."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.errors import UserError
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from tests.arrays import normal
+
+D = 7
+X_TD = normal(5, D)
+KEYS = jax.random.split(jax.random.key(3), 3)
+
+
+class Layer(nn.Module):
+    """Something with a parameter, a second input and dropout."""
+
+    width: int = D
+
+    @nn.compact
+    def __call__(self, x, scale, key=None):
+        y = nn.tanh(x @ self.param("W_1", nn.initializers.normal(0.5), (D, self.width))) * scale
+        y = y @ self.param("W_2", nn.initializers.normal(0.5), (self.width, D))
+        return x + (y if key is None else nn.Dropout(0.5, deterministic=False)(y, rng=key)), None
+
+
+class Stack(nn.Module):
+    """Three of them."""
+
+    execution: Execution = PLAIN
+    widths: tuple[int, ...] = (D, D, D)
+
+    def setup(self):
+        self.blocks = [Layer(width) for width in self.widths]
+
+    def __call__(self, x, keys=None):
+        return run_blocks(self.blocks, self.execution, x, 0.5, keys=keys)
+
+
+PARAMS = Stack().init(jax.random.key(0), X_TD)
+
+
+def loss(params, execution, keys=None, **fields):
+    return jnp.sum(Stack(execution, **fields).apply(params, X_TD, keys) ** 2)
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+def test_the_loss_and_its_gradient_are_the_same(remat, scan, keys):
+    wanted = jax.value_and_grad(loss)(PARAMS, PLAIN, keys)
+    got = jax.value_and_grad(loss)(PARAMS, Execution(remat=remat, scan=scan), keys)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
+    assert (keys is None) == (float(wanted[0]) == float(loss(PARAMS, PLAIN)))
+
+
+def test_parameters_have_the_same_names_and_values_whatever_the_execution():
+    scanned = Stack(Execution(remat="block", scan=True)).init(jax.random.key(0), X_TD)
+    assert sorted(scanned["params"]) == ["blocks_0", "blocks_1", "blocks_2"]
+    jax.tree.map(np.testing.assert_array_equal, scanned, PARAMS)
+
+
+def test_the_backward_pass_finds_only_what_remat_stores():
+    def stored(execution):
+        _, pull = jax.vjp(lambda params: loss(params, execution), PARAMS)
+        return sum(leaf.size for leaf in jax.tree.leaves(pull))
+
+    assert stored(Execution(remat="block")) < stored(Execution(remat="dots")) < stored(PLAIN)
+
+
+def test_a_scan_holds_one_block_and_a_loop_all():
+    def products(execution):
+        return str(jax.make_jaxpr(lambda params: loss(params, execution))(PARAMS)).count("dot_general")
+
+    assert products(Execution(scan=True)) == 2 and products(PLAIN) == 6
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_what_is_gathered_is_asked_for_by_the_name_of_the_block(scan):
+    asked = []
+
+    def gather(name, params):
+        asked.append(name)
+        return jax.tree.map(lambda w: 2 * w, params)
+
+    doubled = jax.tree.map(lambda w: 2 * w, PARAMS)
+    np.testing.assert_allclose(loss(PARAMS, Execution(gather=gather, scan=scan)), loss(doubled, PLAIN), rtol=1e-5)
+    assert asked == (["blocks_0"] if scan else ["blocks_0", "blocks_1", "blocks_2"])
+
+
+def test_blocks_that_differ_run_one_by_one_but_cannot_be_scanned():
+    widths = (D, D + 1, D)
+    params = Stack(widths=widths).init(jax.random.key(0), X_TD)
+    again = loss(params, Execution(remat="block"), widths=widths)
+    np.testing.assert_allclose(again, loss(params, PLAIN, widths=widths), rtol=1e-6)
+    with pytest.raises(UserError, match="differ in shape and cannot be scanned"):
+        loss(params, Execution(scan=True), widths=widths)
