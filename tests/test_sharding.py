@@ -1,15 +1,280 @@
-"""How an axis of the mesh winds through a machine."""
+"""Which device holds what."""
 
+import re
+import runpy
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxformer import sharding
-from jaxformer.sharding import gather, make_mesh, on_each_shard, ring_groups, rings
+from jaxformer.config import Config, OptimizerConfig
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.runs import abstract_params
+from jaxformer.sharding import (
+    assemble,
+    batch_shards,
+    batch_split,
+    gather,
+    local_copy,
+    local_rows,
+    make_mesh,
+    on_each_shard,
+    parse_mesh,
+    place,
+    replicated,
+    ring_groups,
+    rings,
+    shardings,
+    spec,
+    sum_over_batch,
+)
+from jaxformer.train.step import abstract_state
+from tests.arrays import normal
+from tests.helpers import ROOT
+
+CUBE = "data=2,fsdp=2,tensor=2"
+
+
+CONFIGS = {
+    f"{file.stem}.{name}": value
+    for file in sorted((ROOT / "configs").glob("*.py"))
+    for name, value in runpy.run_path(str(file)).items()
+    if isinstance(value, Config)
+}
+"""Every config of the repository."""
+
+
+def test_a_mesh_is_read_axis_by_axis():
+    assert parse_mesh("") == {}
+    assert parse_mesh("fsdp=4") == {"fsdp": 4}
+    assert parse_mesh(" data=2, tensor=3 ,") == {"data": 2, "tensor": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model=2", "an axis 'model'; the axes are data, fsdp, expert, tensor"),
+        ("8", "an axis '8'"),
+        ("data", "must give data one size of at least 1"),
+        ("data=0", "must give data one size of at least 1"),
+        ("data=-2", "must give data one size of at least 1"),
+        ("data=two", "must give data one size of at least 1"),
+        ("fsdp=2,fsdp=2", "must give fsdp one size of at least 1"),
+    ],
+)
+def test_a_mesh_that_cannot_be_read_is_the_users_error(text, said):
+    with pytest.raises(UserError, match=said):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "parts"),
+    [
+        ("", (8, 1, 1, 1), 8),
+        ("fsdp=4", (2, 4, 1, 1), 8),
+        ("tensor=8", (1, 1, 1, 8), 1),
+        (CUBE, (2, 2, 1, 2), 4),
+        ("expert=2", (4, 1, 2, 1), 8),
+    ],
+)
+def test_data_takes_what_the_other_axes_leave(text, shape, parts):
+    mesh = make_mesh(text)
+    assert tuple(mesh.shape.values()) == shape
+    assert mesh.axis_names == sharding.AXES
+    assert batch_shards(mesh) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data=4", "needs data 4 = 4 devices, but there are 8"),
+        ("fsdp=3", "needs fsdp 3 x data 2 = 6 devices, but there are 8"),
+        ("tensor=16", "needs tensor 16 x data 1 = 16 devices, but there are 8"),
+    ],
+)
+def test_a_mesh_that_does_not_use_all_devices_is_the_users_error(text, said):
+    with pytest.raises(UserError, match=said):
+        make_mesh(text)
+
+
+def test_the_parameters_of_a_decoder_lie_as_written_here():
+    """Heads and hidden layers over `tensor`, all matrices over `fsdp`, what has one axis of the model's width whole."""
+    model = DecoderConfig(
+        12, 6, 8, n_blocks=1, n_heads=4, n_kv_heads=2, output_projection=True, attention_bias=True, qk_norm=True,
+        d_ff=(16,), activation="swiglu", norm="layernorm", final_norm=True,
+    )  # fmt: skip
+    wanted = {
+        "embedding.W_E": P("tensor", "fsdp"),
+        "embedding.W_pos": P(None, "fsdp"),
+        "blocks_0.attention.W_Q": P("fsdp", "tensor", None),
+        "blocks_0.attention.W_K": P("fsdp", "tensor", None),
+        "blocks_0.attention.W_V": P("fsdp", "tensor", None),
+        "blocks_0.attention.b_Q": P("tensor", None, None),
+        "blocks_0.attention.b_K": P("tensor", None, None),
+        "blocks_0.attention.b_V": P("tensor", None, None),
+        "blocks_0.attention.gamma_Q": P(),
+        "blocks_0.attention.gamma_K": P(),
+        "blocks_0.attention.W_O": P("tensor", None, "fsdp"),
+        "blocks_0.attention.b_O": P(),
+        "blocks_0.attention_norm.gamma": P(),
+        "blocks_0.attention_norm.beta": P(),
+        "blocks_0.mlp.W_1": P("fsdp", "tensor"),
+        "blocks_0.mlp.W_gate_1": P("fsdp", "tensor"),
+        "blocks_0.mlp.b_1": P("tensor"),
+        "blocks_0.mlp.W_2": P("tensor", "fsdp"),
+        "blocks_0.mlp.b_2": P(),
+        "blocks_0.mlp_norm.gamma": P(),
+        "blocks_0.mlp_norm.beta": P(),
+        "final_norm.gamma": P(),
+        "final_norm.beta": P(),
+        "W_out": P("fsdp", "tensor"),
+    }
+    mesh = make_mesh(CUBE)
+    placed = flatten_dict(shardings(abstract_params(model.build(), model), mesh), sep=".")
+    assert {name: where.spec for name, where in placed.items()} == wanted
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rule_names_every_parameter_of_every_config(name):
+    """And splits every matrix over both axes: a device holds a fourth of it, and hardly more of all parameters."""
+    config, mesh = CONFIGS[name].model, make_mesh(CUBE)
+    params = flatten_dict(abstract_params(config.build(), config), sep=".")
+    held = 0
+    for path, leaf in params.items():
+        matched = [axes for pattern, axes in sharding.RULES if re.search(pattern, path)]
+        assert matched, path
+        shard = NamedSharding(mesh, spec(path, leaf.shape, mesh)).shard_shape(leaf.shape)
+        held += np.prod(shard)
+        if leaf.ndim > 1 and not path.endswith(("W_pos", "b_Q", "b_K", "b_V")):
+            even = [size for size, axis in zip(leaf.shape, matched[0], strict=True) if axis and size % 2 == 0]
+            assert np.prod(shard) == leaf.size / 2 ** len(even), path
+    # Heads of the first rungs are one and cannot be split; a vocabulary of 50,257 is odd.
+    assert held <= sum(leaf.size for leaf in params.values()) / 2
+
+
+def test_a_parameter_without_a_rule_is_an_error_with_its_name():
+    with pytest.raises(ValueError, match=r"no rule .* matches the parameter blocks_0\.W_new of shape \(4, 4\)"):
+        spec("blocks_0.W_new", (4, 4), make_mesh())
+
+
+def test_a_rule_for_another_number_of_dimensions_is_an_error():
+    with pytest.raises(ValueError, match="gives 2 axes, but W_out has the shape"):
+        spec("W_out", (4, 4, 4), make_mesh())
+
+
+def test_an_axis_that_does_not_divide_or_has_one_device_is_left_out():
+    assert spec("W_out", (8, 12), make_mesh("fsdp=2,tensor=4")) == P("fsdp", "tensor")
+    assert spec("W_out", (8, 13), make_mesh("fsdp=2,tensor=4")) == P("fsdp", None)
+    assert spec("W_out", (7, 12), make_mesh("fsdp=2,tensor=4")) == P(None, "tensor")
+    assert spec("W_out", (8, 12), make_mesh("fsdp=8")) == P("fsdp", None)
+
+
+@pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
+def test_an_optimizers_state_lies_as_the_parameters_it_is_about(name):
+    model = DecoderConfig(16, 4, 8, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm")
+    config = Config("test", model, steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
+    state = abstract_state(config, make_mesh("fsdp=4,tensor=2"))
+    params = flatten_dict(state.params, sep=".")
+    seen = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        if keys and keys[0] in ("muon", "adamw"):  # the two parts of muon's state
+            keys = keys[1:]
+        if not keys:
+            assert leaf.size <= 3 and leaf.sharding.spec == P()  # a count of steps, muon's three coefficients
+            continue
+        assert leaf.sharding == params[".".join(keys)].sharding
+        seen.add(".".join(keys))
+    assert seen == set(params)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", CUBE, "tensor=8"])
+def test_gathering_gives_the_whole_and_its_gradient_is_summed_into_the_shards(mesh):
+    """f(W) = the sum over examples x of |W x|², whose gradient is 2 W (the sum of x xᵀ)."""
+    mesh = make_mesh(mesh)
+    W, x_BD = normal(16, 8), normal(16, 8, seed=1)
+    specs = {"W": spec("W_1", W.shape, mesh)}
+
+    def gradient(shard, x_BD):
+        def loss(shard):
+            whole = gather(shard, specs, mesh)["W"]
+            assert whole.shape == W.shape
+            return jnp.sum((x_BD @ whole.T) ** 2)
+
+        return sum_over_batch(jax.grad(loss)(shard), specs), sum_over_batch(loss(shard))
+
+    everywhere = on_each_shard(gradient, mesh, (specs, P(sharding.BATCH)), (specs, P()))
+    params = {"W": jax.device_put(W, NamedSharding(mesh, specs["W"]))}
+    grads, loss = jax.jit(everywhere)(params, jax.device_put(x_BD, batch_split(mesh)))
+    np.testing.assert_allclose(loss, np.sum((x_BD @ W.T) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(grads["W"], 2 * W @ (x_BD.T @ x_BD), rtol=1e-4, atol=1e-4)
+    split = mesh.shape["fsdp"]
+    assert {s.data.shape[0] for s in grads["W"].addressable_shards} == {16 // split}
+
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=8", CUBE, "tensor=8"])
+def test_a_batch_is_put_together_from_rows(mesh):
+    split, batch = batch_split(make_mesh(mesh)), np.arange(48).reshape(16, 3)
+    held = local_rows(split, 16)
+    assert held.tolist() == list(range(16))  # one process holds all
+    whole = assemble(batch[held], held, 16, split)
+    assert whole.sharding == split
+    np.testing.assert_array_equal(whole, batch)
+
+
+def test_rows_and_shards_of_a_process_that_holds_some(monkeypatch):
+    """What process 1 of two would see: devices 4 to 7, and so the second half of the batch."""
+    mesh = make_mesh("data=4,tensor=2")
+    split, batch = batch_split(mesh), np.arange(48).reshape(16, 3)
+    here = set(jax.devices()[4:])
+
+    class Half:
+        """The sharding, as that process knows it."""
+
+        def addressable_devices_indices_map(self, shape):
+            return {d: index for d, index in split.devices_indices_map(shape).items() if d in here}
+
+    held = local_rows(Half(), 16)
+    assert held.tolist() == list(range(8, 16))
+    asked = {}
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, _, at: asked.update(shape=shape, at=at))
+    assemble(batch[held], held, 16, split)
+    assert asked["shape"] == (16, 3)
+    for index in Half().addressable_devices_indices_map((16, 3)).values():
+        np.testing.assert_array_equal(asked["at"](index), batch[index])
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", CUBE])
+def test_a_local_copy_is_whole_and_on_one_device(mesh):
+    mesh = make_mesh(mesh)
+    W = {"W_1": normal(8, 16)}
+    copy = local_copy(jax.device_put(W, shardings(W, mesh)), mesh)
+    assert len(copy["W_1"].devices()) == 1
+    np.testing.assert_array_equal(copy["W_1"], W["W_1"])
+
+
+def test_placing_lays_an_array_out():
+    mesh, array = make_mesh(), np.arange(8.0)
+    for where in (replicated(mesh), batch_split(mesh)):
+        placed = place(array, where)
+        assert placed.sharding == where
+        np.testing.assert_array_equal(placed, array)
+
+
+def test_a_state_is_the_same_type_for_type_on_every_mesh():
+    """Shapes and dtypes do not depend on where the arrays lie."""
+    config = replace(CONFIGS["quick.quick"], steps=2)
+    bare = partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+    assert bare(abstract_state(config, make_mesh("data=8"))) == bare(abstract_state(config, make_mesh(CUBE)))
 
 
 def line(places, platform="tpu"):
@@ -49,14 +314,14 @@ def test_groups_of_rings_differ_in_one_place():
 def test_gathering_ring_by_ring_is_gathering(monkeypatch, lengths, axis):
     monkeypatch.setattr(sharding, "rings", lambda mesh: lengths)
     mesh = make_mesh("fsdp=8")
-    spec = PartitionSpec(*["fsdp" if i == axis else None for i in range(2)])
+    spec = P(*["fsdp" if i == axis else None for i in range(2)])
     w = jnp.arange(16 * 24, dtype=jnp.float32).reshape(16, 24)
-    gathered = on_each_shard(lambda w: gather(w, spec, mesh), mesh, (spec,), PartitionSpec())
+    gathered = on_each_shard(lambda w: gather(w, spec, mesh), mesh, (spec,), P())
     np.testing.assert_array_equal(gathered(w), w)
 
     def loss(w, x):
         return (gather(w, spec, mesh) * x[0]).sum()
 
     x = jnp.arange(8 * w.size, dtype=jnp.float32).reshape(8, *w.shape) % 7
-    grad = on_each_shard(jax.grad(loss), mesh, (spec, PartitionSpec("fsdp")), spec)(w, x)
+    grad = on_each_shard(jax.grad(loss), mesh, (spec, P("fsdp")), spec)(w, x)
     np.testing.assert_array_equal(grad, x.sum(0))  # whole numbers: no rounding

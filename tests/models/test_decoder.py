@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
@@ -16,6 +17,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import batch_split, make_mesh, replicated
 from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
+from tests.helpers import ROOT
 
 V, T, D = 23, 7, 13
 TOKENS_T = random_tokens(V, T)
@@ -188,6 +190,21 @@ def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int)
     mlp = D * F + F * F + F * D + F + F + D
     assert 2 * V * D + T * D + blocks * (square * D * D + mlp + gains * D) == count
     config = rung(name)
+    assert count_parameters(abstract_params(config.build(), config)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2_124m", 124_439_808),
+        ("llama_1b", 1_235_814_400),
+        ("llama_7b", 6_738_415_616),
+        ("llama_70b", 68_976_648_192),
+    ],
+)
+def test_published_shapes_have_the_published_number_of_parameters(name: str, count: int) -> None:
+    """Of the released weights: GPT-2 small, Llama 3.2 1B, Llama 2 7B and 70B."""
+    config = load_config(f"{ROOT}/configs/gpt.py:{name}").model
     assert count_parameters(abstract_params(config.build(), config)) == count
 
 

@@ -36,6 +36,27 @@ def test_agrees_with_flax_for_the_same_weights() -> None:
     assert_close(apply(module, params, *INPUTS)[0], apply(flax, same, X_TD, mask=CAUSAL_TT[None]))
 
 
+@pytest.mark.parametrize("G", [6, 2])
+def test_biases_are_added_to_queries_keys_values_and_the_output(G: int) -> None:
+    """As in flax, whose biases are `(heads, width)`; shared key and value heads have shared biases."""
+    module = MultiHeadAttention(H, G, K, bias=True)
+    params = random_params(module, *INPUTS)
+    shapes = {name: (n, 1, K) for name, n in (("b_Q", H), ("b_K", G), ("b_V", G))} | {"b_O": (D,)}
+    assert {name: leaf.shape for name, leaf in params.items() if name.startswith("b_")} == shapes
+    assert all((leaf == 0).all() for name, leaf in first_params(module, *INPUTS).items() if name in shapes)
+    flax = nn.MultiHeadDotProductAttention(H, qkv_features=H * K, out_features=D, use_bias=True)
+    same = {"out": {"kernel": params["W_O"], "bias": params["b_O"]}}
+    for theirs, ours, n in (("query", "Q", H), ("key", "K", G), ("value", "V", G)):
+        kernel, bias = params[f"W_{ours}"], params[f"b_{ours}"][:, 0]
+        same[theirs] = {"kernel": jnp.repeat(kernel, H // n, axis=1), "bias": jnp.repeat(bias, H // n, axis=0)}
+    assert_close(apply(module, params, *INPUTS)[0], apply(flax, same, X_TD, mask=CAUSAL_TT[None]))
+
+
+def test_without_output_projection_there_is_no_bias_of_the_output() -> None:
+    module = MultiHeadAttention(H, H, K, output_projection=False, bias=True)
+    assert set(first_params(module, *INPUTS)) == {f"{kind}_{name}" for kind in "Wb" for name in "QKV"}
+
+
 @pytest.mark.parametrize("G", [1, 2, 3])
 def test_shared_key_value_heads_equal_repeated_ones(G: int) -> None:
     params = random_params(MultiHeadAttention(H, G, K), *INPUTS)
