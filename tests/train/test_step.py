@@ -1,95 +1,318 @@
-"""The jitted steps."""
+"""The jitted steps: where, in how many parts and in what order things are computed changes no number."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.errors import UserError
+from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.objective import next_token_nll
-from jaxformer.sharding import batch_split, make_mesh
+from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
+from jaxformer.train import memory
 from jaxformer.train.optimizer import make_optimizer
-from jaxformer.train.step import batch_loss, init_state, make_train_step
+from jaxformer.train.step import (
+    CompiledStep,
+    TrainState,
+    abstract_state,
+    batch_loss,
+    build_model,
+    check_split,
+    init_state,
+    make_train_step,
+)
+from tests.arrays import assert_close, build, random_tokens
 
-MODEL = DecoderConfig(
-    vocab_size=37, context_length=11, d_model=12, n_blocks=1, n_heads=3, output_projection=True, d_ff=(17,),
-    norm="rmsnorm",
-)  # fmt: skip
-CONFIG = Config("test", MODEL, steps=5, optimizer=OptimizerConfig(learning_rate=0.1), train=TrainConfig(batch_size=8))
-BATCHES = np.random.default_rng(0).integers(0, 37, (5, 8, 12)).astype(np.int32)
+V, T, B = 40, 12, 16
+MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, output_projection=True, d_ff=(24,), norm="rmsnorm")
+CONFIG = Config("test", MODEL, steps=20, optimizer=OptimizerConfig(learning_rate=0.1), train=TrainConfig(batch_size=B))
+TWO_BLOCKS = replace(CONFIG, model=replace(MODEL, n_blocks=2))
+DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
+BATCHES = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
+CUBE = "data=2,fsdp=2,tensor=2"
+HIGHER_RATES = {"adamw": 3e-3, "muon": 3e-3, "lion": 1e-3, "schedule_free": 3e-3, "nesterov_sgd": 0.1}
 
 
-def losses_on(n_devices: int, config: Config = CONFIG) -> tuple[list[float], dict]:
-    """Train for five steps on so many devices."""
-    mesh = jax.make_mesh((n_devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n_devices])
-    model, optimizer = config.model.build(), make_optimizer(config.optimizer, config.steps)
-    state, step = init_state(config, model, optimizer, mesh), make_train_step(config, model, optimizer, mesh)
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_half_the_time() -> Iterator[None]:
+    """The programs are split over devices as ever; only the code made of them is slower."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def mesh_of(text: str) -> jax.sharding.Mesh:
+    """On as many devices as it names."""
+    return make_mesh(text, jax.devices()[: prod(parse_mesh(text).values())])
+
+
+@lru_cache
+def first_params(n_blocks: int = 1) -> Params:
+    """What training starts from, on the host: made once, because compiling takes longer than twenty steps."""
+    config = replace(CONFIG, model=replace(MODEL, n_blocks=n_blocks))
+    return jax.device_get(init_state(config, mesh_of("data=1")).params)
+
+
+def state_on(mesh: jax.sharding.Mesh, config: Config) -> TrainState:
+    """The same first state on any mesh."""
+    params = first_params(config.model.n_blocks)
+    state = TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), np.int32(0))
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh)))
+
+
+@lru_cache
+def trained(mesh: str, config: Config = CONFIG) -> tuple[np.ndarray, TrainState]:
+    """Losses of all steps, and the last state."""
+    on = mesh_of(mesh)
+    state, step = state_on(on, config), make_train_step(config, on)
     losses = []
     for k, batch in enumerate(BATCHES):
-        state, loss = step(state, jax.device_put(batch, batch_split(mesh)), k)
+        state, loss = step(state, place(batch, batch_split(on)), np.int32(k))
         losses.append(float(loss))
-    return losses, jax.device_get(state.params)
+    return np.array(losses), state
+
+
+def computed(config: Config, **fields: object) -> Config:
+    """The same training, computed another way."""
+    return replace(config, compute=ComputeConfig(**fields))
+
+
+def assert_same_training(mesh: str, config: Config, other_mesh: str, other: Config) -> None:
+    """Twenty losses within 1e-5 (84 float32 epsilons), and the parameters that came of them."""
+    (losses, state), (wanted, wanted_state) = trained(mesh, config), trained(other_mesh, other)
+    assert len(losses) == 20
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    jax.tree.map(assert_close, state.params, wanted_state.params)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_one_device_equals_eight(dropout):
-    config = replace(CONFIG, model=replace(MODEL, dropout=dropout))
-    one, eight = losses_on(1, config), losses_on(8, config)
-    np.testing.assert_allclose(one[0], eight[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one[1], eight[1])
-    assert one[0][-1] != one[0][0]
+@pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "data=2,tensor=4", CUBE, "tensor=2"])
+def test_the_same_training_on_every_mesh(mesh):
+    assert_same_training(mesh, CONFIG, "data=1", CONFIG)
+    losses = trained("data=1")[0]
+    assert losses[-5:].mean() < losses[:5].mean() - 0.1  # it learned something: random tokens have frequencies
 
 
 @pytest.mark.slow
-def test_dropout_is_on_in_training_and_differs_between_steps_and_examples():
-    config = replace(CONFIG, model=replace(MODEL, dropout=0.3))
-    assert losses_on(1, config)[0] != losses_on(1)[0]
-    model = config.model.build()
-    params = model.init(jax.random.key(0), jnp.zeros(11, jnp.int32))["params"]
-    same = jnp.broadcast_to(BATCHES[0, 0], (8, 12))
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_batch_in_parts_is_the_same_training(parts):
+    assert_same_training("data=2,fsdp=2", computed(CONFIG, accumulate=parts), "data=1", CONFIG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("data=1", {"remat": "dots"}),
+        ("fsdp=4", {"remat": "block"}),
+        ("fsdp=4", {"scan_blocks": True}),
+        (CUBE, {"remat": "block", "scan_blocks": True, "accumulate": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_stored_or_looped_over_is_the_same_training(mesh, fields):
+    assert_same_training(mesh, computed(TWO_BLOCKS, **fields), "data=1", TWO_BLOCKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [("data=8", {}), (CUBE, {"accumulate": 2}), ("fsdp=2", {"remat": "block", "scan_blocks": True})],
+    ids=str,
+)
+def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
+    assert_same_training(mesh, computed(DROPOUT, **fields), "data=1", DROPOUT)
+    assert np.abs(trained("data=1", DROPOUT)[0] / trained("data=1", TWO_BLOCKS)[0] - 1).max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=2"])
+def test_bfloat16_is_close_and_stores_float32(mesh):
+    """A rounding to bfloat16 is at most 2^-9 of a number; those of different tokens are independent, so that the mean
+    over 192 of them is closer than each. Half of one rounding is left for all that follow one another."""
+    losses, state = trained(mesh, computed(CONFIG, precision="bfloat16"))
+    wanted = trained("data=1")[0]
+    np.testing.assert_allclose(losses, wanted, rtol=2**-10)
+    assert np.abs(losses / wanted - 1).max() > 1e-6  # it was bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+
+
+def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
+    with pytest.raises(UserError, match=r"compute\.precision is bfloat16"):
+        make_train_step(computed(CONFIG, precision="bfloat16"), mesh_of("tensor=2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
+def test_an_optimizer_steps_on_its_shards(name):
+    config = replace(CONFIG, optimizer=OptimizerConfig(name=name, learning_rate=HIGHER_RATES[name], clip_norm=1.0))
+    assert_same_training("fsdp=8", config, "data=1", config)
+    state = trained("fsdp=8", config)[1]
+    for tree in (state.params, state.opt_state):
+        split = [x for x in jax.tree.leaves(tree) if x.size >= 16 * 16]  # all matrices have more numbers, no gain has
+        assert split
+        assert all(x.addressable_shards[0].data.size == x.size // 8 for x in split)
+
+
+def test_the_first_state_is_the_same_on_every_mesh():
+    one, cube = (init_state(CONFIG, mesh_of(mesh)) for mesh in ("data=1", CUBE))
+    jax.tree.map(np.testing.assert_array_equal, one, cube)
+    assert cube.params["W_out"].sharding.spec == P("fsdp", "tensor")
+    assert cube.failures == 0
+
+
+def test_names_and_shapes_do_not_depend_on_how_it_is_computed():
+    for fields in ({"remat": "block"}, {"scan_blocks": True}, {"accumulate": 4}):
+        other = abstract_state(computed(TWO_BLOCKS, **fields), mesh_of("data=1"))
+        assert other == abstract_state(TWO_BLOCKS, mesh_of("data=1"))
+
+
+@pytest.mark.slow
+def test_dropout_differs_between_examples():
+    model = DROPOUT.model.build()
+    params = first_params(2)
+    same = jnp.broadcast_to(BATCHES[0, 0], (8, T + 1))
     keys = jax.random.split(jax.random.key(0), 8)
-    nll = jax.vmap(lambda t, k: next_token_nll(model, params, t, k).mean())(same, keys)
+    nll = jax.jit(jax.vmap(lambda t, k: next_token_nll(model, params, t, k).mean()))(same, keys)
     assert len(np.unique(nll)) == 8
 
 
 def test_the_batch_loss_is_the_mean_of_its_examples():
-    model = MODEL.build()
-    params = model.init(jax.random.key(1), jnp.zeros(11, jnp.int32))["params"]
-    loop = [float(next_token_nll(model, params, tokens).mean()) for tokens in jnp.array(BATCHES[0])]
-    np.testing.assert_allclose(batch_loss(model, params, jnp.array(BATCHES[0])), np.mean(loop), rtol=1e-6)
+    model, params = MODEL.build(), first_params()
+    one = jax.jit(lambda tokens: next_token_nll(model, params, tokens))
+    loop = [float(one(tokens).mean()) for tokens in BATCHES[0]]
+    whole = jax.jit(lambda batch: batch_loss(model, params, batch))
+    np.testing.assert_allclose(whole(BATCHES[0]), np.mean(loop), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_step_is_optax_on_the_gradient_of_the_loss():
-    mesh = make_mesh(8)
-    model, optimizer = MODEL.build(), make_optimizer(CONFIG.optimizer, 5)
-    state = init_state(CONFIG, model, optimizer, mesh)
-    params = jax.device_get(state.params)
-    grads = jax.grad(lambda p: batch_loss(model, p, jnp.array(BATCHES[0])))(params)
+    mesh, optimizer = mesh_of("data=2,fsdp=4"), make_optimizer(CONFIG.optimizer, CONFIG.steps)
+    params = first_params()
+    grads = jax.jit(jax.grad(lambda p: batch_loss(MODEL.build(), p, jnp.array(BATCHES[0]))))(params)
     expected = optax.apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])
-    state, _ = make_train_step(CONFIG, model, optimizer, mesh)(state, BATCHES[0], 0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.device_get(state.params), expected)
+    state, _ = make_train_step(CONFIG, mesh)(state_on(mesh, CONFIG), BATCHES[0], 0)
+    jax.tree.map(assert_close, state.params, expected)
 
 
-def test_a_step_that_breaks_leaves_the_state_as_it_was_and_says_so_ever_after():
-    mesh = make_mesh(8)
-    model, optimizer = MODEL.build(), make_optimizer(replace(CONFIG.optimizer, learning_rate=1e20), 5)
-    step = make_train_step(CONFIG, model, optimizer, mesh)
-    state, loss = step(init_state(CONFIG, model, optimizer, mesh), BATCHES[0], 0)
+def test_logits_in_pieces_are_the_same_loss_and_gradient(monkeypatch):
+    model, params = build(replace(MODEL, final_norm=True))
+    tokens_T = random_tokens(V, T + 1)
+
+    def run():
+        def loss(params):
+            nll_T = next_token_nll(model, params, tokens_T)
+            return nll_T.sum(), nll_T
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    whole = run()
+    for pieces in (3, T):
+        monkeypatch.setattr(objective, "LOGITS_AT_ONCE", T // pieces * V)
+        assert objective.pieces_of(T, V) == pieces
+        jax.tree.map(assert_close, run(), whole)
+
+
+def test_pieces_are_the_fewest_that_divide():
+    assert objective.pieces_of(1024, 50_257) == 4  # 51.5 million logits: four times 2^24 less a little
+    assert objective.pieces_of(1024, 2**14) == 1  # 2^24 exactly
+    assert objective.pieces_of(7, 2**24) == 7  # a prime
+    assert objective.pieces_of(3, 2**26) == 3  # one position alone is too much, and there is nothing smaller
+
+
+INFINITE = V - 1
+"""A token whose embedding is not finite: only batches that hold it break."""
+
+
+@pytest.fixture(scope="module")
+def good_and_bad() -> tuple[np.ndarray, np.ndarray]:
+    good = np.where(BATCHES[0] == INFINITE, 0, BATCHES[0])
+    return good, np.where(np.arange(T + 1) == 3, INFINITE, good)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "allowed"), [({"non_finite": "stop"}, 0), ({"non_finite": "skip", "max_skips": 2}, 2)]
+)
+def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_learning(fields, allowed, good_and_bad):
+    config, mesh = replace(CONFIG, train=replace(CONFIG.train, **fields)), mesh_of("data=2,fsdp=2")
+    step, state = make_train_step(config, mesh), state_on(mesh, config)
+    good, bad = good_and_bad
+    W_E = state.params["embedding"]["W_E"]
+    state.params["embedding"]["W_E"] = W_E.at[INFINITE, 0].set(jnp.inf)
+
+    def take(batch: np.ndarray) -> tuple[float, bool, int]:
+        """The loss, whether anything was learned, and the count of failures."""
+        nonlocal state
+        before = jax.device_get((state.params, state.opt_state))
+        state, loss = step(state, batch, 0)
+        after = jax.device_get((state.params, state.opt_state))
+        changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, after)
+        return float(loss), any(jax.tree.leaves(changed)), int(state.failures)
+
+    loss, learned, failures = take(good)
+    assert np.isfinite(loss) and learned and failures == 0
+    for count in range(1, allowed + 1):  # as many as are allowed
+        loss, learned, failures = take(bad)
+        assert np.isnan(loss) and not learned and failures == count
+    if allowed:
+        loss, learned, failures = take(good)
+        assert np.isfinite(loss) and learned and failures == 0
+    for count in range(1, allowed + 2):  # one more
+        assert take(bad)[1:] == (False, count)
+    loss, learned, failures = take(good)
+    assert np.isnan(loss) and not learned and failures == allowed + 2
+
+
+@pytest.mark.slow
+def test_a_compiled_step_says_when_it_is_compiled_again():
+    said: list[str] = []
+    mesh = mesh_of("data=2")
+    step, state = CompiledStep(CONFIG, mesh, said.append), state_on(mesh, CONFIG)
+    assert said.pop().startswith("memory ")
+    for k in range(2):
+        state, _ = step(state, place(BATCHES[k], batch_split(mesh)), k)
+    assert not said
+    state, loss = step(state, place(BATCHES[2][:, :8], batch_split(mesh)), 2)
+    assert said == ["step 3 is compiled again: its batch is (16, 8), and was (16, 13)"]
     assert np.isfinite(loss)
-    before = jax.device_get(state.params)
-    for k in (1, 2):
-        state, loss = step(state, BATCHES[k], k)
-        assert np.isnan(loss) and not state.healthy
-        jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+    step(state, place(BATCHES[3][:, :8], batch_split(mesh)), 3)
+    assert len(said) == 1
 
 
-def test_a_batch_that_does_not_split_is_refused_with_one_that_does():
-    with pytest.raises(UserError, match="12 does not split over 8 devices; use a multiple such as 16"):
-        make_mesh(12)
+def test_a_step_that_does_not_fit_is_refused_before_it_runs(monkeypatch):
+    monkeypatch.setattr(memory, "capacity", lambda device: 10_000)
+    with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory a device, and there are 9.77 KiB; lower"):
+        CompiledStep(CONFIG, mesh_of("data=1"), print)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "parts", "mesh", "said"),
+    [
+        (12, 1, "data=8", "12 does not split over 8 devices; use a multiple such as 16"),
+        (8, 2, "data=4,fsdp=2", "8 does not split over 8 devices in 2 parts; use a multiple such as 16"),
+        (30, 2, "fsdp=2,tensor=2", "30 does not split over 2 devices in 2 parts; use a multiple such as 32"),
+    ],
+)
+def test_a_batch_that_does_not_split_is_refused_with_one_that_does(batch_size, parts, mesh, said):
+    config = replace(computed(CONFIG, accumulate=parts), train=TrainConfig(batch_size=batch_size))
+    with pytest.raises(UserError, match=said):
+        check_split(config, mesh_of(mesh))
+    with pytest.raises(UserError, match=said):
+        make_train_step(config, mesh_of(mesh))
+
+
+def test_the_model_of_a_step_is_the_model():
+    """What the command line asks for reaches the model."""
+    built = build_model(computed(TWO_BLOCKS, remat="dots", scan_blocks=True), mesh_of("data=1"))
+    assert (built.execution.remat, built.execution.scan) == ("dots", True)
+    assert built.config == TWO_BLOCKS.model
