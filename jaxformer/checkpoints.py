@@ -285,6 +285,8 @@ class Checkpoints(StoredCheckpoints):
         except (OSError, ValueError) as error:
             if not isinstance(told := self._told(error), UserError):
                 raise
+            if jax.process_count() > 1:  # the others still wait for this one in the save that failed
+                raise told from error
             self._remove_leftovers()
             return cause(error) or str(told)
         return None

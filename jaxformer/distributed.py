@@ -23,6 +23,8 @@ from jaxformer.errors import UserError
 
 PATIENCE = 60
 """Seconds that the processes have to find each other: they do not start together to the second."""
+LOST = re.compile("^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat", re.IGNORECASE)
+"""What the runtime's errors say when another process is gone."""
 LONGEST_TEXT = 4096
 """Bytes of a text that one process tells the others."""
 
@@ -136,7 +138,7 @@ def relying_on_others(advice: str) -> Iterator[None]:
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            if not re.match("[A-Z_]+: ", str(error)):  # how the runtime begins: UNKNOWN, UNAVAILABLE, INTERNAL
+            if not LOST.search(str(error)):
                 raise
             _flush()
             os.write(2, f"{_first_line(error)}\n{sentence}\n".encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -204,10 +205,15 @@ def assemble(rows: np.ndarray, held: np.ndarray, n_rows: int, sharding: NamedSha
     return jax.make_array_from_callback((n_rows, *rows.shape[1:]), sharding, at)
 
 
+@lru_cache(maxsize=4)
+def _made_whole(mesh: Mesh) -> Callable:
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))
+
+
 def local_copy(tree: Any, mesh: Mesh) -> Any:
     """Arrays whole on one device of this process: for looking at a model with what knows no mesh."""
     if any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
-        tree = jax.jit(lambda x: x, out_shardings=replicated(mesh))(tree)
+        tree = _made_whole(mesh)(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
 
 

@@ -8,6 +8,7 @@ import io
 import logging
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -105,6 +106,13 @@ def load_config(spec: str) -> Config:
         found_spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{path} is not Python that can be read: {error}.") from error
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's file does wrong
+        line = next(
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(file)), "?"
+        )
+        raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {error}.") from error
     configs = {key: value for key, value in vars(module).items() if isinstance(value, Config)}
     wanted = name or file.stem
     if wanted not in configs:

@@ -20,10 +20,11 @@ from jaxformer.distributed import is_first
 from jaxformer.errors import writing
 from jaxformer.inspect import attention_entropy
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
-from jaxformer.runs import SAMPLES
+from jaxformer.runs import SAMPLES, abstract_params, count_parameters
 from jaxformer.sharding import local_copy, replicated
 from jaxformer.train.log import say
 from jaxformer.train.loop import Hook
+from jaxformer.train.memory import capacity
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 from jaxformer.train.step import TrainState, make_gradient
 
@@ -36,12 +37,23 @@ def make_hooks(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> list
 
     Of several processes, all must call them; the first one prints and writes.
     """
-    t = config.train
+    t, gradients = config.train, Hook(config.train.report_every, _gradients(config, mesh))
+    if not _can_be_copied(config, mesh):
+        say("attention entropy and samples are left out: the model is too large to be copied to one device")
+        return [gradients]
     return [
         Hook(t.eval_every, _entropy(config, mesh, corpus), at_start=True),
-        Hook(t.report_every, _gradients(config, mesh)),
+        gradients,
         Hook(t.report_every, _samples(config, mesh, corpus, folder)),
     ]
+
+
+def _can_be_copied(config: Config, mesh: Mesh) -> bool:
+    """Whether all parameters, and the attention weights of a block, take less than a quarter of a device's memory."""
+    has = capacity(mesh.local_devices[0])
+    parameters = count_parameters(abstract_params(config.model.build(), config.model))
+    weights = getattr(config.model, "n_heads", 0) * config.model.context_length**2
+    return has is None or 4 * (parameters + weights) < has / 4
 
 
 def _entropy(config: Config, mesh: Mesh, corpus: Corpus) -> Any:

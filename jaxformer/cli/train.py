@@ -19,7 +19,6 @@ from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
 from jaxformer.distributed import (
     DistributedOptions,
-    connect,
     from_first,
     is_first,
     leave,
@@ -90,30 +89,8 @@ def _main(arguments: list[str]) -> int:
         raise UserError(f"{asked.run} exists; add --resume to go on with it, or choose another --run.")
     else:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
-    machine.set_up(config.train.batch_size, config.mesh, asked.distributed.processes or processes_around(os.environ))
-    connect(asked.distributed)
-    with relying_on_others("training has not begun."):
-        return _train(config, folder, stored is not None, asked.run is None, asked.allow_changed_data)
-
-
-def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
-    import jax
-
-    from jaxformer.cli.hooks import make_hooks
-    from jaxformer.data.corpus import load_corpus
-    from jaxformer.data.tokenizer import Tokenizer
-    from jaxformer.runs import METRICS, PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
-    from jaxformer.sharding import make_mesh
-    from jaxformer.train.log import console, plot, say
-    from jaxformer.train.loop import make_windows, train
-    from jaxformer.train.step import check_split, choose_attention, compute_dtype
-
-    console.quiet = not is_first()
-    mesh = make_mesh(config.mesh)
-    check_split(config, mesh)
-    attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
-    model = config.model.build()
-    parameters = count_parameters(abstract_params(model, config.model))
+    n_processes = asked.distributed.processes or processes_around(os.environ)
+    machine.set_up(config.train.batch_size // config.compute.accumulate, config.mesh, n_processes)
     tokenizer = Tokenizer.load(folder / TOKENIZER) if resume else None
     corpus = load_corpus(config.data, config.model.vocab_size, tokenizer)
     windows = make_windows(config, corpus)  # as above, what cannot be is refused before anything is written
@@ -180,8 +157,7 @@ def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tupl
     from jaxformer.train.optimizer import gradient_point
     from jaxformer.train.step import compute_dtype, example_keys
 
-    state = local_copy(outcome.state, mesh)
-    params = gradient_point(config.optimizer, state.params, state.opt_state)
+    params = local_copy(gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state), mesh)
     batch_BT, keys_B = local_copy(outcome.batch, mesh), example_keys(config.seed, outcome.step - 1, len(outcome.batch))
     dtype = compute_dtype(config.compute, mesh)
     report = first_non_finite(config.model.build(), params, batch_BT, keys_B, dtype)

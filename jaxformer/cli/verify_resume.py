@@ -30,10 +30,10 @@ class Arguments:
     """Options of verify-resume: these, and every field of the config."""
 
     fields: Annotated[Config, tyro.conf.arg(name="")]
-    kill_at: int
-    """The step after whose row in the log the run is killed."""
     config: str = DEFAULT_CONFIG
     """FILE.py or FILE.py:NAME, the config to train."""
+    kill_at: int | None = None
+    """The step after whose row in the log the run is killed; without it, half of all."""
     folder: str | None = None
     """Where to keep both runs; without it they are removed at the end."""
 
@@ -53,10 +53,11 @@ def _main(arguments: list[str]) -> int:
     except argparse.ArgumentError as error:
         raise UserError(f"{error}.") from error
     config = load_config(known.config or DEFAULT_CONFIG)
-    defaults = Arguments(config, config.steps // 2, known.config or DEFAULT_CONFIG)
+    defaults = Arguments(config, known.config or DEFAULT_CONFIG)
     asked = parse(Arguments, arguments, defaults, PROGRAM, "Kill a run, resume it, and compare.")
-    if not 0 <= asked.kill_at < asked.fields.steps:
-        raise UserError(f"kill-at is {asked.kill_at}; it must be at least 0 and below the {asked.fields.steps} steps.")
+    kill_at = asked.fields.steps // 2 if asked.kill_at is None else asked.kill_at
+    if not 0 <= kill_at < asked.fields.steps:
+        raise UserError(f"kill-at is {kill_at}; it must be at least 0 and below the {asked.fields.steps} steps.")
     with contextlib.ExitStack() as stack:
         if asked.folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-resume-")))
@@ -65,7 +66,7 @@ def _main(arguments: list[str]) -> int:
             if folder.exists():
                 raise UserError(f"{folder} exists; choose another --folder.")
             folder.mkdir(parents=True)
-        return _verify(["--config", asked.config, *fields], asked.kill_at, folder)
+        return _verify(["--config", asked.config, *fields], kill_at, folder)
 
 
 def _verify(options: list[str], kill_at: int, folder: Path) -> int:

@@ -44,4 +44,5 @@ def attention_entropy(model: nn.Module, params: Params, tokens_BT: jax.Array) ->
     def one(tokens_T: jax.Array) -> list[jax.Array]:
         return [row_entropy(weights_HTS).mean(axis=-1) for weights_HTS in attention_maps(model, params, tokens_T)]
 
-    return [entropy_BH.mean(axis=0) for entropy_BH in jax.vmap(one)(jnp.asarray(tokens_BT))]
+    # One sequence after the other: the weights are as large as the square of its length.
+    return [entropy_BH.mean(axis=0) for entropy_BH in jax.lax.map(one, jnp.asarray(tokens_BT))]

@@ -4,6 +4,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxformer.ops.losses import negative_log_likelihood
 
@@ -31,15 +32,16 @@ def next_token_nll(
     if hasattr(model, "features"):
         pieces = pieces_of(len(inputs), model.config.vocab_size)
         if pieces > 1:
-            x_TD = apply(inputs, method="features")
+            x_TD, T = apply(inputs, method="features"), len(inputs)
             one = jax.checkpoint(lambda xy: negative_log_likelihood(apply(xy[0], method="unembed"), xy[1]))
+            filling = -T % pieces  # what is predicted from it is cut off again
+            x_TD, targets = jnp.pad(x_TD, ((0, filling), (0, 0))), jnp.pad(targets, (0, filling))
             split = (x_TD.reshape(pieces, -1, x_TD.shape[-1]), targets.reshape(pieces, -1))
-            return jax.lax.map(one, split).reshape(-1)
+            return jax.lax.map(one, split).reshape(-1)[:T]
     logits = apply(inputs)
     return negative_log_likelihood(logits, targets[-logits.shape[0] :])
 
 
 def pieces_of(length: int, vocab_size: int) -> int:
-    """The least number of equal pieces of a sequence whose logits stay below `LOGITS_AT_ONCE`."""
-    divisors = (n for n in range(1, length + 1) if length % n == 0)
-    return next(n for n in divisors if length // n * vocab_size <= LOGITS_AT_ONCE or n == length)
+    """Into how many pieces a sequence is cut so that the logits of each stay at about `LOGITS_AT_ONCE`."""
+    return min(length, -(-length * vocab_size // LOGITS_AT_ONCE))

@@ -34,7 +34,7 @@ class Embedding(nn.Module):
         if self.positions == "learned":
             return x_TD + jnp.asarray(self.W_pos)[positions_T]
         if self.positions == "sinusoidal":
-            return x_TD + sinusoidal(positions_T, self.d_model)
+            return x_TD + sinusoidal(positions_T, self.d_model).astype(x_TD.dtype)
         return x_TD
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:

@@ -107,7 +107,9 @@ def train(
             cut_log(folder, start if resumed else -1)
 
         def save(step: int, val_loss: float | None = None) -> None:
-            position = {"step": step, "fingerprint": corpus.fingerprint, "failures": int(state.failures)}
+            # A run that stopped at such a step may try it again, with other options.
+            failures = min(int(state.failures), allowed_failures(config))
+            position = {"step": step, "fingerprint": corpus.fingerprint, "failures": failures}
             checkpoints.save(step, state.params, state.opt_state, position, val_loss)
 
         def measure(step: int, batch: jax.Array) -> dict[str, Any]:

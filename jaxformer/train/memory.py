@@ -11,6 +11,12 @@ import jax
 
 from jaxformer.errors import UserError
 
+REMEDY = (
+    "lower train.batch_size, raise compute.accumulate, set compute.remat to block, or split the parameters with "
+    "--mesh fsdp=N"
+)
+"""What makes a step fit."""
+
 
 def needed(compiled: Any) -> int:
     """Bytes a device that a compiled program holds at most, by the compiler's own plan of its buffers."""
@@ -46,10 +52,7 @@ def check_memory(compiled: Any, device: jax.Device) -> str:
     if has is None:
         return f"memory {size(needs)} a device"
     if needs > has:
-        raise UserError(
-            f"a step needs {size(needs)} of memory a device, and there are {size(has)}; lower train.batch_size, raise "
-            "compute.accumulate, set compute.remat to block, or split the parameters with --mesh fsdp=N."
-        )
+        raise UserError(f"a step needs {size(needs)} of memory a device, and there are {size(has)}; {REMEDY}.")
     return f"memory {size(needs)} a device of {size(has)}"
 
 

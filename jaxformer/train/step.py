@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxformer.config import ComputeConfig, Config
+from jaxformer.distributed import from_first
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.nn.attention import MultiHeadAttention
@@ -33,7 +34,7 @@ from jaxformer.sharding import (
     sum_over_batch,
 )
 from jaxformer.train.kernels import make_attention
-from jaxformer.train.memory import check_memory
+from jaxformer.train.memory import REMEDY, check_memory
 from jaxformer.train.optimizer import gradient_point, make_optimizer
 
 BLOCK = re.compile(r"blocks_\d+$")
@@ -91,11 +92,14 @@ def choose_attention(config: Config, mesh: Mesh) -> tuple[Callable[..., jax.Arra
     if not seen:
         return attention, "attention: none"
     q_HTK, k_GSK, mask = seen[0]
-    device = mesh.devices.flat[0]
-    return make_attention(
-        config.compute.attention, device.platform, _shaped(q_HTK), _shaped(k_GSK), mask, mesh.shape["tensor"],
-        try_first=device in jax.local_devices(),
+    here = set(mesh.devices.flat) & set(jax.local_devices())
+    chosen, line = make_attention(
+        config.compute.attention, mesh.devices.flat[0].platform, _shaped(q_HTK), _shaped(k_GSK), mask,
+        mesh.shape["tensor"], try_first=bool(here),
     )  # fmt: skip
+    if here and from_first(line) != line:  # different programs would wait for each other for ever
+        raise UserError(f"{line} on one process, but not on another; set compute.attention to xla or blockwise.")
+    return chosen, line
 
 
 def _shaped(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -269,7 +273,13 @@ class CompiledStep:
 
     def _compile(self) -> Any:
         batch = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._split)
-        return self._step.lower(self._state, batch, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        lowered = self._step.lower(self._state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+        try:
+            return lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(f"a step needs more memory than a device has; {REMEDY}.") from error
 
 
 def allowed_failures(config: Config) -> int:
