@@ -46,8 +46,10 @@ class DistributedOptions:
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
             raise UserError("distributed.coordinator, distributed.processes and distributed.process go together.")
-        if self.coordinator is not None and not re.fullmatch(r".+:\d{1,5}", self.coordinator):
-            raise UserError(f"distributed.coordinator is {self.coordinator!r}; it must be HOST:PORT.")
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+                raise UserError(f"distributed.coordinator is {self.coordinator!r}; it must be HOST:PORT.")
         if self.heartbeat_seconds < 1:
             raise UserError(f"distributed.heartbeat_seconds is {self.heartbeat_seconds}; it must be at least 1.")
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
@@ -86,7 +88,7 @@ def _check_address(coordinator: str, first: bool) -> None:
     if first:
         try:
             socket.create_server(("", int(port))).close()
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise UserError(f"process 0 cannot listen on port {port} ({error}); choose another one.") from error
         return
     until = time.monotonic() + PATIENCE
@@ -94,7 +96,7 @@ def _check_address(coordinator: str, first: bool) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             if time.monotonic() > until:
                 raise UserError(
                     f"process 0 does not answer at {coordinator} after {PATIENCE} s ({error}); start it, or correct "

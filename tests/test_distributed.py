@@ -1,158 +1,236 @@
-"""Several processes on the loopback interface train as one does, stop together, and miss one another."""
+"""Several processes that train one model, on the loopback interface."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import StoredCheckpoints
-from jaxformer.distributed import DistributedOptions, processes_around
+from jaxformer import distributed
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, processes_around
 from jaxformer.errors import UserError
-from tests.helpers import run, start, tiny, write_books
-
-STEPS = 20
+from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.train.log import read_metrics
+from jaxformer.train.step import abstract_state, init_state, make_train_step
+from tests.across import BATCHES, CONFIG, SAVED
+from tests.helpers import ROOT, tiny, write_books
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("fields", "said"),
     [
-        ({"coordinator": "127.0.0.1:1"}, "go together"),
+        ({"coordinator": "host:1234"}, "go together"),
         ({"processes": 2, "process": 0}, "go together"),
-        ({"coordinator": "localhost", "processes": 2, "process": 0}, "must be HOST:PORT"),
-        ({"coordinator": "127.0.0.1:1", "processes": 2, "process": 2}, "process is 2; .* below 2"),
+        ({"coordinator": "host", "processes": 2, "process": 0}, "'host'; it must be HOST:PORT"),
+        ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
+        ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),
+        ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
+        ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process is 2; of 2 processes"),
+        ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process is -1; of 2 processes"),
         ({"heartbeat_seconds": 0}, "heartbeat_seconds is 0; it must be at least 1"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        DistributedOptions(**options)
+def test_options_that_cannot_be_are_the_users_error(fields, said):
+    with pytest.raises(UserError, match=said):
+        DistributedOptions(**fields)
 
 
 @pytest.mark.parametrize(
     ("environment", "n"),
     [
         ({}, 1),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
         ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "16"}, 16),
+        ({"OMPI_COMM_WORLD_SIZE": ""}, 1),
+        ({"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}, 2),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
     ],
 )
-def test_who_was_started_together_is_known_from_the_environment(environment, n):
+def test_processes_are_counted_by_what_started_them(environment, n):
     assert processes_around(environment) == n
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    """A folder with books."""
-    folder = tmp_path_factory.mktemp("together")
-    write_books(folder / "books")
-    return folder
+def test_alone_nothing_is_asked_of_others():
+    connect(DistributedOptions(), {})
+    assert not jax.distributed.is_initialized()
+    assert from_first("runs/quick") == "runs/quick"
+    assert Agreement(make_mesh()).ask(15) == 15
+    assert leave(3) == 3
 
 
-def options(here, *more: str, steps: int = STEPS) -> list[str]:
-    """A row of metrics for each step, and a learning rate that does not depend on how many there are."""
-    return [*tiny(here / "books", steps), "--train.log-every", "1", "--optimizer.schedule", "constant", *more]
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
-def start_all(here, n: int, *arguments: str) -> list[subprocess.Popen]:
-    """So many processes of one run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_a_process_0_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setattr(distributed, "PATIENCE", 0)
+    port = free_port()
+    with pytest.raises(UserError, match=f"process 0 does not answer at 127.0.0.1:{port} after 0 s"):
+        connect(DistributedOptions(f"127.0.0.1:{port}", 2, 1))
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"process 0 cannot listen on port {port} .* choose another one"):
+            connect(DistributedOptions(f"127.0.0.1:{port}", 2, 0))
+
+
+@pytest.mark.slow
+def test_an_abort_from_another_thread_ends_in_a_sentence_and_outside_as_ever():
+    program = """if True:
+        import ctypes, sys, threading
+        from jaxformer.distributed import at_abort
+        abort = threading.Thread(target=ctypes.CDLL(None).abort)  # lets go of the lock of Python, as the runtime does
+        with at_abort("a sentence", 7):
+            if sys.argv[1] == "inside":
+                abort.start(), abort.join()
+        abort.start(), abort.join()
+    """
+    inside, outside = (
+        subprocess.run([sys.executable, "-c", program, where], cwd=ROOT, capture_output=True, text=True, check=False)
+        for where in ("inside", "outside")
+    )
+    assert (inside.returncode, inside.stderr) == (7, "a sentence\n")
+    assert outside.returncode == -signal.SIGABRT
+
+
+def start_all(n: int, devices: int, command: Callable[[list[str]], list[str]], cwd: Path) -> list[subprocess.Popen]:
+    """Start n processes with so many devices each; `command` is given the options by which they find each other."""
+    where = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(n)]
+    environment = os.environ | {
+        "JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
     return [
-        start(
-            "train.py", *arguments, "--distributed.coordinator", f"127.0.0.1:{port}",
-            "--distributed.processes", str(n), "--distributed.process", str(i), cwd=here,
+        subprocess.Popen(
+            [sys.executable, *command([*where, "--distributed.process", str(i)])],
+            cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )
         for i in range(n)
     ]  # fmt: skip
 
 
-def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    """Status, output and errors of each."""
-    said = [process.communicate(timeout=200) for process in processes]
-    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+@pytest.fixture(scope="module")
+def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
+    """The losses of one device, and those from a checkpoint on."""
+    mesh = make_mesh("", jax.devices()[:1])
+    step = make_train_step(CONFIG, mesh)
+
+    def losses_from(state, start: int) -> list[float]:
+        losses = []
+        for k in range(start, CONFIG.steps):
+            state, loss = step(state, place(BATCHES[k], batch_split(mesh)), np.int32(k))
+            losses.append(float(loss))
+        return losses
+
+    def resumed(folder: Path) -> list[float]:
+        like = abstract_state(CONFIG, mesh)
+        with Checkpoints(folder) as checkpoints:
+            params, opt_state, position = checkpoints.restore(SAVED, like.params, like.opt_state)
+        assert position == {"step": SAVED}
+        return losses_from(like._replace(params=params, opt_state=opt_state, failures=np.int32(0)), SAVED)
+
+    return losses_from(init_state(CONFIG, mesh), 0), resumed
 
 
-def rows(folder) -> list[dict]:
-    """The metrics so far."""
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def losses(folder) -> list[float]:
-    """The loss of each step."""
-    return [row["loss"] for row in rows(folder) if "loss" in row]
-
-
-def wait_for_row(processes: list[subprocess.Popen], folder, step: int) -> None:
-    """Until a step is logged, two minutes at most."""
-    until = time.monotonic() + 120
-    while not any(row["step"] >= step for row in rows(folder)):
-        assert time.monotonic() < until and all(process.poll() is None for process in processes)
-        time.sleep(0.02)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "devices", "mesh"),
+    [(2, 1, "fsdp=2"), (2, 2, "data=2,tensor=2"), (4, 1, "data=2,fsdp=2")],
+)
+def test_several_processes_train_as_one_and_save_one_checkpoint(tmp_path, one_process, n, devices, mesh):
+    wanted, resumed = one_process
+    processes = start_all(n, devices, lambda where: ["-m", "tests.across", str(tmp_path), mesh, *where[1::2]], ROOT)
+    said = []
+    for process in processes:
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+        said.append(json.loads(out.splitlines()[-1]))
+    rows = CONFIG.train.batch_size
+    for i, told in enumerate(said):
+        np.testing.assert_allclose(told["losses"], wanted, rtol=1e-5)
+        assert told["text"] == "from 0"
+        assert told["largest"] == n - 1  # every process said its own number
+        assert told["rows"] == list(range(i * rows // n, (i + 1) * rows // n))  # it reads no others
+    np.testing.assert_allclose(resumed(tmp_path), wanted[SAVED:], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
-def alone(here):
-    """The losses, and the last row, of one process with one device."""
-    result = run("train.py", *options(here, "--run", "alone", "--mesh", "data=1"), cwd=here)
-    assert result.returncode == 0, result.stderr
-    return losses(here / "alone"), rows(here / "alone")[-1]
+def books(tmp_path_factory) -> Path:
+    return write_books(tmp_path_factory.mktemp("text") / "books")
+
+
+def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
+    """Two processes, each with its data, that would train for long and save every 50 steps."""
+    options = ["--model.n-blocks", "1", "--mesh", "fsdp=2", "--run", "run", "--distributed.heartbeat-seconds", "10"]
+    options += ["--train.eval-every", "100000", "--train.report-every", "100000", "--train.checkpoint-every", "50"]
+
+    def command(where: list[str]) -> list[str]:
+        return [str(ROOT / "train.py"), *tiny(data[int(where[-1])], steps=100_000), *options, *where]
+
+    return start_all(2, 1, command, cwd)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "mesh"), [(2, "fsdp=2"), (4, "data=2,fsdp=2")])
-def test_processes_together_have_the_losses_of_one(here, alone, n, mesh):
-    name = f"together{n}"
-    results = ended(start_all(here, n, *options(here, "--run", name, "--mesh", mesh)))
-    assert [status for status, *_ in results] == [0] * n, results
-    assert len(alone[0]) == STEPS
-    np.testing.assert_allclose(losses(here / name), alone[0], rtol=1e-5)
-    last = rows(here / name)[-1]
-    for key in ("val_loss", "val_bpb", "entropy"):
-        np.testing.assert_allclose(last[key], alone[1][key], rtol=1e-5)
-    assert "final: step=20" in results[0][1]
-    assert not any("final" in out or "step" in out for _, out, _ in results[1:])  # one speaks for all
+@pytest.mark.parametrize(
+    ("victim", "number", "status"),
+    [
+        (1, signal.SIGTERM, 128 + signal.SIGTERM),
+        (1, signal.SIGKILL, 1),
+        (0, signal.SIGKILL, 1),
+        (1, signal.SIGSTOP, 1),
+    ],
+)
+def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, victim, number, status):
+    processes = train_together(tmp_path, books, books)
+    metrics = tmp_path / "run/metrics.jsonl"
+    until = time.monotonic() + 240
+    while not metrics.exists() or len(read_metrics(tmp_path / "run")) < 40:  # a row every three steps
+        assert time.monotonic() < until and all(p.poll() is None for p in processes), processes[0].communicate()
+        time.sleep(0.05)
+    processes[victim].send_signal(number)
+    sent = time.monotonic()
+    out, err = processes[1 - victim].communicate(timeout=60)
+    assert time.monotonic() - sent < 60
+    assert processes[1 - victim].returncode == status, out + err
+    if number == signal.SIGTERM:
+        told = processes[victim].communicate(timeout=60)
+        assert processes[victim].returncode == status, told
+        assert "and saved; go on with: python train.py --resume --run run" in out  # process 0 says so, and it alone
+        assert "saved" not in told[0]
+        assert not err and not told[1]
+    else:
+        processes[victim].kill()
+        processes[victim].communicate()
+        assert err.splitlines()[-1] == (
+            "error: another process of this run has ended or does not answer, its own output says why; "
+            "go on from the last checkpoint with: python train.py --resume --run run"
+        )
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.step() >= 50
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_goes_on_in_one(here, alone):
-    results = ended(start_all(here, 2, *options(here, "--run", "fewer", "--mesh", "fsdp=2", steps=10)))
-    assert [status for status, *_ in results] == [0, 0], results
-    result = run("train.py", "--resume", "--run", "fewer", "--steps", str(STEPS), "--mesh", "data=1", cwd=here)
-    assert result.returncode == 0, result.stderr
-    np.testing.assert_allclose(losses(here / "fewer"), alone[0], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_stops_all_after_the_same_step(here):
-    processes = start_all(here, 2, *options(here, "--run", "signalled", "--mesh", "data=2", steps=100_000))
-    wait_for_row(processes, here / "signalled", 3)
-    processes[1].send_signal(signal.SIGTERM)
-    results = ended(processes)
-    assert [status for status, *_ in results] == [128 + signal.SIGTERM] * 2, results
-    step = int(results[0][1].split("interrupted at step ")[1].split()[0].replace(",", ""))
-    assert (here / "signalled" / "checkpoints" / str(step)).is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_is_killed_the_others_say_so_and_end(here, victim):
-    name = f"bereft{victim}"
-    processes = start_all(here, 2, *options(here, "--run", name, "--mesh", "data=2", steps=100_000))
-    wait_for_row(processes, here / name, 7)  # past the checkpoint of step 5
-    processes[victim].kill()
-    began = time.monotonic()
-    results = ended(processes)
-    assert time.monotonic() - began < 60
-    status, _, err = results[1 - victim]
-    assert status == 1 and "another process of this run has ended" in err, results
-    assert f"--resume --run {name}" in err and "Traceback" not in err
-    assert StoredCheckpoints(here / name).step("last") >= 5
+def test_a_process_without_data_says_so_and_the_other_does_not_wait_for_ever(books, tmp_path):
+    first, second = train_together(tmp_path, books, tmp_path / "nothing")
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 2, out + err
+    assert err.startswith(f"error: no data at {tmp_path / 'nothing'}") and err.count("\n") == 1
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 1, out + err
+    assert err.splitlines()[-1] == (
+        "error: another process of this run has ended or does not answer, its own output says why; "
+        "training has not begun."
+    )
+    assert not (tmp_path / "run").exists()

@@ -19,6 +19,7 @@ from jaxformer.cli.arguments import load_config, parse, run_command
 from jaxformer.config import Config, differences
 from jaxformer.distributed import (
     DistributedOptions,
+    connect,
     from_first,
     is_first,
     leave,
@@ -91,6 +92,29 @@ def _main(arguments: list[str]) -> int:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
     n_processes = asked.distributed.processes or processes_around(os.environ)
     machine.set_up(config.train.batch_size // config.compute.accumulate, config.mesh, n_processes)
+    connect(asked.distributed)
+    with relying_on_others("training has not begun."):
+        return _train(config, folder, stored is not None, asked.run is None, asked.allow_changed_data)
+
+
+def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
+    import jax
+
+    from jaxformer.cli.hooks import make_hooks
+    from jaxformer.data.corpus import load_corpus
+    from jaxformer.data.tokenizer import Tokenizer
+    from jaxformer.runs import METRICS, PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
+    from jaxformer.sharding import make_mesh
+    from jaxformer.train.log import console, plot, say
+    from jaxformer.train.loop import make_windows, train
+    from jaxformer.train.step import check_split, choose_attention, compute_dtype
+
+    console.quiet = not is_first()
+    mesh = make_mesh(config.mesh)
+    check_split(config, mesh)
+    attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
+    model = config.model.build()
+    parameters = count_parameters(abstract_params(model, config.model))
     tokenizer = Tokenizer.load(folder / TOKENIZER) if resume else None
     corpus = load_corpus(config.data, config.model.vocab_size, tokenizer)
     windows = make_windows(config, corpus)  # as above, what cannot be is refused before anything is written

@@ -1,0 +1,52 @@
+"""One of the processes of `test_distributed.py`: python -m tests.across FOLDER MESH COORDINATOR PROCESSES PROCESS"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, wait_for_all
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh
+from jaxformer.train.step import init_state, make_train_step
+
+MODEL = DecoderConfig(40, 12, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
+CONFIG = Config(
+    "test", MODEL, steps=20, optimizer=OptimizerConfig("adamw", learning_rate=3e-3, clip_norm=1.0),
+    train=TrainConfig(batch_size=16),
+)  # fmt: skip
+BATCHES = np.random.default_rng(0).integers(0, 40, (20, 16, 13)).astype(np.int32)
+SAVED = 10
+"""The step at which a checkpoint is made."""
+
+
+def main(folder: str, mesh_text: str, coordinator: str, processes: str, process: str) -> int:
+    """Train, save, and print what this process saw as a line of JSON."""
+    connect(DistributedOptions(coordinator, int(processes), int(process)))
+    mesh = make_mesh(mesh_text)
+    split = batch_split(mesh)
+    held = local_rows(split, CONFIG.train.batch_size)
+    state, step, losses = init_state(CONFIG, mesh), make_train_step(CONFIG, mesh), []
+    with Checkpoints(Path(folder)) as checkpoints:
+        for k, batch in enumerate(BATCHES):
+            if k == SAVED:
+                checkpoints.save(k, state.params, state.opt_state, {"step": k}, None)
+            state, loss = step(state, assemble(batch[held], held, len(batch), split), np.int32(k))
+            losses.append(float(loss))
+    told = {
+        "losses": losses,
+        "rows": held.tolist(),
+        "text": from_first(f"from {jax.process_index()}"),
+        "largest": int(Agreement(mesh).ask(jax.process_index())),
+    }
+    wait_for_all()
+    print(json.dumps(told))
+    return leave(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
