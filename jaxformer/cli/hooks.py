@@ -91,12 +91,8 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
 
 
 def _samples(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> Any:
-    model, t, tokenizer, context_length = (
-        config.model.build(),
-        config.train,
-        corpus.tokenizer,
-        config.model.context_length,
-    )
+    model, context_length = config.model.build(), config.model.context_length
+    t, tokenizer = config.train, corpus.tokenizer
     prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
 
     def call(step: int, state: TrainState, batch: jax.Array) -> None:

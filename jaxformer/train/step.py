@@ -160,12 +160,6 @@ def loss_sum(
     return jnp.sum(nll_BT), jnp.float32(nll_BT.size)
 
 
-def batch_loss(model: nn.Module, params: Params, batch_BT: jax.Array) -> jax.Array:
-    """Mean nats a predicted token over a batch, a float32 scalar."""
-    total, count = loss_sum(model, params, batch_BT)
-    return total / count
-
-
 def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array:
     """A dropout key for each example of the whole batch, `(B,)`: splitting the batch changes nothing."""
     key = jax.random.fold_in(jax.random.key(seed), step)
