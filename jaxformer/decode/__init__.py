@@ -2,5 +2,6 @@
 
 from jaxformer.decode.generate import generate
 from jaxformer.decode.samplers import Sampling
+from jaxformer.decode.stopping import StopStrings
 
-__all__ = ["Sampling", "generate"]
+__all__ = ["Sampling", "StopStrings", "generate"]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.decode.samplers import Sampling, sample
+from jaxformer.decode.samplers import Sampling, begin, sample
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
@@ -127,7 +127,7 @@ def _prefill(
 
     def one(tokens_T: jax.Array, positions_T: jax.Array, length: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
         logits_TV, cache = _extend(model, params, tokens_T, positions_T, model.init_cache(n_slots), 0)
-        return sample(logits_TV[length - 1], jax.random.fold_in(key, made), sampling), cache
+        return _draw(logits_TV[length - 1], jax.random.fold_in(key, made), sampling), cache
 
     return jax.vmap(one)(tokens_BT, positions_BT, lengths_B, keys_B)
 
@@ -142,7 +142,7 @@ def _decode(
     def step(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
         def one(token: jax.Array, position: jax.Array, cache: Any, key: jax.Array) -> tuple[jax.Array, Any]:
             logits_TV, cache = _extend(model, params, token[None], position[None], cache, slot + i)
-            return sample(logits_TV[0], jax.random.fold_in(key, made + i), sampling), cache
+            return _draw(logits_TV[0], jax.random.fold_in(key, made + i), sampling), cache
 
         token_B, cache = carry
         token_B, cache = jax.vmap(one)(token_B, position_B + i, cache, keys_B)
@@ -177,12 +177,17 @@ def _decode_window(
     def one(window_T: jax.Array, key: jax.Array) -> jax.Array:
         def step(window_T: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits_V = model.apply({"params": params}, window_T)[-1]
-            token = sample(logits_V, jax.random.fold_in(key, made + i), sampling)
+            token = _draw(logits_V, jax.random.fold_in(key, made + i), sampling)
             return jnp.append(window_T[1:], token), token
 
         return jax.lax.scan(step, window_T, jnp.arange(CHUNK))[1]
 
     return jax.vmap(one)(window_BT, keys_B)
+
+
+def _draw(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """A token, by samplers that need no history."""
+    return sample(logits_V, begin(sampling, logits_V.shape[-1], jnp.zeros(1, jnp.int32), 0), key, sampling).token
 
 
 def _bucket(n: int) -> int:
