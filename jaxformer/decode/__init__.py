@@ -2,5 +2,6 @@
 
 from jaxformer.decode.generate import Generation, Piece, generate
 from jaxformer.decode.samplers import Sampling
+from jaxformer.decode.stopping import StopStrings
 
-__all__ = ["Generation", "Piece", "Sampling", "generate"]
+__all__ = ["Generation", "Piece", "Sampling", "StopStrings", "generate"]
