@@ -63,7 +63,7 @@ def _read(
             whole, used = model.init_cache(n_slots, dtype), model.init_cache(len(tokens_T), dtype)
         else:
             whole, used = cache, first_slots(model, cache, n_read, dtype)
-        x_TD, used = _call(model, params, "extend", tokens_T, positions_T, used, 0 if cache is None else slot)
+        x_TD, used = call(model, params, "extend", tokens_T, positions_T, used, 0 if cache is None else slot)
         return x_TD, put_first_slots(whole, used)
 
     return jax.vmap(one)(tokens_BT, positions_BT, cache)
@@ -91,7 +91,7 @@ def start(
     """
     x_BTD, cache = _read(model, params, cache, tokens_BT, positions_BT, slot, n_slots, n_read, dtype)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, last, axis=1, keepdims=False)
-    logits_BV = jax.vmap(partial(_call, model, params, "unembed"))(x_BD)
+    logits_BV = jax.vmap(partial(call, model, params, "unembed"))(x_BD)
     if history is None:
         history = jax.vmap(partial(begin, sampling, logits_BV.shape[-1]))(*prompts)
     if n_samples > 1:
@@ -123,8 +123,8 @@ def decode(
     def advance(i: jax.Array, token_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         def one(token: jax.Array, position: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
             slot = (counter + i) % n_slots
-            x_1D, cache = _call(model, params, "extend", token[None], position[None], cache, slot)
-            return _call(model, params, "unembed", x_1D[0]), cache
+            x_1D, cache = call(model, params, "extend", token[None], position[None], cache, slot)
+            return call(model, params, "unembed", x_1D[0]), cache
 
         return jax.vmap(one)(token_B, counter + i - offset_B, cache)
 
@@ -220,5 +220,5 @@ def put_first_slots(cache: Any, part: Any) -> Any:
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y, (0,) * x.ndim), cache, part)
 
 
-def _call(model: nn.Module, params: Params, method: str, *args: Any) -> Any:
+def call(model: nn.Module, params: Params, method: str, *args: Any) -> Any:
     return model.apply({"params": params}, *args, method=method)

@@ -163,6 +163,20 @@ def sample(logits_V: jax.Array, history: History, key: jax.Array, sampling: Samp
         token = jnp.argmax(adjusted_V)
     else:
         token = jax.random.categorical(key, narrow(adjusted_V, sampling))
+    return told(logits_V, token, sampling)
+
+
+def distribution(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
+    """The probabilities, `(V,)` float32, with which `sample` draws each token."""
+    adjusted_V = adjust(logits_V.astype(jnp.float32), history, sampling)
+    if sampling.temperature == 0:
+        return jax.nn.one_hot(jnp.argmax(adjusted_V), adjusted_V.shape[-1])
+    return jax.nn.softmax(narrow(adjusted_V, sampling))
+
+
+def told(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> Drawn:
+    """A token with the log-probabilities that the model's logits give it and the likeliest."""
+    logits_V = logits_V.astype(jnp.float32)
     top_logits_N, top_tokens_N = jax.lax.top_k(logits_V, sampling.top_logprobs)
     total = jax.nn.logsumexp(logits_V)
     return Drawn(token.astype(jnp.int32), logits_V[token] - total, top_tokens_N, top_logits_N - total)

@@ -1,0 +1,306 @@
+"""Speculative decoding: a cheap draft proposes tokens, and the model checks all of them in one pass.
+
+The text is distributed as without a draft, whatever the draft proposes; greedily it is the same text. A token x that
+was proposed with probability q(x) is taken with probability min(1, p(x)/q(x)); the first that is not is drawn anew in
+proportion to max(0, p - q) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). One pass so gives from one token to
+one more than were proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.decode.generate import Piece, doubled, left_aligned, prompt_bucket, read_slots
+from jaxformer.decode.programs import CHUNK, call, first_slots, put_first_slots
+from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, told, update
+from jaxformer.errors import UserError
+from jaxformer.models.objective import Params
+from jaxformer.ops.masks import EMPTY
+
+MOST_PROPOSED = 64
+
+
+class Draft(Protocol):
+    """What proposes; hashable, so that jitted functions take it as a static argument."""
+
+    def begin(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
+        """The state, any pytree, for a text whose first `length` tokens are known."""
+
+    def propose(
+        self, params: Params, state: Any, text_S: jax.Array, length: jax.Array, n: int, sampling: Sampling,
+        history: History, key: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+        """The next n tokens `(n,)`, the probabilities `(n, V)` that each was drawn from, and the state."""
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Proposes what followed the text's last tokens when they stood there before (Saxena 2023); needs no model.
+
+    Attributes:
+      vocab_size: V.
+      longest: so many last tokens are looked for at first, then fewer, down to one.
+    """
+
+    vocab_size: int
+    longest: int = 3
+
+    def begin(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
+        return ()
+
+    def propose(
+        self, params: Params, state: Any, text_S: jax.Array, length: jax.Array, n: int, sampling: Sampling,
+        history: History, key: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+        place_S = jnp.arange(len(text_S))
+        same_S = jnp.zeros(len(text_S), jnp.int32)  # how many tokens up to this place are as the last ones are
+        running_S = place_S < length - 1
+        for back in range(self.longest):
+            running_S &= (place_S >= back) & (jnp.roll(text_S, back) == text_S[jnp.maximum(length - 1 - back, 0)])
+            same_S += running_S
+        # The longest that fits, and of equals the last.
+        at = jnp.argmax(jnp.where(same_S > 0, same_S * len(text_S) + place_S, 0))
+        tokens_N = text_S[jnp.minimum(at + 1 + jnp.arange(n), length - 1)]
+        return tokens_N, jax.nn.one_hot(tokens_N, self.vocab_size), state
+
+
+@dataclass(frozen=True)
+class ModelDraft:
+    """Proposes what a smaller model with the same vocabulary draws."""
+
+    model: nn.Module
+
+    def begin(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
+        return read_text(self.model, params, tokens_P, length, n_slots, jnp.float32)[0]
+
+    def propose(
+        self, params: Params, state: Any, text_S: jax.Array, length: jax.Array, n: int, sampling: Sampling,
+        history: History, key: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+        def step(carry: tuple[jax.Array, Any, History], i: jax.Array) -> tuple[tuple, tuple]:
+            token, cache, history = carry
+            at = length - 1 + i
+            x_1D, cache = call(self.model, params, "extend", token[None], at[None], cache, at)
+            probs_V = distribution(call(self.model, params, "unembed", x_1D[0]), history, sampling)
+            token = jax.random.categorical(jax.random.fold_in(key, i), jnp.log(probs_V)).astype(jnp.int32)
+            return (token, cache, update(history, token, sampling)), (token, probs_V)
+
+        # One step more than is used: the last token proposed must be in the cache, too, if all are taken.
+        (_, state, _), (tokens, probs) = jax.lax.scan(step, (text_S[length - 1], state, history), jnp.arange(n + 1))
+        return tokens[:n], probs[:n], state
+
+
+class State(NamedTuple):
+    """Of a text; the caches of model and draft hold all of it but the last token.
+
+    They may hold tokens that were not taken, too. These are written over by the next that are read, before any query
+    comes to where it could see them.
+    """
+
+    cache: Any
+    draft: Any
+    history: History
+    text_S: jax.Array
+    length: jax.Array
+    done: jax.Array
+
+
+class Speculation:
+    """An iterator over the pieces of one text, see `generate.Generation`.
+
+    Attributes:
+      passes: passes of the model over proposals, so far.
+      made: tokens made, so far.
+    """
+
+    passes: int = 0
+    made: int = 0
+
+    def __init__(self, pieces: Iterator[tuple[int, Piece]]) -> None:
+        self._pieces, self._ended = pieces, False
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if self._ended:
+            raise StopIteration
+        passes, piece = next(self._pieces)
+        self.passes += passes
+        self.made += piece.tokens_BN.shape[1]
+        return piece
+
+    def end(self, row: int) -> None:
+        """Deliver no more tokens."""
+        self._ended = True
+
+
+def speculate(
+    model: nn.Module,
+    params: Params,
+    draft: Draft,
+    draft_params: Params,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    seed: int,
+    *,
+    max_new_tokens: int,
+    context_length: int,
+    n_proposed: int = 4,
+    cache_dtype: Any = jnp.float32,
+) -> Speculation:
+    """Continue one prompt as `generate` does, in fewer passes of the model.
+
+    Args:
+      model: with the methods that `generate` names; its cache must hold keys and values, not a state.
+      draft: `LookUp(vocab_size)`, whose parameters are None, or `ModelDraft(model)`.
+      n_proposed: tokens that the draft proposes at a time, 1 to 64.
+
+    Raises:
+      UserError: the prompt is empty or too long, a number is out of range, or the text would outgrow a context with
+        an end.
+    """
+    if not 1 <= n_proposed <= MOST_PROPOSED:
+        raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MOST_PROPOSED}.")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    if not 1 <= len(prompt) <= context_length:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
+        )
+    most = len(prompt) + max_new_tokens - 1
+    models = (model, draft.model) if isinstance(draft, ModelDraft) else (model,)
+    if most > context_length and any(getattr(m, "reach", None) is None for m in models):
+        raise UserError(
+            f"the prompt and {max_new_tokens} tokens are longer than the context of {context_length}, past which there "
+            f"is no speculation; ask for at most {context_length - len(prompt) + 1} tokens, or leave out the draft."
+        )
+    dtype = jnp.dtype(cache_dtype)
+    return Speculation(
+        _pieces(model, params, draft, draft_params, list(prompt), sampling, seed, max_new_tokens, n_proposed, dtype)
+    )
+
+
+def _pieces(
+    model: nn.Module, params: Params, draft: Draft, draft_params: Params, prompt: list[int], sampling: Sampling,
+    seed: int, max_new_tokens: int, n_proposed: int, dtype: Any,
+) -> Iterator[tuple[int, Piece]]:  # fmt: skip
+    """Passes of the model, and what they gave."""
+    n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
+    tokens_P = left_aligned([prompt], prompt_bucket(len(prompt)))[0]
+    state = _begin(model, draft, sampling, params, draft_params, tokens_P, np.int32(len(prompt)), n_slots, dtype)
+    made = 0
+    while made < max_new_tokens:
+        n_read = read_slots(len(prompt) + made + CHUNK + 2 * n_proposed, n_slots)
+        state, passes, n, drawn = _go_on(
+            model, draft, sampling, params, draft_params, state, np.uint32(seed), np.int32(max_new_tokens),
+            n_proposed, n_read, dtype,
+        )  # fmt: skip
+        passes, n, drawn, done = jax.device_get((passes, n, drawn, state.done))
+        made += int(n)
+        yield int(passes), Piece(*(x[None, :n] for x in drawn))
+        if done:
+            return
+
+
+@partial(jax.jit, static_argnames=("model", "draft", "sampling", "n_slots", "dtype"))
+def _begin(
+    model: nn.Module, draft: Draft, sampling: Sampling, params: Params, draft_params: Params, tokens_P: jax.Array,
+    length: jax.Array, n_slots: int, dtype: Any,
+) -> State:  # fmt: skip
+    """Read the prompt but for its last token."""
+    cache, V = read_text(model, params, tokens_P, length, n_slots, dtype)
+    return State(
+        cache, draft.begin(draft_params, tokens_P, length, n_slots), begin(sampling, V, tokens_P, length),
+        jnp.zeros(n_slots, jnp.int32).at[: len(tokens_P)].set(tokens_P), length, jnp.bool_(False),
+    )  # fmt: skip
+
+
+def read_text(
+    model: nn.Module, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int, dtype: Any
+) -> tuple[Any, int]:
+    """A cache with the first `length - 1` tokens in it, and the size of the vocabulary."""
+    place_P = jnp.arange(len(tokens_P))
+    positions_P = jnp.where(place_P < length - 1, place_P, EMPTY)
+    # Read by themselves, as nothing but empty slots comes after.
+    x_PD, used = call(model, params, "extend", tokens_P, positions_P, model.init_cache(len(tokens_P), dtype), 0)
+    logits_V = jax.eval_shape(partial(call, model, params, "unembed"), x_PD[0])
+    return put_first_slots(model.init_cache(n_slots, dtype), used), logits_V.shape[-1]
+
+
+@partial(
+    jax.jit, static_argnames=("model", "draft", "sampling", "n_proposed", "n_read", "dtype"), donate_argnames="state"
+)
+def _go_on(
+    model: nn.Module, draft: Draft, sampling: Sampling, params: Params, draft_params: Params, state: State,
+    seed: jax.Array, limit: jax.Array, n_proposed: int, n_read: int, dtype: Any,
+) -> tuple[State, jax.Array, jax.Array, Drawn]:  # fmt: skip
+    """Passes until `CHUNK` tokens or more are made, or the text is done: the state, how many passes there were, and
+    the number of tokens and the tokens that they made."""
+    whole = state.cache
+    state = state._replace(cache=first_slots(model, whole, n_read, dtype))
+    one_pass = partial(_pass, model, draft, sampling, params, draft_params, seed, limit, n_proposed)
+
+    def more(carry: tuple[State, jax.Array, jax.Array, Drawn]) -> jax.Array:
+        state, _, made, _ = carry
+        return (made < CHUNK) & ~state.done
+
+    def step(carry: tuple[State, jax.Array, jax.Array, Drawn]) -> tuple[State, jax.Array, jax.Array, Drawn]:
+        state, passes, made, drawn_C = carry
+        before = state.length
+        state, drawn_N = one_pass(state)
+        drawn_C = jax.tree.map(
+            lambda so_far, new: jax.lax.dynamic_update_slice_in_dim(so_far, new, made, 0), drawn_C, drawn_N
+        )
+        return state, passes + 1, made + state.length - before, drawn_C
+
+    drawn_N = jax.eval_shape(one_pass, state)[1]
+    none_C = jax.tree.map(lambda x: jnp.zeros((CHUNK + n_proposed, *x.shape[1:]), x.dtype), drawn_N)
+    state, passes, made, drawn_C = jax.lax.while_loop(more, step, (state, jnp.int32(0), jnp.int32(0), none_C))
+    return state._replace(cache=put_first_slots(whole, state.cache)), passes, made, drawn_C
+
+
+def _pass(
+    model: nn.Module, draft: Draft, sampling: Sampling, params: Params, draft_params: Params, seed: jax.Array,
+    limit: jax.Array, n_proposed: int, state: State,
+) -> tuple[State, Drawn]:  # fmt: skip
+    """One pass of the model over what the draft proposes; the tokens made, `(n_proposed + 1,)`, of which as many
+    count as the text has become longer."""
+    cache, drafted, history, text_S, length, _ = state
+    key = jax.random.fold_in(jax.random.key(seed), history.made)
+    proposed_N, q_NV, drafted = draft.propose(
+        draft_params, drafted, text_S, length, n_proposed, sampling, history, jax.random.fold_in(key, 0)
+    )
+    fed = jnp.append(text_S[length - 1], proposed_N)
+    at = length - 1 + jnp.arange(n_proposed + 1)
+    x, cache = call(model, params, "extend", fed, at, cache, length - 1)
+    logits = jax.vmap(partial(call, model, params, "unembed"))(x)
+
+    def check(carry: tuple[History, jax.Array, jax.Array], inputs: tuple) -> tuple[tuple, Drawn]:
+        history, goes_on, done = carry
+        i, logits_V, token, q_V = inputs
+        p_V = distribution(logits_V, history, sampling)
+        take, again = jax.random.split(jax.random.fold_in(key, i + 1))
+        taken = jax.random.uniform(take) * q_V[token] < p_V[token]
+        taken &= i < n_proposed  # after them comes one more token, from the model alone
+        rest_V = jnp.maximum(p_V - q_V, 0)
+        rest_V = jnp.where(jnp.any(rest_V > 0), rest_V, p_V)  # p and q are equal but for rounding
+        token = jnp.where(taken, token, jax.random.categorical(again, jnp.log(rest_V)))
+        longer = update(history, token, sampling)
+        history = jax.tree.map(lambda new, old: jnp.where(goes_on, new, old), longer, history)
+        stops = jnp.isin(token, jnp.array(sampling.stop_tokens, jnp.int32)) | (history.made >= limit)
+        return (history, goes_on & taken & ~stops, done | (goes_on & stops)), told(logits_V, token, sampling)
+
+    one_more = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])  # noqa: E731
+    inputs = jnp.arange(n_proposed + 1), logits, one_more(proposed_N), one_more(q_NV)
+    (longer, _, done), drawn = jax.lax.scan(check, (history, jnp.bool_(True), jnp.bool_(False)), inputs)
+    text_S = jax.lax.dynamic_update_slice_in_dim(text_S, drawn.token, length, 0)
+    return State(cache, drafted, longer, text_S, length + longer.made - history.made, done), drawn
