@@ -5,7 +5,6 @@ from math import sqrt
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxformer.ops.attention import attention
 from jaxformer.ops.cache import LayerCache, write_layer
@@ -64,14 +63,16 @@ class MultiHeadAttention(nn.Module):
             k_GTK, v_GTK = cache
         y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
-            return y_HTK.transpose(1, 0, 2).reshape(T, H * K), cache
-        y_TD = jnp.einsum("htk,hkd->td", y_HTK, self.param("W_O", self._init(D), (H, K, D)))
+            return y_HTK.swapaxes(0, 1).reshape(T, H * K), cache
+        W_HKD = self.param("W_O", self._init(D), (H, K, D))
+        y_TD = y_HTK.swapaxes(0, 1).reshape(T, H * K) @ W_HKD.reshape(H * K, D)
         return y_TD + self.param("b_O", nn.initializers.zeros, (D,)) if self.bias else y_TD, cache
 
     def _project(self, x_TD: jax.Array, name: str, n_heads: int) -> jax.Array:
         """Queries, keys or values, heads first: that is what attention multiplies fastest."""
         D, K = x_TD.shape[-1], self.head_dim
-        y_HTK = jnp.einsum("td,dhk->htk", x_TD, self.param(f"W_{name}", self._init(D), (D, n_heads, K)))
+        W_DHK = self.param(f"W_{name}", self._init(D), (D, n_heads, K))
+        y_HTK = (x_TD @ W_DHK.reshape(D, n_heads * K)).reshape(-1, n_heads, K).swapaxes(0, 1)
         return y_HTK + self.param(f"b_{name}", nn.initializers.zeros, (n_heads, 1, K)) if self.bias else y_HTK
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:

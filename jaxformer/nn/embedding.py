@@ -2,9 +2,9 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxformer.ops.positions import sinusoidal
+from jaxformer.ops.quantized import rows
 
 
 class Embedding(nn.Module):
@@ -30,9 +30,9 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """`(T,)` int32 to `(T, D)`."""
-        x_TD = jnp.asarray(self.W_E)[tokens_T]  # NumPy parameters cannot be indexed by a tracer
+        x_TD = rows(self.W_E, tokens_T)
         if self.positions == "learned":
-            return x_TD + jnp.asarray(self.W_pos)[positions_T]
+            return x_TD + rows(self.W_pos, positions_T)
         if self.positions == "sinusoidal":
             return x_TD + sinusoidal(positions_T, self.d_model).astype(x_TD.dtype)
         return x_TD

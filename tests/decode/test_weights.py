@@ -1,0 +1,86 @@
+"""Parameters in fewer bytes: every matrix is stored so, and the model says nearly the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.decode.generate import generate
+from jaxformer.decode.samplers import Sampling
+from jaxformer.decode.weights import store
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops.quantized import Quantized
+
+MODELS = {
+    "rope, tied": DecoderConfig(
+        40, 16, 32, n_blocks=2, n_heads=4, n_kv_heads=2, output_projection=True, d_ff=(48,), activation="swiglu",
+        norm="rmsnorm", final_norm=True, positions="rope", unembedding="tied", embedding_std=0.2,
+    ),
+    "learned, biases": DecoderConfig(
+        40, 16, 32, n_blocks=2, n_heads=4, output_projection=True, attention_bias=True, d_ff=(48,),
+        activation="gelu", norm="layernorm", final_norm=True,
+    ),
+    "no W_O": DecoderConfig(40, 16, 32, n_heads=4, d_ff=(24, 24)),
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 40, 16).astype(np.int32)
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def made(request):
+    model = MODELS[request.param].build()
+    return model, model.init(jax.random.key(0), TOKENS)["params"]
+
+
+def n_bytes(params):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_int8_holds_every_matrix_in_a_quarter_and_changes_logits_little(made):
+    model, params = made
+    small = store(params, "int8")
+    flat = jax.tree_util.tree_leaves_with_path(small, is_leaf=lambda x: isinstance(x, Quantized))
+    for path, leaf in flat:
+        name = path[-1].key
+        assert isinstance(leaf, Quantized) == (name.startswith("W_") and name != "W_pos"), name
+    assert n_bytes(small) < 0.4 * n_bytes(params)
+    exact, rounded = (model.apply({"params": p}, TOKENS) for p in (params, small))
+    off = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)
+    assert 1e-4 < off < 0.03  # a step is 1/127 of a channel's largest, and errors average out
+
+
+def test_with_weights_that_8_bits_hold_nothing_changes_but_rounding(made):
+    """So nothing but the rounding of weights makes a difference: not the layout, not the scales."""
+    model, params = made
+    small = store(params, "int8")
+    exact = jax.tree.map(
+        lambda leaf: leaf.values * leaf.scale if isinstance(leaf, Quantized) else leaf,
+        small, is_leaf=lambda x: isinstance(x, Quantized),
+    )  # fmt: skip
+    a, b = (model.apply({"params": p}, TOKENS) for p in (exact, small))
+    np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
+
+
+def test_bfloat16_is_half_and_close(made):
+    model, params = made
+    small = store(params, "bfloat16")
+    assert n_bytes(small) == n_bytes(params) / 2
+    exact, rounded = (model.apply({"params": p}, TOKENS) for p in (params, small))
+    assert 1e-4 < jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.03
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_it_generates(weights):
+    model = MODELS["learned, biases"].build()
+    params = model.init(jax.random.key(0), TOKENS)["params"]
+    small = store(params, weights)
+    run = lambda params, prompts: list(  # noqa: E731
+        generate(
+            model, params, prompts, Sampling(temperature=0), [0] * len(prompts), max_new_tokens=4, context_length=16
+        )
+    )
+    got = np.concatenate([piece.tokens_BN for piece in run(small, [[1, 2, 3], [4]])], axis=1)
+    text = [1, 2, 3]
+    for token in got[0]:
+        logits_V = model.apply({"params": small}, jnp.array(text))[-1].astype(jnp.float32)
+        assert logits_V[token] >= logits_V.max() - 0.05 * jnp.ptp(logits_V)  # but for ties in rounding
+        text.append(int(token))

@@ -1,0 +1,60 @@
+"""Matrices of 8 bits, against the same products in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops.quantized import Quantized, quantize, rows
+
+DRAW = np.random.default_rng(0)
+MATRIX = DRAW.normal(size=(17, 23)).astype(np.float32) * np.exp(DRAW.normal(size=(1, 23))).astype(np.float32)
+
+
+def whole(q: Quantized) -> np.ndarray:
+    return np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)
+
+
+def test_no_number_is_off_by_more_than_half_a_step_of_its_channel():
+    q = quantize(jnp.asarray(MATRIX), (0,))
+    assert q.values.dtype == jnp.int8 and q.scale.shape == (1, 23)
+    step = np.abs(MATRIX).max(0) / 127
+    assert (np.abs(whole(q) - MATRIX) <= step * 0.5001).all()
+    assert (np.abs(q.values).max(0) == 127).all()
+
+
+def test_a_channel_of_zeros_stays_zero():
+    q = quantize(jnp.zeros((4, 3)), (0,))
+    assert (whole(q) == 0).all()
+    assert (jnp.ones((2, 4)) @ q == 0).all() and (jnp.zeros((2, 4)) @ q == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(17,), (1, 17), (5, 17), (2, 3, 17)])
+def test_what_is_multiplied_keeps_15_bits(shape):
+    q, x = quantize(jnp.asarray(MATRIX), (0,)), DRAW.normal(size=shape).astype(np.float32)
+    got, wanted = jax.jit(lambda x: x @ q)(x), x @ whole(q)
+    # Half a step of 1/(127 · 254) of the largest number, at most, in each of 17 terms.
+    bound = np.abs(x).max(-1, keepdims=True) / (127 * 254) * 0.51 * np.abs(whole(q)).sum(0) + 1e-5
+    assert got.dtype == jnp.float32 and (np.abs(got - wanted) <= bound).all()
+    assert (jax.vmap(lambda x: x @ q)(x[None])[0] == got).all()
+
+
+def test_transposed_and_reshaped_it_is_the_same_matrix():
+    by_row = quantize(jnp.asarray(MATRIX), (1,))
+    np.testing.assert_array_equal(whole(by_row.T), whole(by_row).T)
+    cube = jnp.asarray(MATRIX.reshape(17, 1, 23).repeat(2, 1) * np.array([1.0, 3.0])[:, None])
+    into = quantize(cube, (0,))  # (D, H, K): queries
+    np.testing.assert_array_equal(whole(into.reshape(17, 46)), whole(into).reshape(17, 46))
+    out = quantize(cube, (0, 1))  # (H, K, D): the output
+    np.testing.assert_array_equal(whole(out.reshape(34, 23)), whole(out).reshape(34, 23))
+    for matrix, shape in ((into, (34, 23)), (out, (17, 46)), (into, (17, 2, 23))):
+        with pytest.raises(ValueError, match="cannot be made"):
+            matrix.reshape(*shape)
+
+
+def test_rows_are_those_of_the_matrix():
+    by_row, index = quantize(jnp.asarray(MATRIX), (1,)), jnp.array([3, 0, 3])
+    np.testing.assert_allclose(rows(by_row, index), whole(by_row)[index], rtol=1e-6)
+    by_column = quantize(jnp.asarray(MATRIX), (0,))
+    np.testing.assert_allclose(rows(by_column, index), whole(by_column)[index], rtol=1e-6)
+    np.testing.assert_array_equal(jax.jit(lambda i: rows(MATRIX, i))(index), MATRIX[np.array(index)])
