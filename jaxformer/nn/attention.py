@@ -6,8 +6,8 @@ from math import sqrt
 import flax.linen as nn
 import jax
 
-from jaxformer.ops.attention import attention
-from jaxformer.ops.cache import LayerCache, write_layer
+from jaxformer.ops.attention import attention, from_heads, to_heads
+from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask
 from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import rope
@@ -58,21 +58,24 @@ class MultiHeadAttention(nn.Module):
         if self.rope_base is not None:
             q_HTK = rope(q_HTK, positions_T, self.rope_base)
             k_GTK = rope(k_GTK, positions_T, self.rope_base)
-        if cache is not None:
-            cache = write_layer(cache, k_GTK, v_GTK, slot)
-            k_GTK, v_GTK = cache
-        y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
+        if cache is not None and T == 1:
+            y_HTK, cache = decode_step(q_HTK, k_GTK, v_GTK, cache, slot, mask, self.scale)
+        else:
+            if cache is not None:
+                cache = write_layer(cache, k_GTK, v_GTK, slot)
+                k_GTK, v_GTK = read_layer(cache, x_TD.dtype)
+            y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
             return y_HTK.swapaxes(0, 1).reshape(T, H * K), cache
         W_HKD = self.param("W_O", self._init(D), (H, K, D))
-        y_TD = y_HTK.swapaxes(0, 1).reshape(T, H * K) @ W_HKD.reshape(H * K, D)
+        y_TD = from_heads(y_HTK, W_HKD)
         return y_TD + self.param("b_O", nn.initializers.zeros, (D,)) if self.bias else y_TD, cache
 
     def _project(self, x_TD: jax.Array, name: str, n_heads: int) -> jax.Array:
-        """Queries, keys or values, heads first: that is what attention multiplies fastest."""
+        """Queries, keys or values."""
         D, K = x_TD.shape[-1], self.head_dim
         W_DHK = self.param(f"W_{name}", self._init(D), (D, n_heads, K))
-        y_HTK = (x_TD @ W_DHK.reshape(D, n_heads * K)).reshape(-1, n_heads, K).swapaxes(0, 1)
+        y_HTK = to_heads(x_TD, W_DHK)
         return y_HTK + self.param(f"b_{name}", nn.initializers.zeros, (n_heads, 1, K)) if self.bias else y_HTK
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:

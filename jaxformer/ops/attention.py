@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.quantized import Quantized
 
 MASKED = float(jnp.finfo(jnp.float32).min)
 """What a masked score becomes. Finite, so that a row with nothing visible gives no NaN."""
@@ -51,6 +52,23 @@ def attention(
     G = v_GSK.shape[0]
     mixed = jnp.einsum("grts,gsk->grtk", weights_HTS.reshape(G, H // G, T, S), v_GSK)
     return mixed.reshape(H, T, v_GSK.shape[-1])
+
+
+def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
+    """Queries, keys or values, `(H, T, K)`: heads first is what attention multiplies fastest."""
+    D, H, K = W_DHK.shape
+    if len(x_TD) == 1 or isinstance(W_DHK, Quantized):
+        # The compiler would turn the whole matrix round for one row, at every decode step.
+        return (x_TD @ W_DHK.reshape(D, H * K)).reshape(-1, H, K).swapaxes(0, 1)
+    return jnp.einsum("td,dhk->htk", x_TD, W_DHK)
+
+
+def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
+    """The heads, one beside the other, times the output projection: `(T, D)`."""
+    H, K, D = W_HKD.shape
+    if isinstance(W_HKD, Quantized):
+        return y_HTK.swapaxes(0, 1).reshape(-1, H * K) @ W_HKD.reshape(H * K, D)
+    return jnp.einsum("htk,hkd->td", y_HTK, W_HKD)
 
 
 def row_entropy(weights: jax.Array) -> jax.Array:

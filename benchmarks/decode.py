@@ -1,0 +1,124 @@
+"""Decoding speed beside Hugging Face `generate`, from the same weights, greedily.
+
+    python benchmarks/decode.py [--batch-sizes 1 8] [--python-torch PATH]
+
+On a CPU: a GPT-2 of 4 blocks, width 256, MLP 2048, context 512, vocabulary 2048, in float32. On a GPU: GPT-2's own
+shape in bfloat16, beside `generate` with a static cache and `torch.compile`. 256 tokens after a prompt of 32 (random
+tokens). Processes take turns, and must have made the same text before anything is timed.
+
+A step has to read all weights and the keys and values so far: the share of the bandwidth limit is those bytes over the
+time of a token, by the rate at which this machine was measured, in the same run, to read memory.
+
+torch and transformers may live in an environment of their own (`--python-torch`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import record
+from processes import Failed, Worker
+
+SHAPES = {
+    "cpu": {"n_blocks": 4, "n_heads": 4, "d_model": 256, "d_ff": 2048, "context_length": 512, "vocab_size": 2048},
+    "gpu": {"n_blocks": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072, "context_length": 1024, "vocab_size": 50257},
+}
+PROMPT, NEW = 32, 256
+FIRST = (8, 400)
+"""Lengths of prompts whose time to the first token is measured."""
+VARIANTS = {"cpu": ("float32", "int8"), "gpu": ("bfloat16", "int8")}
+"""Formats of weights; the first is the one that the peer has."""
+SAME = 0.5
+"""Share of each text, from its beginning, that must be the same: rounding may tip a near tie, and a row is another from
+there on."""
+
+
+def agree(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> float:
+    """Which share of the texts is the same up to their first difference, in the worst row."""
+    equal = ([x == y for x, y in zip(row, other, strict=True)] for row, other in zip(a, b, strict=True))
+    return min((row.index(False) if False in row else len(row)) / len(row) for row in equal)
+
+
+def measure(batch_size: int, device: str, folder: Path, python: str, rounds: int) -> tuple[dict, dict]:
+    """Tokens a second of each side, and what it measured besides; versions."""
+    with ExitStack() as stack:
+        ours = {
+            weights: stack.enter_context(
+                Worker(
+                    f"jaxformer {weights}", sys.executable, "decode_jaxformer.py", str(folder), str(batch_size), weights
+                )
+            )
+            for weights in VARIANTS[device]
+        }
+        peer = stack.enter_context(Worker("transformers", python, "decode_hf.py", str(folder), str(batch_size)))
+        first = next(iter(ours.values()))
+        same = agree(first.facts["tokens"], peer.facts["tokens"])
+        if same < SAME:
+            raise Failed(f"transformers says something else than jaxformer after {same:.0%} of the text.")
+        workers = [*ours.values(), peer]
+        ms: dict[str, list[float]] = {worker.name: [] for worker in workers}
+        for _ in range(rounds):
+            for worker in workers:
+                ms[worker.name] += worker.take(1).ms
+        rate = {name: batch_size * NEW / median(each) * 1e3 for name, each in ms.items()}
+        read = {f"jaxformer {weights}": worker.facts["bytes_a_step"] for weights, worker in ours.items()}
+        gb_per_s = first.facts["gb_per_s"]
+        figures = {
+            "tokens_per_s": {name: round(each, 1) for name, each in rate.items()},
+            "speed_over_transformers": {name: round(rate[name] / rate["transformers"], 2) for name in read},
+            "share_of_bandwidth": {
+                name: round(read[name] * rate[name] / batch_size / 1e9 / gb_per_s, 3) for name in read
+            },
+            "same_text_as_transformers": round(same, 3),
+            "memory_gb_per_s": round(gb_per_s, 1),
+            "first_token_over_forward": first.facts["first_token_over_forward"],
+        }
+        return figures, peer.facts["versions"] | first.facts["versions"]
+
+
+def main() -> int:
+    """Measure; 0, 1 if that failed, or 2 without torch and transformers."""
+    parser = argparse.ArgumentParser(description="Decoding speed beside Hugging Face generate.")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--device", choices=list(SHAPES), default="cpu")
+    parser.add_argument("--python-torch", default=sys.executable, help="an interpreter with torch and transformers")
+    parser.add_argument("--rounds", type=int, default=7, help="texts that each makes")
+    asked = parser.parse_args()
+    look = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ('torch', 'transformers', 'numpy'))))"
+    try:
+        found = subprocess.run([asked.python_torch, "-c", look], check=False).returncode == 0
+    except OSError:
+        found = False
+    if not found:
+        print(
+            f"error: {asked.python_torch} lacks torch or transformers; install them, or give --python-torch.",
+            file=sys.stderr,
+        )
+        return 2
+    figures: dict = {"shape": SHAPES[asked.device], "prompt": PROMPT, "new_tokens": NEW, "rounds": asked.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"shape": SHAPES[asked.device], "prompt": PROMPT, "new": NEW, "first": FIRST, "device": asked.device}
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        try:
+            for size in asked.batch_sizes:
+                figures[f"batch_{size}"], versions = measure(
+                    size, asked.device, Path(folder), asked.python_torch, asked.rounds
+                )
+                print(f"batch {size}: {json.dumps(figures[f'batch_{size}'], indent=2)}", flush=True)
+        except Failed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    print(f"written: {record.write(f'decode_{asked.device}', figures, versions)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
