@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode.samplers import Drawn, Sampling, begin, filter_top, sample
+from jaxformer.decode.samplers import Drawn, Sampling, begin, filter_top_k, filter_top_p, sample
 from jaxformer.errors import UserError
 from tests.arrays import normal
 
@@ -33,7 +33,7 @@ def kept(filtered: jax.Array) -> list[int]:
 )
 def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
-    filtered = filter_top(logits, k=k)
+    filtered = filter_top_k(logits, k)
     assert kept(filtered) == wanted
     np.testing.assert_array_equal(filtered[jnp.array(wanted)], logits[jnp.array(wanted)])
 
@@ -54,16 +54,16 @@ def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     ],
 )
 def test_top_p_by_hand(probs: np.ndarray, p: float, wanted: list[int]) -> None:
-    assert kept(filter_top(jnp.log(jnp.asarray(probs, jnp.float32)), p=p)) == wanted
+    assert kept(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == wanted
 
 
 def test_top_p_of_one_keeps_every_token_of_a_large_vocabulary() -> None:
     # Chances down to 1e-10, below what is left of 1 in float32.
-    assert len(kept(filter_top(3 * normal(2048), p=1.0))) == 2048
+    assert len(kept(filter_top_p(3 * normal(2048), 1.0))) == 2048
 
 
 def test_top_p_keeps_out_what_top_k_took_away() -> None:
-    assert kept(filter_top(jnp.log(jnp.asarray(PROBS)), 3, 1.0)) == [1, 3, 4]
+    assert kept(filter_top_p(filter_top_k(jnp.log(jnp.asarray(PROBS)), 3), 1.0)) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6)], ids=str)
