@@ -222,7 +222,8 @@ def completions(vocab_size: int, last_N: jax.Array, words: tuple[tuple[int, ...]
     """Tokens that would complete one of the words after the last N tokens, `(V,)` bool; N is at least the length of
     the longest word without its last token."""
     N = last_N.shape[0]
-    before_WN = np.array([[EMPTY] * (N + 1 - len(word)) + list(word[:-1]) for word in words], np.int32).reshape(-1, N)
+    before = [[EMPTY] * (N + 1 - len(word)) + list(word[:-1]) for word in words]
+    before_WN = np.array(before, np.int32).reshape(len(words), N)
     stands_W = ((before_WN == EMPTY) | (before_WN == last_N)).all(axis=1)
     return jnp.zeros(vocab_size, bool).at[np.array([word[-1] for word in words])].max(stands_W)
 
