@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxformer.decode.generate import Piece, doubled, left_aligned, prompt_bucket, read_slots
 from jaxformer.decode.programs import CHUNK, call, first_slots, put_first_slots
-from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, told, update
+from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, draw, told, update
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
@@ -90,7 +90,7 @@ class ModelDraft:
             at = length - 1 + i
             x_1D, cache = call(self.model, params, "extend", token[None], at[None], cache, at)
             probs_V = distribution(call(self.model, params, "unembed", x_1D[0]), history, sampling)
-            token = jax.random.categorical(jax.random.fold_in(key, i), jnp.log(probs_V)).astype(jnp.int32)
+            token = draw(jnp.log(probs_V), jax.random.fold_in(key, i))
             return (token, cache, update(history, token, sampling)), (token, probs_V)
 
         # One step more than is used: the last token proposed must be in the cache, too, if all are taken.
@@ -293,7 +293,7 @@ def _pass(
         taken &= i < n_proposed  # after them comes one more token, from the model alone
         rest_V = jnp.maximum(p_V - q_V, 0)
         rest_V = jnp.where(jnp.any(rest_V > 0), rest_V, p_V)  # p and q are equal but for rounding
-        token = jnp.where(taken, token, jax.random.categorical(again, jnp.log(rest_V)))
+        token = jnp.where(taken, token, draw(jnp.log(rest_V), again))
         longer = update(history, token, sampling)
         history = jax.tree.map(lambda new, old: jnp.where(goes_on, new, old), longer, history)
         stops = jnp.isin(token, jnp.array(sampling.stop_tokens, jnp.int32)) | (history.made >= limit)
