@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxformer.config import ComputeConfig, Config
 from jaxformer.distributed import from_first
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.models.objective import Params, batch_nll
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
@@ -156,7 +156,7 @@ def loss_sum(
 
     Dropout is on where keys are given.
     """
-    nll_BT = jax.vmap(lambda tokens_T, key: next_token_nll(model, params, tokens_T, key))(batch_BT, keys_B)
+    nll_BT = batch_nll(model, params, batch_BT, keys_B)
     return jnp.sum(nll_BT), jnp.float32(nll_BT.size)
 
 
@@ -291,8 +291,7 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, jax.Array, j
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
     def eval_step(params: Params, batch_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-        params = to_compute(params, config, mesh)
-        nll_BT = jax.vmap(lambda tokens_T: next_token_nll(model, params, tokens_T))(batch_BT)
+        nll_BT = batch_nll(model, to_compute(params, config, mesh), batch_BT)
         return sum_over_batch(jnp.sum(nll_BT * weights_BT))
 
     everywhere = on_each_shard(eval_step, mesh, (specs, PartitionSpec(BATCH), PartitionSpec(BATCH)), PartitionSpec())
