@@ -177,19 +177,26 @@ def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tupl
     import numpy as np
 
     from jaxformer.inspect import first_non_finite, save_autopsy
+    from jaxformer.nn.execution import Execution
     from jaxformer.sharding import local_copy
+    from jaxformer.train.kernels import FusedAttention
     from jaxformer.train.optimizer import gradient_point
-    from jaxformer.train.step import compute_dtype, example_keys
+    from jaxformer.train.step import choose_attention, compute_dtype, example_keys
 
+    attend, how = choose_attention(config, mesh)
+    if isinstance(attend, FusedAttention):
+        attend = dataclasses.replace(attend, tensor=1)  # here one device has all heads
     params = local_copy(gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state), mesh)
     batch_BT, keys_B = local_copy(outcome.batch, mesh), example_keys(config.seed, outcome.step - 1, len(outcome.batch))
     dtype = compute_dtype(config.compute, mesh)
-    report = first_non_finite(config.model.build(), params, batch_BT, keys_B, dtype)
+    model = config.model.build(Execution(attention=attend))
+    report = first_non_finite(model, params, batch_BT, keys_B, dtype)
     evidence = folder / "autopsy"
     if is_first():
         evidence = save_autopsy(
-            folder, outcome.step, np.asarray(batch_BT), np.asarray(jax.random.key_data(keys_B)), report
-        )
+            folder, outcome.step, np.asarray(batch_BT), np.asarray(jax.random.key_data(keys_B)), report,
+            f"{how}, precision: {dtype}",
+        )  # fmt: skip
     return "nothing when computed again" if report is None else report.culprit, evidence
 
 
