@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -38,6 +39,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 """How Orbax ends the name of a checkpoint's folder until it is whole."""
 HASHING_THREADS = 4
 MISSING = " is missing"
+QUIET, LONGEST_WAIT = 0.5, 20
+"""Seconds without a sign of the writers of a save that failed, and seconds until they are given up."""
 
 warn = logging.getLogger(__name__).warning
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
@@ -337,13 +340,24 @@ class Checkpoints(StoredCheckpoints):
                 warn(f"checkpoint {step} of {self._folder} is damaged: {why}; {done}")
 
     def _remove_leftovers(self) -> None:
-        """A save that failed leaves its temporary folder, and where the disk is full that is in the way."""
-        for folder in self._place.glob(f"*{TEMPORARY}*") if jax.process_index() == 0 else ():
-            for _attempt in range(20):  # some parts of it may be written still
+        """A save that failed leaves its temporary folder, and where the disk is full that is in the way.
+
+        It fails with the first of its writers. The others make the folder anew as long as they write: Orbax's threads
+        are waited for, and nothing that they left to the library below may come back for `QUIET` seconds.
+        """
+        if jax.process_index() != 0:
+            return
+        writers = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
+        for thread in writers:
+            threading.Thread.join(thread, LONGEST_WAIT)  # their own `join` raises what they failed of
+        quiet, began = time.monotonic() if writers else -math.inf, time.monotonic()
+        while True:
+            for folder in self._place.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(folder, ignore_errors=True)
-                if not folder.exists():
-                    break
-                time.sleep(0.05)
+                quiet = time.monotonic()
+            if time.monotonic() > min(quiet + QUIET, began + LONGEST_WAIT):
+                return
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager
