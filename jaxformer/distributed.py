@@ -23,7 +23,9 @@ from jaxformer.errors import UserError
 
 PATIENCE = 60
 """Seconds that the processes have to find each other: they do not start together to the second."""
-LOST = re.compile("^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat", re.IGNORECASE)
+LOST = re.compile(
+    "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat|devices failed", re.IGNORECASE
+)
 """What the runtime's errors say when another process is gone."""
 LONGEST_TEXT = 4096
 """Bytes of a text that one process tells the others."""
@@ -139,7 +141,7 @@ def relying_on_others(advice: str) -> Iterator[None]:
     with at_abort(sentence):
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
+        except (jax.errors.JaxRuntimeError, multihost_utils.ProcessFailureError, ValueError) as error:
             if not LOST.search(str(error)):
                 raise
             _flush()
@@ -174,10 +176,15 @@ def wait_for_all() -> None:
     """Wait until all processes have come to this point, as long as they live.
 
     A collective is less patient: on CPUs the first one among the same devices waits for 30 s.
+
+    Raises:
+      ProcessFailureError: one of them does not live any more.
     """
     if jax.process_count() > 1:
-        with multihost_utils.live_devices(jax.devices()):
+        with multihost_utils.live_devices(jax.devices()) as alive:
             pass
+        if lost := set(jax.devices()) - set(alive):
+            raise multihost_utils.ProcessFailureError(lost)
 
 
 def processes_around(environment: Mapping[str, str]) -> int:
@@ -195,12 +202,18 @@ def is_first() -> bool:
 
 def from_first(text: str) -> str:
     """The text that process 0 gives, for all of them."""
+    return from_all(text)[0]
+
+
+def from_all(text: str) -> list[str]:
+    """The texts that all processes give, of at most `LONGEST_TEXT` bytes, for all of them."""
     if jax.process_count() == 1:
-        return text
+        return [text]
     coded = np.zeros(LONGEST_TEXT, np.uint8)
     told = np.frombuffer(text.encode(), np.uint8)
     coded[: len(told)] = told
-    return bytes(multihost_utils.broadcast_one_to_all(coded)).rstrip(b"\0").decode()
+    wait_for_all()
+    return [bytes(each).rstrip(b"\0").decode() for each in multihost_utils.process_allgather(coded)]
 
 
 class Agreement:
