@@ -152,14 +152,17 @@ def relying_on_others(advice: str) -> Iterator[None]:
 def leave(status: int) -> int:
     """The status to exit with, after the other processes are told that this one leaves.
 
-    Of several processes that do not all leave within `heartbeat_seconds`, this one ends here with its status, and
-    the others as `relying_on_others` has it.
+    One of several processes ends here if its status is not 0, because the interpreter would wait for the threads of a
+    save that nobody finishes; or if they do not all leave within `heartbeat_seconds`, the others then as
+    `relying_on_others` has it.
     """
     if jax.distributed.is_initialized():
         _flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # all is said; the runtime would add pages
         with at_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
+        if status:
+            os._exit(status)
     return status
 
 

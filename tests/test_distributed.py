@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from jaxformer import distributed
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
 from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, processes_around
 from jaxformer.errors import UserError
 from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.log import read_metrics
 from jaxformer.train.step import abstract_state, init_state, make_train_step
 from tests.across import BATCHES, CONFIG, SAVED
-from tests.helpers import ROOT, tiny, write_books
+from tests.helpers import ROOT, fill, mounted, run, tiny, write_books
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,79 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
         )
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.step() >= 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before the save", "during the save"])
+def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path, moment):
+    program = """if True:
+        import sys, time
+        from pathlib import Path
+        import numpy as np
+        from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
+        from jaxformer.cli import train
+        from jaxformer.distributed import DistributedOptions, connect, is_first, relying_on_others, wait_for_all
+        from jaxformer.sharding import make_mesh, place, replicated
+        folder, moment, _, coordinator, _, processes, _, process = sys.argv[1:]
+        write_sums = Checkpoints._write_sums
+
+        def slow(checkpoints):
+            time.sleep(600 if checkpoints._saving == 10 else 0)  # far longer than anyone should wait
+            write_sums(checkpoints)
+
+        def job(_):
+            connect(DistributedOptions(coordinator, int(processes), int(process), 10))
+            with relying_on_others("advice"), Checkpoints(Path(folder)) as checkpoints:
+                tree = {"W": place(np.ones(3), replicated(make_mesh()))}
+                save = lambda step: checkpoints.save(step, tree, tree, {}, None)
+                save(5)
+                checkpoints._failure()
+                wait_for_all()
+                if moment == "during the save" or is_first():
+                    save(10)
+                if not is_first():
+                    1 / 0
+                wait_for_all()
+
+        Checkpoints._write_sums, train._main = slow, job
+        sys.exit(train.main([]))
+    """
+    first, second = start_all(2, 1, lambda where: ["-c", program, str(tmp_path), moment, *where], ROOT)
+    out, err = second.communicate(timeout=120)
+    failed = time.monotonic()
+    assert second.returncode == 1, out + err
+    assert err.endswith("ZeroDivisionError: division by zero\n")
+    out, err = first.communicate(timeout=60)
+    assert time.monotonic() - failed < 60
+    assert first.returncode == 1, out + err
+    assert err.splitlines()[-1].endswith("its own output says why; advice")
+    assert StoredCheckpoints(tmp_path).steps() == [5] and StoredCheckpoints(tmp_path).step() == 5
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when_there_is_space(books, tmp_path):
+    with mounted(tmp_path, "8m") as disk:
+        processes = train_together(disk, books, books)
+        until = time.monotonic() + 240
+        while not (disk / "run/checkpoints/50").exists():
+            assert time.monotonic() < until and all(p.poll() is None for p in processes), processes[0].communicate()
+            time.sleep(0.01)
+        full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
+        said = [process.communicate(timeout=120) for process in processes]
+        statuses = [process.returncode for process in processes]
+        assert 2 in statuses and set(statuses) <= {1, 2}, said
+        for status, (_, err) in zip(statuses, said, strict=True):
+            lines = [line for line in err.splitlines() if line.startswith("error: ")]
+            wanted = "error: checkpoint " if status == 2 else "error: another process of this run has ended"
+            assert len(lines) == 1 and lines[0].startswith(wanted), err
+            assert "Traceback" not in err
+            assert lines[0].endswith("go on with: python train.py --resume --run run") or status == 1
+        last = StoredCheckpoints(disk / "run").step()
+        full.unlink()
+        more = ["--resume", "--run", "run", "--steps", str(last + 5)]
+        result = run("train.py", *more, cwd=disk)
+        assert result.returncode == 0 and f"final: step={last + 5}" in result.stdout, result.stderr
+        assert not list(disk.glob("run/checkpoints/*tmp*"))
 
 
 @pytest.mark.slow
