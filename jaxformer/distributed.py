@@ -27,6 +27,10 @@ LOST = re.compile(
     "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat|devices failed", re.IGNORECASE
 )
 """What the runtime's errors say when another process is gone."""
+SKIP_METADATA = "TPU_SKIP_MDS_QUERY"
+"""JAX sets this variable where it sees no TPU. Where it sees one, it asks Google's metadata server for other hosts."""
+NOT_AROUND = "coordinator_address"
+"""What JAX's error names if nothing tells it of other processes."""
 LONGEST_TEXT = 4096
 """Bytes of a text that one process tells the others."""
 
@@ -68,7 +72,8 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     Raises:
       UserError: process 0 cannot be reached, or its port is taken.
     """
-    if options.coordinator is None and processes_around(environment) == 1:
+    by_metadata = options.coordinator is None and processes_around(environment) == 1
+    if by_metadata and SKIP_METADATA in environment:
         return
     if options.coordinator is not None:
         _check_address(options.coordinator, options.process == 0)
@@ -80,8 +85,11 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
                 initialization_timeout=PATIENCE, heartbeat_timeout_seconds=options.heartbeat_seconds,
                 shutdown_timeout_seconds=options.heartbeat_seconds,
             )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the processes of this run do not find each other: {_first_line(error)}") from error
+    except (RuntimeError, ValueError, OSError) as error:
+        if by_metadata and NOT_AROUND in str(error):
+            return
+        hint = f"; to train on this machine alone, set {SKIP_METADATA}=1" if by_metadata else ""
+        raise UserError(f"the processes of this run do not find each other: {_first_line(error)}{hint}") from error
 
 
 def _check_address(coordinator: str, first: bool) -> None:
@@ -191,11 +199,13 @@ def wait_for_all() -> None:
 
 
 def processes_around(environment: Mapping[str, str]) -> int:
-    """How many processes SLURM, Open MPI or a TPU pod started together with this one; 1 without any of them."""
+    """How many processes SLURM, Open MPI or, on TPUs, Kubernetes started with this one; 1 without any of them."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if environment.get(name, "").isdecimal():
             return int(environment[name])
-    return len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
+    hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
+    slices = environment.get("MEGASCALE_NUM_SLICES", "")
+    return len(hosts.split(",")) * (int(slices) if slices.isdecimal() else 1)
 
 
 def is_first() -> bool:
