@@ -7,11 +7,13 @@ import dataclasses
 import os
 import shlex
 import shutil
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import jax
 import tyro
 
 from jaxformer.cli import machine
@@ -58,7 +60,14 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 done, 1 not finite, 2 wrong input, 128 + the signal where interrupted."""
-    return leave(run_command(_main, arguments))
+    try:
+        status = run_command(_main, arguments)
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        status = 1
+    return leave(status)
 
 
 def _main(arguments: list[str]) -> int:
@@ -98,8 +107,6 @@ def _main(arguments: list[str]) -> int:
 
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
-    import jax
-
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
     from jaxformer.data.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
-from jaxformer.train import memory
+from jaxformer.train import memory, step
 from jaxformer.train.optimizer import make_optimizer
 from jaxformer.train.step import (
     CompiledStep,
@@ -27,6 +27,7 @@ from jaxformer.train.step import (
     abstract_state,
     build_model,
     check_split,
+    choose_attention,
     init_state,
     make_eval_step,
     make_gradient,
@@ -389,3 +390,15 @@ def test_the_model_of_a_step_is_the_model():
     built = build_model(computed(TWO_BLOCKS, remat="dots", scan_blocks=True), mesh_of("data=1"))
     assert (built.execution.remat, built.execution.scan) == ("dots", True)
     assert built.config == TWO_BLOCKS.model
+
+
+def test_processes_that_chose_different_attention_are_told_which(monkeypatch):
+    here = mesh_of("data=1")
+    line = choose_attention(CONFIG, here)[1]
+    monkeypatch.setattr(step, "from_all", lambda mine: [mine, "attention: other"])
+    choose_attention.cache_clear()
+    with pytest.raises(UserError) as caught:
+        choose_attention(CONFIG, here)
+    assert str(caught.value) == (
+        f"processes differ ({line}; attention: other); set compute.attention to xla or blockwise."
+    )
