@@ -12,12 +12,12 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
+from jaxformer.distributed import from_all, from_first, is_first, wait_for_all
 from jaxformer.errors import UserError, cannot_write, cause, vanished, writing
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
@@ -36,31 +37,44 @@ METADATA = "_CHECKPOINT_METADATA"
 """Orbax's own, dated by it after the sums are made."""
 TEMPORARY = ".orbax-checkpoint-tmp"
 """How Orbax ends the name of a checkpoint's folder until it is whole."""
+ARRAYS = ("params/", "opt_state/")
+"""Where nearly all bytes of a checkpoint are."""
+EVERY, NONE = slice(None), slice(0)
 HASHING_THREADS = 4
+SAVING_SECONDS = 6 * 3600
+"""A save under way is given up after so long; Orbax's 20 minutes are short for terabytes and their sums."""
 MISSING = " is missing"
+QUIET, LONGEST_WAIT = 0.5, 20
+"""Seconds without a sign of the writers of a save that failed, and seconds until they are given up."""
 
 warn = logging.getLogger(__name__).warning
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
 
 
-def damage(checkpoint: Path) -> str | None:
+def damage(checkpoint: Path, share: slice = EVERY) -> str | None:
     """What is wrong with a checkpoint's folder, in a few words; None if it is as it was saved.
 
     Orbax notices a file that is missing or cut short, but restores a flipped bit without a word.
+
+    Args:
+      share: which of the files with arrays to read. Of the others it is enough that they are there.
     """
     try:
         sums = json.loads((checkpoint / SUMS).read_bytes())
         json.loads((checkpoint / METADATA).read_bytes())
         if not (isinstance(sums, dict) and sums):
             raise ValueError
-        found = _sums(checkpoint, list(sums))
+        for name in sums:
+            (checkpoint / name).stat()
+        arrays = [name for name in sums if name.startswith(ARRAYS)]
+        found = _sums(checkpoint, sorted({*sums} - {*arrays} | {*arrays[share]}))
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(checkpoint)}{MISSING}"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     except ValueError:
         return f"{SUMS} or {METADATA} is not what was saved"
-    return next((f"{name} is not what was saved" for name in sums if found[name] != sums[name]), None)
+    return next((f"{name} is not what was saved" for name in found if found[name] != sums[name]), None)
 
 
 def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -83,7 +97,7 @@ class StoredCheckpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._place = folder, (folder / CHECKPOINTS).absolute()
-        self._damage: Callable[[int], str | None] = cache(lambda step: damage(self._place / str(step)))
+        self._verdicts: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, whole or damaged, in order."""
@@ -156,6 +170,15 @@ class StoredCheckpoints:
                 f"checkpoint {step} of {self._folder} cannot be read: {str(error).strip().splitlines()[0][:200]}."
             ) from error
 
+    def _damage(self, step: int) -> str | None:
+        """As `damage`, told again without reading again."""
+        if step not in self._verdicts:
+            self._verdicts[step] = self._examine(step)
+        return self._verdicts[step]
+
+    def _examine(self, step: int) -> str | None:
+        return damage(self._place / str(step))
+
     def _first_good(self, steps: Sequence[int]) -> int:
         """The first of these that is not damaged, with a warning for each before it."""
         good = next((step for step in steps if not self._damage(step)), None)
@@ -192,22 +215,25 @@ class Checkpoints(StoredCheckpoints):
     background; a checkpoint appears whole, with its sums, by a rename, or not at all. Several processes of one
     `jax.distributed` job make one each and call it alike.
 
-    Raises:
-      UserError: another process trains in the folder, it cannot be written, or every checkpoint is damaged. If only
-        some are, they are named in a warning and go out of the way, so that their steps can be saved again.
+    On entering, the last checkpoint is read once, by all processes together, each a share of its files. If it is
+    damaged, it is named in a warning and goes out of the way, so that its step can be saved again, and the one before
+    it is read. Of those still older it is enough that all files are there.
+
+    Raises on entering:
+      UserError: another process trains in the folder, it cannot be written, or every checkpoint is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._saving: int | None = None
-        _drop_echoes()
+
+    def __enter__(self) -> Checkpoints:
         with contextlib.ExitStack() as opened:
-            if jax.process_index() == 0:
-                opened.enter_context(only_one(folder))
-                opened.callback(self._remove_leftovers)
-                self._set_damaged_aside()
-            else:
-                self._damage = lambda step: None  # process 0 sees to it
+            opened.enter_context(_without_echoes())
+            if is_first():
+                opened.enter_context(only_one(self._folder))
+            self._make_way()
+            wait_for_all()  # from here on, all see the same steps
             policy = checkpoint_managers.AnyPreservationPolicy(
                 [
                     checkpoint_managers.LatestN(2),
@@ -218,25 +244,28 @@ class Checkpoints(StoredCheckpoints):
                     ),
                 ]
             )
-            with writing(folder, CHECKPOINTS):
+            with writing(self._folder, CHECKPOINTS):
                 self._manager = ocp.CheckpointManager(
                     self._place,
                     options=ocp.CheckpointManagerOptions(
                         cleanup_tmp_directories=True,
                         preservation_policy=policy,
                         best_fn=lambda metrics: -metrics["val_loss"],
-                        async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sums),
+                        async_options=ocp.AsyncOptions(
+                            timeout_secs=SAVING_SECONDS, post_finalization_callback=self._write_sums
+                        ),
                     ),
                     item_names=("params", "opt_state", "position"),
                 )
             self._opened = opened.pop_all()
-
-    def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for a save under way. If an error brought us here, one of saving does not take its place."""
+        """Wait for a save under way. If an error brought us here, one of saving does not take its place, and of several
+        processes this one does not wait: the others may never come to the end of that save."""
         with self._opened:
+            if kind is not None and jax.process_count() > 1:
+                return
             errors = []
             for _attempt in range(3):  # an error comes once; after it, closing goes on where it stopped
                 try:
@@ -244,8 +273,16 @@ class Checkpoints(StoredCheckpoints):
                     break
                 except (OSError, ValueError) as error:
                     errors.append(self._told(error))
+                    if jax.process_count() > 1:
+                        break
+            self._remove_leftovers()
+            del self._manager  # and with it what its threads failed of
             if errors and kind is None:
                 raise errors[0]
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, whole or damaged, in order, as process 0 sees them."""
+        return json.loads(from_first(json.dumps(super().steps())))
 
     def save(self, step: int, params: Any, opt_state: Any, position: Mapping[str, Any], val_loss: float | None) -> None:
         """Begin to save; a step that is already there is left as it is.
@@ -283,7 +320,7 @@ class Checkpoints(StoredCheckpoints):
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            if not isinstance(told := self._told(error), UserError):
+            if (told := self._told(error)) is error:
                 raise
             if jax.process_count() > 1:  # the others still wait for this one in the save that failed
                 raise told from error
@@ -296,12 +333,14 @@ class Checkpoints(StoredCheckpoints):
         # The other parts of the save are let go here, where their complaints go unheard.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
+        if isinstance(error.__cause__, jax.errors.JaxRuntimeError):  # Orbax calls a lost process a timeout
+            return error.__cause__
         what = f"checkpoint {self._saving}"
         if not self._place.is_dir() or not (self._folder / LOCK).exists():
             return vanished(self._folder, what)
         if (why := cause(error)) is None:
             return error
-        good = next((step for step in reversed(self.steps()) if not self._damage(step)), None)
+        good = next((n for n in reversed(super().steps()) if not damage(self._place / str(n), NONE)), None)
         kept = "there is none before it" if good is None else f"{good} is whole"
         return cannot_write(self._folder, f"{what} ({kept})", why)
 
@@ -313,17 +352,24 @@ class Checkpoints(StoredCheckpoints):
         sums = _sums(folder, [p.relative_to(folder).as_posix() for p in files])
         (folder / SUMS).write_text(json.dumps(sums, indent=0), encoding="utf-8")
 
-    def _set_damaged_aside(self) -> None:
+    def _examine(self, step: int) -> str | None:
+        mine = damage(self._place / str(step), slice(jax.process_index(), None, jax.process_count()))
+        return next(filter(None, from_all(mine or "")), None)
+
+    def _make_way(self) -> None:
+        """Put aside what is newer than the last good checkpoint, and remove what is left of a deletion."""
         steps = self.steps()
-        damaged = [step for step in steps if self._damage(step)]
-        if not damaged:
+        if not steps:
             return
-        if damaged == steps:
+        good = next((step for step in reversed(steps) if not self._damage(step)), None)
+        if good is None:
             raise self._all_damaged(steps[::-1])
-        good = max(set(steps) - set(damaged))
         wanted = {*steps[-2:], min(steps, key=self._quality)}
-        for step in damaged:
-            here, aside, why = self._place / str(step), self._place / f"{step}.damaged", self._damage(step)
+        for step in steps if is_first() else ():
+            here, aside = self._place / str(step), self._place / f"{step}.damaged"
+            why = self._damage(step) if step >= good else damage(here, NONE)
+            if why is None:
+                continue
             with writing(self._folder, CHECKPOINTS):
                 if step > good:
                     shutil.rmtree(aside, ignore_errors=True)
@@ -333,17 +379,29 @@ class Checkpoints(StoredCheckpoints):
                     shutil.rmtree(here)
                     done = "removed"
             # A kill while one that is not wanted any more was being deleted leaves some of its files.
-            if step > good or step in wanted or not str(why).endswith(MISSING):
+            if step > good or step in wanted or not why.endswith(MISSING):
                 warn(f"checkpoint {step} of {self._folder} is damaged: {why}; {done}")
+        self._verdicts = {good: None}  # the others may be saved again
 
     def _remove_leftovers(self) -> None:
-        """A save that failed leaves its temporary folder, and where the disk is full that is in the way."""
-        for folder in self._place.glob(f"*{TEMPORARY}*") if jax.process_index() == 0 else ():
-            for _attempt in range(20):  # some parts of it may be written still
+        """A save that failed leaves its temporary folder, and where the disk is full that is in the way.
+
+        It fails with the first of its writers. The others make the folder anew as long as they write: Orbax's threads
+        are waited for, and nothing that they left to the library below may come back for `QUIET` seconds.
+        """
+        if jax.process_count() > 1:  # some of them wait for other processes; the next start removes it
+            return
+        writers = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
+        for thread in writers:
+            threading.Thread.join(thread, LONGEST_WAIT)  # their own `join` raises what they failed of
+        quiet, began = time.monotonic() if writers else -math.inf, time.monotonic()
+        while True:
+            for folder in self._place.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(folder, ignore_errors=True)
-                if not folder.exists():
-                    break
-                time.sleep(0.05)
+                quiet = time.monotonic()
+            if time.monotonic() > min(quiet + QUIET, began + LONGEST_WAIT):
+                return
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -375,21 +433,27 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _drop_echoes() -> None:
-    """When one part of a save fails, each of the others has something of its own to say of it, some of them late: drop
-    what goes to asyncio's log, to an event loop that is closed by then, and to the end of the process."""
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    logging.getLogger("asyncio").addFilter(_is_no_echo)
-    sys.unraisablehook = _tell_unless_echo
+@contextlib.contextmanager
+def _without_echoes() -> Iterator[None]:
+    """When one part of a save fails, each of the others has something of its own to say of it, some of them late:
+    inside, drop what goes to asyncio's log, to an event loop that is closed by then, and to the interpreter."""
+    hook, log = sys.unraisablehook, logging.getLogger("asyncio")
+
+    def tell(unraisable: sys.UnraisableHookArgs) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        log.addFilter(_is_no_echo)
+        sys.unraisablehook = tell
+        try:
+            yield
+        finally:
+            gc.collect()  # what is still to be said is said now
+            sys.unraisablehook = hook
+            log.removeFilter(_is_no_echo)
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
-
-
-_tell = sys.unraisablehook
-
-
-def _tell_unless_echo(unraisable: sys.UnraisableHookArgs) -> None:
-    if str(unraisable.exc_value) != "Event loop is closed":
-        _tell(unraisable)

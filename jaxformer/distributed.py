@@ -23,8 +23,14 @@ from jaxformer.errors import UserError
 
 PATIENCE = 60
 """Seconds that the processes have to find each other: they do not start together to the second."""
-LOST = re.compile("^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat", re.IGNORECASE)
+LOST = re.compile(
+    "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat|devices failed", re.IGNORECASE
+)
 """What the runtime's errors say when another process is gone."""
+SKIP_METADATA = "TPU_SKIP_MDS_QUERY"
+"""JAX sets this variable where it sees no TPU. Where it sees one, it asks Google's metadata server for other hosts."""
+NOT_AROUND = "coordinator_address"
+"""What JAX's error names if nothing tells it of other processes."""
 LONGEST_TEXT = 4096
 """Bytes of a text that one process tells the others."""
 
@@ -66,7 +72,8 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     Raises:
       UserError: process 0 cannot be reached, or its port is taken.
     """
-    if options.coordinator is None and processes_around(environment) == 1:
+    by_metadata = options.coordinator is None and processes_around(environment) == 1
+    if by_metadata and SKIP_METADATA in environment:
         return
     if options.coordinator is not None:
         _check_address(options.coordinator, options.process == 0)
@@ -78,8 +85,11 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
                 initialization_timeout=PATIENCE, heartbeat_timeout_seconds=options.heartbeat_seconds,
                 shutdown_timeout_seconds=options.heartbeat_seconds,
             )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the processes of this run do not find each other: {_first_line(error)}") from error
+    except (RuntimeError, ValueError, OSError) as error:
+        if by_metadata and NOT_AROUND in str(error):
+            return
+        hint = f"; to train on this machine alone, set {SKIP_METADATA}=1" if by_metadata else ""
+        raise UserError(f"the processes of this run do not find each other: {_first_line(error)}{hint}") from error
 
 
 def _check_address(coordinator: str, first: bool) -> None:
@@ -139,7 +149,7 @@ def relying_on_others(advice: str) -> Iterator[None]:
     with at_abort(sentence):
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
+        except (jax.errors.JaxRuntimeError, multihost_utils.ProcessFailureError, ValueError) as error:
             if not LOST.search(str(error)):
                 raise
             _flush()
@@ -150,14 +160,17 @@ def relying_on_others(advice: str) -> Iterator[None]:
 def leave(status: int) -> int:
     """The status to exit with, after the other processes are told that this one leaves.
 
-    Of several processes that do not all leave within `heartbeat_seconds`, this one ends here with its status, and
-    the others as `relying_on_others` has it.
+    One of several processes ends here if its status is not 0, because the interpreter would wait for the threads of a
+    save that nobody finishes; or if they do not all leave within `heartbeat_seconds`, the others then as
+    `relying_on_others` has it.
     """
     if jax.distributed.is_initialized():
         _flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # all is said; the runtime would add pages
         with at_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
+        if status:
+            os._exit(status)
     return status
 
 
@@ -174,18 +187,25 @@ def wait_for_all() -> None:
     """Wait until all processes have come to this point, as long as they live.
 
     A collective is less patient: on CPUs the first one among the same devices waits for 30 s.
+
+    Raises:
+      ProcessFailureError: one of them does not live any more.
     """
     if jax.process_count() > 1:
-        with multihost_utils.live_devices(jax.devices()):
+        with multihost_utils.live_devices(jax.devices()) as alive:
             pass
+        if lost := set(jax.devices()) - set(alive):
+            raise multihost_utils.ProcessFailureError(lost)
 
 
 def processes_around(environment: Mapping[str, str]) -> int:
-    """How many processes SLURM, Open MPI or a TPU pod started together with this one; 1 without any of them."""
+    """How many processes SLURM, Open MPI or, on TPUs, Kubernetes started with this one; 1 without any of them."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if environment.get(name, "").isdecimal():
             return int(environment[name])
-    return len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
+    hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
+    slices = environment.get("MEGASCALE_NUM_SLICES", "")
+    return len(hosts.split(",")) * (int(slices) if slices.isdecimal() else 1)
 
 
 def is_first() -> bool:
@@ -195,12 +215,18 @@ def is_first() -> bool:
 
 def from_first(text: str) -> str:
     """The text that process 0 gives, for all of them."""
+    return from_all(text)[0]
+
+
+def from_all(text: str) -> list[str]:
+    """The texts that all processes give, of at most `LONGEST_TEXT` bytes, for all of them."""
     if jax.process_count() == 1:
-        return text
+        return [text]
     coded = np.zeros(LONGEST_TEXT, np.uint8)
     told = np.frombuffer(text.encode(), np.uint8)
     coded[: len(told)] = told
-    return bytes(multihost_utils.broadcast_one_to_all(coded)).rstrip(b"\0").decode()
+    wait_for_all()
+    return [bytes(each).rstrip(b"\0").decode() for each in multihost_utils.process_allgather(coded)]
 
 
 class Agreement:

@@ -1,11 +1,14 @@
 """Checkpoints that can be trusted: what is damaged is found and passed over, and a fault of the disk loses none."""
 
+import gc
 import hashlib
 import json
 import logging
 import shutil
 import subprocess
+import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -15,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxformer import checkpoints
 from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage
 from jaxformer.errors import UserError
 from tests.helpers import fill, flip_a_bit, mounted
@@ -167,13 +171,74 @@ def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, capl
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "15"]
 
 
-def test_an_older_checkpoint_that_went_bad_is_named_and_removed(folder, caplog):
-    flip_a_bit(array_file(folder / "checkpoints/5"))
+@pytest.mark.parametrize("name", ["file missing", "no checksums", "metrics cut off", "metadata cut off"])
+def test_an_older_checkpoint_that_is_not_all_there_is_named_and_removed(folder, caplog, name):
+    HARM[name](folder / "checkpoints/5")
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.steps() == [10, 15]
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"checkpoint 5 of {folder} is damaged: params/")
-    assert record.getMessage().endswith("is not what was saved; removed")
+    assert record.getMessage().startswith(f"checkpoint 5 of {folder} is damaged: ")
+    assert record.getMessage().endswith("; removed")
+
+
+def test_on_going_on_no_more_is_read_than_the_checkpoint_to_go_on_from(folder, caplog, monkeypatch):
+    read: list[str] = []
+    hashed = checkpoints._sums
+
+    def listen(place: Path, names: list[str]) -> dict[str, str]:
+        read.extend(f"{place.name}/{name}" for name in names)
+        return hashed(place, names)
+
+    monkeypatch.setattr(checkpoints, "_sums", listen)
+    flip_a_bit(array_file(folder / "checkpoints/15"))
+    with Checkpoints(folder) as opened:
+        assert opened.step("last") == 10
+    assert "put aside as 15.damaged" in caplog.text
+    saved = json.loads((folder / "checkpoints/10" / SUMS).read_text())
+    assert sorted(name for name in read if name.startswith("10/")) == sorted(f"10/{name}" for name in saved)
+    assert not any(name.startswith(("5/params", "5/opt_state")) for name in read)
+    assert len(read) == len(set(read))  # and nothing twice
+
+
+def test_processes_that_share_the_reading_find_together_what_one_does(folder):
+    checkpoint = folder / "checkpoints/15"
+    arrays = sorted(p for item in ("params", "opt_state") for p in (checkpoint / item).rglob("*") if p.is_file())
+    shares = [slice(i, None, 3) for i in range(3)]
+    assert len(arrays) > 3 and not any(damage(checkpoint, share) for share in shares)
+    for file in arrays:
+        flip_a_bit(file)
+        said = [damage(checkpoint, share) for share in shares]
+        assert [verdict for verdict in said if verdict] == [damage(checkpoint)]  # one of them has read it
+        flip_a_bit(file)
+        file.rename(checkpoint / "elsewhere")
+        assert None not in [damage(checkpoint, share) for share in shares]
+        (checkpoint / "elsewhere").rename(file)
+
+
+def test_a_step_that_was_put_aside_and_saved_again_is_judged_anew(folder, caplog):
+    flip_a_bit(array_file(folder / "checkpoints/15"))
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.step("last") == 10
+        checkpoints.save(15, state(15), (state(-15), None), {}, None)
+        checkpoints.save(20, state(20), (state(-20), None), {}, None)  # waits for the one before
+        assert checkpoints.step(15) == 15
+    assert len(caplog.records) == 1
+
+
+def test_what_is_set_for_the_whole_process_is_as_before_at_the_end(tmp_path, caplog, monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    settings = lambda: (sys.unraisablehook, warnings.filters[:], logging.getLogger("asyncio").filters[:])  # noqa: E731
+    before = settings()
+    with mounted(tmp_path, "2m") as disk:
+        opened = Checkpoints(disk)
+        assert settings() == before
+        fill(disk, 16_384)
+        with pytest.raises(UserError), opened:
+            opened.save(10, state(10), state(-10), {}, None)
+        assert settings() == before
+        gc.collect()
+    assert not heard and not caplog.records  # the parts of the save that failed have said what they had to say
 
 
 def test_if_every_checkpoint_is_damaged_it_says_so_and_keeps_them(folder):
@@ -182,8 +247,8 @@ def test_if_every_checkpoint_is_damaged_it_says_so_and_keeps_them(folder):
     before = {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()}
     with pytest.raises(UserError, match=r"every checkpoint of .* is damaged \(15: params.* is not what was saved\)"):
         StoredCheckpoints(folder).step()
-    with pytest.raises(UserError, match="every checkpoint"):
-        Checkpoints(folder)
+    with pytest.raises(UserError, match="every checkpoint"), Checkpoints(folder):
+        pass
     with pytest.raises(UserError, match="no other is good"):
         StoredCheckpoints(folder).step(5)
     assert {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()} == before
@@ -206,8 +271,11 @@ def test_a_missing_step_is_one_sentence(folder):
 
 def test_one_process_writes_and_others_may_read(folder):
     with Checkpoints(folder):
-        with pytest.raises(UserError, match=r"process \d+ is training in .*; wait for it or stop it"):
-            Checkpoints(folder)
+        with (
+            pytest.raises(UserError, match=r"process \d+ is training in .*; wait for it or stop it"),
+            Checkpoints(folder),
+        ):
+            pass
         assert StoredCheckpoints(folder).step("last") == 15
     write(folder, 20)
     assert_step(folder, 20)
@@ -277,8 +345,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        with pytest.raises(UserError, match=r"cannot be written to .*: Read-only file system; see to it"):
-            Checkpoints(disk)
+        said = r"cannot be written to .*: Read-only file system; see to it"
+        with pytest.raises(UserError, match=said), Checkpoints(disk):
+            pass
         assert_step(disk, 5)
 
 

@@ -6,8 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jax
@@ -15,14 +17,14 @@ import numpy as np
 import pytest
 
 from jaxformer import distributed
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
 from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, processes_around
 from jaxformer.errors import UserError
 from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.log import read_metrics
 from jaxformer.train.step import abstract_state, init_state, make_train_step
 from tests.across import BATCHES, CONFIG, SAVED
-from tests.helpers import ROOT, tiny, write_books
+from tests.helpers import ROOT, fill, mounted, run, tiny, write_books
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,9 @@ def test_options_that_cannot_be_are_the_users_error(fields, said):
         ({"OMPI_COMM_WORLD_SIZE": ""}, 1),
         ({"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}, 2),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
+        ({"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476", "TPU_WORKER_HOSTNAMES": "localhost"}, 2),
+        ({"TPU_WORKER_HOSTNAMES": "a,b,c", "MEGASCALE_NUM_SLICES": "4"}, 12),
+        ({"MEGASCALE_NUM_SLICES": ""}, 1),
     ],
 )
 def test_processes_are_counted_by_what_started_them(environment, n):
@@ -61,7 +66,7 @@ def test_processes_are_counted_by_what_started_them(environment, n):
 
 
 def test_alone_nothing_is_asked_of_others():
-    connect(DistributedOptions(), {})
+    connect(DistributedOptions())
     assert not jax.distributed.is_initialized()
     assert from_first("runs/quick") == "runs/quick"
     assert Agreement(make_mesh()).ask(15) == 15
@@ -71,6 +76,79 @@ def test_alone_nothing_is_asked_of_others():
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """What Google's metadata server tells a host of a TPU pod of two, which asks it by a path with its number."""
+
+    def do_GET(self):
+        number, key = self.path.split("/")[1], self.path.split("/")[-1]
+        told = {"agent-worker-number": number, "worker-network-endpoints": "127.0.0.1,127.0.0.1", "tpu-env": ""}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(told[key].encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def metadata_server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+ON_A_TPU = """if True:
+    import os, sys, urllib.request
+    from types import SimpleNamespace
+    import jax
+
+    def get(url, **_):
+        with urllib.request.urlopen(url) as answer:
+            return SimpleNamespace(status_code=answer.status, text=answer.read().decode())
+
+    sys.modules["requests"] = SimpleNamespace(get=get)  # JAX asks through it; only jax[tpu] brings it
+    del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX has not seen a TPU
+    from jaxformer.distributed import DistributedOptions, connect, from_all, leave
+    connect(DistributedOptions())
+    told = from_all(f"process {jax.process_index()}")
+    print(f"\\n{jax.distributed.is_initialized()} {told}", flush=True)  # Gloo prints, too
+    leave(0)
+"""
+
+
+def start_on_a_tpu(**environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", ON_A_TPU], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_hosts_of_a_tpu_pod_find_each_other_by_the_metadata_server(metadata_server):
+    port = str(free_port())
+    processes = [
+        start_on_a_tpu(JAX_FORCE_TPU_INIT="1", GCE_METADATA_IP=f"{metadata_server}/{number}", JAX_COORDINATOR_PORT=port)
+        for number in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert "\nTrue ['process 0', 'process 1']" in out, out + err
+
+
+@pytest.mark.slow
+def test_a_tpu_that_is_no_pod_trains_alone_and_a_silent_metadata_server_is_named():
+    alone, silent = (
+        start_on_a_tpu(),  # JAX knows no cluster
+        start_on_a_tpu(JAX_FORCE_TPU_INIT="1", GCE_METADATA_IP=f"127.0.0.1:{free_port()}"),
+    )
+    out, err = alone.communicate(timeout=120)
+    assert "\nFalse ['process 0']" in out, out + err
+    _, err = silent.communicate(timeout=120)
+    assert "UserError: the processes of this run do not find each other: " in err
+    assert err.endswith("to train on this machine alone, set TPU_SKIP_MDS_QUERY=1\n")
 
 
 def test_a_process_0_that_does_not_answer_is_named(monkeypatch):
@@ -219,6 +297,99 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
         )
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.step() >= 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before the save", "during the save"])
+def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path, moment):
+    program = """if True:
+        import sys, time
+        from pathlib import Path
+        import numpy as np
+        from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
+        from jaxformer.cli import train
+        from jaxformer.distributed import DistributedOptions, connect, is_first, relying_on_others, wait_for_all
+        from jaxformer.sharding import make_mesh, place, replicated
+        folder, moment, _, coordinator, _, processes, _, process = sys.argv[1:]
+        write_sums = Checkpoints._write_sums
+
+        def slow(checkpoints):
+            time.sleep(600 if checkpoints._saving == 10 else 0)  # far longer than anyone should wait
+            write_sums(checkpoints)
+
+        def job(_):
+            connect(DistributedOptions(coordinator, int(processes), int(process), 10))
+            with relying_on_others("advice"), Checkpoints(Path(folder)) as checkpoints:
+                tree = {"W": place(np.ones(3), replicated(make_mesh()))}
+                save = lambda step: checkpoints.save(step, tree, tree, {}, None)
+                save(5)
+                checkpoints._failure()
+                wait_for_all()
+                if moment == "during the save" or is_first():
+                    save(10)
+                if not is_first():
+                    1 / 0
+                wait_for_all()
+
+        Checkpoints._write_sums, train._main = slow, job
+        sys.exit(train.main([]))
+    """
+    first, second = start_all(2, 1, lambda where: ["-c", program, str(tmp_path), moment, *where], ROOT)
+    out, err = second.communicate(timeout=120)
+    failed = time.monotonic()
+    assert second.returncode == 1, out + err
+    assert err.endswith("ZeroDivisionError: division by zero\n")
+    out, err = first.communicate(timeout=60)
+    assert time.monotonic() - failed < 60
+    assert first.returncode == 1, out + err
+    assert err.splitlines()[-1].endswith("its own output says why; advice")
+    assert StoredCheckpoints(tmp_path).steps() == [5] and StoredCheckpoints(tmp_path).step() == 5
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when_there_is_space(books, tmp_path):
+    with mounted(tmp_path, "8m") as disk:
+        processes = train_together(disk, books, books)
+        until = time.monotonic() + 240
+        while not (disk / "run/checkpoints/50").exists():
+            assert time.monotonic() < until and all(p.poll() is None for p in processes), processes[0].communicate()
+            time.sleep(0.01)
+        full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
+        said = [process.communicate(timeout=120) for process in processes]
+        statuses = [process.returncode for process in processes]
+        assert 2 in statuses and set(statuses) <= {1, 2}, said
+        for status, (_, err) in zip(statuses, said, strict=True):
+            lines = [line for line in err.splitlines() if line.startswith("error: ")]
+            wanted = "error: checkpoint " if status == 2 else "error: another process of this run has ended"
+            assert len(lines) == 1 and lines[0].startswith(wanted), err
+            assert "Traceback" not in err
+            assert lines[0].endswith("go on with: python train.py --resume --run run") or status == 1
+        last = StoredCheckpoints(disk / "run").step()
+        full.unlink()
+        more = ["--resume", "--run", "run", "--steps", str(last + 5)]
+        result = run("train.py", *more, cwd=disk)
+        assert result.returncode == 0 and f"final: step={last + 5}" in result.stdout, result.stderr
+        assert not list(disk.glob("run/checkpoints/*tmp*"))
+
+
+@pytest.mark.slow
+def test_processes_that_would_run_different_programs_all_say_so(books, tmp_path):
+    program = """if True:
+        import sys
+        from jaxformer.cli import train
+        from jaxformer.train import step
+        if sys.argv[-1] == "1":
+            chosen = step.make_attention
+            step.make_attention = lambda *args, **options: (chosen(*args, **options)[0], "attention: other")
+        sys.exit(train.main())
+    """
+    options = [*tiny(books), "--mesh", "fsdp=2", "--run", "run"]
+    for process in start_all(2, 1, lambda where: ["-c", program, *options, *where], tmp_path):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 2, out + err
+        assert err.startswith("error: processes differ (attention: ") and err.count("\n") == 1
+        assert "; attention: other); set compute.attention to xla or blockwise." in err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from jaxformer.sharding import local_copy, replicated
 from jaxformer.train.log import say
 from jaxformer.train.loop import Hook
 from jaxformer.train.memory import capacity
-from jaxformer.train.optimizer import make_optimizer, make_schedule
+from jaxformer.train.optimizer import make_optimizer, make_schedule, updates_taken
 from jaxformer.train.step import TrainState, make_gradient
 
 PROBE_WINDOWS = 16
@@ -80,7 +80,7 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
         return parameter_norms(state.params), parameter_norms(grads), parameter_norms(updates)
 
     def call(step: int, state: TrainState, batch: jax.Array) -> dict[str, Any] | None:
-        if not (lr := float(schedule(step))):
+        if not (lr := float(schedule(updates_taken(state.opt_state)))):
             return None  # a schedule that has come down to nothing moves nothing
         w, g, update = norms(state, batch, step)
         report = report_of_norms(w, g, lr, update)

@@ -7,11 +7,13 @@ import dataclasses
 import os
 import shlex
 import shutil
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import jax
 import tyro
 
 from jaxformer.cli import machine
@@ -58,7 +60,14 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 done, 1 not finite, 2 wrong input, 128 + the signal where interrupted."""
-    return leave(run_command(_main, arguments))
+    try:
+        status = run_command(_main, arguments)
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        status = 1
+    return leave(status)
 
 
 def _main(arguments: list[str]) -> int:
@@ -98,8 +107,6 @@ def _main(arguments: list[str]) -> int:
 
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
-    import jax
-
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.data.corpus import load_corpus
     from jaxformer.data.tokenizer import Tokenizer
@@ -177,19 +184,26 @@ def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tupl
     import numpy as np
 
     from jaxformer.inspect import first_non_finite, save_autopsy
+    from jaxformer.nn.execution import Execution
     from jaxformer.sharding import local_copy
+    from jaxformer.train.kernels import FusedAttention
     from jaxformer.train.optimizer import gradient_point
-    from jaxformer.train.step import compute_dtype, example_keys
+    from jaxformer.train.step import choose_attention, compute_dtype, example_keys
 
+    attend, how = choose_attention(config, mesh)
+    if isinstance(attend, FusedAttention):
+        attend = dataclasses.replace(attend, tensor=1)  # here one device has all heads
     params = local_copy(gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state), mesh)
     batch_BT, keys_B = local_copy(outcome.batch, mesh), example_keys(config.seed, outcome.step - 1, len(outcome.batch))
     dtype = compute_dtype(config.compute, mesh)
-    report = first_non_finite(config.model.build(), params, batch_BT, keys_B, dtype)
+    model = config.model.build(Execution(attention=attend))
+    report = first_non_finite(model, params, batch_BT, keys_B, dtype)
     evidence = folder / "autopsy"
     if is_first():
         evidence = save_autopsy(
-            folder, outcome.step, np.asarray(batch_BT), np.asarray(jax.random.key_data(keys_B)), report
-        )
+            folder, outcome.step, np.asarray(batch_BT), np.asarray(jax.random.key_data(keys_B)), report,
+            f"{how}, precision: {dtype}",
+        )  # fmt: skip
     return "nothing when computed again" if report is None else report.culprit, evidence
 
 

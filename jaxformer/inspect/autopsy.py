@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.inspect.names import dotted
-from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.models.objective import Params, next_token_nll, pieces_of
 
 MODEL, LOSS = "the model (logits)", "the loss"
 AT_ONCE = 8
-"""Examples that are computed together; what a replay holds in memory grows with these and not with the batch."""
+"""Examples that are computed together, fewer if their logits are many; what a replay holds in memory grows with these
+and not with the batch."""
 AROUND = 4
 """Rows before and after the culprit that are printed."""
 
@@ -113,10 +114,10 @@ def replay(
     keys_B: jax.Array | None = None,
     compute_dtype: Any = None,
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Compute the mean loss of a batch and its gradient, and measure everything on the way.
+    """Compute the mean loss of a batch and its gradient, as a step does, and measure everything on the way.
 
     Args:
-      model: unrolled; blocks that a scan runs would be added up into one row.
+      model: unrolled; blocks that a scan runs would be added up into one row. Its attention should be the step's.
       params: the parameters as the step was given them.
       batch_BT: tokens, `(B, T + 1)`.
       keys_B: a dropout key an example; dropout is off without them.
@@ -141,7 +142,7 @@ def replay(
 
 
 def save_autopsy(
-    folder: Path, step: int, batch_BT: np.ndarray, key_data: np.ndarray | None, report: Autopsy | None
+    folder: Path, step: int, batch_BT: np.ndarray, key_data: np.ndarray | None, report: Autopsy | None, how: str
 ) -> Path:
     """Keep what it takes to repeat a step that broke, in `autopsy/step-N/` below a run's folder; that place.
 
@@ -152,6 +153,7 @@ def save_autopsy(
       batch_BT: the tokens it was given.
       key_data: `jax.random.key_data` of its dropout keys, one an example.
       report: what `first_non_finite` found; None if all was finite when computed again.
+      how: with what it was computed again, such as 'attention: xla'.
     """
     parent = folder / "autopsy"
     parent.mkdir(exist_ok=True)
@@ -159,6 +161,7 @@ def save_autopsy(
     told = "all was finite when computed again" if report is None else str(report)
     text = (
         f"Step {step} gave a loss or a gradient that is not finite. First: {told}\n\n"
+        f"Computed again with the step's {how}. "
         f"Largest magnitudes and root mean squares leave out what is not finite. The parameters from before the step "
         f"are checkpoint {step - 1}, in checkpoints/{step - 1}. batch.npy holds the tokens it was given, (B, T + 1)"
         + (".\n" if key_data is None else "; key.npy the data of the dropout keys, one an example.\n")
@@ -170,7 +173,7 @@ def save_autopsy(
         if key_data is not None:
             np.save(scratch / "key.npy", key_data, allow_pickle=False)
         (scratch / "report.txt").write_text(text, encoding="utf-8")
-        values = {"step": step, "autopsy": None if report is None else asdict(report)}
+        values = {"step": step, "how": how, "autopsy": None if report is None else asdict(report)}
         (scratch / "report.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if place.exists():
             shutil.rmtree(place)
@@ -186,10 +189,14 @@ def _measure_all(
 ) -> tuple[jax.Array, Params]:
     """`_measure` of outputs and their gradients, `(modules, 2, 4)`, and of each parameter and its, `(2, 4)`."""
 
+    logits = jax.eval_shape(lambda tokens_T: model.apply({"params": params}, tokens_T[:-1]), batch_BT[0])
+    assert isinstance(logits, jax.ShapeDtypeStruct)
+    at_once = max(1, AT_ONCE // pieces_of(AT_ONCE * logits.shape[0], logits.shape[1]))
+
     def mean_loss(params: Params, records_B: dict[str, jax.Array]) -> jax.Array:
         # Recomputed going back, so that nothing of an example is kept but what it is computed from.
         one = jax.checkpoint(lambda example: _tapped_loss(model, params, *example))
-        return jnp.mean(jax.lax.map(one, (records_B, batch_BT, keys_B), batch_size=AT_ONCE))
+        return jnp.mean(jax.lax.map(one, (records_B, batch_BT, keys_B), batch_size=at_once))
 
     records_B = dict.fromkeys(names, jnp.zeros((len(batch_BT), *EMPTY.shape)))
     grads, measured_B = jax.grad(mean_loss, argnums=(0, 1))(params, records_B)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from math import exp, inf, log
 
@@ -16,6 +17,9 @@ from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_split, place
 from jaxformer.train.step import make_eval_step
+
+AHEAD = 2
+"""Batches that the devices may be busy with while the next is prepared: one to compute, one to follow at once."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,13 @@ class Evaluator:
     def __call__(self, params: Params, n_windows: int | None = None) -> Evaluation:
         """On the whole text, each token predicted once, or on `n_windows` evenly spread windows of it."""
         nats = tokens = n_bytes = 0.0
+        unread = deque[jax.Array]()
         batches = eval_batches(self._tokens, self._length, self._n_predicted, self._batch_size, n_windows)
         for batch, weights in batches:
-            nats += float(self._step(params, place(batch, self._split), place(weights, self._split)))
-            tokens += weights.sum()
+            unread.append(self._step(params, place(batch, self._split), place(weights, self._split)))
+            if len(unread) > AHEAD:
+                nats += float(unread.popleft())
+            tokens += float(weights.sum())  # summed in float32, tokens would be lost beyond 2^24
             n_bytes += (self._token_lengths[batch[:, -self._n_predicted :]] * weights).sum()
+        nats += sum(map(float, unread))
         return Evaluation(float(nats / tokens), float(nats / log(2) / max(n_bytes, 1)), int(tokens))

@@ -26,7 +26,7 @@ from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, cut_log, say
-from jaxformer.train.optimizer import make_schedule
+from jaxformer.train.optimizer import make_schedule, updates_taken
 from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allowed_failures, init_state
 
 
@@ -91,9 +91,11 @@ def train(
 
     # The signals are caught until the last save is finished.
     with catch_signals() as caught, Checkpoints(folder) as checkpoints:
-        resumed, changed = resume and bool(checkpoints), False
+        resumed, changed, skipped = resume and bool(checkpoints), False, 0
         if resumed:
-            start, state, changed = _restore(checkpoints, config, mesh, corpus)
+            start, state, position = _restore(checkpoints, config, mesh)
+            skipped = position.get("skipped", 0)  # as long as there was none, it was not stored
+            changed = position["fingerprint"] != corpus.fingerprint
             if changed and not allow_changed_data:
                 raise UserError(
                     f"the text at {config.data.path} is not what this run was trained on: its content or split has "
@@ -109,7 +111,7 @@ def train(
         def save(step: int, val_loss: float | None = None) -> None:
             # A run that stopped at such a step may try it again, with other options.
             failures = min(int(state.failures), allowed_failures(config))
-            position = {"step": step, "fingerprint": corpus.fingerprint, "failures": failures}
+            position = {"step": step, "fingerprint": corpus.fingerprint, "failures": failures, "skipped": skipped}
             checkpoints.save(step, state.params, state.opt_state, position, val_loss)
 
         def measure(step: int, batch: jax.Array) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def train(
             paces = [t.log_every, t.eval_every, t.checkpoint_every, *(hook.every for hook in hooks)]
             stream = windows.stream(start, config.steps, held)
             pace, unchecked = Pace(start), deque[tuple]()
-            skipped, in_a_row, stop = 0, int(state.failures), 0
+            in_a_row, stop = int(state.failures), 0
             for step in range(start + 1, config.steps + 1):
                 with pace.waiting():
                     rows = next(stream)
@@ -167,7 +169,8 @@ def train(
                         "tokens": step * tokens_per_step,
                         "loss": float(loss),
                         "ppl": perplexity(float(loss)),
-                        "lr": float(schedule(step - 1)),
+                        # A step that was left out leaves its rate to the next.
+                        "lr": float(schedule(int(updates_taken(state.opt_state)) - bool(np.isfinite(loss)))),
                         **({"skipped": skipped} if skipped else {}),
                         **pace.lap(step, tokens_per_step),
                     }
@@ -211,15 +214,15 @@ class Pace:
         }
 
 
-def _restore(checkpoints: Checkpoints, config: Config, mesh: Mesh, corpus: Corpus) -> tuple[int, TrainState, bool]:
-    """Step and state of the last checkpoint, laid out for this mesh, and whether the text has changed since."""
+def _restore(checkpoints: Checkpoints, config: Config, mesh: Mesh) -> tuple[int, TrainState, dict[str, Any]]:
+    """Step and state of the last checkpoint, laid out for this mesh, and what else was stored about it."""
     step = checkpoints.step("last")
     if step > config.steps:
         raise UserError(f"the run has taken {step} steps already; steps is {config.steps}, and must be at least that.")
     like = abstract_state(config, mesh)
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     failures = place(np.array(position["failures"], np.int32), replicated(mesh))
-    return step, TrainState(params, opt_state, failures), position["fingerprint"] != corpus.fingerprint
+    return step, TrainState(params, opt_state, failures), position
 
 
 class Caught:

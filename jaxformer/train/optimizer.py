@@ -72,6 +72,16 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     return optax.chain(*clip, rule) if clip else rule
 
 
+def updates_taken(opt_state: Any) -> jax.Array:
+    """By which count `make_optimizer` reads its schedule, an int32 scalar: of all steps, but for those left out."""
+    counts = (x.count for x in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(x))
+    return next(counts)
+
+
+def _is_schedule(state: Any) -> bool:
+    return isinstance(state, optax.ScaleByScheduleState)
+
+
 def gradient_point(config: OptimizerConfig, params: Params, opt_state: Any) -> Params:
     """Where to take the gradient that the optimizer is given.
 

@@ -49,15 +49,42 @@ class Chip:
     source: str
 
 
+TPUS = "cloud.google.com/tpu/docs/"
+BOOK = "Austin et al. 2025, How to Scale Your Model"
+
 CHIPS = {
-    "TPU v4": Chip(275e12, 32e9, 1200e9, 100e9, "cloud.google.com/tpu/docs/v4; links: Jouppi et al. 2023, table 4"),
-    "TPU v5 lite": Chip(197e12, 16e9, 819e9, 100e9, "cloud.google.com/tpu/docs/v5e"),
-    "TPU v5": Chip(459e12, 95e9, 2765e9, 200e9, "cloud.google.com/tpu/docs/v5p"),
-    "TPU v6 lite": Chip(918e12, 32e9, 1600e9, 200e9, "cloud.google.com/tpu/docs/v6e"),
-    "NVIDIA A100-SXM4-80GB": Chip(312e12, 80e9, 2039e9, 300e9, "NVIDIA A100 data sheet, SXM"),
-    "NVIDIA H100 80GB HBM3": Chip(989e12, 80e9, 3350e9, 450e9, "NVIDIA H100 data sheet, SXM"),
-    "NVIDIA H200": Chip(989e12, 141e9, 4800e9, 450e9, "NVIDIA H200 data sheet, SXM"),
-}
+    "TPU v4": Chip(
+        operations=275e12, memory=32 * 2**30, bandwidth=1200e9,  # TPUS/v4: bf16, and HBM2 of 32 GiB at 1200 GBps
+        link=2 * 45e9,  # BOOK, part 2: one-way 4.5e10 a link; six of them are the 1.1 PB/s of 4096 chips in TPUS/v4
+        source=f"{TPUS}v4; links: {BOOK}",
+    ),
+    "TPU v5 lite": Chip(
+        operations=197e12, memory=16e9, bandwidth=819e9,  # TPUS/v5e: bf16, and HBM2 of 16 GB at 819 GBps
+        link=400e9 / 2 / 2,  # TPUS/v5e: 400 GBps a chip, both directions, in a torus of 2 dimensions
+        source=f"{TPUS}v5e",
+    ),
+    "TPU v5": Chip(
+        operations=459e12, memory=95 * 2**30, bandwidth=2765e9,  # TPUS/v5p: BF16, and HBM of 95 GiB at 2765 GBps
+        link=1200e9 / 2 / 3,  # TPUS/v5p: 1200 GBps a chip, both directions, in a torus of 3 dimensions
+        source=f"{TPUS}v5p",
+    ),
+    "TPU v6 lite": Chip(
+        operations=918e12, memory=32e9, bandwidth=1600e9,  # TPUS/v6e: bf16, and HBM of 32 GB at 1600 GBps
+        link=3200e9 / 8 / 2,  # TPUS/v6e: 3200 Gbps a chip, in a torus of 2 dimensions
+        source=f"{TPUS}v6e",
+    ),
+    # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. Operations,
+    # memory and NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14; 80, 141 GB; 300, 450 GB/s.
+    "NVIDIA A100-SXM4-80GB": Chip(
+        operations=312e12, memory=80e9, bandwidth=2039e9, link=600e9 / 2, source="NVIDIA A100 data sheet, SXM"
+    ),
+    "NVIDIA H100 80GB HBM3": Chip(
+        operations=989e12, memory=80e9, bandwidth=3350e9, link=900e9 / 2, source="NVIDIA H100 data sheet, SXM"
+    ),
+    "NVIDIA H200": Chip(
+        operations=989e12, memory=141e9, bandwidth=4800e9, link=900e9 / 2, source="NVIDIA H200 data sheet, SXM"
+    ),
+}  # fmt: skip
 """By what JAX calls the device."""
 
 

@@ -15,9 +15,9 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxformer.config import ComputeConfig, Config
-from jaxformer.distributed import from_first
+from jaxformer.distributed import from_all
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.models.objective import Params, batch_nll
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
@@ -97,8 +97,9 @@ def choose_attention(config: Config, mesh: Mesh) -> tuple[Callable[..., jax.Arra
         config.compute.attention, mesh.devices.flat[0].platform, _shaped(q_HTK), _shaped(k_GSK), mask,
         mesh.shape["tensor"], try_first=bool(here),
     )  # fmt: skip
-    if here and from_first(line) != line:  # different programs would wait for each other for ever
-        raise UserError(f"{line} on one process, but not on another; set compute.attention to xla or blockwise.")
+    lines = list(dict.fromkeys(from_all(line[:1000]))) if here else [line]
+    if len(lines) > 1:  # different programs would wait for each other for ever
+        raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
     return chosen, line
 
 
@@ -164,15 +165,9 @@ def _init(config: Config) -> TrainState:
     return TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), jnp.int32(0))
 
 
-def loss_sum(
-    model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Sum of the nats over all predicted tokens of a batch, and how many they are, float32 scalars.
-
-    Dropout is on where keys are given.
-    """
-    nll_BT = jax.vmap(lambda tokens_T, key: next_token_nll(model, params, tokens_T, key))(batch_BT, keys_B)
-    return jnp.sum(nll_BT), jnp.float32(nll_BT.size)
+def mean_loss(model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
+    """Mean nats over all predicted tokens of a batch, a float32 scalar. Dropout is on where keys are given."""
+    return jnp.mean(batch_nll(model, params, batch_BT, keys_B))
 
 
 def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array:
@@ -193,8 +188,8 @@ def check_split(config: Config, mesh: Mesh) -> None:
 def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array, Any], tuple[jax.Array, Params]]:
     """`(state, batch (B, T + 1), step)` to the mean loss, a float32 scalar, and its gradient, as the parameters lie.
 
-    Both are of the whole batch, whatever the devices and parts it is split into: sums over tokens, divided by
-    their number at the end.
+    Both are of the whole batch, whatever the devices and parts it is split into: each takes as many tokens, and
+    what it adds to the mean is differentiated. (The gradient of a sum, divided at the end, would overflow sooner.)
 
     Raises:
       UserError: the batch does not split evenly.
@@ -203,26 +198,24 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array
     B, parts = config.train.batch_size, config.compute.accumulate
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
-    def sums(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
-        """Nats, tokens, and the gradient of the nats, of what one device takes at once."""
+    def share(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, Params]:
+        """What that which one device takes at once adds to the mean loss, and the gradient of this."""
 
-        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
-            return loss_sum(model, to_compute(params, config, mesh), batch_BT, keys_B)
+        def loss(params: Params) -> jax.Array:
+            return mean_loss(model, to_compute(params, config, mesh), batch_BT, keys_B) / (parts * batch_shards(mesh))
 
-        (nats, count), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return nats, count, grads
+        return jax.value_and_grad(loss)(params)
 
     def on_one(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, Params]:
         """From a device's shards of the parameters and its part of the batch; the same loss on all devices."""
         if parts == 1:
-            nats, count, grads = sums(params, batch_BT, keys_B)
+            loss, grads = share(params, batch_BT, keys_B)
         else:
             split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch_BT, keys_B))
-            zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), jnp.float32(0), params))
-            add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, sums(params, *part)), None)  # noqa: E731
-            (nats, count, grads), _ = jax.lax.scan(add, zeros, split)
-        nats, count = sum_over_batch((nats, count))
-        return nats / count, jax.tree.map(lambda g: g / count, sum_over_batch(grads, specs))
+            zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
+            add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, share(params, *part)), None)  # noqa: E731
+            (loss, grads), _ = jax.lax.scan(add, zeros, split)
+        return sum_over_batch(loss), sum_over_batch(grads, specs)
 
     everywhere = on_each_shard(on_one, mesh, (specs, *2 * [PartitionSpec(BATCH)]), (PartitionSpec(), specs))
 
@@ -306,8 +299,7 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, jax.Array, j
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
     def eval_step(params: Params, batch_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-        params = to_compute(params, config, mesh)
-        nll_BT = jax.vmap(lambda tokens_T: next_token_nll(model, params, tokens_T))(batch_BT)
+        nll_BT = batch_nll(model, to_compute(params, config, mesh), batch_BT)
         return sum_over_batch(jnp.sum(nll_BT * weights_BT))
 
     everywhere = on_each_shard(eval_step, mesh, (specs, PartitionSpec(BATCH), PartitionSpec(BATCH)), PartitionSpec())

@@ -271,7 +271,8 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     keys = jax.random.wrap_key_data(np.load(evidence / "key.npy"))
     found = first_non_finite(broken.model, broken.params, np.load(evidence / "batch.npy"), keys)
     assert f"first {found.culprit};" in last[0]
-    assert (evidence / "report.txt").read_text().count(found.culprit) >= 1
+    report = (evidence / "report.txt").read_text()
+    assert found.culprit in report and "with the step's attention: xla" in report and "float32" in report
 
 
 def test_a_second_run_gets_a_folder_of_its_own(here, finished):

@@ -12,6 +12,7 @@ import pytest
 from jaxformer.inspect import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.autopsy import AROUND, AT_ONCE, Row, Size, _measure_all, replay
 from jaxformer.inspect.names import dotted
+from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
 from tests.arrays import build, normal, random_tokens
@@ -146,6 +147,19 @@ def test_memory_does_not_grow_with_the_batch():
     records = 18 * AT_ONCE * (len(names) * 2 * 4 + 200) * 4
     assert many.temp_size_in_bytes - few.temp_size_in_bytes <= 2 * records
     assert 2 * records < 18 * AT_ONCE * 199 * 11 * 4  # what one array of activations would take
+
+
+@pytest.mark.slow
+def test_examples_with_many_logits_are_computed_one_by_one(monkeypatch):
+    model, params = build(replace(CONFIG, vocab_size=29, n_blocks=1))  # no other test has compiled this
+    batch = random_tokens(29, 3, 8)
+    names = tuple(row.name for row in replay(model, params, batch)[0])
+    together = _measure_all(model, names, params, batch, None)
+    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 7 * 29)
+    _measure_all.clear_cache()
+    alone = _measure_all(model, names, params, batch, None)
+    assert "the model (logits)" in names and "final_norm" in names
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), alone, together)
 
 
 def test_a_finite_model_has_nothing_to_name():
@@ -306,28 +320,29 @@ REPORT = Autopsy("the loss", "forward", 1, (Row("the model (logits)", SIZE, SIZE
 def test_the_evidence_lies_whole_in_the_folder_of_the_step(tmp_path):
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 3)))
     batch = np.asarray(BATCH)
-    place = save_autopsy(tmp_path, 7, batch, keys, REPORT)
+    place = save_autopsy(tmp_path, 7, batch, keys, REPORT, "attention: xla")
     assert place == tmp_path / "autopsy/step-7"
     assert [p.name for p in place.parent.iterdir()] == ["step-7"]
     np.testing.assert_array_equal(np.load(place / "batch.npy"), batch)
     np.testing.assert_array_equal(np.load(place / "key.npy"), keys)
     text = (place / "report.txt").read_text()
     assert "First: the loss, forward" in text and "checkpoint 6" in text and str(REPORT) in text
+    assert "with the step's attention: xla." in text
     stored = json.loads((place / "report.json").read_text())
-    assert stored == {"step": 7, "autopsy": json.loads(json.dumps(asdict(REPORT)))}
+    assert stored == {"step": 7, "how": "attention: xla", "autopsy": json.loads(json.dumps(asdict(REPORT)))}
 
 
 def test_a_second_try_at_a_step_replaces_the_first_and_one_that_fails_leaves_it(tmp_path, monkeypatch):
-    save_autopsy(tmp_path, 7, np.asarray(BATCH), np.zeros((3, 2), np.uint32), REPORT)
-    place = save_autopsy(tmp_path, 7, np.asarray(BATCH) + 1, None, None)
+    save_autopsy(tmp_path, 7, np.asarray(BATCH), np.zeros((3, 2), np.uint32), REPORT, "")
+    place = save_autopsy(tmp_path, 7, np.asarray(BATCH) + 1, None, None, "")
     assert sorted(p.name for p in place.iterdir()) == ["batch.npy", "report.json", "report.txt"]
-    assert json.loads((place / "report.json").read_text()) == {"step": 7, "autopsy": None}
+    assert json.loads((place / "report.json").read_text()) == {"step": 7, "how": "", "autopsy": None}
 
     def full(*_, **__):
         raise OSError("no space left")
 
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(OSError, match="no space"):
-        save_autopsy(tmp_path, 7, np.asarray(BATCH), None, REPORT)
+        save_autopsy(tmp_path, 7, np.asarray(BATCH), None, REPORT, "")
     assert [p.name for p in place.parent.iterdir()] == ["step-7"]
     np.testing.assert_array_equal(np.load(place / "batch.npy"), np.asarray(BATCH) + 1)

@@ -10,7 +10,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.sharding import make_mesh
-from jaxformer.train.evaluate import Evaluator, perplexity
+from jaxformer.train.evaluate import AHEAD, Evaluator, perplexity
 
 TOKENS = np.random.default_rng(0).integers(0, 37, 101)
 LENGTHS = np.arange(37) % 5  # bytes of each token; some have none, as end-of-text
@@ -37,6 +37,27 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
         np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
         np.testing.assert_allclose(found.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)
         np.testing.assert_allclose(found.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
+
+
+def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
+    """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
+    config = Config("test", DecoderConfig(**SHAPE), steps=1, train=TrainConfig(batch_size=2))
+    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), TOKENS, LENGTHS)
+    events: list[str] = []
+
+    class Nats:
+        def __float__(self) -> float:
+            events.append("read")
+            return 2.0
+
+    def step(*_: object) -> Nats:
+        events.append("begin")
+        return Nats()
+
+    monkeypatch.setattr(evaluate, "_step", step)
+    n = 8  # of 100 tokens, 14 in a batch
+    assert evaluate({}).loss == 2.0 * n / 100
+    assert events == ["begin"] * AHEAD + ["begin", "read"] * (n - AHEAD) + ["read"] * AHEAD
 
 
 def test_perplexity_of_a_huge_loss_is_infinite():

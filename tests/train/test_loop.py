@@ -1,9 +1,13 @@
 """The training loop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,8 +15,11 @@ from jaxformer.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import load_corpus
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
+from jaxformer.train import loop
 from jaxformer.train.log import read_metrics
-from jaxformer.train.loop import Outcome, train
+from jaxformer.train.loop import Caught, Outcome, train
+from jaxformer.train.optimizer import make_schedule
+from jaxformer.train.step import CompiledStep, TrainState
 from tests.arrays import assert_close
 from tests.helpers import write_books
 
@@ -55,3 +62,82 @@ def test_a_run_goes_on_on_fewer_devices(tmp_path):
     for got, wanted in zip(jax.tree.leaves(moved.state), jax.tree.leaves(whole.state), strict=True):
         if np.issubdtype(got.dtype, np.floating):
             assert_close(got, wanted)
+
+
+@pytest.fixture
+def caught(monkeypatch) -> Caught:
+    """A signal that a test gives itself."""
+    caught = Caught()
+
+    @contextmanager
+    def catch() -> Iterator[Caught]:
+        yield caught
+
+    monkeypatch.setattr(loop, "catch_signals", catch)
+    return caught
+
+
+def skipping(data: Path, **fields: object) -> Config:
+    """Ten steps that leave out what is not finite, at a rate that falls with every step."""
+    return Config(
+        "test", MODEL, steps=10, data=DataConfig(str(write_books(data))),
+        train=replace(TRAIN, non_finite="skip", eval_every=20, checkpoint_every=20, **fields),
+        optimizer=OptimizerConfig(learning_rate=0.1, schedule="cosine"),
+    )  # fmt: skip
+
+
+def breaking(monkeypatch, steps: set[int], caught: Caught, interrupted: int | None = None) -> None:
+    """Let some steps meet a parameter that is not finite, and one a signal."""
+
+    class Breaking(CompiledStep):
+        def __call__(self, state: TrainState, batch_BT: jax.Array, step: int) -> tuple[TrainState, jax.Array]:
+            caught.number = 2 if step + 1 == interrupted else 0
+            if step + 1 not in steps:
+                return super().__call__(state, batch_BT, step)
+            params = jax.tree.map(jnp.copy, state.params)
+            broken = {**state.params, "W_out": state.params["W_out"] * jnp.nan}
+            state, loss = super().__call__(state._replace(params=broken), batch_BT, step)
+            return state._replace(params=params), loss
+
+    monkeypatch.setattr(loop, "CompiledStep", Breaking)
+
+
+def run_on_one(config: Config, folder: Path, resume: bool = False) -> Outcome:
+    folder.mkdir(exist_ok=True)
+    corpus = load_corpus(config.data, MODEL.vocab_size)
+    return train(config, corpus, folder, make_mesh("", jax.devices()[:1]), [], resume)
+
+
+@pytest.mark.slow
+def test_a_step_that_was_left_out_leaves_its_rate_to_the_next(monkeypatch, tmp_path, caught):
+    config = skipping(tmp_path / "books")
+    breaking(monkeypatch, {3, 4, 7}, caught)
+    run_on_one(config, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    # Steps 3 and 4 and the next are tried at the third rate, 7 and the next at the fifth.
+    used = [0, 1, 2, 2, 2, 3, 4, 4, 5, 6]
+    schedule = make_schedule(config.optimizer, config.steps)
+    assert len({float(schedule(count)) for count in used}) == 7
+    np.testing.assert_allclose([row["lr"] for row in rows], [schedule(count) for count in used], rtol=1e-6)
+    assert [row.get("skipped", 0) for row in rows] == [0, 0, 1, 1, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "of a run from before it was"])
+def test_steps_left_out_before_an_interruption_are_told_after_it(monkeypatch, tmp_path, caught, stored):
+    config = skipping(tmp_path / "books", log_every=9)
+    breaking(monkeypatch, {3, 4}, caught, interrupted=5)
+    if not stored:
+        save = loop.Checkpoints.save
+
+        def as_before(self: Any, step: int, params: Any, opt_state: Any, position: Mapping, loss: Any) -> None:
+            save(self, step, params, opt_state, {k: v for k, v in position.items() if k != "skipped"}, loss)
+
+        monkeypatch.setattr(loop.Checkpoints, "save", as_before)
+    interrupted = run_on_one(config, tmp_path / "run")
+    assert interrupted.status == "interrupted" and interrupted.step in (5, 6)  # a signal is seen a step later
+    breaking(monkeypatch, {8}, caught)
+    assert run_on_one(config, tmp_path / "run", resume=True).status == "done"
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
+    assert rows[9]["skipped"] == (3 if stored else 1)
+    assert "skipped" not in rows[10]

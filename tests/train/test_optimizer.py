@@ -13,7 +13,7 @@ import pytest
 from jaxformer.config import OptimizerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
-from jaxformer.train.optimizer import gradient_point, make_optimizer, make_schedule
+from jaxformer.train.optimizer import gradient_point, make_optimizer, make_schedule, updates_taken
 from tests.arrays import first_params, normal, random_tokens
 
 TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
@@ -234,6 +234,15 @@ def test_only_schedule_free_takes_its_gradient_elsewhere(config):
     params = {"W": normal(3, 2)}
     state = make_optimizer(config, 10).init(params)
     assert (gradient_point(config, params, state) is params) == (config.name != "schedule_free")
+
+
+@each_optimizer
+def test_updates_are_counted_by_the_optimizer(config):
+    optimizer, params = make_optimizer(config, 10), {"W_1": normal(3, 5), "gamma": jnp.ones(3)}
+    state = optimizer.init(params)
+    for count in range(3):
+        assert updates_taken(state) == count
+        _, state = optimizer.update(params, state, params)
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.weight_decay], ids=lambda c: c.name)

@@ -42,6 +42,16 @@ def test_every_chip_has_a_source():
     assert all(chip.source and chip.operations > chip.bandwidth > chip.link for chip in CHIPS.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "chips", "of_all"),
+    [("TPU v4", 4096, 1.1e15), ("TPU v5 lite", 256, 51.2e12), ("TPU v6 lite", 256, 102.4e12)],
+)
+def test_links_are_those_of_the_all_reduce_of_a_whole_pod(name, chips, of_all):
+    """cloud.google.com/tpu/docs gives "all-reduce bandwidth per Pod", too: what all links of all chips send."""
+    dimensions = 3 if name == "TPU v4" else 2
+    assert chips * dimensions * CHIPS[name].link == pytest.approx(of_all, rel=0.01)
+
+
 def test_products_are_counted_in_loops_branches_and_parts():
     x, w = jnp.ones((3, 5)), jnp.ones((5, 7))
     one = 2 * 3 * 5 * 7
