@@ -100,11 +100,11 @@ def _samples(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> Any:
         place = folder / SAMPLES if is_first() else Path(os.devnull)
         with writing(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
             for temperature in (0.5, 0.0):
-                chunks = generate(
-                    model, params, [prompt], t.sample_tokens, Sampling(temperature),
-                    context_length=context_length, fill_token=tokenizer.end_of_text, seed=config.seed,
+                pieces = generate(
+                    model, params, [prompt], Sampling(temperature), [config.seed], max_new_tokens=t.sample_tokens,
+                    context_length=context_length, fill_token=tokenizer.end_of_text,
                 )  # fmt: skip
-                tokens = prompt + np.concatenate(list(chunks), axis=1)[0].tolist()
+                tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
                 text = f"[step {step:,}, temperature {temperature:g}] {tokenizer.decode(tokens)}"
                 file.write(text + "\n\n")
                 say(text)

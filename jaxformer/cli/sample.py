@@ -69,9 +69,11 @@ def _main(arguments: list[str]) -> int:
     mesh = make_mesh(asked.mesh) if asked.mesh else None
     run = load_run(Path(asked.run) if asked.run is not None else latest_run(RUNS), asked.checkpoint, mesh)
     prompts = [p for p in asked.prompt for _ in range(asked.num_samples)]
-    chunks = generate(
-        run.model, run.params, [run.tokenizer.encode(p) for p in prompts], asked.max_new_tokens, sampling,
-        context_length=run.config.model.context_length, fill_token=run.tokenizer.end_of_text, seed=asked.seed,
+    pieces = generate(
+        run.model, run.params, [run.tokenizer.encode(p) for p in asked.prompt], sampling,
+        range(asked.seed, asked.seed + len(prompts)), max_new_tokens=asked.max_new_tokens,
+        context_length=run.config.model.context_length, n_samples=asked.num_samples,
+        fill_token=run.tokenizer.end_of_text,
     )  # fmt: skip
     # One text is shown as it is made; several would run into each other, so each is shown when all are done.
     texts, decoders = list(prompts), [StreamDecoder(run.tokenizer) for _ in prompts]
@@ -79,9 +81,9 @@ def _main(arguments: list[str]) -> int:
     stream = len(prompts) == 1
     if stream:
         _show(prompts[0])
-    for chunk in chunks:
+    for piece in pieces:
         for row in sorted(open_rows):
-            tokens = chunk[row].tolist()
+            tokens = piece.tokens_BN[row].tolist()
             if run.tokenizer.end_of_text in tokens:
                 tokens = tokens[: tokens.index(run.tokenizer.end_of_text)]
                 open_rows.remove(row)

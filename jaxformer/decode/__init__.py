@@ -1,6 +1,7 @@
 """Generating text: samplers that know no model, and an engine that knows no text."""
 
-from jaxformer.decode.generate import generate
+from jaxformer.decode.generate import Generation, Piece, generate
 from jaxformer.decode.samplers import Sampling
+from jaxformer.decode.stopping import StopStrings
 
-__all__ = ["Sampling", "generate"]
+__all__ = ["Generation", "Piece", "Sampling", "StopStrings", "generate"]

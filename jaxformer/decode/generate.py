@@ -1,190 +1,290 @@
-"""Prefill once, then decode with the cache, on the device, a few tokens at a time.
+"""Continue prompts with any model, a few tokens at a time.
 
-A model offers the cache protocol with two methods: `init_cache(n_slots)` gives an empty cache for one
-sequence, and `extend(tokens, positions, cache, slot)` gives logits and the longer cache; see
-`models.decoder.Decoder`. A model without it is run on a sliding window of its context instead.
+A model offers three methods (see `models.decoder.Decoder`), each on one sequence, and may offer a property:
+
+- `init_cache(n_slots, dtype)`: an empty cache, any pytree. What does not depend on `n_slots` is a state.
+- `extend(tokens_T, positions_T, cache, slot)`: the features `(T, D)` of tokens that follow what the cache holds, and
+  the cache with them added at `slot`, … A place whose position is `masks.EMPTY` is padding, not to be seen.
+- `unembed(x_D)`: features to logits `(V,)`.
+- `reach`: the most last positions that a query sees in a text of any length. Where it is None or missing, texts end
+  with the context, and are gone on with from its last half.
+
+A model without them is run on a sliding window of its context instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from jaxformer.decode.samplers import Sampling, sample
+from jaxformer.decode import programs
+from jaxformer.decode.programs import CHUNK, Made
+from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
+from jaxformer.sharding import batch_shards, batch_split, replicated
 
-CHUNK = 16
-"""Tokens decoded in one call of the compiled loop; text streams in such portions."""
+LEAST_READ = 128
+"""Slots: reading fewer saves no time that one would notice."""
+
+
+class Piece(NamedTuple):
+    """The next N tokens of each of B rows, from 1 to `CHUNK` of them, with the n likeliest that were asked for."""
+
+    tokens_BN: np.ndarray
+    """int32, `masks.EMPTY` after a row's end."""
+    logprobs_BN: np.ndarray
+    top_tokens_BNn: np.ndarray
+    top_logprobs_BNn: np.ndarray
 
 
 def generate(
     model: nn.Module,
     params: Params,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
     sampling: Sampling,
+    seeds: Sequence[int],
     *,
+    max_new_tokens: int,
     context_length: int,
-    fill_token: int,
-    seed: int = 0,
-) -> Iterator[np.ndarray]:
-    """Continue prompts of any lengths, one row each, as one batch.
+    n_samples: int = 1,
+    cache_dtype: Any = jnp.float32,
+    prefill_chunk: int = 512,
+    fill_token: int = 0,
+) -> Generation:
+    """Continue prompts of any lengths as one batch.
 
-    A row draws from its own stream of randomness, made of `seed` and the row's number, and depends on nothing
-    else in the batch. Where a row outgrows the context, it goes on from the last half of it (with a cache) or from
-    the last `context_length` tokens (without).
+    What a row draws depends on its seed and on nothing else in the batch.
 
     Args:
-      prompts: tokens of each prompt, 1 to `context_length` of them.
-      max_new_tokens: how many to make for each.
-      context_length: longest sequence the model takes.
-      fill_token: what stands where a window has no token yet; nothing looks at it where there is a cache.
-
-    Returns:
-      An iterator over the next tokens of every row, `(B, n)` int32, n from 1 to `CHUNK`.
+      prompts: tokens of each, 1 to `context_length` of them.
+      seeds: one for each row. Rows are `n_samples` continuations of the first prompt, then of the second, …
+      max_new_tokens: the most to make for each row.
+      context_length: the longest sequence the model was made for.
+      cache_dtype: what keys and values are kept in: float32, bfloat16 or int8.
+      prefill_chunk: prompts are read this many tokens at a time.
+      fill_token: for models without a cache: what stands in a window where no token is yet.
 
     Raises:
-      UserError: a prompt is empty or too long, or `max_new_tokens` is below 1.
+      UserError: a prompt is empty or too long, a number is below 1, or a seed does not fit 32 bits.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max-new-tokens is {max_new_tokens}; it must be at least 1.")
+    for name, value in (("max_new_tokens", max_new_tokens), ("n_samples", n_samples), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1.")
     for number, prompt in enumerate(prompts, start=1):
         if not 1 <= len(prompt) <= context_length:
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             raise UserError(
                 f"{which} has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
             )
-    return _generate(model, params, prompts, max_new_tokens, sampling, context_length, fill_token, seed)
+    if len(seeds) != len(prompts) * n_samples:
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts of {n_samples} rows each")
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed is {seed}; it must be at least 0 and below 2**32.")
+    run = _Run(
+        model, params, [list(prompt) for prompt in prompts], sampling, np.array(seeds, np.uint32), max_new_tokens,
+        context_length, n_samples, jnp.dtype(cache_dtype), prefill_chunk, fill_token,
+    )  # fmt: skip
+    return Generation(run)
 
 
-def _generate(
-    model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling,
-    context_length: int, fill_token: int, seed: int,
-) -> Iterator[np.ndarray]:  # fmt: skip
-    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
-    rows = [list(prompt) for prompt in prompts]
-    made = 0
-    engine = _with_cache if hasattr(model, "extend") else _with_window
-    while made < max_new_tokens:
-        for tokens_BT in engine(
-            model, params, rows, keys_B, made, max_new_tokens, sampling, context_length, fill_token
-        ):
-            tokens_BT = tokens_BT[:, : max_new_tokens - made]
-            made += tokens_BT.shape[1]
-            for row, tokens in zip(rows, tokens_BT.tolist(), strict=True):
-                row.extend(tokens)
-            yield tokens_BT
-            if made == max_new_tokens:
-                return
+class Generation:
+    """An iterator over the pieces of a batch; the first is the first token of each row.
 
-
-def _with_cache(
-    model: Any, params: Params, rows: list[list[int]], keys_B: jax.Array, made: int, max_new_tokens: int,
-    sampling: Sampling, context_length: int, fill_token: int,
-) -> Iterator[np.ndarray]:  # fmt: skip
-    """Tokens until the longest row has filled the context, or enough are made.
-
-    Prompts lie in slots 0, 1, …, padded on the right; what is generated goes to one slot shared by all rows.
+    It ends when all rows are done, by a stop token or by `end`, or have as many tokens as asked for. While a piece is
+    looked at, the next is made.
     """
-    # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
-    half = max(1, context_length // 2)
-    rows[:] = [row if len(row) <= context_length else row[-half:] for row in rows]
-    longest = max(map(len, rows))
-    room = context_length - longest  # tokens that can still be fed; one more can be drawn
-    steps = min(room, max_new_tokens - made - 1)
-    T = min(_bucket(longest), context_length)
-    n_slots = T + -(-steps // CHUNK) * CHUNK
-    tokens_BT = np.full((len(rows), T), fill_token, np.int32)
-    positions_BT = np.full((len(rows), T), EMPTY, np.int32)
-    for i, row in enumerate(rows):
-        tokens_BT[i, : len(row)] = row
-        positions_BT[i, : len(row)] = np.arange(len(row))
-    lengths_B = np.array([len(row) for row in rows], np.int32)
-    token_B, cache = _prefill(model, sampling, n_slots, params, tokens_BT, positions_BT, lengths_B, keys_B, made)
-    yield np.asarray(token_B)[:, None]
-    for done in range(0, steps, CHUNK):
-        tokens_BC, cache = _decode(
-            model, sampling, params, cache, token_B, lengths_B + done, T + done, keys_B, made + 1 + done
-        )
-        token_B = tokens_BC[:, -1]
-        yield np.asarray(tokens_BC)[:, : steps - done]
+
+    def __init__(self, run: _Run) -> None:
+        self._ended_B = run.ended_B
+        self._pieces = run.with_cache() if hasattr(run.model, "extend") else run.with_window()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def end(self, row: int) -> None:
+        """Deliver no more tokens of a row."""
+        self._ended_B[row] = True
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _prefill(
-    model: Any, sampling: Sampling, n_slots: int, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array,
-    lengths_B: jax.Array, keys_B: jax.Array, made: int,
-) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Read the prompts in one pass; the first new token of each, `(B,)`, and the cache."""
+@dataclass
+class _Run:
+    """One call of `generate`."""
 
-    def one(tokens_T: jax.Array, positions_T: jax.Array, length: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-        logits_TV, cache = _extend(model, params, tokens_T, positions_T, model.init_cache(n_slots), 0)
-        return sample(logits_TV[length - 1], jax.random.fold_in(key, made), sampling), cache
+    model: Any
+    params: Params
+    rows: list[list[int]]
+    """Tokens so far: of the prompts, and when these are read, of all rows."""
+    sampling: Sampling
+    seeds_R: np.ndarray
+    max_new_tokens: int
+    context_length: int
+    n_samples: int
+    dtype: Any
+    chunk: int
+    fill_token: int
+    made: int = 0
+    history: Any = None
 
-    return jax.vmap(one)(tokens_BT, positions_BT, lengths_B, keys_B)
+    def __post_init__(self) -> None:
+        self.ended_B = np.zeros(len(self.seeds_R), bool)
+        self.place = _placement(self.params)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.made < self.max_new_tokens and not self.ended_B.all()
+
+    def with_cache(self) -> Iterator[Piece]:
+        """The pieces, with a cache; where positions end, begun anew from the last half of the context."""
+        while self.goes_on:
+            # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
+            half = max(1, self.context_length // 2)
+            self.rows = [row if len(row) <= self.context_length else row[-half:] for row in self.rows]
+            yield from self._deliver(self._continue())
+
+    def _continue(self) -> Iterator[Made]:
+        """Read the rows, and go on with them until enough is made or positions end."""
+        made_before, n_samples = self.made, self.n_samples if self.made == 0 else 1
+        lengths_B = np.array([len(row) for row in self.rows], np.int32)
+        longest = int(lengths_B.max())
+        reach = getattr(self.model, "reach", None)
+        steps = self.max_new_tokens - self.made - 1
+        if reach is None:
+            reach = self.context_length
+            steps = min(steps, reach - longest)
+        # A chunk of a prompt is written before it is read: in a ring, it must not reach what its first token sees.
+        in_ring = max(reach, min(longest, reach + self.chunk - 1))
+        n_slots = doubled(self.chunk, min(longest + steps, in_ring))
+        rows, made = self._read(lengths_B, n_samples, n_slots)
+        yield made
+        offset_R = self.place(np.repeat(longest - lengths_B, n_samples))
+        seeds_R = self.place(self.seeds_R)
+        for done in range(0, steps, CHUNK):
+            counter, limit = longest + done, min(CHUNK, steps - done)
+            rows, made = programs.decode(
+                self.model, self.sampling, self.params, rows, offset_R, seeds_R, self.place(self.ended_B.copy()),
+                np.int32(counter), np.int32(made_before + 1 + done), np.int32(limit), np.int32(n_slots),
+                n_read=read_slots(counter + limit, n_slots), dtype=self.dtype,
+            )  # fmt: skip
+            yield made
+        self.history = rows.history
+
+    def _read(self, lengths_B: np.ndarray, n_samples: int, n_slots: int) -> tuple[programs.Rows, Made]:
+        """The rows into caches, chunk by chunk, and the first new tokens."""
+        texts = self.rows
+        longest = int(lengths_B.max())
+        starts = range(0, longest, self.chunk)
+        width = starts[-1] + min(prompt_bucket(longest - starts[-1]), self.chunk)
+        tokens_BT = np.full((len(texts), width), self.fill_token, np.int32)
+        positions_BT = np.full((len(texts), width), EMPTY, np.int32)
+        for i, (text, length) in enumerate(zip(texts, lengths_B.tolist(), strict=True)):
+            tokens_BT[i, longest - length : longest] = text
+            positions_BT[i, longest - length : longest] = np.arange(length)
+        cache = None
+        for at in starts:
+            part = slice(at, min(at + self.chunk, width))
+            inputs = cache, self.place(tokens_BT[:, part]), self.place(positions_BT[:, part]), np.int32(at % n_slots)
+            sizes = {"n_slots": n_slots, "n_read": read_slots(part.stop, n_slots), "dtype": self.dtype}
+            if at != starts[-1]:
+                cache = programs.read(self.model, self.params, *inputs, **sizes)
+        prompts_BP = left_aligned(texts, width if len(starts) == 1 else doubled(self.chunk, longest))
+        return programs.start(
+            self.model, self.sampling, self.params, *inputs, np.int32(longest - 1 - starts[-1]),
+            (self.place(prompts_BP), self.place(lengths_B)), self.history, self.place(self.seeds_R),
+            self.place(self.ended_B.copy()), np.int32(self.made), n_samples=n_samples, **sizes,
+        )  # fmt: skip
+
+    def with_window(self) -> Iterator[Piece]:
+        """The pieces, by full passes over the last `context_length` tokens, filled up on the left."""
+        yield from self._deliver(self._slide())
+
+    def _slide(self) -> Iterator[Made]:
+        rows = [row for row in self.rows for _ in range(self.n_samples)]
+        window_BT = np.full((len(rows), self.context_length), self.fill_token, np.int32)
+        for i, row in enumerate(rows):
+            window_BT[i, -len(row) :] = row
+        lengths_B = self.place(np.array([len(row) for row in rows], np.int32))
+        prompts = self.place(left_aligned(rows, self.context_length)), lengths_B
+        state = programs.begin_windows(self.model, self.sampling, self.params, self.place(window_BT), prompts)
+        seeds_R, done = self.place(self.seeds_R), 0
+        while done < self.max_new_tokens:
+            limit = min(CHUNK, self.max_new_tokens - done) if done else 1
+            state, made = programs.decode_windows(
+                self.model, self.sampling, self.params, state, seeds_R, self.place(self.ended_B.copy()),
+                np.int32(done), np.int32(limit),
+            )  # fmt: skip
+            done += limit
+            yield made
+
+    def _deliver(self, calls: Iterator[Made]) -> Iterator[Piece]:
+        """What the calls made, each once the next is under way."""
+        waiting = next(calls)
+        for call in calls:
+            yield from self._piece(waiting)
+            if self.ended_B.all():
+                return
+            waiting = call
+        yield from self._piece(waiting)
+
+    def _piece(self, made: Made) -> Iterator[Piece]:
+        """What a call made, if that is anything."""
+        n, drawn_CB, done_B = jax.device_get(made)
+        if self.made == 0 and self.n_samples > 1:
+            self.rows = [list(row) for row in self.rows for _ in range(self.n_samples)]
+        piece = Piece(*(x[:n].swapaxes(0, 1) for x in drawn_CB))
+        tokens_BN = np.where(self.ended_B[:, None], EMPTY, piece.tokens_BN)
+        for row, tokens in zip(self.rows, tokens_BN, strict=True):
+            row.extend(tokens[tokens != EMPTY].tolist())
+        self.ended_B |= done_B
+        self.made += int(n)
+        if (tokens_BN != EMPTY).any():
+            yield piece._replace(tokens_BN=tokens_BN)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _decode(
-    model: Any, sampling: Sampling, params: Params, cache: Any, token_B: jax.Array, position_B: jax.Array,
-    slot: jax.Array, keys_B: jax.Array, made: jax.Array,
-) -> tuple[jax.Array, Any]:  # fmt: skip
-    """`CHUNK` decode steps; the new tokens `(B, CHUNK)` and the cache. Slot and step are shared by all rows."""
-
-    def step(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
-        def one(token: jax.Array, position: jax.Array, cache: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-            logits_TV, cache = _extend(model, params, token[None], position[None], cache, slot + i)
-            return sample(logits_TV[0], jax.random.fold_in(key, made + i), sampling), cache
-
-        token_B, cache = carry
-        token_B, cache = jax.vmap(one)(token_B, position_B + i, cache, keys_B)
-        return (token_B, cache), token_B
-
-    (_, cache), tokens_CB = jax.lax.scan(step, (token_B, cache), jnp.arange(CHUNK))
-    return tokens_CB.T, cache
+def _placement(params: Params) -> Callable[[np.ndarray], Any]:
+    """How an array of rows comes to the devices that hold the parameters: split, if the rows can be shared evenly."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return lambda rows: rows
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    even = lambda rows: len(rows) % batch_shards(mesh) == 0  # noqa: E731
+    return lambda rows: jax.device_put(rows, batch_split(mesh) if even(rows) else replicated(mesh))
 
 
-def _extend(model: Any, params: Params, *args: Any) -> tuple[jax.Array, Any]:
-    return model.apply({"params": params}, *args, method="extend")
+def left_aligned(texts: list[list[int]], width: int) -> np.ndarray:
+    """Rows of tokens, filled up on the right with zeros."""
+    tokens_BP = np.zeros((len(texts), width), np.int32)
+    for i, text in enumerate(texts):
+        tokens_BP[i, : len(text)] = text
+    return tokens_BP
 
 
-def _with_window(
-    model: Any, params: Params, rows: list[list[int]], keys_B: jax.Array, made: int, max_new_tokens: int,
-    sampling: Sampling, context_length: int, fill_token: int,
-) -> Iterator[np.ndarray]:  # fmt: skip
-    """`CHUNK` tokens by full passes over the last `context_length` tokens, filled up on the left."""
-    window_BT = np.full((len(rows), context_length), fill_token, np.int32)
-    for i, row in enumerate(rows):
-        last = row[-context_length:]
-        window_BT[i, -len(last) :] = last
-    yield np.asarray(_decode_window(model, sampling, params, window_BT, keys_B, made))
+def prompt_bucket(n: int) -> int:
+    """The places that n tokens are read in: a power of two from 8, and from 128 on three quarters of one too."""
+    size = doubled(8, n)
+    return size * 3 // 4 if size >= 256 and n <= size * 3 // 4 else size
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _decode_window(
-    model: Any, sampling: Sampling, params: Params, window_BT: jax.Array, keys_B: jax.Array, made: jax.Array
-) -> jax.Array:
-    """`CHUNK` new tokens of each row, `(B, CHUNK)`."""
-
-    def one(window_T: jax.Array, key: jax.Array) -> jax.Array:
-        def step(window_T: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits_V = model.apply({"params": params}, window_T)[-1]
-            token = sample(logits_V, jax.random.fold_in(key, made + i), sampling)
-            return jnp.append(window_T[1:], token), token
-
-        return jax.lax.scan(step, window_T, jnp.arange(CHUNK))[1]
-
-    return jax.vmap(one)(window_BT, keys_B)
+def read_slots(n: int, n_slots: int) -> int:
+    """How many slots attention looks at when n are in use."""
+    return min(doubled(LEAST_READ, n), n_slots)
 
 
-def _bucket(n: int) -> int:
-    """The power of two from n up, so that few programs are compiled."""
-    return 1 << (n - 1).bit_length()
+def doubled(size: int, n: int) -> int:
+    """`size`, doubled until it is at least n."""
+    while size < n:
+        size *= 2
+    return size

@@ -115,6 +115,17 @@ class DecoderConfig(ModelConfig):
         """K."""
         return self.head_dim or self.d_model // self.n_heads
 
+    @property
+    def reach(self) -> int:
+        """The most positions a query sees, itself included: the window, or else as many as the context has, also in
+        a text that goes on past it."""
+        return self.window or self.context_length
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are positions past the context length: all but learned ones."""
+        return self.positions != "learned"
+
     def build(self, execution: Execution = PLAIN) -> Decoder:
         return Decoder(self, execution)
 
@@ -164,17 +175,18 @@ class Decoder(nn.Module):
         if c.positions == "learned" and len(tokens_T) > c.context_length:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
         positions_T = jnp.arange(len(tokens_T))
+        mask = Causal(c.reach if len(tokens_T) > c.reach else None)
         x_TD = self.embedding(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
-        return run_blocks(self.blocks, self.execution, x_TD, positions_T, Causal(c.window), keys=keys)
+        return run_blocks(self.blocks, self.execution, x_TD, positions_T, mask, keys=keys)
 
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        """Logits `(T, V)` of tokens that follow what the cache holds, and the cache with them added at `slot`.
+        """The features `(T, D)` of tokens that follow what the cache holds, and the cache with them added at `slot`.
 
         Prefill is T tokens at slot 0, a decode step is one token. A place whose position is `masks.EMPTY` is
-        padding: nothing ever sees it, and its own logits mean nothing.
+        padding: nothing ever sees it, and its own features mean nothing.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
         mask_TS = self.mask(positions_T, position_S)
@@ -184,10 +196,10 @@ class Decoder(nn.Module):
             x_TD, longer = block(x_TD, positions_T, mask_TS, layer, slot)
             assert longer is not None  # a block gives a cache back where it was given one
             layers.append(longer)
-        return self.unembed(x_TD), KVCache(tuple(layers), position_S)
+        return x_TD, KVCache(tuple(layers), position_S)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Residual stream `(T, D)` to logits `(T, V)`."""
+        """Residual stream `(T, D)` to logits `(T, V)`; of one place alone, `(D,)` to `(V,)`."""
         c = self.config
         if c.norm != "none" and c.final_norm:
             x_TD = self.final_norm(x_TD)
@@ -197,10 +209,12 @@ class Decoder(nn.Module):
 
     def mask(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
         """Who sees whom, `(T, S)`, from positions."""
-        mask_TS = masks.causal(query_T, key_S) & masks.padding(query_T, key_S)
-        if self.config.window is not None:
-            mask_TS &= masks.sliding_window(query_T, key_S, self.config.window)
-        return mask_TS
+        return Causal(self.config.reach)(query_T, key_S) & masks.padding(query_T, key_S)
+
+    @property
+    def reach(self) -> int | None:
+        """The most last positions a query sees in a text of any length; None where text must end with the context."""
+        return self.config.reach if self.config.goes_on else None
 
     def init_cache(self, n_slots: int, dtype: jnp.dtype = jnp.float32) -> KVCache:
         """An empty cache for one sequence."""

@@ -3,12 +3,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode.samplers import Sampling, filter_top_k, filter_top_p, sample
+from jaxformer.decode.samplers import Drawn, Sampling, begin, filter_top, sample
 from jaxformer.errors import UserError
 from tests.arrays import normal
 
 PROBS = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
 TIED = np.array([0.2, 0.4, 0.2, 0.2])
+
+
+def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> Drawn:
+    """The first token after a prompt of token 0."""
+    return sample(logits, begin(sampling, len(logits), jnp.zeros(1, jnp.int32), 1), key, sampling)
 
 
 def kept(filtered: jax.Array) -> list[int]:
@@ -28,7 +33,7 @@ def kept(filtered: jax.Array) -> list[int]:
 )
 def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
-    filtered = filter_top_k(logits, k)
+    filtered = filter_top(logits, k=k)
     assert kept(filtered) == wanted
     np.testing.assert_array_equal(filtered[jnp.array(wanted)], logits[jnp.array(wanted)])
 
@@ -49,28 +54,28 @@ def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     ],
 )
 def test_top_p_by_hand(probs: np.ndarray, p: float, wanted: list[int]) -> None:
-    assert kept(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == wanted
+    assert kept(filter_top(jnp.log(jnp.asarray(probs, jnp.float32)), p=p)) == wanted
 
 
 def test_top_p_of_one_keeps_every_token_of_a_large_vocabulary() -> None:
     # Chances down to 1e-10, below what is left of 1 in float32.
-    assert len(kept(filter_top_p(3 * normal(2048), 1.0))) == 2048
+    assert len(kept(filter_top(3 * normal(2048), p=1.0))) == 2048
 
 
 def test_top_p_keeps_out_what_top_k_took_away() -> None:
-    assert kept(filter_top_p(filter_top_k(jnp.log(jnp.asarray(PROBS)), 3), 1.0)) == [1, 3, 4]
+    assert kept(filter_top(jnp.log(jnp.asarray(PROBS)), 3, 1.0)) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6)], ids=str)
 def test_greedy_takes_the_likeliest(sampling: Sampling) -> None:
     logits = jnp.array([0.1, 2.0, -1.0, 1.9, 0.0])
-    token = sample(logits, jax.random.key(0), sampling)
+    token = draw(logits, jax.random.key(0), sampling).token
     assert token == 1
     assert token.dtype == jnp.int32
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert sample(jnp.array([0.0, 3.0, 1.0, 3.0]), jax.random.key(0), Sampling(0)) == 1
+    assert draw(jnp.array([0.0, 3.0, 1.0, 3.0]), jax.random.key(0), Sampling(0)).token == 1
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: n
     n = 10_007
     wanted = probs / probs.sum() * n
     keys = jax.random.split(jax.random.key(0), n)
-    drawn = jax.jit(jax.vmap(lambda key: sample(jnp.log(jnp.asarray(PROBS)), key, sampling)))(keys)
+    drawn = jax.jit(jax.vmap(lambda key: draw(jnp.log(jnp.asarray(PROBS)), key, sampling).token))(keys)
     counts = np.bincount(drawn, minlength=5)
     possible = wanted > 0
     assert not counts[~possible].any()
