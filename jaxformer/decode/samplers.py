@@ -159,13 +159,10 @@ def sample(logits_V: jax.Array, history: History, key: jax.Array, sampling: Samp
     """Draw one token; equal keys and logits draw equal tokens."""
     logits_V = logits_V.astype(jnp.float32)
     adjusted_V = adjust(logits_V, history, sampling)
-    if sampling.temperature == 0:
-        token = jnp.argmax(adjusted_V)
-    else:
-        token = jax.random.categorical(key, narrow(adjusted_V, sampling))
+    token = likeliest(adjusted_V) if sampling.temperature == 0 else draw(narrow(adjusted_V, sampling), key)
     top_logits_N, top_tokens_N = jax.lax.top_k(logits_V, sampling.top_logprobs)
     total = jax.nn.logsumexp(logits_V)
-    return Drawn(token.astype(jnp.int32), logits_V[token] - total, top_tokens_N, top_logits_N - total)
+    return Drawn(token, logits_V[token] - total, top_tokens_N, top_logits_N - total)
 
 
 def adjust(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
@@ -193,8 +190,10 @@ def narrow(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
     s = sampling
     # At most 0, and divided by no less than the smallest float32: no temperature overflows.
     logits_V = (logits_V - logits_V.max()) / max(s.temperature, float(jnp.finfo(jnp.float32).tiny))
-    if s.top_k is not None or s.top_p is not None:
-        logits_V = filter_top(logits_V, s.top_k, s.top_p)
+    if s.top_k is not None:
+        logits_V = filter_top_k(logits_V, s.top_k)
+    if s.top_p is not None:
+        logits_V = filter_top_p(logits_V, s.top_p)
     if s.min_p:
         logits_V = filter_min_p(logits_V, s.min_p)
     if s.typical_p is not None:
@@ -223,7 +222,8 @@ def completions(vocab_size: int, last_N: jax.Array, words: tuple[tuple[int, ...]
     """Tokens that would complete one of the words after the last N tokens, `(V,)` bool; N is at least the length of
     the longest word without its last token."""
     N = last_N.shape[0]
-    before_WN = np.array([[EMPTY] * (N + 1 - len(word)) + list(word[:-1]) for word in words], np.int32).reshape(-1, N)
+    before = [[EMPTY] * (N + 1 - len(word)) + list(word[:-1]) for word in words]
+    before_WN = np.array(before, np.int32).reshape(len(words), N)
     stands_W = ((before_WN == EMPTY) | (before_WN == last_N)).all(axis=1)
     return jnp.zeros(vocab_size, bool).at[np.array([word[-1] for word in words])].max(stands_W)
 
@@ -234,22 +234,17 @@ def ban(logits_V: jax.Array, banned_V: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(without_V > -jnp.inf), without_V, logits_V)
 
 
-def filter_top(logits_V: jax.Array, k: int | None = None, p: float | None = None) -> jax.Array:
-    """Top-k (Fan et al. 2018), then top-p of what it leaves (Holtzman et al. 2020), by one sort.
+def filter_top_k(logits_V: jax.Array, k: int) -> jax.Array:
+    """All become -inf but the k largest (Fan et al. 2018); ties with the last stay."""
+    largest_K = jax.lax.top_k(logits_V, min(k, logits_V.shape[-1]))[0]
+    # The minimum, for the last: XLA's CPU compiler turns a slice of the k largest back into a sort of all.
+    return jnp.where(logits_V >= largest_K.min(), logits_V, -jnp.inf)
 
-    All become -inf but the k largest, and of these all but the fewest largest whose probabilities add up to at
-    least p. Ties with the last stay.
-    """
-    V = logits_V.shape[-1]
-    largest_K = jax.lax.top_k(logits_V, V if k is None else min(k, V))[0]
-    if k is not None:
-        logits_V = jnp.where(logits_V >= largest_K[-1], logits_V, -jnp.inf)
-    if p is None or p >= 1:  # the sum below reaches 1 in float32 before the last token does
-        return logits_V
-    probs_K = jnp.exp(largest_K - jax.nn.logsumexp(logits_V))
-    before_K = jnp.cumsum(probs_K) - probs_K
-    last = jnp.min(jnp.where(before_K < p, largest_K, jnp.inf))
-    return jnp.where(logits_V >= last, logits_V, -jnp.inf)
+
+def filter_top_p(logits_V: jax.Array, p: float) -> jax.Array:
+    """All become -inf but the fewest largest whose probabilities add up to at least p (Holtzman et al. 2020,
+    section 3.1); ties with the last stay."""
+    return jnp.where(largest_of_mass(logits_V, jax.nn.softmax(logits_V), p), logits_V, -jnp.inf)
 
 
 def filter_min_p(logits_V: jax.Array, p: float) -> jax.Array:
@@ -259,14 +254,58 @@ def filter_min_p(logits_V: jax.Array, p: float) -> jax.Array:
 
 def filter_typical(logits_V: jax.Array, p: float) -> jax.Array:
     """All become -inf but the fewest whose surprise, -log probability, is closest to the entropy and whose
-    probabilities add up to at least p (Meister et al. 2022, equation 10). Ties with the last stay."""
-    if p >= 1:
-        return logits_V
+    probabilities add up to at least p (Meister et al. 2022, equation 10); ties with the last stay."""
     logprobs_V = jax.nn.log_softmax(logits_V)
     probs_V = jnp.exp(logprobs_V)
     entropy = -jnp.sum(jnp.where(probs_V > 0, probs_V * logprobs_V, 0.0))
-    distance_V = jnp.abs(entropy + logprobs_V)
-    closest_V, mass_V = jax.lax.sort((distance_V, probs_V), num_keys=1)
-    before_V = jnp.cumsum(mass_V) - mass_V
-    farthest = jnp.max(jnp.where(before_V < p, closest_V, -jnp.inf))
-    return jnp.where(distance_V <= farthest, logits_V, -jnp.inf)
+    return jnp.where(largest_of_mass(-jnp.abs(entropy + logprobs_V), probs_V, p), logits_V, -jnp.inf)
+
+
+def largest_of_mass(x_V: jax.Array, weights_V: jax.Array, mass: float) -> jax.Array:
+    """The fewest largest x whose weights add up to at least `mass`, with ties, `(V,)` bool; all from a mass of 1 on.
+
+    No sort, which takes ten times as long on a CPU: the smallest x to keep is found bit by bit, the highest first.
+    """
+    if mass >= 1:  # the sum of all can be just below 1 in float32, or reach it before the last
+        return jnp.ones(x_V.shape, bool)
+    mass = max(mass, float(jnp.finfo(jnp.float32).tiny))  # at 0, nothing would be enough
+    bits_V = jax.lax.bitcast_convert_type(x_V.astype(jnp.float32) + 0.0, jnp.uint32)  # + 0.0: -0.0 is 0.0
+    highest = jnp.uint32(1 << 31)
+    order_V = jnp.where(bits_V >= highest, ~bits_V, bits_V | highest)  # as integers, in the order of the floats
+
+    def set_bit(i: jax.Array, smallest: jax.Array) -> jax.Array:
+        larger = smallest | (highest >> i.astype(jnp.uint32))
+        return jnp.where(jnp.sum(jnp.where(order_V >= larger, weights_V, 0.0)) >= mass, larger, smallest)
+
+    return order_V >= jax.lax.fori_loop(0, 32, set_bit, jnp.uint32(0))
+
+
+def likeliest(logits_V: jax.Array) -> jax.Array:
+    """The first of the largest, `()` int32; `argmax`, at up to six times its speed for a batch on a CPU."""
+    places_V = jnp.arange(logits_V.shape[-1], dtype=jnp.int32)
+    return jnp.min(jnp.where(logits_V == logits_V.max(), places_V, places_V[-1]))
+
+
+def draw(logits_V: jax.Array, key: jax.Array) -> jax.Array:
+    """A token from softmax(logits), `()` int32.
+
+    Inverts the cumulative distribution, of blocks of tokens and then within one. On a CPU this takes a twentieth of
+    the time of `jax.random.categorical`, which draws noise for every token of the vocabulary. Probabilities are
+    exact to 2^-23, the step of a uniform float32.
+    """
+    weights_V = jnp.exp(logits_V - logits_V.max())
+    blocks_RC = jnp.pad(weights_V, (0, -len(weights_V) % BLOCK)).reshape(-1, BLOCK)
+    u_2 = jax.random.uniform(key, (2,))
+    row = _invert(blocks_RC.sum(axis=1), u_2[0])
+    return row * BLOCK + _invert(blocks_RC[row], u_2[1])
+
+
+BLOCK = 256
+"""Tokens of a block of `draw`: near the square root of usual vocabularies."""
+
+
+def _invert(weights_N: jax.Array, u: jax.Array) -> jax.Array:
+    """The first place whose weight, with those before it, is above the share u of all; never one of weight 0, also
+    where rounding makes the sums fall or rise there."""
+    sums_N = jnp.where(weights_N > 0, jnp.cumsum(weights_N), 0.0)
+    return likeliest(sums_N > u * sums_N.max())

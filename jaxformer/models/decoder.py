@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
         """The most last positions a query sees in a text of any length; None where text must end with the context."""
         return self.config.reach if self.config.goes_on else None
 
-    def init_cache(self, n_slots: int, dtype: jnp.dtype = jnp.float32) -> KVCache:
+    def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
         """An empty cache for one sequence."""
         c = self.config
         return init_cache(c.n_blocks, c.kv_heads, n_slots, c.width_of_head, dtype)

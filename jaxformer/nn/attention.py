@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.attention import attention
-from jaxformer.ops.cache import LayerCache, write_layer
+from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask
 from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import rope
@@ -59,10 +59,13 @@ class MultiHeadAttention(nn.Module):
         if self.rope_base is not None:
             q_HTK = rope(q_HTK, positions_T, self.rope_base)
             k_GTK = rope(k_GTK, positions_T, self.rope_base)
-        if cache is not None:
-            cache = write_layer(cache, k_GTK, v_GTK, slot)
-            k_GTK, v_GTK = cache
-        y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
+        if cache is not None and T == 1:
+            y_HTK, cache = decode_step(q_HTK, k_GTK, v_GTK, cache, slot, mask, self.scale)
+        else:
+            if cache is not None:
+                cache = write_layer(cache, k_GTK, v_GTK, slot)
+                k_GTK, v_GTK = read_layer(cache, x_TD.dtype)
+            y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
             return y_HTK.transpose(1, 0, 2).reshape(T, H * K), cache
         y_TD = jnp.einsum("htk,hkd->td", y_HTK, self.param("W_O", self._init(D), (H, K, D)))
@@ -71,7 +74,11 @@ class MultiHeadAttention(nn.Module):
     def _project(self, x_TD: jax.Array, name: str, n_heads: int) -> jax.Array:
         """Queries, keys or values, heads first: that is what attention multiplies fastest."""
         D, K = x_TD.shape[-1], self.head_dim
-        y_HTK = jnp.einsum("td,dhk->htk", x_TD, self.param(f"W_{name}", self._init(D), (D, n_heads, K)))
+        W_DHK = self.param(f"W_{name}", self._init(D), (D, n_heads, K))
+        if len(x_TD) == 1:  # heads first, the compiler would turn the whole matrix round at every decode step
+            y_HTK = (x_TD @ W_DHK.reshape(D, -1)).reshape(n_heads, 1, K)
+        else:
+            y_HTK = jnp.einsum("td,dhk->htk", x_TD, W_DHK)
         return y_HTK + self.param(f"b_{name}", nn.initializers.zeros, (n_heads, 1, K)) if self.bias else y_HTK
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:

@@ -2,23 +2,34 @@
 
 Slots are where things lie, positions are what they mean. All layers share one array of positions, and a slot
 whose position is `masks.EMPTY` holds nothing, so that masks made from positions need not know how prompts
-were padded. The slot to write is an argument and not part of the cache: one number for a whole batch, so
-that under `vmap` the write stays a dynamic-update-slice and does not become a scatter.
+were padded. The slot to write is an argument and not part of the cache: one number for a whole batch.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops.attention import MASKED
 from jaxformer.ops.masks import EMPTY
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, each `(G, S, K)`."""
+class Stored(NamedTuple):
+    """Vectors as the cache keeps them."""
 
-    k_GSK: jax.Array
-    v_GSK: jax.Array
+    values: jax.Array
+    scale_GS: jax.Array | None
+    """Of int8 values: what each vector's are multiplied by; None for floating-point ones."""
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer. Each lies as attention multiplies it: one query's scores are sums of rows of
+    the keys' array, and its output is a sum of rows of the values' array."""
+
+    k_GKS: Stored
+    v_GSK: Stored
 
 
 class KVCache(NamedTuple):
@@ -28,20 +39,104 @@ class KVCache(NamedTuple):
     position_S: jax.Array
 
 
-def init_cache(n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache."""
-    zeros = jnp.zeros((n_kv_heads, n_slots, head_dim), dtype)
-    return KVCache((LayerCache(zeros, zeros),) * n_layers, jnp.full((n_slots,), EMPTY, jnp.int32))
+def init_cache(n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: Any) -> KVCache:
+    """An empty cache that keeps keys and values in float32, bfloat16 or int8."""
+    scale_GS = jnp.zeros((n_kv_heads, n_slots), jnp.float32) if dtype == jnp.int8 else None
+    k_GKS = Stored(jnp.zeros((n_kv_heads, head_dim, n_slots), dtype), scale_GS)
+    v_GSK = Stored(jnp.zeros((n_kv_heads, n_slots, head_dim), dtype), scale_GS)
+    return KVCache((LayerCache(k_GKS, v_GSK),) * n_layers, jnp.full((n_slots,), EMPTY, jnp.int32))
 
 
 def write_layer(layer: LayerCache, k_GTK: jax.Array, v_GTK: jax.Array, slot: jax.Array | int) -> LayerCache:
     """Put T keys and values at slots slot, …, slot + T - 1."""
-    return LayerCache(
-        jax.lax.dynamic_update_slice_in_dim(layer.k_GSK, k_GTK.astype(layer.k_GSK.dtype), slot, axis=1),
-        jax.lax.dynamic_update_slice_in_dim(layer.v_GSK, v_GTK.astype(layer.v_GSK.dtype), slot, axis=1),
-    )
+    k, v = (_store(x_GTK, stored.values.dtype) for x_GTK, stored in ((k_GTK, layer.k_GKS), (v_GTK, layer.v_GSK)))
+    k = k._replace(values=k.values.swapaxes(1, 2))
+    return LayerCache(_write_stored(layer.k_GKS, k, slot, 2), _write_stored(layer.v_GSK, v, slot, 1))
+
+
+def read_layer(layer: LayerCache, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """All keys and values, each `(G, S, K)`."""
+    k, v = layer
+    if k.scale_GS is None or v.scale_GS is None:
+        return k.values.swapaxes(1, 2).astype(dtype), v.values.astype(dtype)
+    k_GKS = k.values.astype(dtype) * k.scale_GS[:, None, :].astype(dtype)
+    return k_GKS.swapaxes(1, 2), v.values.astype(dtype) * v.scale_GS[:, :, None].astype(dtype)
+
+
+def decode_step(
+    q_H1K: jax.Array, k_G1K: jax.Array, v_G1K: jax.Array, layer: LayerCache, slot: jax.Array | int, mask_1S: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, LayerCache]:  # fmt: skip
+    """What attention gives for one query once its own key and value are written at `slot`, and the layer with them.
+
+    They take part from where they are, in place of the slot's score and weight, and are written last: in a loop, the
+    compiler copies a cache at every step in which it is read after it was written.
+    """
+    (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
+    q_GRK = q_H1K.reshape(G, H // G, K) * scale
+    own_S = jnp.arange(mask_1S.shape[1]) == slot
+    scores_GRS = jnp.einsum("grk,gks->grs", q_GRK, layer.k_GKS.values.astype(dtype))
+    if layer.k_GKS.scale_GS is not None:
+        scores_GRS *= layer.k_GKS.scale_GS[:, None, :]
+    own_score_GR1 = jnp.einsum("grk,gsk->grs", q_GRK, k_G1K)
+    scores_GRS = jnp.where(own_S, own_score_GR1, scores_GRS).astype(jnp.float32)
+    weights_GRS = jnp.where(mask_1S, jax.nn.softmax(jnp.where(mask_1S, scores_GRS, MASKED)), 0.0)
+    own_weight_GR1 = jnp.sum(weights_GRS, -1, where=own_S, keepdims=True)
+    weights_GRS = jnp.where(own_S, 0, weights_GRS)
+    if layer.v_GSK.scale_GS is not None:
+        weights_GRS *= layer.v_GSK.scale_GS[:, None, :]
+    mixed_GRK = jnp.einsum("grs,gsk->grk", weights_GRS.astype(dtype), layer.v_GSK.values.astype(dtype))
+    y_H1K = (mixed_GRK + own_weight_GR1.astype(dtype) * v_G1K).reshape(H, 1, K)
+    # The compiler sees what depends on what, and not in which order things stand here: it must not find that the write
+    # could come first. A sum with 0 times a floating-point number is one that it leaves alone.
+    after = 0 * y_H1K[:1, :, :1]
+    return y_H1K, write_layer(layer, k_G1K + after, v_G1K + after, slot)
 
 
 def write_positions(position_S: jax.Array, positions_T: jax.Array, slot: jax.Array | int) -> jax.Array:
     """Put T positions at slots slot, …, slot + T - 1."""
-    return jax.lax.dynamic_update_slice_in_dim(position_S, positions_T.astype(position_S.dtype), slot, axis=0)
+    return write(position_S, positions_T.astype(position_S.dtype), slot, 0)
+
+
+def write(whole: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
+    """A dynamic-update-slice along one axis, which it stays under `vmap` if the start is the same for all.
+
+    JAX's own rule makes a scatter of it, and the compiler of that a copy of the whole array at every step.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def put(whole: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)
+
+    @put.def_vmap
+    def batched(
+        size: int, is_batched: list[bool], whole: jax.Array, part: jax.Array, start: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        whole_batched, part_batched, start_batched = is_batched
+        if start_batched:
+            axes = tuple(0 if batched else None for batched in is_batched)
+            update = lambda *args: jax.lax.dynamic_update_slice_in_dim(*args, axis)  # noqa: E731
+            return jax.vmap(update, axes)(whole, part, start), True
+        if not whole_batched:
+            whole = jnp.broadcast_to(whole, (size, *whole.shape))
+        if not part_batched:
+            part = jnp.broadcast_to(part, (size, *part.shape))
+        return write(whole, part, start, axis + 1), True
+
+    return put(whole, part, jnp.asarray(start))
+
+
+def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
+    """Vectors in the cache's dtype; for int8, each is rounded to 127ths of its largest number's size."""
+    if dtype != jnp.int8:
+        return Stored(x_GTK.astype(dtype), None)
+    scale_GT = jnp.abs(x_GTK).max(-1).astype(jnp.float32) / 127
+    inverse_GT = jnp.where(scale_GT > 0, 1 / scale_GT, 0)
+    return Stored(jnp.round(x_GTK * inverse_GT[..., None]).astype(jnp.int8), scale_GT)
+
+
+def _write_stored(whole: Stored, part: Stored, slot: jax.Array | int, axis: int) -> Stored:
+    values = write(whole.values, part.values, slot, axis)
+    if whole.scale_GS is None or part.scale_GS is None:
+        return Stored(values, None)
+    return Stored(values, write(whole.scale_GS, part.scale_GS, slot, 1))

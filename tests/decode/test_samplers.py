@@ -1,23 +1,102 @@
+"""The samplers against hand-computed values, properties, and Hugging Face's logits processors.
+
+Hugging Face's side is stored; `tests/fixtures/make_samplers_hf.py` made it.
+"""
+
+from functools import partial
+from math import inf, nan
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy.stats import chisquare
 
-from jaxformer.decode.samplers import Drawn, Sampling, begin, filter_top, sample
+from jaxformer.decode.samplers import (
+    BLOCK,
+    Drawn,
+    History,
+    Sampling,
+    adjust,
+    begin,
+    draw,
+    filter_min_p,
+    filter_top_k,
+    filter_top_p,
+    filter_typical,
+    largest_of_mass,
+    likeliest,
+    narrow,
+    sample,
+    update,
+)
 from jaxformer.errors import UserError
-from tests.arrays import normal
+from jaxformer.ops.masks import EMPTY
+from tests.arrays import assert_close, normal
+from tests.fixtures.samplers_cases import CASES, PROMPT
+from tests.helpers import ROOT
 
 PROBS = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+LOGITS = np.log(PROBS).astype(np.float32)
 TIED = np.array([0.2, 0.4, 0.2, 0.2])
+SIGNIFICANCE = 1e-3
+"""Of the chi-squared tests: how often one would fail by chance, were the key not fixed."""
+UNCHANGED = ("nothing", "top-k beyond the vocabulary", "minimum reached")
+"""Cases that leave probabilities as they are."""
+LARGEST = jax.jit(largest_of_mass, static_argnames="mass")
+EVERYTHING = Sampling(**CASES["all"])
 
 
-def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> Drawn:
-    """The first token after a prompt of token 0."""
-    return sample(logits, begin(sampling, len(logits), jnp.zeros(1, jnp.int32), 1), key, sampling)
+def history(sampling: Sampling, prompt: list[int], made: list[int], vocab_size: int = 5) -> History:
+    """Of a row with these tokens; the prompt is padded with token 1, which must not count."""
+    after = begin(sampling, vocab_size, jnp.array([*prompt, 1, 1]), len(prompt))
+    for token in made:
+        after = update(after, jnp.int32(token), sampling)
+    return after
+
+
+def first(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> Drawn:
+    """What is drawn after a prompt of token 0."""
+    return sample(logits_V, begin(sampling, len(logits_V), jnp.zeros(1, jnp.int32), 1), key, sampling)
 
 
 def kept(filtered: jax.Array) -> list[int]:
     return np.flatnonzero(np.isfinite(filtered)).tolist()
+
+
+def asked(sampling: object) -> str:
+    """The fields of a sampling that ask for something."""
+    if not isinstance(sampling, Sampling):
+        return ""
+    plain = vars(Sampling())
+    return " ".join(f"{name}={value}" for name, value in vars(sampling).items() if value != plain[name])
+
+
+@pytest.fixture(scope="module")
+def hugging_face() -> dict[str, np.ndarray]:
+    with np.load(ROOT / "tests/fixtures/samplers_hf.npz") as stored:
+        return dict(stored)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_tokens_with_the_same_probabilities_as_hugging_face(name: str, hugging_face: dict) -> None:
+    sampling = Sampling(**CASES[name])
+    logits_BV, tokens_BT = hugging_face["logits"], hugging_face["tokens"]
+
+    def one(logits_V: jax.Array, tokens_T: jax.Array) -> jax.Array:
+        after = begin(sampling, len(logits_V), tokens_T, PROMPT)
+        for token in tokens_T[PROMPT:]:
+            after = update(after, token, sampling)
+        return narrow(adjust(logits_V, after, sampling), sampling)
+
+    ours_BV = jax.jit(jax.vmap(one))(logits_BV, tokens_BT)
+    assert_array_equal(np.isfinite(ours_BV), np.isfinite(hugging_face[name]))
+    assert_close(jax.nn.softmax(ours_BV), jax.nn.softmax(hugging_face[name]))
+    moved = np.abs(jax.nn.softmax(ours_BV) - jax.nn.softmax(logits_BV)).max()
+    assert moved < 1e-6 if name in UNCHANGED else moved > 0.01
 
 
 @pytest.mark.parametrize(
@@ -33,14 +112,15 @@ def kept(filtered: jax.Array) -> list[int]:
 )
 def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
-    filtered = filter_top(logits, k=k)
+    filtered = filter_top_k(logits, k)
     assert kept(filtered) == wanted
-    np.testing.assert_array_equal(filtered[jnp.array(wanted)], logits[jnp.array(wanted)])
+    assert_array_equal(filtered[jnp.array(wanted)], logits[jnp.array(wanted)])
 
 
 @pytest.mark.parametrize(
     ("probs", "p", "wanted"),
     [
+        (PROBS, 1e-60, [1]),  # 0 in float32
         (PROBS, 0.01, [1]),
         (PROBS, 0.39, [1]),
         (PROBS, 0.41, [1, 3]),
@@ -54,28 +134,129 @@ def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     ],
 )
 def test_top_p_by_hand(probs: np.ndarray, p: float, wanted: list[int]) -> None:
-    assert kept(filter_top(jnp.log(jnp.asarray(probs, jnp.float32)), p=p)) == wanted
+    assert kept(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == wanted
 
 
-def test_top_p_of_one_keeps_every_token_of_a_large_vocabulary() -> None:
-    # Chances down to 1e-10, below what is left of 1 in float32.
-    assert len(kept(filter_top(3 * normal(2048), p=1.0))) == 2048
+# Shares of the largest, 0.4: 0.25, 1, 0.125, 0.75, 0.375.
+@pytest.mark.parametrize(
+    ("p", "wanted"), [(1.0, [1]), (0.76, [1]), (0.74, [1, 3]), (0.3, [1, 3, 4]), (0.1, [0, 1, 2, 3, 4])]
+)
+def test_min_p_by_hand(p: float, wanted: list[int]) -> None:
+    assert kept(filter_min_p(jnp.asarray(LOGITS), p)) == wanted
+
+
+# Surprises 2.303, 0.916, 2.996, 1.204, 1.897; the entropy is 1.392, so distances are 0.910, 0.476, 1.604, 0.188, 0.505.
+@pytest.mark.parametrize(
+    ("p", "wanted"), [(0.29, [3]), (0.31, [1, 3]), (0.71, [1, 3, 4]), (0.86, [0, 1, 3, 4]), (1.0, [0, 1, 2, 3, 4])]
+)
+def test_typical_by_hand(p: float, wanted: list[int]) -> None:
+    assert kept(filter_typical(jnp.asarray(LOGITS), p)) == wanted
+
+
+@pytest.mark.parametrize("filtered", [filter_top_p, filter_typical])
+def test_a_share_of_one_keeps_every_token_of_a_large_vocabulary(filtered) -> None:
+    # Probabilities down to 1e-10, below what is left of 1 in float32.
+    assert len(kept(filtered(3 * normal(2048), 1.0))) == 2048
 
 
 def test_top_p_keeps_out_what_top_k_took_away() -> None:
-    assert kept(filter_top(jnp.log(jnp.asarray(PROBS)), 3, 1.0)) == [1, 3, 4]
+    assert kept(filter_top_p(filter_top_k(jnp.asarray(LOGITS), 3), 1.0)) == [1, 3, 4]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6)], ids=str)
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 8)), min_size=1, max_size=12),
+    st.sampled_from([1e-60, 1 / 64, 0.1, 8 / 64, 0.3, 63 / 64]),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_largest_of_a_mass_are_those_a_sort_finds(pairs: list[tuple[int, int]], mass: float) -> None:
+    # 64ths, so that sums have no rounding; up to 1.5 in all. Filled up with what weighs nothing, to one shape.
+    x, weights = np.full(12, -inf, np.float32), np.zeros(12, np.float32)
+    x[: len(pairs)], weights[: len(pairs)] = zip(*((value, weight / 64) for value, weight in pairs), strict=True)
+    wanted = np.zeros(12, bool)
+    for value in sorted(set(x), reverse=True):
+        if float(weights[wanted].sum()) >= mass:
+            break
+        wanted |= x == value
+    assert_array_equal(LARGEST(x, weights, mass=mass), wanted)
+
+
+def test_penalties_of_repetition_by_hand() -> None:
+    sampling = Sampling(repetition_penalty=2.0)
+    logits = jnp.array([1.0, 1.0, -1.0, -1.0, 3.0])
+    after = history(sampling, [2, 0], [4, 4])  # 1 stands only in the padding
+    assert_array_equal(adjust(logits, after, sampling), [0.5, 1, -2, -1, 1.5])
+
+
+def test_presence_and_frequency_penalties_ask_only_for_what_was_made() -> None:
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    after = history(sampling, [0, 2, 2], [3, 4, 3, 3])
+    assert_array_equal(adjust(jnp.zeros(5), after, sampling), [0, 0, 0, -0.5 - 3 * 0.25, -0.5 - 0.25])
+    reward = Sampling(frequency_penalty=-2.0)
+    assert_array_equal(adjust(jnp.zeros(5), history(reward, [0], [4, 4]), reward), [0, 0, 0, 0, 4])
+
+
+def test_biases_of_one_token_add_up() -> None:
+    sampling = Sampling(logit_bias=((1, 2.0), (3, -1.0), (1, 0.5)))
+    assert_array_equal(adjust(jnp.zeros(5), history(sampling, [0], []), sampling), [0, 2.5, 0, -1, 0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "made", "wanted"),
+    [
+        ([0], [], [0, 2, 3, 4]),  # 1 alone is always banned
+        ([4, 2], [], [0, 2, 4]),  # 2 stands before 3
+        ([4], [2], [0, 2, 4]),
+        ([2], [4], [0, 2, 3, 4]),
+        ([0, 4], [4], [2, 3, 4]),  # 4, 4 before 0
+        ([4], [4, 2], [0, 2]),  # 4, 4, 2 before 4; and 2 before 3
+        ([4, 2], [], [0, 2, 4]),  # not 4, 4, 2
+        ([4, 4, 2], [0], [0, 2, 3, 4]),
+    ],
+)
+def test_bad_words_by_hand(prompt: list[int], made: list[int], wanted: list[int]) -> None:
+    sampling = Sampling(bad_words=((1,), (2, 3), (4, 4, 0), (4, 4, 2, 4)))
+    assert kept(adjust(jnp.asarray(LOGITS), history(sampling, prompt, made), sampling)) == wanted
+
+
+def test_stop_tokens_wait_for_the_minimum() -> None:
+    sampling = Sampling(min_new_tokens=2, stop_tokens=(1, 3))
+    left = [kept(adjust(jnp.asarray(LOGITS), history(sampling, [0, 0], [0] * n), sampling)) for n in range(4)]
+    assert left == [[0, 2, 4], [0, 2, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+def test_a_ban_of_all_that_is_left_is_not_applied() -> None:
+    every = Sampling(bad_words=tuple((token,) for token in range(5)))
+    assert_array_equal(adjust(jnp.asarray(LOGITS), history(every, [0], []), every), LOGITS)
+    # Only the stop token is no bad word: the row may stop before its minimum.
+    stop = Sampling(bad_words=((0,), (1,), (2,), (3,)), stop_tokens=(4,), min_new_tokens=9)
+    assert kept(adjust(jnp.asarray(LOGITS), history(stop, [0], []), stop)) == [4]
+
+
+def test_a_bias_comes_before_the_penalty_and_a_ban_after_all() -> None:
+    sampling = Sampling(
+        logit_bias=((0, 4.0), (1, 9.0)), repetition_penalty=2.0, presence_penalty=1.0, bad_words=((1,),)
+    )
+    after = history(sampling, [2], [0, 1])
+    assert_array_equal(adjust(jnp.ones(5), after, sampling), [(1 + 4) / 2 - 1, -inf, 0.5, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6), Sampling(1e-60)], ids=asked
+)
 def test_greedy_takes_the_likeliest(sampling: Sampling) -> None:
-    logits = jnp.array([0.1, 2.0, -1.0, 1.9, 0.0])
-    token = draw(logits, jax.random.key(0), sampling).token
+    token = first(jnp.array([0.1, 2.0, -1.0, 1.9, 0.0]), jax.random.key(0), sampling).token
     assert token == 1
     assert token.dtype == jnp.int32
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
-    assert draw(jnp.array([0.0, 3.0, 1.0, 3.0]), jax.random.key(0), Sampling(0)).token == 1
+@pytest.mark.parametrize("logits", [[0.0, 3.0, 1.0, 3.0], [-inf, 2.0, 2.0], [5.0], [-1e30, -1e29]])
+def test_the_likeliest_is_the_first_of_equals(logits: list[float]) -> None:
+    assert likeliest(jnp.array(logits)) == np.argmax(logits)
+
+
+def test_greedy_heeds_penalties_and_bans() -> None:
+    sampling = Sampling(0, bad_words=((1,),))
+    assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).token == 3
 
 
 @pytest.mark.parametrize(
@@ -86,36 +267,160 @@ def test_greedy_takes_the_first_of_equals() -> None:
         (Sampling(2.0), PROBS**0.5),
         (Sampling(top_k=3), np.where(PROBS >= 0.15, PROBS, 0)),
         (Sampling(top_p=0.5), np.where(PROBS >= 0.3, PROBS, 0)),
+        (Sampling(min_p=0.2), np.where(PROBS >= 0.08, PROBS, 0)),
+        (Sampling(typical_p=0.5), np.where(PROBS >= 0.3, PROBS, 0)),
         # Squared: .01, .16, .0025, .09, .0225; the three largest make 0.59, 0.33, 0.08 and the first two 0.92.
         (Sampling(0.5, top_k=3, top_p=0.9), np.where(PROBS >= 0.3, PROBS**2, 0)),
+        (Sampling(bad_words=((0, 1),)), np.where(PROBS == 0.4, 0, PROBS)),
     ],
-    ids=str,
+    ids=asked,
 )
 def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: np.ndarray) -> None:
     n = 10_007
-    wanted = probs / probs.sum() * n
     keys = jax.random.split(jax.random.key(0), n)
-    drawn = jax.jit(jax.vmap(lambda key: draw(jnp.log(jnp.asarray(PROBS)), key, sampling).token))(keys)
-    counts = np.bincount(drawn, minlength=5)
-    possible = wanted > 0
+    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, sampling).token))(keys)
+    counts, possible = np.bincount(drawn, minlength=5), probs > 0
     assert not counts[~possible].any()
-    chi_squared = ((counts - wanted) ** 2)[possible] / wanted[possible]
-    # The 99.9 % quantile for 1, 2, 3 or 4 degrees of freedom; the seed is fixed.
-    assert chi_squared.sum() < {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47}[possible.sum() - 1]
+    wanted = probs / probs.sum() * n
+    assert chisquare(counts[possible], wanted[possible]).pvalue > SIGNIFICANCE
+
+
+def test_frequencies_over_several_blocks_of_the_vocabulary() -> None:
+    n, V = 100_003, 3 * BLOCK + 7  # the last block is not full
+    logits = 2 * normal(V)
+    keys = jax.random.split(jax.random.key(0), n)
+    counts = np.bincount(jax.jit(jax.vmap(partial(draw, logits)))(keys), minlength=V)
+    wanted = np.asarray(jax.nn.softmax(logits), np.float64) * n
+    rare = wanted < 5  # too few each for the statistic's distribution: one class
+    counts, wanted = (np.append(x[~rare], x[rare].sum()) for x in (counts, wanted))
+    assert len(counts) > V / 2
+    assert chisquare(counts, wanted * n / wanted.sum()).pvalue > SIGNIFICANCE
+
+
+def test_the_chi_squared_test_would_see_a_temperature_off_by_a_fifth() -> None:
+    n = 10_007
+    keys = jax.random.split(jax.random.key(0), n)
+    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, Sampling(1.2)).token))(keys)
+    assert chisquare(np.bincount(drawn), PROBS * n).pvalue < SIGNIFICANCE
+
+
+@pytest.mark.parametrize("V", [3, BLOCK, 5 * BLOCK + 1])
+def test_what_is_filtered_out_is_never_drawn(V: int) -> None:
+    # One token in 40 can be drawn, and some of these are e^60 times likelier than others.
+    logits = np.where(np.arange(V) % 40 == min(V - 1, 33), 20 * np.asarray(normal(V)), -inf)
+    drawn = jax.jit(jax.vmap(partial(draw, jnp.asarray(logits, jnp.float32))))(
+        jax.random.split(jax.random.key(1), 2000)
+    )
+    assert np.isfinite(logits[drawn]).all()
+
+
+@pytest.mark.parametrize("logits", [[-inf, -inf, -inf], [nan, nan, nan], [inf, 0.0, inf]])
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(top_p=0.5, min_p=0.1, top_k=2)], ids=asked)
+def test_a_broken_model_still_gives_tokens_of_the_vocabulary(logits: list[float], sampling: Sampling) -> None:
+    assert 0 <= first(jnp.array(logits), jax.random.key(0), sampling).token < 3
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.3, top_k=2, logit_bias=((2, 50.0),))], ids=asked)
+def test_log_probabilities_are_the_models_own(sampling: Sampling) -> None:
+    with_top = Sampling(**{**vars(sampling), "top_logprobs": 3})
+    drawn = first(jnp.asarray(LOGITS) + 7, jax.random.key(0), with_top)
+    assert_close(drawn.logprob, np.log(PROBS[drawn.token]))
+    assert drawn.top_tokens_N.tolist() == [1, 3, 4]
+    assert_close(drawn.top_logprobs_N, np.log([0.4, 0.3, 0.15]))
+    assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).top_tokens_N.shape == (0,)
+
+
+def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
+    sampling = Sampling(**{**vars(EVERYTHING), "top_logprobs": 2})
+    logits_BV, keys_B = normal(6, 101), jax.random.split(jax.random.key(3), 6)
+    tokens_BT = np.random.default_rng(0).integers(101, size=(6, 9))
+
+    def one(logits_V: jax.Array, tokens_T: jax.Array, key: jax.Array) -> tuple[Drawn, History]:
+        after = begin(sampling, 101, tokens_T, 5)
+        drawn = sample(logits_V, after, key, sampling)
+        return drawn, update(after, drawn.token, sampling)
+
+    batch = jax.jit(jax.vmap(one))(logits_BV, tokens_BT, keys_B)
+    for row in range(6):
+        alone = jax.jit(one)(logits_BV[row], tokens_BT[row], keys_B[row])
+        jax.tree.map(partial(assert_allclose, rtol=1e-6), jax.tree.map(lambda x, row=row: x[row], batch), alone)
+    assert len(set(batch[0].token.tolist())) > 1
+
+
+def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
+    logits = 3 * normal(101).astype(jnp.bfloat16)
+    for sampling in (Sampling(0), EVERYTHING):
+        drawn = jax.jit(partial(first, key=jax.random.key(0), sampling=sampling))
+        got, wanted = drawn(logits), drawn(logits.astype(jnp.float32))
+        assert got.token == wanted.token
+        assert got.logprob.dtype == jnp.float32
+        assert got.logprob == wanted.logprob
+
+
+def test_only_what_is_asked_for_is_carried() -> None:
+    sizes = {
+        Sampling(0.7, 5, 0.9, 0.1, 0.9, logit_bias=((1, 1.0),), bad_words=((1,),)): (0, 0, 0),
+        Sampling(stop_tokens=(1,), min_new_tokens=4): (0, 0, 0),
+        Sampling(repetition_penalty=1.1): (5, 0, 0),
+        Sampling(presence_penalty=1.1): (0, 5, 0),
+        Sampling(frequency_penalty=1.1): (0, 5, 0),
+        Sampling(bad_words=((1, 2, 3), (4,))): (0, 0, 2),
+    }
+    for sampling, wanted in sizes.items():
+        for after in (history(sampling, [0], []), history(sampling, [0], [3, 3, 3])):
+            assert (after.seen_V.size, after.counts_V.size, after.last_N.size) == wanted
+    assert history(Sampling(bad_words=((1, 2, 3, 4),)), [0], [3]).last_N.tolist() == [EMPTY, 0, 3]
+
+
+def test_plain_sampling_neither_sorts_nor_loops_nor_draws_for_every_token() -> None:
+    V = 2053
+    program = str(jax.make_jaxpr(partial(first, sampling=Sampling()))(jnp.zeros(V), jax.random.key(0)))
+    assert " sort[" not in program and " while[" not in program and " scan[" not in program
+    assert "random_bits[bit_width=32 shape=(2,)]" in program
+    assert program.count("random_bits") == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"temperature": -0.5}, "-0.5"),
-        ({"temperature": float("nan")}, "nan"),
-        ({"top_k": 0}, "0"),
+        ({"temperature": -0.5}, "temperature is -0.5; it must be at least 0"),
+        ({"temperature": nan}, "temperature is nan"),
+        ({"temperature": inf}, "temperature is inf"),
+        ({"top_k": 0}, "top-k is 0; it must be at least 1"),
         ({"top_k": -3}, "-3"),
-        ({"top_p": 0.0}, "0.0"),
+        ({"top_p": 0.0}, "top-p is 0.0; it must be above 0 and at most 1"),
         ({"top_p": 1.1}, "1.1"),
+        ({"min_p": -0.1}, "min-p is -0.1; it must be from 0 to 1"),
+        ({"min_p": 1.5}, "1.5"),
+        ({"typical_p": 0.0}, "typical-p is 0.0"),
+        ({"typical_p": nan}, "typical-p is nan"),
+        ({"repetition_penalty": 0.0}, "repetition-penalty is 0.0; it must be above 0"),
+        ({"repetition_penalty": inf}, "repetition-penalty is inf"),
+        ({"presence_penalty": 2.1}, "presence-penalty is 2.1; it must be from -2 to 2"),
+        ({"frequency_penalty": -3.0}, "frequency-penalty is -3.0"),
+        ({"logit_bias": ((4, -inf),)}, "bias of token 4 is -inf; it must be finite"),
+        ({"bad_words": ((1,), ())}, "a bad word has no tokens"),
+        ({"min_new_tokens": -1, "stop_tokens": (1,)}, "min-new-tokens is -1"),
+        ({"min_new_tokens": 3}, "min-new-tokens is 3, but there is no stop token"),
+        ({"top_logprobs": -1}, "top-logprobs is -1"),
     ],
     ids=str,
 )
 def test_a_sampling_that_cannot_be_is_refused_with_its_value(fields: dict, said: str) -> None:
     with pytest.raises(UserError, match=said):
         Sampling(**fields)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        (Sampling(stop_tokens=(0, 5)), "a stop token is 5; it must be from 0 to 4"),
+        (Sampling(logit_bias=((-1, 1.0),)), "a token of a logit bias is -1"),
+        (Sampling(bad_words=((1, 2), (3, 7))), "a token of a bad word is 7"),
+        (Sampling(top_logprobs=6), "top-logprobs is 6; it must be at most the vocabulary's 5"),
+    ],
+    ids=asked,
+)
+def test_what_the_vocabulary_does_not_hold_is_refused(sampling: Sampling, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        history(sampling, [0], [])

@@ -1,29 +1,42 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxformer.ops.cache import KVCache, init_cache, write_layer, write_positions
+from jaxformer.ops.attention import attention
+from jaxformer.ops.cache import (
+    KVCache,
+    LayerCache,
+    decode_step,
+    init_cache,
+    read_layer,
+    write,
+    write_layer,
+    write_positions,
+)
 from jaxformer.ops.masks import EMPTY
-from tests.arrays import normal
+from tests.arrays import assert_close, normal
 
 LAYERS, G, S, K, B = 2, 3, 11, 5, 7
 
 
-def cache() -> KVCache:
-    return init_cache(LAYERS, G, S, K, jnp.float32)
+def cache(dtype: Any = jnp.float32) -> KVCache:
+    return init_cache(LAYERS, G, S, K, dtype)
 
 
 def test_an_empty_cache_has_a_layer_a_block_and_no_position() -> None:
     empty = cache()
     assert len(empty.layers) == LAYERS
-    assert all(x.shape == (G, S, K) for layer in empty.layers for x in layer)
+    assert all(x.shape == (G, S, K) and not x.any() for layer in empty.layers for x in read_layer(layer, jnp.float32))
     np.testing.assert_array_equal(empty.position_S, np.full(S, EMPTY))
 
 
 def test_what_was_written_can_be_read_and_the_rest_is_untouched() -> None:
     k, v = normal(G, 2, K, seed=1), normal(G, 2, K, seed=2)
     layer = write_layer(cache().layers[0], k, v, 4)
-    for whole, part in zip(layer, (k, v), strict=True):
+    for whole, part in zip(read_layer(layer, jnp.float32), (k, v), strict=True):
         np.testing.assert_array_equal(whole[:, 4:6], part)
         assert not whole[:, :4].any()
         assert not whole[:, 6:].any()
@@ -31,16 +44,82 @@ def test_what_was_written_can_be_read_and_the_rest_is_untouched() -> None:
     np.testing.assert_array_equal(positions, [EMPTY] * 4 + [8, 9] + [EMPTY] * 5)
 
 
-def test_the_cache_keeps_its_dtype() -> None:
-    half = init_cache(1, G, S, K, jnp.bfloat16).layers[0]
-    assert write_layer(half, normal(G, 1, K), normal(G, 1, K), 0).k_GSK.dtype == jnp.bfloat16
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2), (jnp.int8, 1 + 4 / K)], ids=str)
+def test_a_cache_takes_its_dtypes_space(dtype: Any, size: float) -> None:
+    """int8 has one float32 scale a vector besides."""
+    layer = cache(dtype).layers[0]
+    assert sum(x.nbytes for x in jax.tree.leaves(layer)) == round(2 * G * S * K * size)
+    written = write_layer(layer, normal(G, 1, K), normal(G, 1, K), 0)
+    assert jax.tree.map(jnp.result_type, written) == jax.tree.map(jnp.result_type, layer)
 
 
-def test_a_batched_write_at_one_slot_compiles_to_a_slice_update_and_not_to_a_scatter() -> None:
-    layer_B = jax.tree.map(lambda x: jnp.stack([x] * B), cache().layers[0])
+@pytest.mark.parametrize(("dtype", "share"), [(jnp.bfloat16, 2**-8), (jnp.int8, 0.5 / 127)], ids=["bfloat16", "int8"])
+def test_what_is_stored_in_less_is_near(dtype: Any, share: float) -> None:
+    """bfloat16 keeps 8 bits, so it rounds by at most 2^-9 to 2^-8 of each number; int8 by half a 127th of the
+    vector's largest, whatever its size."""
+    k, v = normal(G, S, K, seed=1) * 1e3, normal(G, S, K, seed=2) * jnp.arange(S)[:, None]  # the first is all zeros
+    read = read_layer(write_layer(cache(dtype).layers[0], k, v, 0), jnp.float32)
+    for got, wanted in zip(read, (k, v), strict=True):
+        assert (jnp.abs(got - wanted) <= share * jnp.abs(wanted).max(-1, keepdims=True) * (1 + 1e-5)).all()
+        assert (got != wanted).any()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.int8, 0.02)], ids=["float32", "int8"])
+@pytest.mark.parametrize("slot", [0, 4, S - 1])
+def test_a_step_attends_as_if_its_key_and_value_were_written_first(dtype: Any, tolerance: float, slot: int) -> None:
+    """In int8 it differs by the rounding of its own key and value: here at most 0.5/127 of about 3, times 2."""
+    layer = write_layer(cache(dtype).layers[0], normal(G, S, K, seed=1), normal(G, S, K, seed=2), 0)
+    q, k, v = normal(2 * G, 1, K, seed=3), normal(G, 1, K, seed=4), normal(G, 1, K, seed=5)
+    mask_1S = (jnp.arange(S) % 3 > 0)[None] | (jnp.arange(S) == slot)
+    y, got = decode_step(q, k, v, layer, slot, mask_1S, 0.3)
+    wanted = write_layer(layer, k, v, slot)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert_close(y, attention(q, *read_layer(wanted, jnp.float32), mask_1S, 0.3), tolerance)
+
+
+def test_a_step_that_sees_nothing_gives_zeros() -> None:
+    layer = write_layer(cache().layers[0], normal(G, S, K), normal(G, S, K), 0)
+    y, _ = decode_step(normal(G, 1, K), normal(G, 1, K), normal(G, 1, K), layer, 2, jnp.zeros((1, S), bool), 1.0)
+    np.testing.assert_array_equal(y, np.zeros((G, 1, K)))
+
+
+@pytest.mark.parametrize("batched", [(0, 0, None), (0, None, None), (None, 0, None), (0, 0, 0)], ids=str)
+def test_writing_under_vmap_is_writing_row_by_row(batched: tuple) -> None:
+    whole, part, start = normal(B, G, S), normal(B, G, 2, seed=1), jnp.arange(B)
+    given = [x if axis == 0 else x[1] for x, axis in zip((whole, part, start), batched, strict=True)]
+    got = jax.vmap(lambda *args: write(*args, 1), batched)(*given)
+    for i in range(B):
+        row = [x[i] if axis == 0 else x for x, axis in zip(given, batched, strict=True)]
+        np.testing.assert_array_equal(got[i], jax.lax.dynamic_update_slice_in_dim(*row, 1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+def test_a_batched_write_at_one_slot_compiles_to_a_slice_update_and_not_to_a_scatter(dtype: Any) -> None:
+    layer_B = jax.tree.map(lambda x: jnp.stack([x] * B), cache(dtype).layers[0])
     new = normal(B, G, 1, K)
-    write = jax.jit(jax.vmap(write_layer, in_axes=(0, 0, 0, None)))
-    hlo = write.lower(layer_B, new, new, jnp.int32(4)).compile().as_text()
+    put = jax.jit(jax.vmap(write_layer, in_axes=(0, 0, 0, None)))
+    lowered = put.lower(layer_B, new, new, jnp.int32(4))
+    assert "scatter" not in lowered.as_text()
+    hlo = lowered.compile().as_text()
     assert " dynamic-update-slice(" in hlo
     assert " scatter(" not in hlo
-    np.testing.assert_array_equal(write(layer_B, new, new, 4).k_GSK[:, :, 4:5], new)
+
+
+@pytest.mark.parametrize("n_rows", [1, B])
+def test_a_loop_of_steps_copies_no_cache(n_rows: int) -> None:
+    def steps(layer_B: LayerCache, q_B: jax.Array, k_B: jax.Array) -> tuple:
+        def step(slot: jax.Array, carry: tuple) -> tuple:
+            layer_B, q_B = carry
+            one = lambda layer, q, k: decode_step(q, k, k, layer, slot, (jnp.arange(64) <= slot)[None], 1.0)  # noqa: E731
+            q_B, layer_B = jax.vmap(one)(layer_B, q_B, k_B)
+            return layer_B, q_B
+
+        return jax.lax.fori_loop(0, 64, step, (layer_B, q_B))
+
+    # 64 slots, so that the cache is far larger than anything else.
+    layer_B = jax.tree.map(lambda x: jnp.stack([x] * n_rows), init_cache(1, G, 64, K, jnp.float32).layers[0])
+    new = normal(n_rows, G, 1, K)
+    hlo = jax.jit(steps, donate_argnums=0).lower(layer_B, new, new).compile().as_text()
+    copied = [line for line in hlo.splitlines() if " copy(" in line and ",64," in line.split(" copy(")[0]]
+    copied += [line for line in hlo.splitlines() if " copy(" in line and ",64]" in line.split(" copy(")[0]]
+    assert not copied

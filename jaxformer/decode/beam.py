@@ -1,0 +1,203 @@
+"""Beam search: the continuations of highest probability that keeping a few at each step can find.
+
+As `generate` of Hugging Face does it (with `early_stopping` False), and so with its choices: a continuation is scored
+by its summed log-probabilities over its length to the power of `length_penalty`, its stop token counted in both; and
+only what stands among the n best when it ends is a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.errors import UserError
+from jaxformer.models.objective import Params
+from jaxformer.ops.masks import EMPTY
+
+
+class Beams(NamedTuple):
+    """The N best continuations of each of P prompts, the best first."""
+
+    tokens_PNT: jax.Array
+    """int32, the stop token included, `masks.EMPTY` after it."""
+    scores_PN: jax.Array
+    """Summed log-probabilities over length ** length_penalty; float32."""
+
+
+def beam_search(
+    model: nn.Module,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n_beams: int,
+    max_new_tokens: int,
+    context_length: int,
+    length_penalty: float = 1.0,
+    stop_tokens: Sequence[int] = (),
+    cache_dtype: Any = jnp.float32,
+) -> Beams:
+    """Continue prompts of any lengths with a model that has the cache protocol (`decode.generate`).
+
+    Args:
+      n_beams: continuations kept at each step, and given.
+      max_new_tokens: where a continuation ends that draws no stop token.
+      length_penalty: above 0 favours long continuations, below 0 short ones.
+
+    Raises:
+      UserError: a prompt is empty or leaves no room in the context, or a number is out of range.
+    """
+    for name, value in (("n-beams", n_beams), ("max-new-tokens", max_new_tokens)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1.")
+    if not np.isfinite(length_penalty):
+        raise UserError(f"length-penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise UserError(f"prompt {number} has no tokens; it must have at least 1.")
+        # Nothing reads the last token.
+        if getattr(model, "reach", None) is None and len(prompt) + max_new_tokens - 1 > context_length:
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens, which leaves {context_length - len(prompt) + 1} of the "
+                f"{max_new_tokens} new ones room in the context of {context_length}; ask for so many."
+            )
+    lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
+    T = 1 << (int(lengths_P.max()) - 1).bit_length()  # a power of two, so that few programs are compiled
+    tokens_PT = np.zeros((len(prompts), T), np.int32)
+    for row, prompt in zip(tokens_PT, prompts, strict=True):
+        row[T - len(prompt) :] = prompt
+    return _beam_search(
+        model, params, tokens_PT, lengths_P, np.float32(length_penalty), n_beams=n_beams,
+        max_new_tokens=max_new_tokens, stop_tokens=tuple(stop_tokens), dtype=jnp.dtype(cache_dtype),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("model", "n_beams", "max_new_tokens", "stop_tokens", "dtype"))
+def _beam_search(
+    model: nn.Module, params: Params, tokens_PT: jax.Array, lengths_P: jax.Array, length_penalty: jax.Array, *,
+    n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], dtype: Any,
+) -> Beams:  # fmt: skip
+    """Read the prompts, which end at the last place, and search."""
+    call = partial(model.apply, {"params": params})
+    T = tokens_PT.shape[1]
+
+    def read(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
+        places_T = jnp.arange(T) - (T - length)
+        cache = model.init_cache(T + max_new_tokens - 1, dtype)
+        x_TD, cache = call(tokens_T, jnp.where(places_T >= 0, places_T, EMPTY), cache, 0, method="extend")
+        return call(x_TD[-1], method="unembed"), cache
+
+    def advance(i: jax.Array, tokens_PN: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        def one(length: jax.Array, token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            x_1D, cache = call(token[None], length[None] + i, cache, T + i, method="extend")
+            return call(x_1D[0], method="unembed"), cache
+
+        return jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(lengths_P, tokens_PN, cache)
+
+    logits_PV, cache = jax.vmap(read)(tokens_PT, lengths_P)
+    return search(
+        advance, cache, logits_PV, length_penalty, n_beams=n_beams, max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+    )  # fmt: skip
+
+
+class _Beam(NamedTuple):
+    """What is known of one prompt's continuations."""
+
+    tokens_NT: jax.Array
+    """Those that go on, the likeliest first."""
+    logprobs_N: jax.Array
+    """Their summed log-probabilities."""
+    parents_N: jax.Array
+    """Where each stood a step before: whose cache it goes on from."""
+    ended_NT: jax.Array
+    """The best of those that have ended."""
+    scores_N: jax.Array
+    """Their scores; -inf where none has."""
+    hopeful: jax.Array
+    """Whether those that go on may still beat the worst of these."""
+
+
+def search(
+    advance: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
+    cache: Any,
+    logits_PV: jax.Array,
+    length_penalty: jax.Array | float,
+    *,
+    n_beams: int,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+) -> Beams:
+    """The search itself, which knows no model; to be jitted by its caller.
+
+    Args:
+      advance: given i, the i-th new tokens `(P, N)` and the cache of what stands before them, gives the logits
+        `(P, N, V)` of the tokens after and the longer cache. i, counted from 0, is the same for all.
+      cache: of the prompts; the first axis of every leaf is P. For `advance`, an axis N follows.
+      logits_PV: of the first new token.
+
+    Raises:
+      UserError: the vocabulary is too small for so many beams.
+    """
+    P, V = logits_PV.shape
+    choose = partial(_choose, length_penalty=length_penalty, stop_tokens=stop_tokens)
+    if n_beams * _spare(stop_tokens) > V:
+        raise UserError(f"n-beams is {n_beams}; for a vocabulary of {V} it must be at most {V // _spare(stop_tokens)}.")
+
+    none_NT = jnp.full((n_beams, max_new_tokens), EMPTY, jnp.int32)
+    # All beams begin alike, so only the first may be gone on from.
+    alone_N = jnp.where(jnp.arange(n_beams) == 0, 0.0, -jnp.inf)
+    never_N = jnp.full(n_beams, -jnp.inf)
+    empty = _Beam(none_NT, alone_N, jnp.zeros(n_beams, jnp.int32), none_NT, never_N, jnp.array(True))
+    beams_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), empty)
+    along_N = partial(jnp.repeat, repeats=n_beams, axis=1)
+    cache, logits_PNV = jax.tree.map(lambda x: along_N(x[:, None]), (cache, logits_PV))
+    beams_P = jax.vmap(choose, in_axes=(0, 0, None))(beams_P, logits_PNV, jnp.int32(0))
+
+    def more(carry: tuple[jax.Array, _Beam, Any]) -> jax.Array:
+        i, beams_P, _ = carry
+        return (i < max_new_tokens) & beams_P.hopeful.any()
+
+    def step(carry: tuple[jax.Array, _Beam, Any]) -> tuple[jax.Array, _Beam, Any]:
+        i, beams_P, cache = carry
+        cache = jax.tree.map(jax.vmap(lambda x_N, parents_N: x_N[parents_N]), cache, _like(cache, beams_P.parents_N))
+        last_PN = jax.lax.dynamic_index_in_dim(beams_P.tokens_NT, i - 1, axis=2, keepdims=False)
+        logits_PNV, cache = advance(i - 1, last_PN, cache)
+        return i + 1, jax.vmap(choose, in_axes=(0, 0, None))(beams_P, logits_PNV, i), cache
+
+    _, beams_P, _ = jax.lax.while_loop(more, step, (jnp.int32(1), beams_P, cache))
+    return Beams(beams_P.ended_NT, beams_P.scores_N)
+
+
+def _choose(
+    beam: _Beam, logits_NV: jax.Array, i: jax.Array, *, length_penalty: jax.Array | float, stop_tokens: tuple[int, ...]
+) -> _Beam:
+    """Go on from each continuation with the i-th new token, and keep the best."""
+    N, V = logits_NV.shape
+    logprobs_NV = beam.logprobs_N[:, None] + jax.nn.log_softmax(logits_NV.astype(jnp.float32))
+    # So many that, should all the likeliest end here, N are left to go on with.
+    logprobs_K, places_K = jax.lax.top_k(logprobs_NV.reshape(-1), N * _spare(stop_tokens))
+    from_K, token_K = places_K // V, places_K % V
+    tokens_KT = beam.tokens_NT[from_K].at[:, i].set(token_K)
+    ends_K = jnp.isin(token_K, jnp.array(stop_tokens, jnp.int32)) | (i + 1 == beam.tokens_NT.shape[1])
+
+    on_N, kept_N = jax.lax.top_k(jnp.where(ends_K, -jnp.inf, logprobs_K), N)
+
+    length = (i + 1).astype(jnp.float32) ** length_penalty
+    counts_K = ends_K & (jnp.arange(len(ends_K)) < N) & beam.hopeful
+    scores = jnp.append(beam.scores_N, jnp.where(counts_K, logprobs_K / length, -jnp.inf))
+    scores_N, best_N = jax.lax.top_k(scores, N)
+    ended_NT = jnp.concatenate([beam.ended_NT, tokens_KT])[best_N]
+    # Hugging Face's guess, for a score that may rise with the length: what it would be if it ended now.
+    hopeful = beam.hopeful & (on_N[0] / length > scores_N[-1])
+    return _Beam(tokens_KT[kept_N], on_N, from_K[kept_N], ended_NT, scores_N, hopeful)
+
+
+def _spare(stop_tokens: tuple[int, ...]) -> int:
+    """Candidates to look at for each beam."""
+    return max(2, 1 + len(stop_tokens))

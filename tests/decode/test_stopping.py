@@ -1,0 +1,77 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.decode.stopping import StopStrings
+from jaxformer.errors import UserError
+
+
+def feed(strings: list[str], pieces: list[str]) -> tuple[list[str], bool]:
+    """What is shown after each piece, and at the end."""
+    stop = StopStrings(strings)
+    shown = [stop.feed(piece) for piece in pieces]
+    return [*shown, stop.end()], stop.met
+
+
+def plain(strings: list[str], text: str) -> tuple[str, bool]:
+    """The whole text at once: the first place where a stop string ends, and the longest that ends there."""
+    for end in range(1, len(text) + 1):
+        ending = [s for s in strings if text[:end].endswith(s)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+@pytest.mark.parametrize(
+    ("strings", "pieces", "shown", "met"),
+    [
+        ([], ["ab", "c"], ["ab", "c", ""], False),
+        (["\n"], ["ab", "c\nd", "e"], ["ab", "c", "", ""], True),
+        (["stop"], ["a s", "t", "op b"], ["a ", "", "", ""], True),  # spans three pieces
+        (["stop"], ["a s", "t", "ar"], ["a ", "", "star", ""], False),
+        (["stop"], ["ends in sto"], ["ends in ", "sto"], False),
+        (["aab"], ["a", "a", "a", "b", "a"], ["", "", "a", "", "", ""], True),  # overlaps itself
+        (["aba"], ["abab"], ["", ""], True),
+        (["abac"], ["ab", "ab", "ac"], ["", "ab", "", ""], True),
+        (["END", "\n\n"], ["x\n", "EN", "\n", "\ny"], ["x", "\n", "EN", "", ""], True),
+        (["ab", "abc"], ["xa", "bc"], ["x", "", ""], True),  # one a prefix of another: the shorter is complete first
+        (["abc", "ab"], ["xabc"], ["x", ""], True),
+        (["bc", "abcd"], ["abc", "d"], ["a", "", ""], True),  # inside another
+        (["c", "abc"], ["ab", "c"], ["", "", ""], True),  # complete at the same place: the longest
+        (["é"], ["caf", "é!"], ["caf", "", ""], True),
+    ],
+)
+def test_by_hand(strings: list[str], pieces: list[str], shown: list[str], met: bool) -> None:
+    assert feed(strings, pieces) == (shown, met)
+
+
+PIECES = st.lists(st.text("abc", max_size=5), max_size=8)
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=5), max_size=4), PIECES)
+@settings(max_examples=400)
+def test_random_texts_show_what_a_plain_search_shows(strings: list[str], pieces: list[str]) -> None:
+    text = "".join(pieces)
+    shown, met = feed(strings, pieces)
+    assert ("".join(shown), met) == plain(strings, text)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), PIECES)
+@settings(max_examples=400)
+def test_no_more_is_held_back_than_could_begin_a_stop_string(strings: list[str], pieces: list[str]) -> None:
+    stop, shown, text = StopStrings(strings), "", ""
+    for piece in pieces:
+        shown, text = shown + stop.feed(piece), text + piece
+        if stop.met:
+            return
+        beginnings = {s[:n] for s in strings for n in range(1, len(s))}
+        longest = max((len(b) for b in beginnings if text.endswith(b)), default=0)
+        assert shown == text[: len(text) - longest]
+
+
+@pytest.mark.parametrize(
+    ("string", "said"), [("", "a stop string is empty"), ("a\ud800", r"stop string 'a\\ud800' can never occur")]
+)
+def test_a_string_that_cannot_stop_anything_is_refused(string: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        StopStrings(["fine", string])
