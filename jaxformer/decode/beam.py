@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.decode.generate import prompt_bucket
+from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
@@ -57,17 +59,22 @@ def beam_search(
             raise UserError(f"{name} is {value}; it must be at least 1.")
     if not np.isfinite(length_penalty):
         raise UserError(f"length-penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
+    if not prompts:
+        raise UserError("there is no prompt to continue; give at least 1.")
     for number, prompt in enumerate(prompts, start=1):
-        if not prompt:
-            raise UserError(f"prompt {number} has no tokens; it must have at least 1.")
-        # Nothing reads the last token.
-        if getattr(model, "reach", None) is None and len(prompt) + max_new_tokens - 1 > context_length:
+        if not 1 <= len(prompt) <= context_length:
             raise UserError(
-                f"prompt {number} has {len(prompt)} tokens, which leaves {context_length - len(prompt) + 1} of the "
-                f"{max_new_tokens} new ones room in the context of {context_length}; ask for so many."
+                f"prompt {number} has {len(prompt)} tokens; it must have at least 1 and at most the context's "
+                f"{context_length}."
+            )
+        room = context_length - len(prompt) + 1  # nothing reads the last token
+        if max_new_tokens > room and getattr(model, "reach", None) is None:
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens, which leaves {room} of the {max_new_tokens} new ones room "
+                f"in the context of {context_length}; ask for at most {room}."
             )
     lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
-    T = 1 << (int(lengths_P.max()) - 1).bit_length()  # a power of two, so that few programs are compiled
+    T = prompt_bucket(int(lengths_P.max()))
     tokens_PT = np.zeros((len(prompts), T), np.int32)
     for row, prompt in zip(tokens_PT, prompts, strict=True):
         row[T - len(prompt) :] = prompt
@@ -79,25 +86,26 @@ def beam_search(
 
 @partial(jax.jit, static_argnames=("model", "n_beams", "max_new_tokens", "stop_tokens", "dtype"))
 def _beam_search(
-    model: nn.Module, params: Params, tokens_PT: jax.Array, lengths_P: jax.Array, length_penalty: jax.Array, *,
+    model: Any, params: Params, tokens_PT: jax.Array, lengths_P: jax.Array, length_penalty: jax.Array, *,
     n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], dtype: Any,
 ) -> Beams:  # fmt: skip
-    """Read the prompts, which end at the last place, and search."""
+    """Read the prompts, all of which end at the last place, and search."""
     call = partial(model.apply, {"params": params})
     T = tokens_PT.shape[1]
+    lengths_R = jnp.repeat(lengths_P, n_beams)
 
     def read(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
-        places_T = jnp.arange(T) - (T - length)
+        place_T = jnp.arange(T) - (T - length)
         cache = model.init_cache(T + max_new_tokens - 1, dtype)
-        x_TD, cache = call(tokens_T, jnp.where(places_T >= 0, places_T, EMPTY), cache, 0, method="extend")
+        x_TD, cache = call(tokens_T, jnp.where(place_T >= 0, place_T, EMPTY), cache, 0, method="extend")
         return call(x_TD[-1], method="unembed"), cache
 
-    def advance(i: jax.Array, tokens_PN: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        def one(length: jax.Array, token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def advance(i: jax.Array, tokens_R: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        def one(token: jax.Array, length: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
             x_1D, cache = call(token[None], length[None] + i, cache, T + i, method="extend")
             return call(x_1D[0], method="unembed"), cache
 
-        return jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(lengths_P, tokens_PN, cache)
+        return jax.vmap(one)(tokens_R, lengths_R, cache)
 
     logits_PV, cache = jax.vmap(read)(tokens_PT, lengths_P)
     return search(
@@ -107,7 +115,7 @@ def _beam_search(
 
 
 class _Beam(NamedTuple):
-    """What is known of one prompt's continuations."""
+    """What is known of the continuations of one prompt."""
 
     tokens_NT: jax.Array
     """Those that go on, the likeliest first."""
@@ -136,28 +144,26 @@ def search(
     """The search itself, which knows no model; to be jitted by its caller.
 
     Args:
-      advance: given i, the i-th new tokens `(P, N)` and the cache of what stands before them, gives the logits
-        `(P, N, V)` of the tokens after and the longer cache. i, counted from 0, is the same for all.
-      cache: of the prompts; the first axis of every leaf is P. For `advance`, an axis N follows.
+      advance: given i, the i-th new token of each of R = P · N rows and the cache of what stands before them, gives
+        the logits `(R, V)` of the tokens after and the longer cache. i counts from 0.
+      cache: of the prompts, any arrays whose first axis is P; in `advance` it is R, a prompt's rows adjacent.
       logits_PV: of the first new token.
 
     Raises:
-      UserError: the vocabulary is too small for so many beams.
+      UserError: the vocabulary is too small for so many beams, or has no such stop token.
     """
     P, V = logits_PV.shape
-    choose = partial(_choose, length_penalty=length_penalty, stop_tokens=stop_tokens)
-    if n_beams * _spare(stop_tokens) > V:
-        raise UserError(f"n-beams is {n_beams}; for a vocabulary of {V} it must be at most {V // _spare(stop_tokens)}.")
-
+    Sampling(stop_tokens=stop_tokens).check_vocabulary(V)
+    most = V // _candidates(stop_tokens)
+    if n_beams > most:
+        raise UserError(f"n-beams is {n_beams}; for a vocabulary of {V} it must be at most {most}.")
+    choose = jax.vmap(partial(_choose, length_penalty=length_penalty, stop_tokens=stop_tokens), in_axes=(0, 0, None))
     none_NT = jnp.full((n_beams, max_new_tokens), EMPTY, jnp.int32)
-    # All beams begin alike, so only the first may be gone on from.
-    alone_N = jnp.where(jnp.arange(n_beams) == 0, 0.0, -jnp.inf)
     never_N = jnp.full(n_beams, -jnp.inf)
-    empty = _Beam(none_NT, alone_N, jnp.zeros(n_beams, jnp.int32), none_NT, never_N, jnp.array(True))
-    beams_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), empty)
-    along_N = partial(jnp.repeat, repeats=n_beams, axis=1)
-    cache, logits_PNV = jax.tree.map(lambda x: along_N(x[:, None]), (cache, logits_PV))
-    beams_P = jax.vmap(choose, in_axes=(0, 0, None))(beams_P, logits_PNV, jnp.int32(0))
+    alone_N = never_N.at[0].set(0.0)  # all begin alike, so only one may be gone on from
+    begun = _Beam(none_NT, alone_N, jnp.zeros(n_beams, jnp.int32), none_NT, never_N, jnp.array(True))
+    begun_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), begun)
+    cache, logits_RV = jax.tree.map(lambda x: jnp.repeat(x, n_beams, axis=0), (cache, logits_PV))
 
     def more(carry: tuple[jax.Array, _Beam, Any]) -> jax.Array:
         i, beams_P, _ = carry
@@ -165,12 +171,14 @@ def search(
 
     def step(carry: tuple[jax.Array, _Beam, Any]) -> tuple[jax.Array, _Beam, Any]:
         i, beams_P, cache = carry
-        cache = jax.tree.map(jax.vmap(lambda x_N, parents_N: x_N[parents_N]), cache, _like(cache, beams_P.parents_N))
+        parents_R = (jnp.arange(P)[:, None] * n_beams + beams_P.parents_N).reshape(-1)
+        cache = jax.tree.map(lambda x: x[parents_R], cache)
         last_PN = jax.lax.dynamic_index_in_dim(beams_P.tokens_NT, i - 1, axis=2, keepdims=False)
-        logits_PNV, cache = advance(i - 1, last_PN, cache)
-        return i + 1, jax.vmap(choose, in_axes=(0, 0, None))(beams_P, logits_PNV, i), cache
+        logits_RV, cache = advance(i - 1, last_PN.reshape(-1), cache)
+        return i + 1, choose(beams_P, logits_RV.reshape(P, n_beams, V), i), cache
 
-    _, beams_P, _ = jax.lax.while_loop(more, step, (jnp.int32(1), beams_P, cache))
+    chosen_P = choose(begun_P, logits_RV.reshape(P, n_beams, V), jnp.int32(0))
+    _, beams_P, _ = jax.lax.while_loop(more, step, (jnp.int32(1), chosen_P, cache))
     return Beams(beams_P.ended_NT, beams_P.scores_N)
 
 
@@ -181,13 +189,12 @@ def _choose(
     N, V = logits_NV.shape
     logprobs_NV = beam.logprobs_N[:, None] + jax.nn.log_softmax(logits_NV.astype(jnp.float32))
     # So many that, should all the likeliest end here, N are left to go on with.
-    logprobs_K, places_K = jax.lax.top_k(logprobs_NV.reshape(-1), N * _spare(stop_tokens))
+    logprobs_K, places_K = jax.lax.top_k(logprobs_NV.reshape(-1), N * _candidates(stop_tokens))
     from_K, token_K = places_K // V, places_K % V
-    tokens_KT = beam.tokens_NT[from_K].at[:, i].set(token_K)
-    ends_K = jnp.isin(token_K, jnp.array(stop_tokens, jnp.int32)) | (i + 1 == beam.tokens_NT.shape[1])
-
+    place_T = jnp.arange(beam.tokens_NT.shape[1])
+    tokens_KT = jnp.where(place_T == i, token_K[:, None], beam.tokens_NT[from_K])
+    ends_K = jnp.isin(token_K, jnp.array(stop_tokens, jnp.int32)) | (i == place_T[-1])
     on_N, kept_N = jax.lax.top_k(jnp.where(ends_K, -jnp.inf, logprobs_K), N)
-
     length = (i + 1).astype(jnp.float32) ** length_penalty
     counts_K = ends_K & (jnp.arange(len(ends_K)) < N) & beam.hopeful
     scores = jnp.append(beam.scores_N, jnp.where(counts_K, logprobs_K / length, -jnp.inf))
@@ -198,6 +205,6 @@ def _choose(
     return _Beam(tokens_KT[kept_N], on_N, from_K[kept_N], ended_NT, scores_N, hopeful)
 
 
-def _spare(stop_tokens: tuple[int, ...]) -> int:
-    """Candidates to look at for each beam."""
+def _candidates(stop_tokens: tuple[int, ...]) -> int:
+    """How many continuations to look at for each beam."""
     return max(2, 1 + len(stop_tokens))

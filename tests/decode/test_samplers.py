@@ -20,6 +20,7 @@ from jaxformer.decode.samplers import (
     Drawn,
     History,
     Sampling,
+    _invert,
     adjust,
     begin,
     draw,
@@ -180,6 +181,11 @@ def test_the_largest_of_a_mass_are_those_a_sort_finds(pairs: list[tuple[int, int
     assert_array_equal(LARGEST(x, weights, mass=mass), wanted)
 
 
+def test_the_two_zeros_of_floating_point_are_a_tie() -> None:
+    kept = LARGEST(jnp.array([-0.0, 0.0, -1.0]), jnp.array([0.3, 0.3, 0.4]), mass=0.1)
+    assert kept.tolist() == [True, True, False]
+
+
 def test_penalties_of_repetition_by_hand() -> None:
     sampling = Sampling(repetition_penalty=2.0)
     logits = jnp.array([1.0, 1.0, -1.0, -1.0, 3.0])
@@ -312,6 +318,11 @@ def test_what_is_filtered_out_is_never_drawn(V: int) -> None:
         jax.random.split(jax.random.key(1), 2000)
     )
     assert np.isfinite(logits[drawn]).all()
+
+
+@pytest.mark.parametrize(("u", "wanted"), [(0.0, 1), (0.24, 1), (0.25, 3), (1 - 2**-23, 3)])
+def test_the_first_and_the_last_share_fall_on_places_that_have_weight(u: float, wanted: int) -> None:
+    assert _invert(jnp.array([0.0, 1.0, 0.0, 3.0, 0.0]), jnp.float32(u)) == wanted
 
 
 @pytest.mark.parametrize("logits", [[-inf, -inf, -inf], [nan, nan, nan], [inf, 0.0, inf]])

@@ -1,0 +1,172 @@
+"""Beam search against Hugging Face's, and against what scores and beams mean.
+
+Hugging Face's side is stored; `tests/fixtures/make_beams_hf.py` made it.
+"""
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+
+from jaxformer.decode.beam import _beam_search, beam_search, search
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.ops.masks import EMPTY
+from tests.arrays import apply, assert_close, build, normal
+from tests.helpers import ROOT
+
+GPT2 = DecoderConfig(
+    61, 32, d_model=32, n_blocks=2, n_heads=4, output_projection=True, attention_bias=True, d_ff=(64,),
+    activation="gelu", norm="layernorm", final_norm=True, unembedding="tied",
+)  # fmt: skip
+ROPE = DecoderConfig(
+    23, 16, d_model=12, n_blocks=2, n_heads=3, n_kv_heads=1, output_projection=True, d_ff=(17,), norm="rmsnorm",
+    positions="rope", window=5,
+)  # fmt: skip
+STOPS: dict[str, tuple[int, ...]] = {"no stop": (), "one stop": (18,), "two stops": (55, 46)}
+PROMPTS = [[3], [5, 1, 4, 1, 5, 9], [2, 7]]
+
+
+@pytest.fixture(scope="module")
+def hugging_face() -> dict[str, np.ndarray]:
+    with np.load(ROOT / "tests/fixtures/beams_hf.npz") as stored:
+        return dict(stored)
+
+
+@pytest.fixture(scope="module")
+def gpt2(hugging_face: dict) -> tuple[nn.Module, Params]:
+    """Hugging Face's model."""
+    weights = {
+        name.removeprefix("weights."): array.astype(np.float32)
+        for name, array in hugging_face.items()
+        if name.startswith("weights.")
+    }
+    return GPT2.build(), unflatten_dict(weights, sep=".")
+
+
+@pytest.fixture(scope="module")
+def rope() -> tuple[nn.Module, Params]:
+    return build(ROPE)
+
+
+def unpadded(tokens_PT: np.ndarray) -> list[list[int]]:
+    return [row[row != EMPTY].tolist() for row in tokens_PT]
+
+
+def test_the_model_is_hugging_faces(gpt2: tuple, hugging_face: dict) -> None:
+    prompt = unpadded(hugging_face["prompts"])[-1]
+    assert_close(apply(*gpt2, jnp.array(prompt))[-1], hugging_face["logits"])
+
+
+@pytest.mark.parametrize("penalty", [0.6, 1.0, 2.0])
+@pytest.mark.parametrize("stops", STOPS)
+def test_the_beams_are_hugging_faces(gpt2: tuple, hugging_face: dict, stops: str, penalty: float) -> None:
+    # Hugging Face was given one prompt at a time.
+    tokens_PNT, scores_PN = (hugging_face[f"{stops}, {penalty}: {what}"] for what in ("tokens", "scores"))
+    found = beam_search(
+        *gpt2, unpadded(hugging_face["prompts"]), n_beams=4, max_new_tokens=14, context_length=32,
+        length_penalty=penalty, stop_tokens=STOPS[stops],
+    )  # fmt: skip
+    np.testing.assert_array_equal(found.tokens_PNT, tokens_PNT)
+    assert_close(found.scores_PN, scores_PN)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scores_are_those_of_full_passes_over_the_texts(rope: tuple, dtype: Any) -> None:
+    # A cache that went on from another's would show here; bfloat16 rounds keys and values to 8 bits.
+    n, penalty = 9, 0.7
+    found = beam_search(
+        *rope, PROMPTS, n_beams=3, max_new_tokens=n, context_length=16, length_penalty=penalty, stop_tokens=(4, 20),
+        cache_dtype=dtype,
+    )  # fmt: skip
+    for prompt, tokens_NT, scores_N in zip(PROMPTS, found.tokens_PNT, found.scores_PN, strict=True):
+        assert len({tuple(tokens) for tokens in tokens_NT.tolist()}) == 3
+        assert (np.diff(scores_N) <= 0).all()
+        for made, score in zip(unpadded(np.asarray(tokens_NT)), scores_N, strict=True):
+            assert len(made) == n or made[-1] in (4, 20)
+            assert not {4, 20} & set(made[:-1])
+            logprobs_TV = jax.nn.log_softmax(apply(*rope, jnp.array((prompt + made + [0] * n)[:16])))
+            sum_of_them = sum(logprobs_TV[len(prompt) - 1 + i, token] for i, token in enumerate(made))
+            assert_close(score, sum_of_them / len(made) ** penalty, 1e-5 if dtype == jnp.float32 else 1e-2)
+    ends = (found.tokens_PNT == EMPTY).any(axis=2)
+    assert ends.any() and not ends.all()
+
+
+def markov(table_VV: jax.Array, starts: list[int], stops: tuple[int, ...] = (), **asked: Any) -> tuple[list, list]:
+    """Search in a chain of tokens, where the cache is how many tokens were read."""
+
+    def advance(i: jax.Array, tokens_R: jax.Array, read_R: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wrong_R = jnp.where(read_R == i, 0, jnp.nan)  # what comes after must have been read
+        return table_VV[tokens_R] + wrong_R[:, None], read_R + 1
+
+    start = jnp.array(starts)
+    found = jax.jit(partial(search, advance, stop_tokens=stops, **asked))(0 * start, table_VV[start], 1.0)
+    return found.tokens_PNT.tolist(), found.scores_PN
+
+
+def test_one_beam_is_greedy() -> None:
+    table_VV = 3 * normal(11, 11)
+    tokens, scores = markov(table_VV, [4, 7], n_beams=1, max_new_tokens=6)
+    logprobs_VV = np.asarray(jax.nn.log_softmax(table_VV))
+    for start, (made,), (score,) in zip([4, 7], tokens, scores, strict=True):
+        token, total = start, 0.0
+        for got in made:
+            assert got == logprobs_VV[token].argmax()
+            token, total = got, total + logprobs_VV[token, got]
+        assert_close(score, total / 6)
+
+
+def test_a_beam_finds_what_greed_misses() -> None:
+    # From 0: 1 has 0.6 and 2 has 0.4; but 1 goes on evenly to four, and 2 surely to 3.
+    chances = np.full((4, 4), 0.25)
+    chances[0], chances[2] = [1e-9, 0.6, 0.4, 1e-9], [1e-9, 1e-9, 1e-9, 1]
+    tokens, scores = markov(jnp.log(chances), [0], n_beams=2, max_new_tokens=2)
+    assert tokens[0][0] == [2, 3]
+    assert_close(scores[0][0], np.log(0.4) / 2)
+    assert tokens[0][1][0] == 1
+    assert_close(scores[0][1], np.log(0.6 * 0.25) / 2)
+
+
+def test_one_new_token_is_one_of_the_likeliest(rope: tuple) -> None:
+    found = beam_search(*rope, PROMPTS, n_beams=2, max_new_tokens=1, context_length=16)
+    for prompt, tokens_N1 in zip(PROMPTS, found.tokens_PNT, strict=True):
+        logits_V = apply(*rope, jnp.array(prompt + [0] * 10))[len(prompt) - 1]
+        assert tokens_N1.ravel().tolist() == np.argsort(-logits_V)[:2].tolist()
+
+
+def test_writing_to_the_cache_is_no_scatter(rope: tuple) -> None:
+    lengths = np.array([3, 4], np.int32)
+    compiled = _beam_search.lower(
+        *rope, np.zeros((2, 8), np.int32), lengths, np.float32(1), n_beams=3, max_new_tokens=5, stop_tokens=(1,),
+        dtype=jnp.dtype("float32"),
+    ).compile()  # fmt: skip
+    assert "dynamic-update-slice" in compiled.as_text()
+    assert " scatter(" not in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"n_beams": 0}, "n-beams is 0; it must be at least 1"),
+        ({"n_beams": 31}, "n-beams is 31; for a vocabulary of 61 it must be at most 30"),
+        ({"n_beams": 16, "stop_tokens": (1, 2, 3)}, "n-beams is 16; .* at most 15"),
+        ({"max_new_tokens": 0}, "max-new-tokens is 0; it must be at least 1"),
+        ({"length_penalty": float("nan")}, "length-penalty is nan"),
+        ({"stop_tokens": (61,)}, "a stop token is 61; it must be from 0 to 60"),
+        ({"prompts": []}, "no prompt"),
+        ({"prompts": [[1], []]}, "prompt 2 has 0 tokens; it must have at least 1"),
+        ({"prompts": [[1], [1] * 30], "max_new_tokens": 4}, "prompt 2 has 30 tokens, which leaves 3 of the 4 new ones"),
+        ({"prompts": [[1] * 33]}, "prompt 1 has 33 tokens; .* at most the context's 32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_searched_is_refused(gpt2: tuple, changed: dict, said: str) -> None:
+    asked = {"prompts": [[1]], "n_beams": 2, "max_new_tokens": 3, "context_length": 32} | changed
+    with pytest.raises(UserError, match=said):
+        beam_search(*gpt2, asked.pop("prompts"), **asked)
