@@ -200,7 +200,8 @@ class _Run:
             if at != starts[-1]:
                 cache = programs.read(self.model, self.params, *inputs, **sizes)
         prompts_BP = left_aligned(texts, width if len(starts) == 1 else doubled(self.chunk, longest))
-        return programs.start(
+        start = programs.start if n_samples == 1 else programs.start_samples
+        return start(
             self.model, self.sampling, self.params, *inputs, np.int32(longest - 1 - starts[-1]),
             (self.place(prompts_BP), self.place(lengths_B)), self.history, self.place(self.seeds_R),
             self.place(self.ended_B.copy()), np.int32(self.made), n_samples=n_samples, **sizes,

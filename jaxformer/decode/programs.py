@@ -69,12 +69,7 @@ def _read(
     return jax.vmap(one)(tokens_BT, positions_BT, cache)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("model", "sampling", "n_samples", "n_slots", "n_read", "dtype"),
-    donate_argnames=("cache", "history"),
-)
-def start(
+def _start(
     model: nn.Module, sampling: Sampling, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array,
     slot: jax.Array, last: jax.Array, prompts: tuple[jax.Array, jax.Array], history: History | None,
     seeds_R: jax.Array, done_R: jax.Array, made: jax.Array, *,
@@ -102,6 +97,11 @@ def start(
     drawn_B, done_R = _end(drawn_B, done_R, sampling)
     made_1B = Made(jnp.int32(1), jax.tree.map(lambda x: x[None], drawn_B), done_R)
     return Rows(cache, history, drawn_B.token, done_R), made_1B
+
+
+_SIZES = ("model", "sampling", "n_samples", "n_slots", "n_read", "dtype")
+start = jax.jit(_start, static_argnames=_SIZES, donate_argnames=("cache", "history"))
+start_samples = jax.jit(_start, static_argnames=_SIZES)  # with n_samples above 1: a larger cache cannot use its space
 
 
 @partial(jax.jit, static_argnames=("model", "sampling", "n_read", "dtype"), donate_argnames="rows")

@@ -60,6 +60,7 @@ class MultiHeadAttention(nn.Module):
             q_HTK = rope(q_HTK, positions_T, self.rope_base)
             k_GTK = rope(k_GTK, positions_T, self.rope_base)
         if cache is not None and T == 1:
+            assert isinstance(mask, jax.Array)  # of the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GTK, v_GTK, cache, slot, mask, self.scale)
         else:
             if cache is not None:

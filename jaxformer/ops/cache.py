@@ -104,22 +104,20 @@ def write(whole: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) 
     JAX's own rule makes a scatter of it, and the compiler of that a copy of the whole array at every step.
     """
 
-    @jax.custom_batching.custom_vmap
-    def put(whole: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    def update(whole: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)
+
+    put = jax.custom_batching.custom_vmap(update)
 
     @put.def_vmap
     def batched(
         size: int, is_batched: list[bool], whole: jax.Array, part: jax.Array, start: jax.Array
     ) -> tuple[jax.Array, bool]:
-        whole_batched, part_batched, start_batched = is_batched
-        if start_batched:
-            axes = tuple(0 if batched else None for batched in is_batched)
-            update = lambda *args: jax.lax.dynamic_update_slice_in_dim(*args, axis)  # noqa: E731
-            return jax.vmap(update, axes)(whole, part, start), True
-        if not whole_batched:
+        if is_batched[2]:
+            return jax.vmap(update, tuple(0 if b else None for b in is_batched))(whole, part, start), True
+        if not is_batched[0]:
             whole = jnp.broadcast_to(whole, (size, *whole.shape))
-        if not part_batched:
+        if not is_batched[1]:
             part = jnp.broadcast_to(part, (size, *part.shape))
         return write(whole, part, start, axis + 1), True
 

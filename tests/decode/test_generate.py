@@ -7,22 +7,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxformer.config import ModelConfig
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Generation, Piece, Sampling, generate, programs
+from jaxformer.decode.generate import prompt_bucket
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
-from tests.arrays import build
+from jaxformer.ops.masks import EMPTY
+from jaxformer.sharding import make_mesh, shardings
+from tests.arrays import assert_close, build, random_params, random_tokens
 
 V, CONTEXT = 23, 11
-GREEDY, RANDOM = Sampling(0), Sampling(1.5, top_k=13)
-DECODER = DecoderConfig(
-    V, CONTEXT, d_model=12, n_blocks=2, n_heads=3, n_kv_heads=1, output_projection=True, d_ff=(17,), norm="rmsnorm",
+GREEDY, RANDOM = Sampling(0), Sampling(1.5)
+ALL = Sampling(1.0, top_logprobs=V)
+"""Reports the log-probability of every token."""
+ROPE = DecoderConfig(
+    V, CONTEXT, d_model=12, n_blocks=1, n_heads=3, n_kv_heads=1, output_projection=True, d_ff=(17,), norm="rmsnorm",
     positions="rope", window=7,
 )  # fmt: skip
-LEARNED = replace(DECODER, n_blocks=1, positions="learned", window=None)
+LEARNED = replace(ROPE, positions="learned", window=None)
+CONFIGS = {
+    "learned, pre-norm": replace(ROPE, n_kv_heads=3, norm="layernorm", positions="learned", window=None),
+    "sinusoidal, post-norm": replace(ROPE, positions="sinusoidal", norm_placement="post", window=None),
+    "rope, window, one key head": replace(ROPE, n_blocks=2),
+    "rope, final norm, tied": replace(
+        ROPE, n_kv_heads=3, qk_norm=True, final_norm=True, unembedding="tied", window=None
+    ),
+    "no positions, no norm": replace(ROPE, positions="none", norm="none", window=5),
+    "mlp logits, two key heads": replace(
+        LEARNED, n_heads=4, n_kv_heads=2, output_projection=False, residual=False, unembedding="mlp"
+    ),
+}
 MLP = MLPConfig(V, CONTEXT, d_model=5, d_ff=(13,), concatenate=True)
 PROMPTS = [[3], [5, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7]]
 BEYOND = 23
@@ -33,75 +52,223 @@ Model = tuple[nn.Module, Params]
 
 @pytest.fixture(scope="module")
 def decoder() -> Model:
-    return build(LEARNED)
+    return build(ROPE)
 
 
-def begin(model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling = GREEDY, **kwargs: Any) -> Any:
-    """`generate` with seeds 0, 1, …"""
+def begin(
+    model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling = GREEDY, **kwargs: Any
+) -> Generation:
+    """`generate` with seeds 0, 1, …, and no more slots than a prompt takes."""
     seeds = range(len(prompts) * kwargs.get("n_samples", 1))
-    given = {"seeds": seeds, "max_new_tokens": n, "context_length": CONTEXT, "prefill_chunk": 8} | kwargs
+    given = {"seeds": seeds, "max_new_tokens": n, "context_length": CONTEXT, "prefill_chunk": 16} | kwargs
     return generate(*model, prompts, sampling, **given)
+
+
+def whole(pieces: Sequence[Piece]) -> Piece:
+    return Piece(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
 
 
 def run(model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling = GREEDY, **kwargs: Any) -> list:
     """All new tokens, a list a row."""
-    pieces = begin(model, prompts, n, sampling, **kwargs)
-    return np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
+    return whole(list(begin(model, prompts, n, sampling, **kwargs))).tokens_BN.tolist()
 
 
-def naive(model: Model, prompt: Sequence[int], n: int) -> list[int]:
-    """Full passes, padded on the right to one shape; a row longer than the context goes on from its last half,
-    if positions end there."""
-    forward = jax.jit(lambda tokens_T: model[0].apply({"params": model[1]}, tokens_T))
-    ends = model[0].config.positions == "learned"
-    row, made = list(prompt), []
-    for _ in range(n):
-        if ends and len(row) > CONTEXT:
-            row = row[-(CONTEXT // 2) :]
-        logits_TV = forward(jnp.array(row + [0] * ((CONTEXT if ends else CONTEXT + BEYOND) - len(row))))
-        made.append(int(logits_TV[len(row) - 1].argmax()))
-        row.append(made[-1])
-    return made
+def distributions(piece: Piece) -> np.ndarray:
+    """Log-probabilities `(B, N, V)` of a sampling that reports all."""
+    found = np.full(piece.top_logprobs_BNn.shape, np.nan)
+    np.put_along_axis(found, piece.top_tokens_BNn, piece.top_logprobs_BNn, axis=-1)
+    return found
 
 
-@pytest.mark.parametrize("config", [DECODER, LEARNED], ids=["rope and window", "learned"])
-def test_greedy_equals_full_passes_also_past_the_context(config: ModelConfig) -> None:
-    model = build(config)
-    made = run(model, PROMPTS, BEYOND)
-    assert made == [naive(model, prompt, BEYOND) for prompt in PROMPTS]
-    assert len({tuple(row) for row in made}) > 1
+def assert_equals_full_passes(
+    model: Model, prompts: Sequence[Sequence[int]], n: int, padded: int = 0, **kwargs: Any
+) -> None:
+    """What was drawn from is, at each token, what the model gives for the whole text up to there."""
+    piece = whole(list(begin(model, prompts, n, ALL, **kwargs)))
+    texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, piece.tokens_BN.tolist(), strict=True)]
+    longest = max(padded, *map(len, texts))
+    tokens_BT = jnp.array([text + [0] * (longest - len(text)) for text in texts])
+    logits_BTV = jax.jit(jax.vmap(lambda tokens_T: model[0].apply({"params": model[1]}, tokens_T)))(tokens_BT)
+    wanted_BTV = np.asarray(jax.nn.log_softmax(logits_BTV))
+    wanted = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
+    assert_close(distributions(piece), wanted, 1e-5 * max(1, float(jnp.abs(logits_BTV).max()) / np.abs(wanted).max()))
+    chosen = np.take_along_axis(wanted, piece.tokens_BN[..., None], axis=-1)[..., 0]
+    assert_close(piece.logprobs_BN, chosen)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_the_first_row_is_the_same_alone_and_in_a_batch(decoder: Model, sampling: Sampling) -> None:
-    batch = PROMPTS[1:]
-    assert run(decoder, batch, BEYOND, sampling)[0] == run(decoder, batch[:1], BEYOND, sampling)[0]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_ragged_batch_equals_full_passes_also_past_the_context(name: str) -> None:
+    """Lengths 1 to the context in one batch. Learned positions end with the context."""
+    config = CONFIGS[name]
+    ends = not config.goes_on
+    lengths = range(1, CONTEXT if ends else CONTEXT + 1)
+    prompts = [random_tokens(V, length, seed=length).tolist() for length in lengths]
+    assert_equals_full_passes(build(config), prompts, 2 if ends else BEYOND)
 
 
-def test_the_seed_decides_and_rows_draw_apart(decoder: Model) -> None:
-    same = [PROMPTS[1]] * 3
-    first, again, other = (run(decoder, same, 17, RANDOM, seeds=seeds) for seeds in ([0, 1, 2], [0, 1, 2], [3, 4, 5]))
-    assert first == again
-    assert first != other
+def test_a_prompt_can_be_cut_into_chunks_anywhere() -> None:
+    """Chunks of 4: every length from 1 to the context ends a chunk at another place."""
+    model = build(replace(ROPE, window=None))
+    for length in range(1, CONTEXT + 1):
+        prompt = random_tokens(V, length, seed=length).tolist()
+        assert_equals_full_passes(model, [prompt], 12, prefill_chunk=4, padded=CONTEXT + 12)
+
+
+def test_a_ring_of_slots_is_gone_round_while_the_prompt_is_read() -> None:
+    """A window of 3 and chunks of 4 have 8 slots, for a prompt of 29."""
+    model = build(replace(ROPE, window=3, context_length=31))
+    prompts = [random_tokens(V, length).tolist() for length in (29, 6)]
+    assert_equals_full_passes(model, prompts, 20, context_length=31, prefill_chunk=4)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    positions=st.sampled_from(["none", "learned", "sinusoidal", "rope"]),
+    placement=st.sampled_from(["pre", "post"]),
+    heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
+    window=st.none() | st.integers(1, 13),
+    context=st.integers(2, 19),
+    chunk=st.sampled_from([3, 8, 512]),
+    n=st.integers(1, 21),
+    data=st.data(),
+)
+def test_any_shape_equals_full_passes(
+    positions: Any, placement: Any, heads: tuple, window: int | None, context: int, chunk: int, n: int, data: Any
+) -> None:
+    config = replace(
+        ROPE, context_length=context, n_blocks=1, n_heads=heads[0], n_kv_heads=heads[1], positions=positions,
+        norm_placement=placement, window=window, head_dim=6,
+    )  # fmt: skip
+    longest = context if config.goes_on else context - 1
+    n = n if config.goes_on else 1
+    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
+    prompts = [random_tokens(V, length, seed=length).tolist() for length in lengths]
+    assert_equals_full_passes(build(config), prompts, n, context_length=context, prefill_chunk=chunk)
+
+
+def test_learned_positions_go_on_from_the_last_half_of_the_context() -> None:
+    model, params = build(LEARNED)
+    forward = jax.jit(lambda tokens_T: model.apply({"params": params}, tokens_T))
+    wanted = []
+    for prompt in PROMPTS:
+        row, made = list(prompt), []
+        for _ in range(BEYOND):
+            if len(row) > CONTEXT:
+                row = row[-(CONTEXT // 2) :]
+            made.append(int(forward(jnp.array(row + [0] * (CONTEXT - len(row))))[len(row) - 1].argmax()))
+            row.append(made[-1])
+        wanted.append(made)
+    assert run((model, params), PROMPTS, BEYOND) == wanted
+    assert len({tuple(row) for row in wanted}) > 1
+
+
+@pytest.mark.parametrize("mesh", ["data=8", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_eight_devices_equal_one(mesh: str) -> None:
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
+        pytest.skip("JAX_NUM_CPU_DEVICES asks for fewer than eight devices")
+    model, params = build(replace(ROPE, n_heads=2, n_kv_heads=2))
+    prompts = PROMPTS * 2
+    split = jax.device_put(params, shardings(params, make_mesh(mesh, devices[:8])))
+    one, eight = (whole(list(begin((model, p), prompts, 9, ALL))) for p in (params, split))
+    np.testing.assert_array_equal(one.tokens_BN, eight.tokens_BN)
+    assert_close(distributions(eight), distributions(one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.bfloat16, 0.03), (jnp.int8, 0.06)], ids=["bfloat16", "int8"])
+def test_a_smaller_cache_moves_the_logits_a_little(dtype: Any, bound: float) -> None:
+    """Next to logits of up to about 5; keys and values are off by 2^-9 and by 1/254 of their largest."""
+    model = build(replace(ROPE, n_kv_heads=3, n_blocks=2))
+    full, small = (whole(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=d))) for d in (jnp.float32, dtype))
+    same = (full.tokens_BN == small.tokens_BN).cumprod(axis=1).astype(bool)  # of one text until a draw differs
+    assert same[:, :3].all()
+    moved = np.abs(distributions(small) - distributions(full))[same]
+    assert 0 < moved.max() < bound
+
+
+def test_a_batch_equals_its_rows_one_by_one(decoder: Model) -> None:
+    model = decoder
+    together = whole(list(begin(model, PROMPTS, BEYOND, ALL, seeds=[5, 6, 7, 8])))
+    for i, prompt in enumerate(PROMPTS):
+        alone = whole(list(begin(model, [prompt], BEYOND, ALL, seeds=[5 + i])))
+        np.testing.assert_array_equal(together.tokens_BN[i], alone.tokens_BN[0])
+        assert_close(distributions(together)[i], distributions(alone)[0])
+
+
+def test_what_fills_the_prompts_up_changes_no_bit(decoder: Model) -> None:
+    zero, other = (whole(list(begin(decoder, PROMPTS, 17, ALL, fill_token=fill))) for fill in (0, 22))
+    for a, b in zip(zero, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_samples_of_a_prompt_equal_the_prompt_repeated_and_read_it_once(
+    decoder: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, start = [], programs.start_samples
+    monkeypatch.setattr(
+        programs, "start_samples", lambda *args, **kwargs: read.append(len(args[4])) or start(*args, **kwargs)
+    )
+    samples = run(decoder, PROMPTS[:2], 5, RANDOM, n_samples=2)
+    assert read == [2]
+    assert samples == run(decoder, [p for p in PROMPTS[:2] for _ in range(2)], 5, RANDOM)
+    assert samples[0] != samples[1]
+
+
+def test_seeds_decide_and_rows_draw_apart(decoder: Model) -> None:
+    same, seeds = [PROMPTS[1]] * 4, [0, 1, 2, 2**32 - 1]
+    first, turned = (run(decoder, same, 17, RANDOM, seeds=s) for s in (seeds, [seeds[-1], *seeds[:-1]]))
+    assert first == [*turned[1:], turned[0]]
     assert first[0] != first[1] != first[2]
 
 
 @pytest.mark.parametrize("n", [1, 2, 17, 18])  # one token of the prefill and a chunk of 16
 def test_exactly_as_many_tokens_as_asked_for(decoder: Model, n: int) -> None:
-    made = run(decoder, PROMPTS[:2], n)
-    assert [len(row) for row in made] == [n, n]
+    made = run(decoder, PROMPTS, n)
+    assert [len(row) for row in made] == [n] * 4
     assert all(0 <= token < V for row in made for token in row)
 
 
-def test_tokens_come_in_portions(decoder: Model) -> None:
-    parts = [piece.tokens_BN for piece in begin(decoder, PROMPTS[:1], 30)]
-    assert all(part.shape[0] == 1 and 1 <= part.shape[1] <= 16 and part.dtype == np.int32 for part in parts)
-    assert parts[0].shape[1] == 1  # the first token does not wait for more
+@pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
+def test_tokens_come_in_portions_the_first_alone(config: ModelConfig) -> None:
+    pieces = list(begin(build(config), PROMPTS, 30))
+    assert [piece.tokens_BN.shape for piece in pieces] == [(4, 1), (4, 16), (4, 13)]
+    assert pieces[1].tokens_BN.dtype == np.int32
+    assert pieces[1].logprobs_BN.shape == (4, 16)
+    assert pieces[1].top_tokens_BNn.shape == pieces[1].top_logprobs_BNn.shape == (4, 16, 0)
 
 
-def test_what_fills_the_prompts_up_does_not_matter_with_a_cache(decoder: Model) -> None:
-    zero, other = (run(decoder, PROMPTS, 17, RANDOM, fill_token=fill) for fill in (0, 22))
-    assert zero == other
+@pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
+def test_a_stop_token_is_delivered_and_ends_its_row_only(config: ModelConfig) -> None:
+    model = build(config)
+    free = run(model, PROMPTS, BEYOND, RANDOM)
+    stop = free[1][4]
+    wanted = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    made = run(model, PROMPTS, BEYOND, replace(RANDOM, stop_tokens=(stop,)))
+    assert any(len(row) < BEYOND for row in wanted)
+    n = max(map(len, wanted))
+    assert made == [row + [EMPTY] * (n - len(row)) for row in wanted]
+
+
+def test_decoding_stops_when_all_rows_are_done(decoder: Model) -> None:
+    stop_always = replace(RANDOM, stop_tokens=tuple(range(V)))
+    assert [piece.tokens_BN.shape for piece in begin(decoder, PROMPTS, BEYOND, stop_always)] == [(4, 1)]
+
+
+def test_a_row_can_be_ended_from_outside_also_before_it_begins() -> None:
+    model = build(ROPE)
+    free = run(model, PROMPTS, 40)
+    generation = begin(model, PROMPTS, 40)
+    generation.end(3)
+    pieces = [next(generation), next(generation)]
+    generation.end(0)
+    pieces += generation
+    made = whole(pieces).tokens_BN.tolist()
+    assert made == [free[0][:17] + [EMPTY] * 23, free[1], free[2], [EMPTY] * 40]
+    for row in range(4):
+        generation.end(row)
+    assert list(generation) == []
 
 
 @pytest.mark.parametrize("n", [7, BEYOND])
@@ -115,18 +282,116 @@ def test_a_model_without_a_cache_slides_a_window_over_its_last_tokens(n: int) ->
             row.append(int(forward(jnp.array(row[-CONTEXT:])).argmax()))
         wanted.append(row[-n:])
     assert run((model, params), PROMPTS, n) == wanted
+    assert run((model, params), PROMPTS[:2], n, n_samples=2) == [row for row in wanted[:2] for _ in range(2)]
+
+
+class GRULanguageModel(nn.Module):
+    """Not of this project: a recurrent model, whose cache is a state and has no slots."""
+
+    reach = 1
+
+    def setup(self) -> None:
+        self.embed, self.cell, self.out = nn.Embed(V, 13), nn.GRUCell(13), nn.Dense(V)
+
+    def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
+        return jnp.zeros(13)
+
+    def extend(self, tokens_T: jax.Array, positions_T: jax.Array, state: jax.Array, slot: Any) -> tuple:
+        outputs = []
+        for x, position in zip(self.embed(tokens_T), positions_T, strict=True):
+            new, _ = self.cell(state, x)
+            state = jnp.where(position == EMPTY, state, new)
+            outputs.append(state)
+        return jnp.stack(outputs), state
+
+    def unembed(self, x: jax.Array) -> jax.Array:
+        return self.out(x)
+
+    def __call__(self, tokens_T: jax.Array) -> jax.Array:
+        return self.unembed(self.extend(tokens_T, jnp.arange(len(tokens_T)), self.init_cache(0, None), 0)[0])
+
+
+def test_a_model_that_is_not_ours_and_keeps_a_state_goes_on_for_ever() -> None:
+    model = GRULanguageModel()
+    params = random_params(model, jnp.zeros(3, jnp.int32))
+    assert_equals_full_passes((model, params), PROMPTS, 15)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "n", "said"),
+    ("prompts", "given", "said"),
     [
-        ([[]], 3, "the prompt has 0 tokens"),
-        ([[1], [0] * 12], 3, "prompt 2 has 12 tokens.*11"),
-        ([[1]], 0, "max_new_tokens is 0"),
-        ([[1]], -1, "max_new_tokens is -1"),
+        ([[]], {}, "the prompt has 0 tokens"),
+        ([[1], [0] * 12], {}, "prompt 2 has 12 tokens.*11"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1]], {"n_samples": 0, "seeds": []}, "n_samples is 0"),
+        ([[1]], {"prefill_chunk": -1}, "prefill_chunk is -1"),
+        ([[1]], {"seeds": [2**32]}, "seed is 4294967296"),
+        ([[1]], {"seeds": [-1]}, "seed is -1"),
     ],
-    ids=["empty", "too long", "no tokens", "negative"],
+    ids=["empty", "too long", "no tokens", "no samples", "negative", "seed too large", "seed negative"],
 )
-def test_what_cannot_be_continued_is_refused(decoder: Model, prompts: list, n: int, said: str) -> None:
+def test_what_cannot_be_continued_is_refused(decoder: Model, prompts: list, given: dict, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        run(decoder, prompts, n)
+        begin(decoder, prompts, 3, **given)
+
+
+def test_every_row_needs_a_seed(decoder: Model) -> None:
+    with pytest.raises(ValueError, match="3 seeds for 2 prompts of 2 rows"):
+        begin(decoder, PROMPTS[:2], 3, n_samples=2, seeds=[1, 2, 3])
+
+
+def test_buckets_waste_at_most_half() -> None:
+    assert [prompt_bucket(n) for n in (1, 8, 9, 128, 129, 192, 193, 257, 385, 512)] == [
+        8, 8, 16, 128, 192, 192, 256, 384, 512, 512
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_mixed_workload_compiles_at_most_twelve_programs() -> None:
+    """200 prompts of 1 to 500 tokens in batches of 8, counting everything that is compiled."""
+    config = replace(LEARNED, context_length=512, d_model=6, n_heads=1, head_dim=6)
+    model = build(config)
+    model[0].init_cache(8)  # what is compiled by making the first array
+    lengths = sorted([1, 500, *np.random.default_rng(0).integers(1, 501, 198).tolist()])
+    compiled = []
+    listener = lambda event, seconds, **_: compiled.append(event)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        for i in range(0, 200, 8):
+            prompts = [random_tokens(V, 500).tolist()[:length] for length in lengths[i : i + 8]]
+            made = run(model, prompts, 12, context_length=512, prefill_chunk=512)
+            assert np.shape(made) == (8, 12)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert 4 <= sum("backend_compile" in event for event in compiled) <= 12
+
+
+@pytest.mark.parametrize(("n_rows", "dtype"), [(1, jnp.float32), (3, jnp.int8)], ids=["1", "3, int8"])
+def test_the_loop_on_the_device_writes_slices_in_place(n_rows: int, dtype: Any) -> None:
+    """No scatter, and no copy of anything with as many slots as are read."""
+    model, params = build(ROPE)
+    n_read = 128
+    row = programs.Rows(
+        model.init_cache(256, dtype), programs.begin(GREEDY, V, jnp.zeros(4), 4), jnp.int32(0), jnp.array(False)
+    )
+    rows = jax.tree.map(lambda x: jnp.stack([x] * n_rows), row)
+    numbers = [np.zeros(n_rows, t) for t in (np.int32, np.uint32, bool)] + [np.int32(8)] * 4
+    lowered = programs.decode.lower(model, GREEDY, params, rows, *numbers, n_read=n_read, dtype=jnp.dtype(dtype))
+    hlo = lowered.compile().as_text()
+    assert " dynamic-update-slice(" in hlo
+    assert " scatter(" not in hlo
+    copies = [line.split(" copy(")[0] for line in hlo.splitlines() if " copy(" in line]
+    assert not [shape for shape in copies if (f",{n_read}" in shape and "f32" in shape) or "s8" in shape]
+
+
+def test_logits_past_the_context_have_the_context_as_their_window() -> None:
+    free = replace(ROPE, window=None)
+    tokens_T = random_tokens(V, 3 * CONTEXT)
+    params = build(free)[1]
+    past, windowed, all_seen = (
+        c.build().apply({"params": params}, tokens_T)
+        for c in (free, replace(free, window=CONTEXT), replace(free, context_length=len(tokens_T)))
+    )
+    assert_close(past, windowed)
+    assert_close(past[:CONTEXT], all_seen[:CONTEXT])
+    assert jnp.abs(past - all_seen)[CONTEXT:].max() > 0.01
