@@ -51,7 +51,7 @@ def untrained_run(folder: Path, texts: list[str]) -> Path:
     """A run's folder with a small model as it is before training: all that sampling and measuring need."""
     model = DecoderConfig(
         vocab_size=280, context_length=16, d_model=16, n_blocks=2, n_heads=2, output_projection=True, d_ff=(32,),
-        norm="rmsnorm", positions="rope",
+        norm="rmsnorm",
     )  # fmt: skip
     config = Config(folder.name, model, steps=1)
     place = create_run(folder, config, Tokenizer.train(texts, model.vocab_size), may_number=False)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -63,6 +64,10 @@ class SamplingOptions(Sampling):
         return Sampling(**plain | {"stop_tokens": stop, "logit_bias": logit_bias, "bad_words": bad_words})
 
 
+NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
+"""Options that beam search knows nothing of."""
+
+
 @dataclass(frozen=True)
 class Arguments:
     """Options of sample.py."""
@@ -80,7 +85,7 @@ class Arguments:
     max_new_tokens: int = 200
     """Tokens to make; a text may end earlier."""
     num_samples: int = 1
-    """Texts for each prompt; text k is what --seed k more gives."""
+    """Texts for each prompt; text k is what --seed k more gives, or the k-th best of the beams."""
     seed: int = 0
     """The same seed gives the same text."""
     batch_size: int = 16
@@ -92,6 +97,10 @@ class Arguments:
     """TEXT=BIAS, where the text is one token; the bias is added to its logit."""
     stop: tuple[str, ...] = ()
     """Texts that end a text; not shown."""
+    num_beams: int = 1
+    """More than 1 searches for the likeliest text instead of drawing, keeping so many at each step."""
+    length_penalty: float = 1.0
+    """Of --num-beams: above 0 favours long texts, below 0 short ones."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """What keys and values are kept in."""
     prefill_chunk: int = 512
@@ -105,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, Arguments(), "sample.py", DESCRIPTION)
-    _check(asked, {a.partition("=")[0] for a in arguments})
+    _check(asked, {a.partition("=")[0].replace("_", "-") for a in arguments if a.startswith("--")})
     prompts = _prompts(asked)
     machine.set_up(mesh=asked.opening.mesh)
     sampler = Sampler(asked)
@@ -134,7 +143,7 @@ def _main(arguments: list[str]) -> int:
 
 def _check(asked: Arguments, given: set[str]) -> None:
     """Raise `UserError` for what cannot be, as far as no run is needed to know it."""
-    limits = {"max_new_tokens": 1, "num_samples": 1, "seed": 0, "batch_size": 1, "prefill_chunk": 1}
+    limits = {"max_new_tokens": 1, "num_samples": 1, "seed": 0, "batch_size": 1, "prefill_chunk": 1, "num_beams": 1}
     for name, least in limits.items():
         if getattr(asked, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(asked, name)}; it must be at least {least}.")
@@ -152,6 +161,13 @@ def _check(asked: Arguments, given: set[str]) -> None:
     if len(sources) > 1:
         raise UserError(f"{' and '.join(sources)} each say what to continue; give one of them.")
     StopStrings(asked.stop)
+    if asked.num_beams == 1:
+        if "--length-penalty" in given:
+            raise UserError("--length-penalty is of use to beam search alone; leave it out, or give --num-beams.")
+    elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
+        raise UserError(f"beam search draws nothing and knows no {clash[0]}; leave that out, or --num-beams.")
+    elif asked.num_samples > asked.num_beams:
+        raise UserError(f"--num-samples is {asked.num_samples}; it must be at most --num-beams, {asked.num_beams}.")
 
 
 def _prompts(asked: Arguments) -> Sequence[Prompt | UserError]:
@@ -181,6 +197,8 @@ class Sampler:
         )
         self._sampling.check_vocabulary(tokenizer.vocab_size)
         check_stop_strings(asked.stop, tokenizer)
+        if asked.num_beams > 1 and not hasattr(self._run.model, "extend"):
+            raise UserError(f"{self._run.path} has a model without a cache, which beam search needs; draw from it.")
         self.reset_speed()
 
     def reset_speed(self) -> None:
@@ -193,14 +211,19 @@ class Sampler:
         """Tokens of a prompt; raises UserError if there are too many."""
         from jaxformer.cli.texts import encode
 
-        return encode(prompt, self._run.tokenizer, self._run.config.model.context_length)
+        most = self._run.config.model.context_length
+        why = f"the context's {most}"
+        if self._asked.num_beams > 1 and getattr(self._run.model, "reach", None) is None:
+            most -= self._asked.max_new_tokens - 1  # nothing reads the last one
+            why = f"{max(most, 0)}, for beam search does not go past {why} with --max-new-tokens; lower that"
+        return encode(prompt, self._run.tokenizer, most, why)
 
     def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: threading.Event) -> None:
         """Continue prompts and show the texts, in the order of the prompts; not all of them once Ctrl-C is pressed."""
         from jaxformer.cli.texts import batches
 
         asked = self._asked
-        size = max(1, asked.batch_size // asked.num_samples)
+        size = max(1, asked.batch_size // max(asked.num_samples, asked.num_beams))
         streams = len(prompts) * asked.num_samples == 1 and not asked.jsonl
         done: dict[int, list[Text]] = {}
         shown = 0
@@ -221,8 +244,8 @@ class Sampler:
         self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: threading.Event
     ) -> list[Text]:
         """The texts of one batch. The last one is filled up, so that no program is compiled for it alone."""
-        from jaxformer.cli.texts import Text, follow, seeds
-        from jaxformer.decode import generate
+        from jaxformer.cli.texts import Search, Text, follow, seeds
+        from jaxformer.decode import Generation, beam_search, generate
 
         asked, run = self._asked, self._run
         filled = prompts + prompts[-1:] * (n_prompts - len(prompts))
@@ -231,12 +254,22 @@ class Sampler:
             for prompt, _ in filled
             for k, seed in enumerate(seeds(asked.seed if prompt.seed is None else prompt.seed, asked.num_samples))
         ]
-        generation = generate(
-            run.model, run.params, [tokens for _, tokens in filled], self._sampling, [seed for _, _, seed in rows],
-            max_new_tokens=asked.max_new_tokens, context_length=run.config.model.context_length,
-            n_samples=asked.num_samples, cache_dtype=asked.cache_dtype, prefill_chunk=asked.prefill_chunk,
-            fill_token=run.tokenizer.end_of_text,
-        )  # fmt: skip
+        token_lists = [tokens for _, tokens in filled]
+        sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": run.config.model.context_length}
+        generation: Generation | Search
+        if asked.num_beams > 1:
+            call = partial(
+                beam_search, run.model, run.params, token_lists, n_beams=asked.num_beams,
+                length_penalty=asked.length_penalty, stop_tokens=self._sampling.stop_tokens,
+                cache_dtype=asked.cache_dtype, **sizes,
+            )  # fmt: skip
+            generation = Search(call, asked.num_samples)
+        else:
+            generation = generate(
+                run.model, run.params, token_lists, self._sampling, [seed for _, _, seed in rows],
+                n_samples=asked.num_samples, cache_dtype=asked.cache_dtype, prefill_chunk=asked.prefill_chunk,
+                fill_token=run.tokenizer.end_of_text, **sizes,
+            )  # fmt: skip
         texts = [Text(*row, run.tokenizer, asked.stop) for row in rows[: len(prompts) * asked.num_samples]]
         for row in range(len(texts), len(rows)):
             generation.end(row)
@@ -245,6 +278,9 @@ class Sampler:
         for new in follow(generation, texts, self._sampling.stop_tokens, self.speed, pressed.is_set):
             if streams:
                 _show(new)
+        if isinstance(generation, Search):
+            for text, score in zip(texts, generation.scores, strict=False):
+                text.score = score
         return texts
 
     def _write(self, i: int, texts: list[Text], streamed: bool) -> None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from jaxformer.cli.prompts import MOST_SEED, Prompt
 from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
-from jaxformer.decode import Generation, Piece, StopStrings
+from jaxformer.decode import Beams, Generation, Piece, StopStrings
 from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
 
@@ -28,6 +30,8 @@ class Text:
         """The text without what ended it."""
         self.ended = ""
         """Why: "stop token", "stop string", "length" or "interrupted"; empty while it goes on."""
+        self.score: float | None = None
+        """Of a beam search."""
         self.first_token_s = self.seconds = 0.0
         """From the start of its batch to its first token, and to its last."""
         self._decoder, self._stop = StreamDecoder(tokenizer), StopStrings(stop)
@@ -70,7 +74,7 @@ class Text:
         return {
             "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample, "seed": self.seed,
             "text": self.shown, "ended": self.ended, "tokens": self.tokens,
-            "logprobs": [_rounded(x) for x in self.logprobs],
+            **({"logprobs": [_rounded(x) for x in self.logprobs]} if self.score is None else {"score": self.score}),
             **({"top_logprobs": [[(t, _rounded(x)) for t, x in likeliest] for likeliest in self.top_logprobs]}
                if any(self.top_logprobs) else {}),
             "first_token_s": round(self.first_token_s, 6), "seconds": round(self.seconds, 6),
@@ -102,15 +106,30 @@ class Speed:
         return f"{told}; then {self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)"
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
-    """Tokens of a prompt.
+class Search:
+    """A beam search as a generation: one piece, with the n best texts of each prompt."""
 
-    Raises:
-      UserError: they do not fit the context.
-    """
+    def __init__(self, call: Callable[[], Beams], n: int) -> None:
+        self._call, self._n = call, n
+        self.scores: list[float] = []
+        """Of each row, once it is made."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        tokens_PNT, scores_PN = (np.asarray(x)[:, : self._n] for x in self._call())
+        self.scores = scores_PN.reshape(-1).tolist()
+        tokens_BT = tokens_PNT.reshape(-1, tokens_PNT.shape[-1])
+        nothing = np.zeros((len(tokens_BT), 0))
+        yield Piece(tokens_BT, nothing, nothing[..., None], nothing[..., None])
+
+    def end(self, row: int) -> None:
+        """Nothing more comes anyway."""
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer, most: int, why: str) -> list[int]:
+    """Tokens of a prompt; raises `UserError` where they are more than that."""
     tokens = tokenizer.encode(prompt.text)
-    if len(tokens) > context_length:
-        raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most the context's {context_length}.")
+    if len(tokens) > most:
+        raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
     return tokens
 
 
@@ -126,7 +145,7 @@ def seeds(seed: int, n_samples: int) -> list[int]:
 
 
 def follow(
-    generation: Generation, texts: Sequence[Text], stop_tokens: Sequence[int], speed: Speed,
+    generation: Generation | Search, texts: Sequence[Text], stop_tokens: Sequence[int], speed: Speed,
     interrupted: Callable[[], bool],
 ) -> Iterator[str]:  # fmt: skip
     """Fill in texts, one a row, as they are made; what of the first one can be shown after each piece.

@@ -1,6 +1,5 @@
 """`sample.py` on a small run."""
 
-import contextlib
 import json
 import os
 import pty
@@ -138,6 +137,20 @@ def test_words_and_biases_are_given_as_text(rows):
 
 
 @pytest.mark.slow
+def test_beams_are_searched_and_the_best_shown_with_their_scores(here, rows):
+    found = rows("--prompt", "The", "A cat", "--num-beams", "3", "--num-samples", "2", "--max-new-tokens", "6")
+    assert [(row["prompt"], row["sample"]) for row in found] == [("The", 0), ("The", 1), ("A cat", 0), ("A cat", 1)]
+    run = load_run(here / "runs/quick")
+    for best, second in (found[:2], found[2:]):
+        assert best["score"] >= second["score"] and best["tokens"] != second["tokens"]
+        prompt = run.tokenizer.encode(best["prompt"])
+        logits_TV = run.model.apply({"params": run.params}, jnp.array(prompt + best["tokens"]))[len(prompt) - 1 : -1]
+        logprobs = jax.nn.log_softmax(logits_TV)[np.arange(len(best["tokens"])), np.array(best["tokens"])]
+        np.testing.assert_allclose(best["score"], logprobs.mean(), atol=1e-4)  # a length penalty of 1
+    assert "logprobs" not in found[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -147,6 +160,7 @@ def test_words_and_biases_are_given_as_text(rows):
         (["--top-logprobs", "281"], "top-logprobs is 281; it must be at most the vocabulary's 280"),
         (["--prompt", "many words " * 9], "at most the context's 16"),
         (["--prompt", "A", "many words " * 9], "prompt 2 has"),
+        (["--num-beams", "2", "--max-new-tokens", "17"], "it may have at most 0, for beam search does not go past"),
     ],
 )
 def test_what_does_not_fit_the_run_is_one_sentence(here, monkeypatch, capsys, options, said):
@@ -208,13 +222,19 @@ def test_a_conversation_in_a_terminal(here):
     )
     os.close(its_side)
 
+    def read() -> str:
+        if not select.select([terminal], [], [], 0.2)[0]:
+            return ""
+        try:
+            return os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # the other side has closed
+            return ""
+
     def until(pattern: str) -> str:
         seen, limit = "", time.monotonic() + 120
         while not re.search(pattern, seen):
-            assert time.monotonic() < limit, seen
-            if select.select([terminal], [], [], 0.2)[0]:
-                with contextlib.suppress(OSError):  # the other side has closed
-                    seen += os.read(terminal, 65536).decode(errors="replace")
+            assert time.monotonic() < limit and process.poll() is None, seen
+            seen += read()
         return seen
 
     def type_in(text: str) -> None:
@@ -236,10 +256,14 @@ def test_a_conversation_in_a_terminal(here):
     type_in("\x03")
     until(r"\([\d,]+ in [\d.]+ s\)\s+> ")
     type_in("\x03")
-    assert process.wait(60) == 0
+    limit = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < limit:
+        read()  # it waits until its last words are read
+    assert process.returncode == 0
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_without_a_terminal_a_conversation_reads_lines_until_they_end(here):
     done = subprocess.run(
         [sys.executable, str(ROOT / "sample.py"), "--interactive", "--max-new-tokens", "2", "--temperature", "0"],
