@@ -106,6 +106,7 @@ def test_a_ragged_batch_equals_full_passes_also_past_the_context(name: str) -> N
     assert_equals_full_passes(build(config), prompts, 2 if ends else BEYOND)
 
 
+@pytest.mark.slow
 def test_a_prompt_can_be_cut_into_chunks_anywhere() -> None:
     """Chunks of 4: every length from 1 to the context ends a chunk at another place."""
     model = build(replace(ROPE, window=None))
@@ -122,7 +123,7 @@ def test_a_ring_of_slots_is_gone_round_while_the_prompt_is_read() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     positions=st.sampled_from(["none", "learned", "sinusoidal", "rope"]),
     placement=st.sampled_from(["pre", "post"]),
@@ -163,7 +164,8 @@ def test_learned_positions_go_on_from_the_last_half_of_the_context() -> None:
     assert len({tuple(row) for row in wanted}) > 1
 
 
-@pytest.mark.parametrize("mesh", ["data=8", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2"])
 def test_eight_devices_equal_one(mesh: str) -> None:
     devices = jax.devices("cpu")
     if len(devices) < 8:
@@ -314,7 +316,7 @@ class GRULanguageModel(nn.Module):
 def test_a_model_that_is_not_ours_and_keeps_a_state_goes_on_for_ever() -> None:
     model = GRULanguageModel()
     params = random_params(model, jnp.zeros(3, jnp.int32))
-    assert_equals_full_passes((model, params), PROMPTS, 15)
+    assert_equals_full_passes((model, params), PROMPTS[:2], 4, prefill_chunk=4)
 
 
 @pytest.mark.parametrize(
@@ -363,6 +365,7 @@ def test_a_mixed_workload_compiles_at_most_twelve_programs() -> None:
             assert np.shape(made) == (8, 12)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+    # Nine lengths of prompts, and three numbers of slots read.
     assert 4 <= sum("backend_compile" in event for event in compiled) <= 12
 
 
