@@ -23,7 +23,7 @@ class RunOptions:
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     mesh: str = ""
-    """How the devices share the work, such as 'data=2' or 'tensor=2'."""
+    """How the devices share the work, such as 'data=2' or 'tensor=2'; without it, eval takes all, sample the first."""
 
 
 def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
