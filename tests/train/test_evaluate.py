@@ -55,6 +55,7 @@ def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most
     np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_batch_and_the_devices_do_not_show_in_the_result():
     config = DecoderConfig(**{**SHAPE, "context_length": 64})
     params = config.build().init(jax.random.key(0), jnp.zeros(64, jnp.int32))["params"]
