@@ -13,6 +13,7 @@ from jaxformer.errors import UserError
 COMMANDS = {
     "train": ("jaxformer.cli.train", "train a model; the same as train.py"),
     "sample": ("jaxformer.cli.sample", "sample from a model; the same as sample.py"),
+    "eval": ("jaxformer.cli.eval", "measure how well a model predicts a text"),
     "plan": ("jaxformer.cli.plan", "compile a training step for devices one need not have, and say what it takes"),
     "verify-resume": ("jaxformer.cli.verify_resume", "kill a run, resume it, and compare it with one left in peace"),
 }

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 import pytest
+
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.config import Config
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.runs import create_run
+from jaxformer.sharding import make_mesh
+from jaxformer.train.step import init_state
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +45,20 @@ def tiny(data: Path, steps: int = 20) -> list[str]:
         "--train.eval-windows", "8", "--train.log-every", "3", "--optimizer.learning-rate", "0.1",
         "--optimizer.warmup-steps", "0",
     ]  # fmt: skip
+
+
+def untrained_run(folder: Path, texts: list[str]) -> Path:
+    """A run's folder with a small model as it is before training: all that sampling and measuring need."""
+    model = DecoderConfig(
+        vocab_size=280, context_length=16, d_model=16, n_blocks=2, n_heads=2, output_projection=True, d_ff=(32,),
+        norm="rmsnorm",
+    )  # fmt: skip
+    config = Config(folder.name, model, steps=1)
+    place = create_run(folder, config, Tokenizer.train(texts, model.vocab_size), may_number=False)
+    state = init_state(config, make_mesh(devices=jax.devices()[:1]))
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(0, state.params, state.opt_state, {"step": 0}, None)
+    return place
 
 
 def start(script: str, *arguments: str, cwd: Path) -> subprocess.Popen:

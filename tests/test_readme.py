@@ -25,6 +25,7 @@ def here(tmp_path_factory):
     write_books(folder / "books")
     result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)
     assert result.returncode == 0, result.stderr
+    (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 
@@ -62,6 +63,11 @@ def test_commands_run(here, command):
                 result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
                 assert result.returncode == 0, result.stderr
                 assert result.stdout.splitlines()[-1].startswith("fits: ")
+        elif words[:4] == ["python", "-m", "jaxformer", "eval"]:
+            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            result = subprocess.run([sys.executable, *words[1:]], cwd=here, env=env, capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr
+            assert "bpb=" in result.stdout
         elif words[:2] == ["python", "train.py"] and "--resume" not in words:
             small = tiny(here / "books", steps=2)
             options = [*small, *words[2:], "--steps", "2"] if "--config" not in words else [*words[2:], *small[2:]]

@@ -6,7 +6,9 @@ import contextlib
 import importlib.util
 import io
 import logging
+import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -40,6 +42,10 @@ def run_command(command: Callable[[list[str]], int], arguments: Sequence[str] | 
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read what we print has gone, as `| head` does
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return 128 + signal.SIGPIPE
     except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
         print(f"error: {error.strerror or error}{place}", file=sys.stderr)

@@ -1,107 +1,403 @@
-"""`sample.py`: continue a text with a trained model."""
+"""`sample.py`: continue texts with a trained model."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.cli.train import RUNS
+from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts
 from jaxformer.decode.samplers import Sampling
+from jaxformer.decode.stopping import StopStrings
 from jaxformer.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxformer.cli.texts import Speed, Text
+    from jaxformer.data.tokenizer import Tokenizer
+
+DESCRIPTION = """Continue texts with a trained model.
+
+What follows a prompt depends on the prompt, the options and the seed alone, not on what else is continued beside it.
+It ends with the document (the end-of-text token), at a stop token or stop string, which are not shown, or after
+--max-new-tokens."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Sampling):
+    """Every field of `Sampling` is an option; those that hold a run's tokens are given as text, in `Arguments`."""
+
+    temperature: float = 0.8
+    """Below 1 sharper, above 1 flatter, 0 always the likeliest token; then nothing narrows the choice."""
+    logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()
+    bad_words: tyro.conf.Suppress[tuple[tuple[int, ...], ...]] = ()
+    stop_tokens: tuple[int, ...] = ()
+    """Numbers of tokens that end a text, as end-of-text always does."""
+
+    def __post_init__(self) -> None:
+        self.completed(0)
+
+    def completed(
+        self,
+        end_of_text: int,
+        logit_bias: tuple[tuple[int, float], ...] = (),
+        bad_words: tuple[tuple[int, ...], ...] = (),
+    ) -> Sampling:
+        """With the tokens that only a run knows.
+
+        Raises:
+          UserError: see `Sampling`.
+        """
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)}
+        stop = tuple(dict.fromkeys((end_of_text, *self.stop_tokens)))
+        return Sampling(**plain | {"stop_tokens": stop, "logit_bias": logit_bias, "bad_words": bad_words})
+
+
+NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
+"""Options that beam search knows nothing of."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Options of sample.py."""
 
-    run: str | None = None
-    """The run's folder; without it, the newest below runs/."""
+    opening: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     prompt: tuple[str, ...] = ("The ",)
-    """The text to continue; several are continued together, as one batch."""
+    """The text to continue; several are continued together."""
+    prompts_file: str | None = None
+    """A file with a prompt a line; a .jsonl file has objects with "prompt", and "seed" and "id" if one likes."""
+    interactive: bool = False
+    """Ask for prompts. Ctrl-C stops a text, Ctrl-D leaves."""
+    jsonl: bool = False
+    """Write a line of JSON for each text: with its tokens, their log-probabilities as the model gave them, why it
+    ended, and the seconds from the start of its batch to its first token and its last."""
     max_new_tokens: int = 200
-    """Tokens to make; a run may end earlier, with the document."""
-    temperature: float = 0.8
-    """Below 1 sharper, above 1 flatter, 0 always the likeliest token."""
-    top_k: int | None = None
-    """Draw among the k likeliest tokens."""
-    top_p: float | None = None
-    """Draw among the likeliest tokens that make up this share."""
+    """Tokens to make; a text may end earlier."""
+    num_samples: int = 1
+    """Texts for each prompt; text k is what --seed k more gives, or the k-th best of the beams."""
     seed: int = 0
     """The same seed gives the same text."""
-    num_samples: int = 1
-    """Texts for each prompt."""
-    checkpoint: str = "last"
-    """'last', 'best', or a step."""
-    mesh: str = ""
-    """Devices over which the parameters lie, such as 'tensor=2'; without it, the first device."""
+    batch_size: int = 16
+    """Texts to make at once; those of one prompt stay together."""
+    sampling: Annotated[SamplingOptions, tyro.conf.arg(name="")] = field(default_factory=SamplingOptions)
+    bad_words: tuple[str, ...] = ()
+    """Texts never to make, also not after a space, as the run's tokenizer writes them."""
+    logit_bias: tuple[str, ...] = ()
+    """TEXT=BIAS, where the text is one token; the bias is added to its logit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a text; not shown."""
+    num_beams: int = 1
+    """More than 1 searches for the likeliest text instead of drawing, keeping so many at each step."""
+    length_penalty: float = 1.0
+    """Of --num-beams: above 0 favours long texts, below 0 short ones."""
+    cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What keys and values are kept in."""
+    prefill_chunk: int = 512
+    """Prompts are read so many tokens at a time."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sample; the exit status."""
+    """Sample; the exit status: 0 done, 2 wrong input, also if it was only some of the prompts, 130 interrupted."""
     return run_command(_main, arguments)
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(Arguments, arguments, Arguments(), "sample.py", "Continue a text with a trained model.")
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    for name, limit in (("max_new_tokens", 1), ("num_samples", 1), ("seed", 0)):
-        if getattr(asked, name) < limit:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {getattr(asked, name)}; it must be at least {limit}.")
-    if not asked.prompt or not all(asked.prompt):
-        raise UserError("the prompt is empty; give it at least one character.")
-    for prompt in asked.prompt:
+    asked = parse(Arguments, arguments, Arguments(), "sample.py", DESCRIPTION)
+    _check(asked, {a.partition("=")[0].replace("_", "-") for a in arguments if a.startswith("--")})
+    prompts = _prompts(asked)
+    machine.set_up(mesh=asked.opening.mesh)
+    sampler = Sampler(asked)
+    if asked.interactive:
+        return _converse(sampler)
+    fitting: list[tuple[Prompt, list[int]]] = []
+    n_wrong = 0
+    for prompt in prompts:
         try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the prompt holds bytes that are not UTF-8, at character {error.start}.") from error
-    machine.set_up(mesh=asked.mesh)
+            if isinstance(prompt, UserError):
+                raise prompt
+            fitting.append((prompt, sampler.encode(prompt)))
+        except UserError as error:
+            if asked.prompts_file is None:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            n_wrong += 1
+    if fitting:
+        with _noticing_ctrl_c() as pressed:
+            sampler.show(fitting, pressed)
+        print(sampler.speed, file=sys.stderr)
+        if pressed.is_set():
+            raise KeyboardInterrupt
+    return 2 if n_wrong else 0
 
-    from jaxformer.data.tokenizer import StreamDecoder
-    from jaxformer.decode.generate import generate
-    from jaxformer.runs import latest_run, load_run
-    from jaxformer.sharding import make_mesh
 
-    mesh = make_mesh(asked.mesh) if asked.mesh else None
-    run = load_run(Path(asked.run) if asked.run is not None else latest_run(RUNS), asked.checkpoint, mesh)
-    prompts = [p for p in asked.prompt for _ in range(asked.num_samples)]
-    pieces = generate(
-        run.model, run.params, [run.tokenizer.encode(p) for p in asked.prompt], sampling,
-        range(asked.seed, asked.seed + len(prompts)), max_new_tokens=asked.max_new_tokens,
-        context_length=run.config.model.context_length, n_samples=asked.num_samples,
-        fill_token=run.tokenizer.end_of_text,
-    )  # fmt: skip
-    # One text is shown as it is made; several would run into each other, so each is shown when all are done.
-    texts, decoders = list(prompts), [StreamDecoder(run.tokenizer) for _ in prompts]
-    open_rows = set(range(len(prompts)))
-    stream = len(prompts) == 1
-    if stream:
-        _show(prompts[0])
-    for piece in pieces:
-        for row in sorted(open_rows):
-            tokens = piece.tokens_BN[row].tolist()
-            if run.tokenizer.end_of_text in tokens:
-                tokens = tokens[: tokens.index(run.tokenizer.end_of_text)]
-                open_rows.remove(row)
-            text = decoders[row].feed(tokens)
-            texts[row] += text
-            if stream:
-                _show(text)
-        if not open_rows:
-            break
-    for row, decoder in enumerate(decoders):
-        rest = decoder.end()
-        texts[row] += rest
-        if stream:
-            _show(rest + "\n")
-    if not stream:
-        for number, text in enumerate(texts, start=1):
-            _show(f"[{number}] {text}\n\n")
-    return 0
+def _check(asked: Arguments, given: set[str]) -> None:
+    """Raise `UserError` for what cannot be, as far as no run is needed to know it."""
+    limits = {"max_new_tokens": 1, "num_samples": 1, "seed": 0, "batch_size": 1, "prefill_chunk": 1, "num_beams": 1}
+    for name, least in limits.items():
+        if getattr(asked, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(asked, name)}; it must be at least {least}.")
+    if asked.seed > MOST_SEED:
+        raise UserError(f"--seed is {asked.seed}; it must be below 2**32.")
+    sources = [
+        flag
+        for flag, there in (
+            ("--prompt", "--prompt" in given),
+            ("--prompts-file", asked.prompts_file is not None),
+            ("--interactive", asked.interactive),
+        )
+        if there
+    ]
+    if len(sources) > 1:
+        raise UserError(f"{' and '.join(sources)} each say what to continue; give one of them.")
+    StopStrings(asked.stop)
+    if asked.num_beams == 1:
+        if "--length-penalty" in given:
+            raise UserError("--length-penalty is of use to beam search alone; leave it out, or give --num-beams.")
+    elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
+        raise UserError(f"beam search draws nothing and knows no {clash[0]}; leave that out, or --num-beams.")
+    elif asked.num_samples > asked.num_beams:
+        raise UserError(f"--num-samples is {asked.num_samples}; it must be at most --num-beams, {asked.num_beams}.")
+
+
+def _prompts(asked: Arguments) -> Sequence[Prompt | UserError]:
+    """What to continue; of a file's line that holds no prompt, what is wrong with it."""
+    if asked.interactive:
+        return []
+    if asked.prompts_file is not None:
+        return read_prompts(asked.prompts_file)
+    if not asked.prompt:
+        raise UserError("the prompt is empty; give it at least one character.")
+    several = len(asked.prompt) > 1
+    return [Prompt(text, f"prompt {i}" if several else "the prompt") for i, text in enumerate(asked.prompt, 1)]
+
+
+class Sampler:
+    """A run, ready to continue prompts as asked."""
+
+    def __init__(self, asked: Arguments) -> None:
+        """Raises UserError where the run cannot be opened, or options do not fit it."""
+        from jaxformer.sharding import make_mesh
+
+        mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
+        self._asked, self._run = asked, open_run(asked.opening, mesh)
+        tokenizer = self._run.tokenizer
+        self._sampling = asked.sampling.completed(
+            tokenizer.end_of_text, biases(asked.logit_bias, tokenizer), words(asked.bad_words, tokenizer)
+        )
+        self._sampling.check_vocabulary(tokenizer.vocab_size)
+        check_stop_strings(asked.stop, tokenizer)
+        if asked.num_beams > 1 and not hasattr(self._run.model, "extend"):
+            raise UserError(f"{self._run.path} has a model without a cache, which beam search needs; draw from it.")
+        self.reset_speed()
+
+    def reset_speed(self) -> None:
+        """Measure from here on."""
+        from jaxformer.cli.texts import Speed
+
+        self.speed: Speed = Speed()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt; raises UserError if there are too many."""
+        from jaxformer.cli.texts import encode
+
+        most = self._run.config.model.context_length
+        why = f"the context's {most}"
+        if self._asked.num_beams > 1 and getattr(self._run.model, "reach", None) is None:
+            most -= self._asked.max_new_tokens - 1  # nothing reads the last one
+            why = f"{max(most, 0)}, for beam search does not go past {why} with --max-new-tokens; lower that"
+        return encode(prompt, self._run.tokenizer, most, why)
+
+    def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: threading.Event) -> None:
+        """Continue prompts and show the texts, in the order of the prompts; not all of them once Ctrl-C is pressed."""
+        from jaxformer.cli.texts import batches
+
+        asked = self._asked
+        size = max(1, asked.batch_size // max(asked.num_samples, asked.num_beams))
+        streams = len(prompts) * asked.num_samples == 1 and not asked.jsonl
+        done: dict[int, list[Text]] = {}
+        shown = 0
+        for batch in batches([len(tokens) for _, tokens in prompts], size):
+            n_rows = size if len(prompts) > size else len(batch)
+            texts = self._continue([prompts[i] for i in batch], n_rows, streams, pressed)
+            for place, i in enumerate(batch):
+                done[i] = texts[place * asked.num_samples : (place + 1) * asked.num_samples]
+            while shown in done:
+                self._write(shown, done.pop(shown), streams)
+                shown += 1
+            if pressed.is_set():
+                break
+        for i in sorted(done):  # what came before them was never made
+            self._write(i, done[i], streams)
+
+    def _continue(
+        self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: threading.Event
+    ) -> list[Text]:
+        """The texts of one batch. The last one is filled up, so that no program is compiled for it alone."""
+        from jaxformer.cli.texts import Search, Text, follow, seeds
+        from jaxformer.decode import Generation, beam_search, generate
+
+        asked, run = self._asked, self._run
+        filled = prompts + prompts[-1:] * (n_prompts - len(prompts))
+        rows = [
+            (prompt, k, seed)
+            for prompt, _ in filled
+            for k, seed in enumerate(seeds(asked.seed if prompt.seed is None else prompt.seed, asked.num_samples))
+        ]
+        token_lists = [tokens for _, tokens in filled]
+        sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": run.config.model.context_length}
+        generation: Generation | Search
+        if asked.num_beams > 1:
+            call = partial(
+                beam_search, run.model, run.params, token_lists, n_beams=asked.num_beams,
+                length_penalty=asked.length_penalty, stop_tokens=self._sampling.stop_tokens,
+                cache_dtype=asked.cache_dtype, **sizes,
+            )  # fmt: skip
+            generation = Search(call, asked.num_samples)
+        else:
+            generation = generate(
+                run.model, run.params, token_lists, self._sampling, [seed for _, _, seed in rows],
+                n_samples=asked.num_samples, cache_dtype=asked.cache_dtype, prefill_chunk=asked.prefill_chunk,
+                fill_token=run.tokenizer.end_of_text, **sizes,
+            )  # fmt: skip
+        texts = [Text(*row, run.tokenizer, asked.stop) for row in rows[: len(prompts) * asked.num_samples]]
+        for row in range(len(texts), len(rows)):
+            generation.end(row)
+        if streams:
+            _show(prompts[0][0].text)
+        for new in follow(generation, texts, self._sampling.stop_tokens, self.speed, pressed.is_set):
+            if streams:
+                _show(new)
+        if isinstance(generation, Search):
+            for text, score in zip(texts, generation.scores, strict=False):
+                text.score = score
+        return texts
+
+    def _write(self, i: int, texts: list[Text], streamed: bool) -> None:
+        """Show the texts of prompt i."""
+        if streamed:
+            _show("\n")
+            return
+        for k, text in enumerate(texts):
+            if self._asked.jsonl:
+                _show(json.dumps(text.as_row()) + "\n")
+            else:
+                _show(f"[{i * self._asked.num_samples + k + 1}] {text.prompt.text}{text.shown}\n\n")
+
+
+def _converse(sampler: Sampler) -> int:
+    """Ask for prompts and continue them until the user leaves."""
+    with contextlib.suppress(ImportError):
+        import readline  # gives `input` a history
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            if "readline" in sys.modules and readline.get_line_buffer():
+                continue
+            return 0
+        except UnicodeDecodeError as error:
+            print(f"error: the prompt is not UTF-8, at byte {error.start}", file=sys.stderr)
+            continue
+        if not line:
+            continue
+        try:
+            prompt = Prompt(line, "the prompt")
+            tokens = sampler.encode(prompt)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        sampler.reset_speed()
+        with _noticing_ctrl_c() as pressed:
+            sampler.show([(prompt, tokens)], pressed)
+        print(sampler.speed, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _noticing_ctrl_c() -> Iterator[threading.Event]:
+    """Note the first Ctrl-C instead of dying of it; a second one acts as it always does."""
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed  # only the main thread may set handlers
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, _: object) -> None:
+        pressed.set()
+        signal.signal(number, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def biases(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Tokens and what is added to their logits, from TEXT=BIAS.
+
+    Raises:
+      UserError: not of that form, or a text that is not one token.
+    """
+    found = []
+    for option in options:
+        text, _, bias = option.rpartition("=")
+        try:
+            value = float(bias)
+        except ValueError:
+            value = None
+        if not text or value is None:
+            raise UserError(f"--logit-bias {option!r} is not of the form TEXT=BIAS, such as ' the=-2.5'.")
+        tokens = _encoded(text, "--logit-bias", tokenizer)
+        if len(tokens) != 1:
+            pieces = ", ".join(repr(tokenizer.decode([token])) for token in tokens)
+            raise UserError(f"--logit-bias {text!r} is {len(tokens)} tokens of this run, {pieces}; give one of them.")
+        found.append((tokens[0], value))
+    return tuple(found)
+
+
+def words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of texts, and of the same after a space.
+
+    Raises:
+      UserError: one is empty, or no Unicode.
+    """
+    if "" in texts:
+        raise UserError("a text of --bad-words is empty; give it at least one character.")
+    spaced = [variant for text in texts for variant in (text, *([] if text[0].isspace() else [f" {text}"]))]
+    return tuple(dict.fromkeys(tuple(_encoded(text, "--bad-words", tokenizer)) for text in spaced))
+
+
+def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raise `UserError` for a string that no sequence of the run's tokens makes."""
+    known = set(b"".join(tokenizer.token_bytes))
+    for string in strings:
+        if missing := [char for char in string if not set(char.encode()) <= known]:
+            raise UserError(
+                f"stop string {string!r} can never occur: no token of this run makes {missing[0]!r}; leave it out."
+            )
+
+
+def _encoded(text: str, flag: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{flag} {text!r} holds bytes that are not UTF-8, at character {error.start}.") from error
+    return tokenizer.encode(text)
 
 
 def _show(text: str) -> None:

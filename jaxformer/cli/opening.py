@@ -1,0 +1,37 @@
+"""Opening a run for those commands that only read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxformer.cli.train import RUNS
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxformer.runs import Run
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Which parameters, and where they are to lie."""
+
+    run: str | None = None
+    """The run's folder; without it, the newest below runs/."""
+    checkpoint: str = "last"
+    """'last', 'best', or a step."""
+    mesh: str = ""
+    """How the devices share the work, such as 'data=2' or 'tensor=2'; without it, eval takes all, sample the first."""
+
+
+def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
+    """The run that was asked for, with its parameters on a mesh, or on the first device.
+
+    Raises:
+      UserError: see `load_run`.
+    """
+    from jaxformer.runs import latest_run, load_run  # orbax takes a second to import
+
+    return load_run(latest_run(RUNS) if options.run is None else Path(options.run), options.checkpoint, mesh)

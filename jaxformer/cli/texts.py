@@ -1,0 +1,182 @@
+"""Prompts to texts: batches for the decoding engine, and what can be shown of each row as it is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from jaxformer.cli.prompts import MOST_SEED, Prompt
+from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
+from jaxformer.decode import Beams, Generation, Piece, StopStrings
+from jaxformer.errors import UserError
+from jaxformer.ops.masks import EMPTY
+
+
+class Text:
+    """What follows a prompt, as far as it is made."""
+
+    def __init__(self, prompt: Prompt, sample: int, seed: int, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self.prompt, self.sample, self.seed = prompt, sample, seed
+        self.tokens: list[int] = []
+        """All that were drawn, those that end the text among them."""
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+        self.shown = ""
+        """The text without what ended it."""
+        self.ended = ""
+        """Why: "stop token", "stop string", "length" or "interrupted"; empty while it goes on."""
+        self.score: float | None = None
+        """Of a beam search."""
+        self.first_token_s = self.seconds = 0.0
+        """From the start of its batch to its first token, and to its last."""
+        self._decoder, self._stop = StreamDecoder(tokenizer), StopStrings(stop)
+
+    def take(self, piece: Piece, row: int, stop_tokens: Sequence[int]) -> str:
+        """Add the tokens of one row of a piece, up to the one that ends the text; what can now be shown."""
+        new = ""
+        n = 0
+        for token in piece.tokens_BN[row].tolist():
+            if token == EMPTY:
+                break
+            n += 1
+            if token in stop_tokens:
+                new += self._held_back()
+                self.ended = "stop token"
+                break
+            new += self._stop.feed(self._decoder.feed([token]))
+            if self._stop.met:
+                self.ended = "stop string"
+                break
+        self.tokens += piece.tokens_BN[row, :n].tolist()
+        self.logprobs += piece.logprobs_BN[row, :n].tolist()
+        for tokens, logprobs in zip(piece.top_tokens_BNn[row, :n], piece.top_logprobs_BNn[row, :n], strict=True):
+            self.top_logprobs.append(list(zip(tokens.tolist(), logprobs.tolist(), strict=True)))
+        self.shown += new
+        return new
+
+    def end(self, why: str) -> str:
+        """End the text where it stands; what was held back of it."""
+        rest = self._held_back()
+        self.shown += rest
+        self.ended = why
+        return rest
+
+    def _held_back(self) -> str:
+        return self._stop.feed(self._decoder.end()) + self._stop.end()
+
+    def as_row(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        return {
+            "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample, "seed": self.seed,
+            "text": self.shown, "ended": self.ended, "tokens": self.tokens,
+            **({"logprobs": [_rounded(x) for x in self.logprobs]} if self.score is None else {"score": self.score}),
+            **({"top_logprobs": [[(t, _rounded(x)) for t, x in likeliest] for likeliest in self.top_logprobs]}
+               if any(self.top_logprobs) else {}),
+            "first_token_s": round(self.first_token_s, 6), "seconds": round(self.seconds, 6),
+        }  # fmt: skip
+
+
+def _rounded(logprob: float) -> float | None:
+    """JSON knows neither infinity nor NaN."""
+    return round(logprob, 6) if isfinite(logprob) else None
+
+
+@dataclass
+class Speed:
+    """How fast texts were made."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    """Of each batch."""
+    tokens: int = 0
+    """After the first ones."""
+    seconds: float = 0.0
+    """That these took."""
+
+    def __str__(self) -> str:
+        n = len(self.first_token_s)
+        of = f" (the mean of {n} batches)" if n > 1 else ""
+        told = f"time to first token {sum(self.first_token_s) / max(n, 1):.3f} s{of}"
+        if not self.tokens:
+            return told
+        return f"{told}; then {self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)"
+
+
+class Search:
+    """A beam search as a generation: one piece, with the n best texts of each prompt."""
+
+    def __init__(self, call: Callable[[], Beams], n: int) -> None:
+        self._call, self._n = call, n
+        self.scores: list[float] = []
+        """Of each row, once it is made."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        tokens_PNT, scores_PN = (np.asarray(x)[:, : self._n] for x in self._call())
+        self.scores = scores_PN.reshape(-1).tolist()
+        tokens_BT = tokens_PNT.reshape(-1, tokens_PNT.shape[-1])
+        nothing = np.zeros((len(tokens_BT), 0))
+        yield Piece(tokens_BT, nothing, nothing[..., None], nothing[..., None])
+
+    def end(self, row: int) -> None:
+        """Nothing more comes anyway."""
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer, most: int, why: str) -> list[int]:
+    """Tokens of a prompt; raises `UserError` where they are more than that."""
+    tokens = tokenizer.encode(prompt.text)
+    if len(tokens) > most:
+        raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
+    return tokens
+
+
+def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Which prompts go together: those of neighbouring lengths, so that few programs are compiled."""
+    in_order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    return [in_order[start : start + size] for start in range(0, len(in_order), size)]
+
+
+def seeds(seed: int, n_samples: int) -> list[int]:
+    """One for each sample of a prompt: that of sample k is what sample 0 has where the seed is k more."""
+    return [(seed + k) % (MOST_SEED + 1) for k in range(n_samples)]
+
+
+def follow(
+    generation: Generation | Search, texts: Sequence[Text], stop_tokens: Sequence[int], speed: Speed,
+    interrupted: Callable[[], bool],
+) -> Iterator[str]:  # fmt: skip
+    """Fill in texts, one a row, as they are made; what of the first one can be shown after each piece.
+
+    The rows beyond the texts are let go before they begin.
+    """
+    began, first = time.perf_counter(), None
+    going = dict(enumerate(texts))
+    for piece in generation:
+        now = time.perf_counter() - began
+        n_before = sum(len(text.tokens) for text in texts)
+        shown = ""
+        for row, text in list(going.items()):
+            new = text.take(piece, row, stop_tokens)
+            text.seconds = now
+            text.first_token_s = text.first_token_s or now
+            shown = new if row == 0 else shown
+            if text.ended:
+                generation.end(row)
+                del going[row]
+        if first is None:
+            first = now
+            speed.first_token_s.append(now)
+        else:
+            speed.tokens += sum(len(text.tokens) for text in texts) - n_before
+        yield shown
+        if interrupted():
+            break
+    if first is not None:
+        speed.seconds += max(text.seconds for text in texts) - first
+    for row, text in going.items():
+        rest = text.end("interrupted" if interrupted() else "length")
+        if row == 0:
+            yield rest

@@ -1,0 +1,122 @@
+"""`python -m jaxformer eval`: the number, and what it refuses."""
+
+import re
+
+import numpy as np
+import pytest
+
+from jaxformer import load_run
+from jaxformer.cli import eval as command
+from jaxformer.config import DataConfig
+from jaxformer.data.corpus import load_corpus
+from jaxformer.sharding import make_mesh
+from jaxformer.train.evaluate import Evaluator
+from tests.helpers import untrained_run, write_books
+
+UNKNOWN = "Καλημέρα κόσμε 你好 🙂\n\n" * 40
+"""Characters that no training text had."""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    write_books(folder / "books")
+    (folder / "bare").mkdir()
+    (folder / "other.txt").write_text(UNKNOWN)
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
+    untrained_run(folder / "runs/quick", [file.read_text() for file in (folder / "books").iterdir()])
+    return folder
+
+
+@pytest.fixture
+def evaluate(here, monkeypatch, capsys):
+    """What eval says, as numbers by name."""
+    monkeypatch.chdir(here)
+
+    def call(*options: str) -> dict[str, float]:
+        assert command.main(options) == 0, capsys.readouterr().err
+        last = capsys.readouterr().out.splitlines()[-1]
+        return {name: float(value) for name, value in re.findall(r"(\w+)=(\S+)", last)}
+
+    return call
+
+
+@pytest.mark.slow
+def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh(here, evaluate):
+    mesh = make_mesh()
+    run = load_run(here / "runs/quick", mesh=mesh)
+    corpus = load_corpus(DataConfig(path="books", val_path="books"), 280, run.tokenizer)
+    validation = Evaluator(run.config, mesh, corpus.val.tokens, run.tokenizer.token_lengths)(run.params)
+    found = evaluate("--run", "runs/quick", "--data.path", "books")
+    assert found["tokens"] == validation.tokens == len(corpus.val.tokens) - 1
+    np.testing.assert_allclose(found["loss"], validation.loss, rtol=1e-6)
+    np.testing.assert_allclose(found["bpb"], validation.bits_per_byte, rtol=1e-6)
+    np.testing.assert_allclose(found["ppl"], validation.perplexity, rtol=1e-5)  # six digits are shown
+    for other in (["--batch-size", "1"], ["--batch-size", "3"], ["--mesh", "data=4,tensor=2"]):
+        again = evaluate("--data.path", "books", *other)
+        np.testing.assert_allclose([again[k] for k in found], [found[k] for k in found], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_stride_changes_the_context_and_not_what_is_counted(here, evaluate):
+    plain, wide = evaluate("--data.path", "books"), evaluate("--data.path", "books", "--stride", "4")
+    assert plain["tokens"] == wide["tokens"]
+    assert evaluate("--data.path", "books", "--stride", "16") == plain  # the context length
+    assert wide["loss"] != plain["loss"]
+
+
+@pytest.mark.slow
+def test_characters_that_the_run_never_saw_count_as_their_bytes(here, evaluate):
+    found = evaluate("--data.path", "other.txt")
+    run = load_run(here / "runs/quick")
+    text = UNKNOWN.strip() + "\n"  # as documents are read
+    assert found["tokens"] == len(run.tokenizer.encode(text)) + 1  # and the end of text
+    bits = found["loss"] / np.log(2) * found["tokens"]
+    np.testing.assert_allclose(found["bpb"], bits / len(text.encode()), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--data.path empty.txt", "the 1 file(s) at empty.txt hold no text"),
+        ("--data.path nowhere", "no data at nowhere"),
+        ("--data.path latin1.txt", "latin1.txt is not UTF-8"),
+        ("--data.path bare", "holds no .txt file"),
+        ("--data.path books --stride 17", "stride is 17; it must be at most the run's context length, 16"),
+        ("--data.path books --run nowhere", "nowhere does not exist"),
+        ("--data.path books --checkpoint 7", "7"),
+        ("--data.path books --mesh data=3", "the mesh needs data 3 = 3 devices, but there are 8"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(here, monkeypatch, capsys, options, said):
+    monkeypatch.chdir(here)
+    assert command.main(options.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "there is no text to evaluate on; name a file, a folder or a glob with --data.path"),
+        ("--data.path x --stride 0", "stride is 0; it must be at least 1"),
+        ("--data.path x --batch-size 0", "batch_size is 0; it must be at least 1"),
+        ("--data.pth x", "unknown option --data.pth; did you mean --data.path?"),
+        ("--data.path x --mesh batch=2", "names an axis 'batch'"),
+    ],
+)
+def test_wrong_options_are_answered_without_a_run(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(options.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+
+
+def test_help_says_exactly_what_is_counted(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for told in ("every token but the first is predicted once", "at least context_length - N tokens before it"):
+        assert told in shown

@@ -1,0 +1,69 @@
+"""Prompts in files: every line is a prompt or one sentence with its number."""
+
+import pytest
+
+from jaxformer.cli.prompts import Prompt, read_prompts
+from jaxformer.errors import UserError
+
+
+def read(path, content: bytes) -> list:
+    path.write_bytes(content)
+    return [str(p) if isinstance(p, UserError) else (p.text, p.seed, p.id) for p in read_prompts(str(path))]
+
+
+def test_a_line_is_a_prompt_with_its_spaces(tmp_path):
+    found = read(tmp_path / "p.txt", '\ufeffThe \r\n  a\tb\n{"prompt": 1}\né🙂'.encode())
+    assert found == [(text, None, None) for text in ("The ", "  a\tb", '{"prompt": 1}', "é🙂")]
+
+
+def test_an_object_is_a_prompt_with_its_seed_and_id(tmp_path):
+    content = b'{"prompt": "a\\nb", "id": [1, {"x": null}]}\n{"seed": 4294967295, "prompt": "\\u00e9", "id": "n"}\n'
+    assert read(tmp_path / "p.jsonl", content) == [("a\nb", None, [1, {"x": None}]), ("é", 2**32 - 1, "n")]
+    assert read(tmp_path / "p.jsonl", b'{"prompt": "a", "seed": null}') == [("a", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("p.txt", b"", "is empty; give it at least one character."),
+        ("p.txt", b"caf\xe9", "is not UTF-8: byte 0xe9 at offset 3."),
+        ("p.jsonl", b"  ", "is empty; give an object"),
+        ("p.jsonl", b'{"prompt": "a"', "is no JSON: Expecting ',' delimiter at column 15."),
+        ("p.jsonl", b"[" * 100_000, "is no JSON that can be read"),
+        ("p.jsonl", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "is no JSON that can be read"),
+        ("p.jsonl", b'["a"]', "is no object"),
+        ("p.jsonl", b'{"text": "a"}', "has a field 'text'; known are prompt, seed, id."),
+        ("p.jsonl", b'{"seed": 1}', 'has no "prompt".'),
+        ("p.jsonl", b'{"prompt": ["a"]}', 'has a "prompt" that is no text: ["a"].'),
+        ("p.jsonl", b'{"prompt": ""}', "is empty; give it at least one character."),
+        ("p.jsonl", b'{"prompt": "a\\ud800"}', "holds bytes that are not UTF-8, at character 1."),
+        ("p.jsonl", b'{"prompt": "a\xff"}', "is not UTF-8: byte 0xff at offset 13."),
+        ("p.jsonl", b'{"prompt": "a", "seed": -1}', "has the seed -1; it must be at least 0 and below 2**32."),
+        ("p.jsonl", b'{"prompt": "a", "seed": 4294967296}', "has the seed 4294967296"),
+        ("p.jsonl", b'{"prompt": "a", "seed": true}', 'has a "seed" that is no whole number: true.'),
+        ("p.jsonl", b'{"prompt": "a", "seed": 1.5}', 'has a "seed" that is no whole number: 1.5.'),
+    ],
+    ids=lambda x: None if isinstance(x, bytes) and len(x) > 100 else x,
+)
+def test_a_broken_line_is_named_and_the_others_stay(tmp_path, name, line, said):
+    good = b'{"prompt": "x"}'
+    first, broken, last = read(tmp_path / name, b"\n".join([good, line, good]))
+    assert first == last and isinstance(first, tuple)
+    assert broken.startswith(f"{tmp_path / name}, line 2, {said}") and "\n" not in broken
+
+
+def test_a_file_without_a_line_or_no_file_is_one_sentence(tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    for name, said in (
+        ("empty", "is empty"),
+        ("nowhere", "be read: No such file"),
+        (".", "be read: Is a"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read_prompts(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])
+def test_a_prompt_is_text(text, said):
+    with pytest.raises(UserError, match=said):
+        Prompt(text, "the prompt")

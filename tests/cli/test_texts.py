@@ -1,0 +1,106 @@
+"""From pieces of tokens to texts."""
+
+import numpy as np
+import pytest
+
+from jaxformer.cli import texts
+from jaxformer.cli.prompts import Prompt
+from jaxformer.cli.texts import Speed, Text, batches, follow, seeds
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode import Piece
+from jaxformer.ops.masks import EMPTY
+
+TOKENIZER = Tokenizer.train(["a b"], 257)  # a token a byte, and end-of-text
+END = TOKENIZER.end_of_text
+
+
+class Pieces:
+    """A generation that makes given texts, a few tokens at a time; `ended` are the rows it was told to end."""
+
+    def __init__(self, rows: list[list[int]], sizes: tuple[int, ...]) -> None:
+        self.ended: dict[int, int] = {}
+        self.given = 0
+        self._rows, self._sizes = rows, sizes
+
+    def end(self, row: int) -> None:
+        self.ended[row] = self.given
+
+    def __iter__(self):
+        at = 0
+        for size in self._sizes:
+            part = [(row[at : at + size] + [EMPTY] * size)[:size] for row in self._rows]
+            tokens_BN = np.array(part, np.int32)
+            at += size
+            self.given += 1
+            yield Piece(tokens_BN, -tokens_BN / 8, tokens_BN[..., None] + 1, -tokens_BN[..., None] / 16)
+
+
+def text(*stop: str) -> Text:
+    return Text(Prompt("p", "the prompt"), 0, 0, TOKENIZER, stop)
+
+
+def test_a_text_ends_by_token_string_or_length_and_the_rest_is_dropped():
+    rows = [
+        [*TOKENIZER.encode("ab"), END, *TOKENIZER.encode("x")],
+        TOKENIZER.encode("a STOP b"),
+        TOKENIZER.encode("abc ST"),
+    ]
+    generation, made, speed = Pieces(rows, (1, 2, 3, 2)), [text("STOP") for _ in rows], Speed()
+    shown = "".join(follow(generation, made, [END], speed, lambda: False))
+    assert [(t.shown, t.ended) for t in made] == [("ab", "stop token"), ("a ", "stop string"), ("abc ST", "length")]
+    assert [t.tokens for t in made] == [rows[0][:3], rows[1][:6], rows[2]]  # with what ended them
+    assert shown == "ab"  # the first row alone
+    assert generation.ended == {0: 2, 1: 3}  # after the piece in which they ended
+    assert len(speed.first_token_s) == 1 and speed.tokens == 3 + 6 + 6 - 3
+
+
+def test_a_character_and_what_may_begin_a_stop_string_are_held_back():
+    row = TOKENIZER.encode("é S")  # é is two bytes
+    made = text("Sx")
+    shown = list(follow(Pieces([row], (1, 1, 1, 1)), [made], [END], Speed(), lambda: False))
+    assert shown == ["", "é", " ", "", "S"] and made.shown == "é S"
+
+
+def test_a_stop_token_shows_nothing_of_itself_but_what_was_held_back():
+    row = TOKENIZER.encode("aSb")
+    made = text("Sx")
+    assert list(follow(Pieces([row], (1, 2)), [made], [row[-1]], Speed(), lambda: False)) == ["a", "S"]
+    assert made.ended == "stop token" and made.tokens == row
+
+
+def test_an_interruption_ends_what_goes_on_and_keeps_what_was_made():
+    made = [text(), text()]
+    rows = [[*TOKENIZER.encode("a"), END], TOKENIZER.encode("bcdef")]
+    generation = Pieces(rows, (1, 2, 2))
+    list(follow(generation, made, [END], Speed(), lambda: generation.given == 2))
+    assert [(t.shown, t.ended) for t in made] == [("a", "stop token"), ("bcd", "interrupted")]
+
+
+def test_a_row_of_json_holds_what_was_drawn():
+    made = text()
+    list(follow(Pieces([[65, 66]], (2,)), [made], [END], Speed(), lambda: False))
+    row = made.as_row()
+    assert row["tokens"] == [65, 66] and row["logprobs"] == [-65 / 8, -66 / 8]
+    assert row["top_logprobs"] == [[(66, -65 / 16)], [(67, -66 / 16)]]
+    assert texts._rounded(float("-inf")) is None and texts._rounded(float("nan")) is None
+
+
+def test_prompts_of_like_lengths_go_together():
+    assert batches([5, 1, 4, 2, 3], 2) == [[1, 3], [4, 2], [0]]
+    assert batches([1, 1, 1], 2) == [[0, 1], [2]]  # of equal ones, in order
+
+
+def test_the_seeds_of_samples_follow_each_other_within_32_bits():
+    assert seeds(7, 3) == [7, 8, 9] and seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"),
+    [
+        (Speed([0.25]), "time to first token 0.250 s"),
+        (Speed([0.25], 100, 0.5), "time to first token 0.250 s; then 200 tokens/s (100 in 0.50 s)"),
+        (Speed([0.2, 0.4], 3000, 1.0), "0.300 s (the mean of 2 batches); then 3,000 tokens/s (3,000 in 1.00 s)"),
+    ],
+)
+def test_speed_counts_decoding_apart_from_the_first_token(speed, said):
+    assert said in str(speed)
