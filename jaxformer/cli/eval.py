@@ -65,6 +65,7 @@ def _main(arguments: list[str]) -> int:
 
     from jaxformer.data.corpus import tokenize
     from jaxformer.data.text import find_files, read_documents
+    from jaxformer.decode.weights import restored
     from jaxformer.sharding import batch_shards, make_mesh
     from jaxformer.train.evaluate import Evaluator
 
@@ -77,8 +78,9 @@ def _main(arguments: list[str]) -> int:
     unwrap = run.config.data.unwrap if asked.data.unwrap is None else asked.data.unwrap
     documents = read_documents(asked.data.path, unwrap)
     tokens = tokenize(documents, run.tokenizer)
+    params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
     config = _as_asked(run.config, asked, batch_shards(mesh))
-    found = Evaluator(config, mesh, tokens, run.tokenizer.token_lengths, asked.stride)(run.params)
+    found = Evaluator(config, mesh, tokens, run.tokenizer.token_lengths, asked.stride)(params)
     print(
         f"run {run.path}, step {run.step:,}; {asked.data.path}: {len(documents):,} documents, {len(tokens):,} tokens; "
         f"windows of {length} tokens, {asked.stride or length} apart"

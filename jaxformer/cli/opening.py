@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jaxformer.cli.train import RUNS
+from jaxformer.errors import UserError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -22,6 +24,8 @@ class RunOptions:
     """The run's folder; without it, the newest below runs/."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
+    weights: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What matrices are kept in. A step of decoding reads them all, so the smaller, the faster; and a little worse."""
     mesh: str = ""
     """How the devices share the work, such as 'data=2' or 'tensor=2'; without it, eval takes all, sample the first."""
 
@@ -30,8 +34,12 @@ def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
     """The run that was asked for, with its parameters on a mesh, or on the first device.
 
     Raises:
-      UserError: see `load_run`.
+      UserError: see `load_run`; or weights of 8 bits are to lie on several devices.
     """
+    if options.weights == "int8" and options.mesh:
+        raise UserError("weights of int8 lie on one device; leave out --mesh, or use bfloat16.")
+    from jaxformer.decode.weights import store
     from jaxformer.runs import latest_run, load_run  # orbax takes a second to import
 
-    return load_run(latest_run(RUNS) if options.run is None else Path(options.run), options.checkpoint, mesh)
+    run = load_run(latest_run(RUNS) if options.run is None else Path(options.run), options.checkpoint, mesh)
+    return dataclasses.replace(run, params=store(run.params, options.weights))

@@ -26,6 +26,8 @@ from jaxformer.errors import UserError
 if TYPE_CHECKING:
     from jaxformer.cli.texts import Speed, Text
     from jaxformer.data.tokenizer import Tokenizer
+    from jaxformer.decode.speculative import Draft
+    from jaxformer.models.objective import Params
 
 DESCRIPTION = """Continue texts with a trained model.
 
@@ -101,6 +103,11 @@ class Arguments:
     """More than 1 searches for the likeliest text instead of drawing, keeping so many at each step."""
     length_penalty: float = 1.0
     """Of --num-beams: above 0 favours long texts, below 0 short ones."""
+    draft: str | None = None
+    """A smaller run with the same tokenizer, or 'lookup' for the text itself: it proposes tokens, of which the model
+    checks several in one pass. The text is distributed as without it, and greedily is the same. One at a time."""
+    draft_tokens: int = 4
+    """How many --draft proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """What keys and values are kept in."""
     prefill_chunk: int = 512
@@ -161,11 +168,15 @@ def _check(asked: Arguments, given: set[str]) -> None:
     if len(sources) > 1:
         raise UserError(f"{' and '.join(sources)} each say what to continue; give one of them.")
     StopStrings(asked.stop)
+    if asked.draft is None and "--draft-tokens" in given:
+        raise UserError("--draft-tokens is of use to a draft alone; leave it out, or give --draft.")
     if asked.num_beams == 1:
         if "--length-penalty" in given:
             raise UserError("--length-penalty is of use to beam search alone; leave it out, or give --num-beams.")
     elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
         raise UserError(f"beam search draws nothing and knows no {clash[0]}; leave that out, or --num-beams.")
+    elif asked.draft is not None:
+        raise UserError("beam search and a draft do not go together; leave out --draft or --num-beams.")
     elif asked.num_samples > asked.num_beams:
         raise UserError(f"--num-samples is {asked.num_samples}; it must be at most --num-beams, {asked.num_beams}.")
 
@@ -197,8 +208,10 @@ class Sampler:
         )
         self._sampling.check_vocabulary(tokenizer.vocab_size)
         check_stop_strings(asked.stop, tokenizer)
-        if asked.num_beams > 1 and not hasattr(self._run.model, "extend"):
-            raise UserError(f"{self._run.path} has a model without a cache, which beam search needs; draw from it.")
+        if (asked.num_beams > 1 or asked.draft) and not hasattr(self._run.model, "extend"):
+            what = "beam search" if asked.num_beams > 1 else "a draft"
+            raise UserError(f"{self._run.path} has a model without a cache, which {what} needs; leave that out.")
+        self._draft = self._open_draft(asked.draft) if asked.draft else None
         self.reset_speed()
 
     def reset_speed(self) -> None:
@@ -207,15 +220,31 @@ class Sampler:
 
         self.speed: Speed = Speed()
 
+    def _open_draft(self, name: str) -> tuple[Draft, Params]:
+        """What proposes, and its parameters."""
+        from jaxformer.decode.speculative import LookUp, ModelDraft
+
+        if name == "lookup":
+            return LookUp(self._run.config.model.vocab_size), None
+        draft = open_run(RunOptions(run=name), None)
+        if draft.tokenizer.as_json() != self._run.tokenizer.as_json():
+            raise UserError(
+                f"the draft {name} has another tokenizer than {self._run.path}; use one trained on its text."
+            )
+        if not hasattr(draft.model, "extend"):
+            raise UserError(f"the draft {name} has a model without a cache; use another, or 'lookup'.")
+        return ModelDraft(draft.model), draft.params
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt; raises UserError if there are too many."""
         from jaxformer.cli.texts import encode
 
         most = self._run.config.model.context_length
         why = f"the context's {most}"
-        if self._asked.num_beams > 1 and getattr(self._run.model, "reach", None) is None:
+        special = "beam search" if self._asked.num_beams > 1 else "a draft" if self._draft else ""
+        if special and getattr(self._run.model, "reach", None) is None:
             most -= self._asked.max_new_tokens - 1  # nothing reads the last one
-            why = f"{max(most, 0)}, for beam search does not go past {why} with --max-new-tokens; lower that"
+            why = f"{max(most, 0)}, for {special} does not go past {why} with --max-new-tokens; lower that"
         return encode(prompt, self._run.tokenizer, most, why)
 
     def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: threading.Event) -> None:
@@ -245,7 +274,7 @@ class Sampler:
     ) -> list[Text]:
         """The texts of one batch. The last one is filled up, so that no program is compiled for it alone."""
         from jaxformer.cli.texts import Search, Text, follow, seeds
-        from jaxformer.decode import Generation, beam_search, generate
+        from jaxformer.decode import Generation, Speculation, beam_search, generate, speculate
 
         asked, run = self._asked, self._run
         filled = prompts + prompts[-1:] * (n_prompts - len(prompts))
@@ -256,7 +285,7 @@ class Sampler:
         ]
         token_lists = [tokens for _, tokens in filled]
         sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": run.config.model.context_length}
-        generation: Generation | Search
+        generation: Generation | Search | Speculation
         if asked.num_beams > 1:
             call = partial(
                 beam_search, run.model, run.params, token_lists, n_beams=asked.num_beams,
@@ -264,6 +293,12 @@ class Sampler:
                 cache_dtype=asked.cache_dtype, **sizes,
             )  # fmt: skip
             generation = Search(call, asked.num_samples)
+        elif self._draft:
+            generation = speculate(
+                run.model, run.params, self._draft[0], self._draft[1], token_lists, self._sampling,
+                [seed for _, _, seed in rows], n_samples=asked.num_samples, n_proposed=asked.draft_tokens,
+                cache_dtype=asked.cache_dtype, **sizes,
+            )  # fmt: skip
         else:
             generation = generate(
                 run.model, run.params, token_lists, self._sampling, [seed for _, _, seed in rows],
@@ -278,6 +313,9 @@ class Sampler:
         for new in follow(generation, texts, self._sampling.stop_tokens, self.speed, pressed.is_set):
             if streams:
                 _show(new)
+        if isinstance(generation, Speculation):
+            self.speed.passes += generation.passes
+            self.speed.checked += generation.made
         if isinstance(generation, Search):
             for text, score in zip(texts, generation.scores, strict=False):
                 text.score = score

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxformer.cli.prompts import MOST_SEED, Prompt
 from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
-from jaxformer.decode import Beams, Generation, Piece, StopStrings
+from jaxformer.decode import Beams, Generation, Piece, Speculation, StopStrings
 from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
 
@@ -96,14 +96,20 @@ class Speed:
     """After the first ones."""
     seconds: float = 0.0
     """That these took."""
+    passes: int = 0
+    """Of the model over what a draft proposed."""
+    checked: int = 0
+    """Tokens that came of them."""
 
     def __str__(self) -> str:
         n = len(self.first_token_s)
         of = f" (the mean of {n} batches)" if n > 1 else ""
         told = f"time to first token {sum(self.first_token_s) / max(n, 1):.3f} s{of}"
-        if not self.tokens:
-            return told
-        return f"{told}; then {self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)"
+        if self.tokens:
+            told += f"; then {self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)"
+        if self.passes:
+            told += f"; {self.checked / self.passes:.2f} tokens a pass"
+        return told
 
 
 class Search:
@@ -145,7 +151,7 @@ def seeds(seed: int, n_samples: int) -> list[int]:
 
 
 def follow(
-    generation: Generation | Search, texts: Sequence[Text], stop_tokens: Sequence[int], speed: Speed,
+    generation: Generation | Search | Speculation, texts: Sequence[Text], stop_tokens: Sequence[int], speed: Speed,
     interrupted: Callable[[], bool],
 ) -> Iterator[str]:  # fmt: skip
     """Fill in texts, one a row, as they are made; what of the first one can be shown after each piece.

@@ -76,15 +76,9 @@ def generate(
     Raises:
       UserError: a prompt is empty or too long, a number is below 1, or a seed does not fit 32 bits.
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("n_samples", n_samples), ("prefill_chunk", prefill_chunk)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1.")
-    for number, prompt in enumerate(prompts, start=1):
-        if not 1 <= len(prompt) <= context_length:
-            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            raise UserError(
-                f"{which} has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
-            )
+    check_prompts(
+        prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples, prefill_chunk=prefill_chunk
+    )
     if len(seeds) != len(prompts) * n_samples:
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts of {n_samples} rows each")
     for seed in seeds:
@@ -95,6 +89,19 @@ def generate(
         context_length, n_samples, jnp.dtype(cache_dtype), prefill_chunk, fill_token,
     )  # fmt: skip
     return Generation(run)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
+    """Raise `UserError` if a prompt is empty or too long, or one of the named numbers below 1."""
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1.")
+    for number, prompt in enumerate(prompts, start=1):
+        if not 1 <= len(prompt) <= context_length:
+            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            raise UserError(
+                f"{which} has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
+            )
 
 
 class Generation:

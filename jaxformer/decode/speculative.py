@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.decode.generate import Piece, doubled, left_aligned, prompt_bucket, read_slots
+from jaxformer.decode.generate import Piece, check_prompts, doubled, left_aligned, prompt_bucket, read_slots
 from jaxformer.decode.programs import CHUNK, call, first_slots, put_first_slots
 from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, draw, told, update
 from jaxformer.errors import UserError
@@ -114,33 +114,38 @@ class State(NamedTuple):
 
 
 class Speculation:
-    """An iterator over the pieces of one text, see `generate.Generation`.
+    """An iterator over pieces, as `generate.Generation`; the rows are made one after another.
 
     Attributes:
       passes: passes of the model over proposals, so far.
       made: tokens made, so far.
     """
 
-    passes: int = 0
-    made: int = 0
-
-    def __init__(self, pieces: Iterator[tuple[int, Piece]]) -> None:
-        self._pieces, self._ended = pieces, False
+    def __init__(self, rows: Sequence[Iterator[tuple[int, Piece]]]) -> None:
+        self.passes = self.made = 0
+        self._ended_B = np.zeros(len(rows), bool)
+        self._pieces = self._one_after_another(rows)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
-        if self._ended:
-            raise StopIteration
-        passes, piece = next(self._pieces)
-        self.passes += passes
-        self.made += piece.tokens_BN.shape[1]
-        return piece
+        return next(self._pieces)
 
     def end(self, row: int) -> None:
-        """Deliver no more tokens."""
-        self._ended = True
+        """Deliver no more tokens of a row."""
+        self._ended_B[row] = True
+
+    def _one_after_another(self, rows: Sequence[Iterator[tuple[int, Piece]]]) -> Iterator[Piece]:
+        for number, pieces in enumerate(rows):
+            while not self._ended_B[number] and (found := next(pieces, None)):
+                passes, piece = found
+                self.passes += passes
+                self.made += piece.tokens_BN.shape[1]
+                B, others = len(rows), np.arange(len(rows)) != number
+                piece = Piece(*(np.repeat(x, B, axis=0) for x in piece))
+                piece.tokens_BN[others] = EMPTY
+                yield piece
 
 
 def speculate(
@@ -148,16 +153,17 @@ def speculate(
     params: Params,
     draft: Draft,
     draft_params: Params,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    seed: int,
+    seeds: Sequence[int],
     *,
     max_new_tokens: int,
     context_length: int,
+    n_samples: int = 1,
     n_proposed: int = 4,
     cache_dtype: Any = jnp.float32,
 ) -> Speculation:
-    """Continue one prompt as `generate` does, in fewer passes of the model.
+    """Continue prompts as `generate` does, in fewer passes of the model.
 
     Args:
       model: with the methods that `generate` names; its cache must hold keys and values, not a state.
@@ -165,27 +171,26 @@ def speculate(
       n_proposed: tokens that the draft proposes at a time, 1 to 64.
 
     Raises:
-      UserError: the prompt is empty or too long, a number is out of range, or the text would outgrow a context with
-        an end.
+      UserError: a prompt is empty or too long, a number is out of range, or a text would outgrow a context with an
+        end.
     """
     if not 1 <= n_proposed <= MOST_PROPOSED:
         raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MOST_PROPOSED}.")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
-    if not 1 <= len(prompt) <= context_length:
-        raise UserError(
-            f"the prompt has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
-        )
-    most = len(prompt) + max_new_tokens - 1
+    check_prompts(prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
     models = (model, draft.model) if isinstance(draft, ModelDraft) else (model,)
-    if most > context_length and any(getattr(m, "reach", None) is None for m in models):
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens - 1 > context_length and any(getattr(m, "reach", None) is None for m in models):
         raise UserError(
-            f"the prompt and {max_new_tokens} tokens are longer than the context of {context_length}, past which there "
-            f"is no speculation; ask for at most {context_length - len(prompt) + 1} tokens, or leave out the draft."
+            f"{longest} tokens and {max_new_tokens} new ones are more than the context of {context_length}, past which "
+            f"a draft cannot go; ask for at most {context_length - longest + 1} new ones, or leave out the draft."
         )
     dtype = jnp.dtype(cache_dtype)
+    rows = [prompt for prompt in prompts for _ in range(n_samples)]
     return Speculation(
-        _pieces(model, params, draft, draft_params, list(prompt), sampling, seed, max_new_tokens, n_proposed, dtype)
+        [
+            _pieces(model, params, draft, draft_params, list(row), sampling, seed, max_new_tokens, n_proposed, dtype)
+            for row, seed in zip(rows, seeds, strict=True)
+        ]
     )
 
 
@@ -197,8 +202,8 @@ def _pieces(
     n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
     tokens_P = left_aligned([prompt], prompt_bucket(len(prompt)))[0]
     state = _begin(model, draft, sampling, params, draft_params, tokens_P, np.int32(len(prompt)), n_slots, dtype)
-    made = 0
-    while made < max_new_tokens:
+    made, done = 0, False
+    while not done:
         n_read = read_slots(len(prompt) + made + CHUNK + 2 * n_proposed, n_slots)
         state, passes, n, drawn = _go_on(
             model, draft, sampling, params, draft_params, state, np.uint32(seed), np.int32(max_new_tokens),
@@ -207,8 +212,6 @@ def _pieces(
         passes, n, drawn, done = jax.device_get((passes, n, drawn, state.done))
         made += int(n)
         yield int(passes), Piece(*(x[None, :n] for x in drawn))
-        if done:
-            return
 
 
 @partial(jax.jit, static_argnames=("model", "draft", "sampling", "n_slots", "dtype"))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.models.objective import Params
-from jaxformer.ops.quantized import quantize
+from jaxformer.ops.quantized import Quantized, quantize
 
 Format = Literal["float32", "bfloat16", "int8"]
 
@@ -36,3 +36,12 @@ def store(params: Params, weights: Format) -> Params:
     if weights == "float32":
         return params
     return jax.jit(lambda params: jax.tree_util.tree_map_with_path(one, params))(params)
+
+
+def restored(params: Params) -> Params:
+    """What `store` gave, in float32 again: what its rounding left."""
+
+    def one(leaf: Any) -> jax.Array:
+        return leaf.values * leaf.scale if isinstance(leaf, Quantized) else leaf.astype(jnp.float32)
+
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))

@@ -151,6 +151,24 @@ def test_beams_are_searched_and_the_best_shown_with_their_scores(here, rows):
 
 
 @pytest.mark.slow
+def test_a_draft_changes_how_fast_it_is_and_no_token(here, rows, capsys):
+    given = ("--prompt", "The cat", "--prompt", "A king", "--temperature", "0", "--max-new-tokens", "8")
+    wanted = [row["tokens"] for row in rows(*given)]
+    for draft in ("lookup", "runs/quick"):
+        assert [row["tokens"] for row in rows(*given, "--draft", draft)] == wanted
+    assert sample.main([*given, "--draft", "runs/quick", "--draft-tokens", "3"]) == 0
+    assert capsys.readouterr().err.endswith("; 4.00 tokens a pass\n")  # a run agrees with itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_smaller_weights_say_nearly_the_same(here, rows, weights):
+    given = ("--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "1")
+    (exact,), (rounded,) = rows(*given), rows(*given, "--weights", weights)
+    assert 0 < abs(exact["logprobs"][0] - rounded["logprobs"][0]) < 0.05
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -12,6 +12,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import LookUp, ModelDraft, speculate
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops.masks import EMPTY
 
 VOCABULARY, CONTEXT = 13, 64
 SHAPE = DecoderConfig(
@@ -51,7 +52,7 @@ def test_greedily_it_is_the_same_text(draft, n_proposed, prompt):
     sampling = Sampling(temperature=0, top_logprobs=2)
     wanted = list(plainly(sampling, n=40, prompt=prompt))
     speculation = speculate(
-        MODEL, PARAMS, *DRAFTS[draft], prompt, sampling, 0, max_new_tokens=40, context_length=CONTEXT,
+        MODEL, PARAMS, *DRAFTS[draft], [prompt], sampling, [0], max_new_tokens=40, context_length=CONTEXT,
         n_proposed=n_proposed,
     )  # fmt: skip
     got = list(speculation)
@@ -83,10 +84,10 @@ def test_draws_are_distributed_as_without_a_draft(draft):
     sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
     n_draws, n = 3000, 3
     run = partial(
-        speculate, MODEL, PARAMS, *DRAFTS[draft], PROMPT, sampling, max_new_tokens=n, context_length=CONTEXT,
+        speculate, MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, max_new_tokens=n, context_length=CONTEXT,
         n_proposed=2,
     )  # fmt: skip
-    drawn = [tuple(tokens_of(run(seed)).tolist()) for seed in range(n_draws)]
+    drawn = [tuple(tokens_of(run(seeds=[seed])).tolist()) for seed in range(n_draws)]
     plain = [tuple(row) for row in all_draws(sampling, n, n_draws)]
     seen = sorted({*drawn, *plain})
     counts = np.array([[draws.count(text) for text in seen] for draws in (drawn, plain)])
@@ -110,7 +111,7 @@ def test_a_stop_token_ends_it_and_is_the_last():
     first = greedy.tolist().index(stop)
     for draft in (DRAFTS["look-up"], DRAFTS["itself"]):
         got = speculate(
-            MODEL, PARAMS, *draft, PROMPT, Sampling(temperature=0, stop_tokens=(stop,)), 0, max_new_tokens=30,
+            MODEL, PARAMS, *draft, [PROMPT], Sampling(temperature=0, stop_tokens=(stop,)), [0], max_new_tokens=30,
             context_length=CONTEXT,
         )  # fmt: skip
         assert tokens_of(got).tolist() == greedy[: first + 1].tolist()
@@ -129,14 +130,27 @@ def test_what_cannot_be_is_one_sentence(changes, said):
     arguments = {"prompt": PROMPT, "max_new_tokens": 5} | changes
     prompt = arguments.pop("prompt")
     with pytest.raises(UserError, match=said):
-        speculate(MODEL, PARAMS, *DRAFTS["look-up"], prompt, Sampling(), 0, context_length=CONTEXT, **arguments)
+        speculate(MODEL, PARAMS, *DRAFTS["look-up"], [prompt], Sampling(), [0], context_length=CONTEXT, **arguments)
 
 
 def test_a_context_with_an_end_is_not_outgrown():
     model, params = made(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
-    run = partial(speculate, model, params, LookUp(VOCABULARY), None, PROMPT, Sampling(temperature=0), 0)
-    with pytest.raises(UserError, match=r"context of 16, .* ask for at most 7 tokens"):
+    run = partial(speculate, model, params, LookUp(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])
+    with pytest.raises(UserError, match=r"context of 16, .* ask for at most 7 new ones"):
         run(max_new_tokens=8, context_length=16)
     got = tokens_of(run(max_new_tokens=7, context_length=16))
     wanted = generate(model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16)
     assert got.tolist() == tokens_of(wanted).tolist()
+
+
+def test_rows_come_one_after_another_and_can_be_ended():
+    sampling, prompts = Sampling(temperature=0), [PROMPT, [7], [2, 2]]
+    wanted = [tokens_of(plainly(sampling, n=20, prompt=prompt)).tolist() for prompt in prompts]
+    speculation = speculate(
+        MODEL, PARAMS, *DRAFTS["look-up"], prompts, sampling, [0] * 3, max_new_tokens=20, context_length=CONTEXT
+    )
+    speculation.end(1)
+    pieces = [piece.tokens_BN for piece in speculation]
+    assert all((tokens_BN != EMPTY).any(axis=1).sum() == 1 for tokens_BN in pieces)
+    rows = np.concatenate(pieces, axis=1)
+    assert [row[row != EMPTY].tolist() for row in rows] == [wanted[0], [], wanted[2]]

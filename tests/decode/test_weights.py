@@ -7,7 +7,7 @@ import pytest
 
 from jaxformer.decode.generate import generate
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.weights import store
+from jaxformer.decode.weights import restored, store
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.quantized import Quantized
 
@@ -52,10 +52,7 @@ def test_with_weights_that_8_bits_hold_nothing_changes_but_rounding(made):
     """So nothing but the rounding of weights makes a difference: not the layout, not the scales."""
     model, params = made
     small = store(params, "int8")
-    exact = jax.tree.map(
-        lambda leaf: leaf.values * leaf.scale if isinstance(leaf, Quantized) else leaf,
-        small, is_leaf=lambda x: isinstance(x, Quantized),
-    )  # fmt: skip
+    exact = restored(small)
     a, b = (model.apply({"params": p}, TOKENS) for p in (exact, small))
     np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
 
