@@ -14,6 +14,7 @@ A model without them is run on a sliding window of its context instead.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +33,9 @@ from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import batch_shards, batch_split, replicated
 
+LEAST_PORTION = 8
+A_MOMENT = 0.1
+"""Seconds: a call that takes longer makes fewer tokens the next time."""
 LEAST_READ = 128
 """Slots: reading fewer saves no time that one would notice."""
 
@@ -178,14 +182,23 @@ class _Run:
         yield made
         offset_R = self.place(np.repeat(longest - lengths_B, n_samples))
         seeds_R = self.place(self.seeds_R)
-        for done in range(0, steps, CHUNK):
-            counter, limit = longest + done, min(CHUNK, steps - done)
+        done, portion, began = 0, LEAST_PORTION, time.perf_counter()
+        while done < steps:
+            counter = longest + done
+            limit = min(portion, steps - done)
+            if (read := read_slots(counter + 1, n_slots)) < n_slots:
+                limit = min(limit, read - counter)  # nothing is read before it is in use
             rows, made = programs.decode(
                 self.model, self.sampling, self.params, rows, offset_R, seeds_R, self.place(self.ended_B.copy()),
                 np.int32(counter), np.int32(made_before + 1 + done), np.int32(limit), np.int32(n_slots),
                 n_read=read_slots(counter + limit, n_slots), dtype=self.dtype,
             )  # fmt: skip
             yield made
+            done += limit
+            # Fewer calls are faster, but someone may be reading along.
+            now = time.perf_counter()
+            portion = min(2 * portion, CHUNK) if now - began < A_MOMENT else max(portion // 2, LEAST_PORTION)
+            began = now
         self.history = rows.history
 
     def _read(self, lengths_B: np.ndarray, n_samples: int, n_slots: int) -> tuple[programs.Rows, Made]:
@@ -228,7 +241,7 @@ class _Run:
         state = programs.begin_windows(self.model, self.sampling, self.params, self.place(window_BT), prompts)
         seeds_R, done = self.place(self.seeds_R), 0
         while done < self.max_new_tokens:
-            limit = min(CHUNK, self.max_new_tokens - done) if done else 1
+            limit = min(LEAST_PORTION, self.max_new_tokens - done) if done else 1
             state, made = programs.decode_windows(
                 self.model, self.sampling, self.params, state, seeds_R, self.place(self.ended_B.copy()),
                 np.int32(done), np.int32(limit),

@@ -19,8 +19,8 @@ from jaxformer.decode.samplers import Drawn, History, Sampling, begin, sample, u
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
-CHUNK = 16
-"""The most tokens decoded in one call of the compiled loop; text streams in such portions."""
+CHUNK = 64
+"""The most tokens decoded in one call of the compiled loop."""
 
 
 class Rows(NamedTuple):

@@ -19,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.decode.generate import Piece, check_prompts, doubled, left_aligned, prompt_bucket, read_slots
-from jaxformer.decode.programs import CHUNK, call, first_slots, put_first_slots
+from jaxformer.decode.programs import call, first_slots, put_first_slots
 from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, draw, told, update
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
 MOST_PROPOSED = 64
+PORTION = 16
+"""Tokens that one call makes, or a few more."""
 
 
 class Draft(Protocol):
@@ -204,7 +206,7 @@ def _pieces(
     state = _begin(model, draft, sampling, params, draft_params, tokens_P, np.int32(len(prompt)), n_slots, dtype)
     made, done = 0, False
     while not done:
-        n_read = read_slots(len(prompt) + made + CHUNK + 2 * n_proposed, n_slots)
+        n_read = read_slots(len(prompt) + made + PORTION + 2 * n_proposed, n_slots)
         state, passes, n, drawn = _go_on(
             model, draft, sampling, params, draft_params, state, np.uint32(seed), np.int32(max_new_tokens),
             n_proposed, n_read, dtype,
@@ -246,7 +248,7 @@ def _go_on(
     model: nn.Module, draft: Draft, sampling: Sampling, params: Params, draft_params: Params, state: State,
     seed: jax.Array, limit: jax.Array, n_proposed: int, n_read: int, dtype: Any,
 ) -> tuple[State, jax.Array, jax.Array, Drawn]:  # fmt: skip
-    """Passes until `CHUNK` tokens or more are made, or the text is done: the state, how many passes there were, and
+    """Passes until `PORTION` tokens or more are made, or the text is done: the state, how many passes there were, and
     the number of tokens and the tokens that they made."""
     whole = state.cache
     state = state._replace(cache=first_slots(model, whole, n_read, dtype))
@@ -254,7 +256,7 @@ def _go_on(
 
     def more(carry: tuple[State, jax.Array, jax.Array, Drawn]) -> jax.Array:
         state, _, made, _ = carry
-        return (made < CHUNK) & ~state.done
+        return (made < PORTION) & ~state.done
 
     def step(carry: tuple[State, jax.Array, jax.Array, Drawn]) -> tuple[State, jax.Array, jax.Array, Drawn]:
         state, passes, made, drawn_C = carry
@@ -266,7 +268,7 @@ def _go_on(
         return state, passes + 1, made + state.length - before, drawn_C
 
     drawn_N = jax.eval_shape(one_pass, state)[1]
-    none_C = jax.tree.map(lambda x: jnp.zeros((CHUNK + n_proposed, *x.shape[1:]), x.dtype), drawn_N)
+    none_C = jax.tree.map(lambda x: jnp.zeros((PORTION + n_proposed, *x.shape[1:]), x.dtype), drawn_N)
     state, passes, made, drawn_C = jax.lax.while_loop(more, step, (state, jnp.int32(0), jnp.int32(0), none_C))
     return state._replace(cache=put_first_slots(whole, state.cache)), passes, made, drawn_C
 

@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -225,20 +226,27 @@ def test_seeds_decide_and_rows_draw_apart(decoder: Model) -> None:
     assert first[0] != first[1] != first[2]
 
 
-@pytest.mark.parametrize("n", [1, 2, 17, 18])  # one token of the prefill and a chunk of 16
+@pytest.mark.parametrize("n", [1, 2, 9, 10])  # one token of the prefill and a portion of 8
 def test_exactly_as_many_tokens_as_asked_for(decoder: Model, n: int) -> None:
     made = run(decoder, PROMPTS, n)
     assert [len(row) for row in made] == [n] * 4
     assert all(0 <= token < V for row in made for token in row)
 
 
-@pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
-def test_tokens_come_in_portions_the_first_alone(config: ModelConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "moment", "portions"),
+    [(ROPE, 1e9, [1, 8, 16, 5]), (ROPE, 0.0, [1, 8, 8, 8, 5]), (MLP, 1e9, [1, 8, 8, 8, 5])],
+    ids=["fast", "slow", "window"],
+)
+def test_tokens_come_in_portions_the_first_alone(
+    config: ModelConfig, moment: float, portions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["jaxformer.decode.generate"], "A_MOMENT", moment)
     pieces = list(begin(build(config), PROMPTS, 30))
-    assert [piece.tokens_BN.shape for piece in pieces] == [(4, 1), (4, 16), (4, 13)]
+    assert [piece.tokens_BN.shape for piece in pieces] == [(4, n) for n in portions]
     assert pieces[1].tokens_BN.dtype == np.int32
-    assert pieces[1].logprobs_BN.shape == (4, 16)
-    assert pieces[1].top_tokens_BNn.shape == pieces[1].top_logprobs_BNn.shape == (4, 16, 0)
+    assert pieces[1].logprobs_BN.shape == (4, 8)
+    assert pieces[1].top_tokens_BNn.shape == pieces[1].top_logprobs_BNn.shape == (4, 8, 0)
 
 
 @pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
@@ -264,10 +272,11 @@ def test_a_row_can_be_ended_from_outside_also_before_it_begins() -> None:
     generation = begin(model, PROMPTS, 40)
     generation.end(3)
     pieces = [next(generation), next(generation)]
+    n = sum(piece.tokens_BN.shape[1] for piece in pieces)
     generation.end(0)
     pieces += generation
     made = whole(pieces).tokens_BN.tolist()
-    assert made == [free[0][:17] + [EMPTY] * 23, free[1], free[2], [EMPTY] * 40]
+    assert made == [free[0][:n] + [EMPTY] * (40 - n), free[1], free[2], [EMPTY] * 40]
     for row in range(4):
         generation.end(row)
     assert list(generation) == []
