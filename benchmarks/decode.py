@@ -4,7 +4,7 @@
 
 On a CPU: a GPT-2 of 4 blocks, width 256, MLP 2048, context 512, vocabulary 2048, in float32. On a GPU: GPT-2's own
 shape in bfloat16, beside `generate` with a static cache and `torch.compile`. 256 tokens after a prompt of 32 (random
-tokens). Processes take turns, and must have made the same text before anything is timed.
+tokens). Processes take turns, and must have begun the same text before anything is timed.
 
 A step has to read all weights and the keys and values so far: the share of the bandwidth limit is those bytes over the
 time of a token, by the rate at which this machine was measured, in the same run, to read memory.
@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 
 import record
-from processes import Failed, Worker
+from processes import Failed, Worker, has, take_turns
 
 SHAPES = {
     "cpu": {"n_blocks": 4, "n_heads": 4, "d_model": 256, "d_ff": 2048, "context_length": 512, "vocab_size": 2048},
@@ -37,7 +36,7 @@ FIRST = (8, 400)
 VARIANTS = {"cpu": ("float32", "int8"), "gpu": ("bfloat16", "int8")}
 """Formats of weights; the first is the one that the peer has."""
 SAME = {"cpu": 0.5, "gpu": 0.02}
-"""Share of each text, from its beginning, that must be the same: rounding may tip a near tie, of which bfloat16 has
+"""Share of each text, from its beginning, that must be the peer's: rounding may tip a near tie, of which bfloat16 has
 many, and a row is another from there on."""
 
 
@@ -60,15 +59,13 @@ def measure(batch_size: int, device: str, folder: Path, python: str, rounds: int
         }
         peer = stack.enter_context(Worker("transformers", python, "decode_hf.py", str(folder), str(batch_size)))
         first = next(iter(ours.values()))
-        same = agree(first.facts["tokens"], peer.facts["tokens"])
-        if same < SAME[device]:
-            raise Failed(f"transformers says something else than jaxformer after {same:.0%} of the text.")
-        workers = [*ours.values(), peer]
-        ms: dict[str, list[float]] = {worker.name: [] for worker in workers}
-        for _ in range(rounds):
-            for worker in workers:
-                ms[worker.name] += worker.take(1).ms
-        rate = {name: batch_size * NEW / median(each) * 1e3 for name, each in ms.items()}
+        same = {worker.name: agree(worker.facts["tokens"], peer.facts["tokens"]) for worker in ours.values()}
+        if same[first.name] < SAME[device]:
+            raise Failed(
+                f"transformers says something else than {first.name} after {same[first.name]:.0%} of the text."
+            )
+        ms = take_turns([*ours.values(), peer], rounds, 1)
+        rate = {name: batch_size * NEW / each * 1e3 for name, each in ms.items()}
         read = {f"jaxformer {weights}": worker.facts["bytes_a_step"] for weights, worker in ours.items()}
         gb_per_s = first.facts["gb_per_s"]
         figures = {
@@ -77,7 +74,7 @@ def measure(batch_size: int, device: str, folder: Path, python: str, rounds: int
             "share_of_bandwidth": {
                 name: round(read[name] * rate[name] / batch_size / 1e9 / gb_per_s, 3) for name in read
             },
-            "same_text_as_transformers": round(same, 3),
+            "same_text_as_transformers": {name: round(share, 3) for name, share in same.items()},
             "memory_gb_per_s": round(gb_per_s, 1),
             "first_token_over_forward": first.facts["first_token_over_forward"],
         }
@@ -92,17 +89,13 @@ def main() -> int:
     parser.add_argument("--python-torch", default=sys.executable, help="an interpreter with torch and transformers")
     parser.add_argument("--rounds", type=int, default=7, help="texts that each makes")
     asked = parser.parse_args()
-    look = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ('torch', 'transformers', 'numpy'))))"
-    try:
-        found = subprocess.run([asked.python_torch, "-c", look], check=False).returncode == 0
-    except OSError:
-        found = False
-    if not found:
+    if not has(asked.python_torch, "torch", "transformers", "numpy"):
         print(
             f"error: {asked.python_torch} lacks torch or transformers; install them, or give --python-torch.",
             file=sys.stderr,
         )
         return 2
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
     figures: dict = {"shape": SHAPES[asked.device], "prompt": PROMPT, "new_tokens": NEW, "rounds": asked.rounds}
     with tempfile.TemporaryDirectory() as folder:
         job = {"shape": SHAPES[asked.device], "prompt": PROMPT, "new": NEW, "first": FIRST, "device": asked.device}

@@ -11,7 +11,11 @@ measure() {
   timeout --kill-after=5 "$1" "${PYTHON:-python3}" "benchmarks/$2" "${@:3}"
 }
 
-measure 380 train_gpu.py "$@"
-if [[ $# == 0 ]]; then
-  measure 150 decode.py --device gpu --batch-sizes 1 64 --rounds 5
+if (($#)); then
+  measure 530 train_gpu.py "$@"
+else
+  status=0
+  measure 380 train_gpu.py || status=$?
+  measure 150 decode.py --device gpu --batch-sizes 1 64 --rounds 5 || status=$?
+  exit "$status"
 fi

@@ -114,10 +114,10 @@ def take_turns(workers: Sequence[Worker], rounds: int, bursts: int, steps: int =
     return {name: median(each) for name, each in ms.items()}
 
 
-def has_torch(python: str) -> bool:
-    """Whether an interpreter exists and has torch and NumPy."""
-    look = "import importlib.util as u, sys; sys.exit(not (u.find_spec('torch') and u.find_spec('numpy')))"
+def has(python: str, *packages: str) -> bool:
+    """Whether an interpreter exists and has these packages."""
+    look = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
     try:
-        return subprocess.run([python, "-c", look], check=False).returncode == 0
+        return subprocess.run([python, "-c", look, *packages], check=False).returncode == 0
     except OSError:
         return False

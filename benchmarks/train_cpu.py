@@ -21,7 +21,7 @@ from pathlib import Path
 
 import record
 from peers import WARM_UP, Job, software, start
-from processes import Failed, Worker, has_torch, take_turns
+from processes import Failed, Worker, has, take_turns
 
 PEERS = {"torch_eager": ["--eager"], "torch_compiled": []}
 
@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns that each takes")
     parser.add_argument("--steps", type=int, default=5, help="steps a turn")
     asked = parser.parse_args()
-    if not has_torch(asked.python_torch):
+    if not has(asked.python_torch, "torch", "numpy"):
         print(f"error: {asked.python_torch} has no torch; pip install torch, or give --python-torch.", file=sys.stderr)
         return 2
     batch = {"batch_size": asked.batch_size} if asked.batch_size else {}

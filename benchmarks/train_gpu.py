@@ -32,7 +32,7 @@ from typing import Any
 import kernel_times
 import record
 from peers import WARM_UP, Job, software, start
-from processes import Failed, Worker, has_torch, take_turns
+from processes import Failed, Worker, has, take_turns
 
 PROFILED = 3
 """Steps in a profile."""
@@ -211,7 +211,7 @@ def parse() -> argparse.Namespace:
     asked = parser.parse_args()
     if unknown := set(asked.names) - set(MEASUREMENTS):
         parser.error(f"no measurement is called {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}")
-    if not has_torch(asked.python_torch):
+    if not has(asked.python_torch, "torch", "numpy"):
         parser.error(f"{asked.python_torch} has no torch; pip install torch, or give --python-torch")
     return asked
 
