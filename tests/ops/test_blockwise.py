@@ -46,7 +46,7 @@ def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, ma
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_agrees_with_jax_nn_at_any_shape(data) -> None:
     size = partial(st.integers, 1)
