@@ -36,6 +36,11 @@ class Prompt:
             raise UserError(f"{self.where} has the seed {self.seed}; it must be at least 0 and below 2**32.")
 
 
+def seeds(seed: int, n_samples: int) -> list[int]:
+    """One for each sample of a prompt: that of sample k is what sample 0 has where the seed is k more."""
+    return [(seed + k) % (MOST_SEED + 1) for k in range(n_samples)]
+
+
 def read_prompts(path: str) -> list[Prompt | UserError]:
     """The prompts of a file; for a line that holds none, what is wrong with it.
 

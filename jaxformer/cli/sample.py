@@ -11,20 +11,34 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.opening import RunOptions, open_run
-from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts
-from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.stopping import StopStrings
+from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts, seeds
+from jaxformer.decode import (
+    Generation,
+    LookUp,
+    ModelDraft,
+    Sampling,
+    Speculation,
+    Speed,
+    StopStrings,
+    Text,
+    beam_search,
+    follow,
+    generate,
+    speculate,
+)  # fmt: skip
+from jaxformer.decode.texts import Search, batches
 from jaxformer.errors import UserError
+from jaxformer.sharding import make_mesh
 
 if TYPE_CHECKING:
-    from jaxformer.cli.texts import Speed, Text
     from jaxformer.data.tokenizer import Tokenizer
     from jaxformer.decode.speculative import Draft
     from jaxformer.models.objective import Params
@@ -193,13 +207,40 @@ def _prompts(asked: Arguments) -> Sequence[Prompt | UserError]:
     return [Prompt(text, f"prompt {i}" if several else "the prompt") for i, text in enumerate(asked.prompt, 1)]
 
 
+@dataclass
+class Answer:
+    """A text, and what it is one of."""
+
+    prompt: Prompt
+    sample: int
+    seed: int
+    text: Text
+    score: float | None = None
+    """Of a beam search."""
+
+    def as_row(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        text, score = self.text, self.score
+        return {
+            "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample, "seed": self.seed,
+            "text": text.shown, "ended": text.ended, "tokens": text.tokens,
+            **({"logprobs": [_rounded(x) for x in text.logprobs]} if score is None else {"score": score}),
+            **({"top_logprobs": [[(t, _rounded(x)) for t, x in likeliest] for likeliest in text.top_logprobs]}
+               if any(text.top_logprobs) else {}),
+            "first_token_s": round(text.first_token_s, 6), "seconds": round(text.seconds, 6),
+        }  # fmt: skip
+
+
+def _rounded(logprob: float) -> float | None:
+    """JSON knows neither infinity nor NaN."""
+    return round(logprob, 6) if isfinite(logprob) else None
+
+
 class Sampler:
     """A run, ready to continue prompts as asked."""
 
     def __init__(self, asked: Arguments) -> None:
         """Raises UserError where the run cannot be opened, or options do not fit it."""
-        from jaxformer.sharding import make_mesh
-
         mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
         self._asked, self._run = asked, open_run(asked.opening, mesh)
         tokenizer = self._run.tokenizer
@@ -212,18 +253,11 @@ class Sampler:
             what = "beam search" if asked.num_beams > 1 else "a draft"
             raise UserError(f"{self._run.path} has a model without a cache, which {what} needs; leave that out.")
         self._draft = self._open_draft(asked.draft) if asked.draft else None
-        self.reset_speed()
-
-    def reset_speed(self) -> None:
-        """Measure from here on."""
-        from jaxformer.cli.texts import Speed
-
-        self.speed: Speed = Speed()
+        self.speed = Speed()
+        """Of what was shown."""
 
     def _open_draft(self, name: str) -> tuple[Draft, Params]:
         """What proposes, and its parameters."""
-        from jaxformer.decode.speculative import LookUp, ModelDraft
-
         if name == "lookup":
             return LookUp(self._run.config.model.vocab_size), None
         draft = open_run(RunOptions(run=name), None)
@@ -237,30 +271,29 @@ class Sampler:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt; raises UserError if there are too many."""
-        from jaxformer.cli.texts import encode
-
         most = self._run.config.model.context_length
         why = f"the context's {most}"
         special = "beam search" if self._asked.num_beams > 1 else "a draft" if self._draft else ""
         if special and getattr(self._run.model, "reach", None) is None:
             most -= self._asked.max_new_tokens - 1  # nothing reads the last one
             why = f"{max(most, 0)}, for {special} does not go past {why} with --max-new-tokens; lower that"
-        return encode(prompt, self._run.tokenizer, most, why)
+        tokens = self._run.tokenizer.encode(prompt.text)
+        if len(tokens) > most:
+            raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
+        return tokens
 
     def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: threading.Event) -> None:
         """Continue prompts and show the texts, in the order of the prompts; not all of them once Ctrl-C is pressed."""
-        from jaxformer.cli.texts import batches
-
         asked = self._asked
         size = max(1, asked.batch_size // max(asked.num_samples, asked.num_beams))
         streams = len(prompts) * asked.num_samples == 1 and not asked.jsonl
-        done: dict[int, list[Text]] = {}
+        done: dict[int, list[Answer]] = {}
         shown = 0
         for batch in batches([len(tokens) for _, tokens in prompts], size):
             n_rows = size if len(prompts) > size else len(batch)
-            texts = self._continue([prompts[i] for i in batch], n_rows, streams, pressed)
+            answers = self._continue([prompts[i] for i in batch], n_rows, streams, pressed)
             for place, i in enumerate(batch):
-                done[i] = texts[place * asked.num_samples : (place + 1) * asked.num_samples]
+                done[i] = answers[place * asked.num_samples : (place + 1) * asked.num_samples]
             while shown in done:
                 self._write(shown, done.pop(shown), streams)
                 shown += 1
@@ -271,19 +304,16 @@ class Sampler:
 
     def _continue(
         self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: threading.Event
-    ) -> list[Text]:
+    ) -> list[Answer]:
         """The texts of one batch. The last one is filled up, so that no program is compiled for it alone."""
-        from jaxformer.cli.texts import Search, Text, follow, seeds
-        from jaxformer.decode import Generation, Speculation, beam_search, generate, speculate
-
         asked, run = self._asked, self._run
         filled = prompts + prompts[-1:] * (n_prompts - len(prompts))
-        rows = [
-            (prompt, k, seed)
+        answers = [
+            Answer(prompt, k, seed, Text(run.tokenizer, asked.stop))
             for prompt, _ in filled
             for k, seed in enumerate(seeds(asked.seed if prompt.seed is None else prompt.seed, asked.num_samples))
         ]
-        token_lists = [tokens for _, tokens in filled]
+        token_lists, drawn_seeds = [tokens for _, tokens in filled], [answer.seed for answer in answers]
         sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": run.config.model.context_length}
         generation: Generation | Search | Speculation
         if asked.num_beams > 1:
@@ -296,20 +326,22 @@ class Sampler:
         elif self._draft:
             generation = speculate(
                 run.model, run.params, self._draft[0], self._draft[1], token_lists, self._sampling,
-                [seed for _, _, seed in rows], n_samples=asked.num_samples, n_proposed=asked.draft_tokens,
+                drawn_seeds, n_samples=asked.num_samples, n_proposed=asked.draft_tokens,
                 cache_dtype=asked.cache_dtype, **sizes,
             )  # fmt: skip
         else:
             generation = generate(
-                run.model, run.params, token_lists, self._sampling, [seed for _, _, seed in rows],
+                run.model, run.params, token_lists, self._sampling, drawn_seeds,
                 n_samples=asked.num_samples, cache_dtype=asked.cache_dtype, prefill_chunk=asked.prefill_chunk,
                 fill_token=run.tokenizer.end_of_text, **sizes,
             )  # fmt: skip
-        texts = [Text(*row, run.tokenizer, asked.stop) for row in rows[: len(prompts) * asked.num_samples]]
-        for row in range(len(texts), len(rows)):
+        n_wanted = len(prompts) * asked.num_samples
+        for row in range(n_wanted, len(answers)):
             generation.end(row)
+        answers = answers[:n_wanted]
         if streams:
             _show(prompts[0][0].text)
+        texts = [answer.text for answer in answers]
         for new in follow(generation, texts, self._sampling.stop_tokens, self.speed, pressed.is_set):
             if streams:
                 _show(new)
@@ -317,20 +349,20 @@ class Sampler:
             self.speed.passes += generation.passes
             self.speed.checked += generation.made
         if isinstance(generation, Search):
-            for text, score in zip(texts, generation.scores, strict=False):
-                text.score = score
-        return texts
+            for answer, score in zip(answers, generation.scores, strict=False):
+                answer.score = score
+        return answers
 
-    def _write(self, i: int, texts: list[Text], streamed: bool) -> None:
+    def _write(self, i: int, answers: list[Answer], streamed: bool) -> None:
         """Show the texts of prompt i."""
         if streamed:
             _show("\n")
             return
-        for k, text in enumerate(texts):
+        for k, answer in enumerate(answers):
             if self._asked.jsonl:
-                _show(json.dumps(text.as_row()) + "\n")
+                _show(json.dumps(answer.as_row()) + "\n")
             else:
-                _show(f"[{i * self._asked.num_samples + k + 1}] {text.prompt.text}{text.shown}\n\n")
+                _show(f"[{i * self._asked.num_samples + k + 1}] {answer.prompt.text}{answer.text.shown}\n\n")
 
 
 def _converse(sampler: Sampler) -> int:
@@ -359,7 +391,7 @@ def _converse(sampler: Sampler) -> int:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
-        sampler.reset_speed()
+        sampler.speed = Speed()
         with _noticing_ctrl_c() as pressed:
             sampler.show([(prompt, tokens)], pressed)
         print(sampler.speed, file=sys.stderr)

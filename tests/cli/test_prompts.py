@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxformer.cli.prompts import Prompt, read_prompts
+from jaxformer.cli.prompts import Prompt, read_prompts, seeds
 from jaxformer.errors import UserError
 
 
@@ -67,3 +67,7 @@ def test_a_file_without_a_line_or_no_file_is_one_sentence(tmp_path):
 def test_a_prompt_is_text(text, said):
     with pytest.raises(UserError, match=said):
         Prompt(text, "the prompt")
+
+
+def test_the_seeds_of_samples_follow_each_other_within_32_bits():
+    assert seeds(7, 3) == [7, 8, 9] and seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]

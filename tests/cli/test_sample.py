@@ -17,8 +17,9 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import sample
-from jaxformer.cli.texts import Text
+from jaxformer.cli.prompts import Prompt
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode import Text
 from jaxformer.errors import UserError
 from tests.helpers import ROOT, start, untrained_run, write_books
 
@@ -197,7 +198,7 @@ def test_ctrl_c_shows_what_was_made(here, monkeypatch, capsys, several):
 
     def pressing(self, prompts, n_prompts, streams, pressed):
         monkeypatch.setattr(
-            "jaxformer.cli.texts.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
+            "jaxformer.decode.texts.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
         )
         return take(self, prompts, n_prompts, streams, pressed)
 
@@ -289,6 +290,13 @@ def test_without_a_terminal_a_conversation_reads_lines_until_they_end(here):
     )  # fmt: skip
     assert done.returncode == 0 and "The cat" in done.stdout and "The dog" in done.stdout
     assert done.stderr.count("time to first token") == 2
+
+
+def test_a_number_that_json_does_not_know_is_null():
+    text = Text(BYTES)
+    text.tokens, text.logprobs, text.top_logprobs = [65], [-np.inf], [[(1, np.nan)]]
+    row = sample.Answer(Prompt("p", "the prompt"), 0, 0, text).as_row()
+    assert row["logprobs"] == [None] and row["top_logprobs"] == [[(1, None)]]
 
 
 def test_biases_are_of_one_token():

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxformer.cli import texts
-from jaxformer.cli.prompts import Prompt
-from jaxformer.cli.texts import Speed, Text, batches, follow, seeds
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode import Piece
+from jaxformer.decode import Piece, Speed, Text, follow
+from jaxformer.decode.texts import batches
 from jaxformer.ops.masks import EMPTY
 
 TOKENIZER = Tokenizer.train(["a b"], 257)  # a token a byte, and end-of-text
@@ -36,7 +34,7 @@ class Pieces:
 
 
 def text(*stop: str) -> Text:
-    return Text(Prompt("p", "the prompt"), 0, 0, TOKENIZER, stop)
+    return Text(TOKENIZER, stop)
 
 
 def test_a_text_ends_by_token_string_or_length_and_the_rest_is_dropped():
@@ -76,22 +74,16 @@ def test_an_interruption_ends_what_goes_on_and_keeps_what_was_made():
     assert [(t.shown, t.ended) for t in made] == [("a", "stop token"), ("bcd", "interrupted")]
 
 
-def test_a_row_of_json_holds_what_was_drawn():
+def test_a_text_keeps_the_log_probabilities_of_its_tokens():
     made = text()
     list(follow(Pieces([[65, 66]], (2,)), [made], [END], Speed(), lambda: False))
-    row = made.as_row()
-    assert row["tokens"] == [65, 66] and row["logprobs"] == [-65 / 8, -66 / 8]
-    assert row["top_logprobs"] == [[(66, -65 / 16)], [(67, -66 / 16)]]
-    assert texts._rounded(float("-inf")) is None and texts._rounded(float("nan")) is None
+    assert made.tokens == [65, 66] and made.logprobs == [-65 / 8, -66 / 8]
+    assert made.top_logprobs == [[(66, -65 / 16)], [(67, -66 / 16)]]
 
 
 def test_prompts_of_like_lengths_go_together():
     assert batches([5, 1, 4, 2, 3], 2) == [[1, 3], [4, 2], [0]]
     assert batches([1, 1, 1], 2) == [[0, 1], [2]]  # of equal ones, in order
-
-
-def test_the_seeds_of_samples_follow_each_other_within_32_bits():
-    assert seeds(7, 3) == [7, 8, 9] and seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]
 
 
 @pytest.mark.parametrize(
