@@ -71,9 +71,9 @@ class Speed:
     """How fast texts were made."""
 
     first_token_s: list[float] = field(default_factory=list)
-    """Of each batch."""
+    """Of each batch whose tokens did not come all at once."""
     tokens: int = 0
-    """After the first ones."""
+    """All; without the first of each text where these came alone, as they take longer."""
     seconds: float = 0.0
     """That these took."""
     passes: int = 0
@@ -84,12 +84,12 @@ class Speed:
     def __str__(self) -> str:
         n = len(self.first_token_s)
         of = f" (the mean of {n} batches)" if n > 1 else ""
-        told = f"time to first token {sum(self.first_token_s) / max(n, 1):.3f} s{of}"
+        told = [f"time to first token {sum(self.first_token_s) / n:.3f} s{of}"] if n else []
         if self.tokens:
-            told += f"; then {self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)"
+            told.append(f"{self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)")
         if self.passes:
-            told += f"; {self.checked / self.passes:.2f} tokens a pass"
-        return told
+            told.append(f"{self.checked / self.passes:.2f} tokens a pass")
+        return "; ".join(told)
 
 
 class Search:
@@ -118,38 +118,40 @@ def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def follow(
-    generation: Generation | Search | Speculation, texts: Sequence[Text], stop_tokens: Sequence[int], speed: Speed,
-    interrupted: Callable[[], bool],
+    generation: Generation | Search | Speculation, texts: Sequence[Text], stop_tokens: Sequence[int],
+    max_new_tokens: int, speed: Speed, interrupted: Callable[[], bool],
 ) -> Iterator[str]:  # fmt: skip
     """Fill in texts, one a row, as they are made; what of the first one can be shown after each piece.
 
-    The rows beyond the texts are let go before they begin.
+    A text that nothing else ends has its length with `max_new_tokens`, and is interrupted with fewer. The rows beyond
+    the texts are let go before they begin.
     """
-    began, first = time.perf_counter(), None
+    began, first, n_alone = time.perf_counter(), 0.0, 0
     going = dict(enumerate(texts))
     for piece in generation:
         now = time.perf_counter() - began
-        n_before = sum(len(text.tokens) for text in texts)
         shown = ""
         for row, text in list(going.items()):
+            n_before = len(text.tokens)
             new = text.take(piece, row, stop_tokens)
-            text.seconds = now
-            text.first_token_s = text.first_token_s or now
+            if len(text.tokens) > n_before:
+                text.seconds = now
+                text.first_token_s = text.first_token_s or now
             shown = new if row == 0 else shown
             if text.ended:
                 generation.end(row)
                 del going[row]
-        if first is None:
+        if not first:
             first = now
-            speed.first_token_s.append(now)
-        else:
-            speed.tokens += sum(len(text.tokens) for text in texts) - n_before
+            n_alone = sum(len(text.tokens) for text in texts) if piece.tokens_BN.shape[1] == 1 else 0
         yield shown
         if interrupted():
             break
-    if first is not None:
-        speed.seconds += max(text.seconds for text in texts) - first
+    last = max(text.seconds for text in texts)
+    speed.tokens += sum(len(text.tokens) for text in texts) - n_alone
+    speed.seconds += last - (first if n_alone else 0.0)
+    speed.first_token_s += [first] if n_alone or first < last else []
     for row, text in going.items():
-        rest = text.end("interrupted" if interrupted() else "length")
+        rest = text.end("length" if len(text.tokens) >= max_new_tokens else "interrupted")
         if row == 0:
             yield rest
