@@ -31,6 +31,8 @@ def test_an_object_is_a_prompt_with_its_seed_and_id(tmp_path):
         ("p.jsonl", b'{"prompt": "a"', "is no JSON: Expecting ',' delimiter at column 15."),
         ("p.jsonl", b"[" * 100_000, "is no JSON that can be read"),
         ("p.jsonl", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "is no JSON that can be read"),
+        ("p.jsonl", b'{"prompt": "a", "id": NaN}', "is no JSON that can be read: NaN is no finite number."),
+        ("p.jsonl", b'{"prompt": "a", "id": [1e999]}', "is no JSON that can be read: 1e999 is no finite number."),
         ("p.jsonl", b'["a"]', "is no object"),
         ("p.jsonl", b'{"text": "a"}', "has a field 'text'; known are prompt, seed, id."),
         ("p.jsonl", b'{"seed": 1}', 'has no "prompt".'),
