@@ -6,18 +6,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import next_token_nll
 from jaxformer.runs import create_run
-from jaxformer.sharding import make_mesh
-from jaxformer.train.step import init_state
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,17 +49,24 @@ def tiny(data: Path, steps: int = 20) -> list[str]:
     ]  # fmt: skip
 
 
-def untrained_run(folder: Path, texts: list[str]) -> Path:
-    """A run's folder with a small model as it is before training: all that sampling and measuring need."""
+def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
+    """A run's folder with a small model, after some steps of gradient descent: all that sampling and measuring need."""
     model = DecoderConfig(
-        vocab_size=280, context_length=16, d_model=16, n_blocks=2, n_heads=2, output_projection=True, d_ff=(32,),
+        vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,),
         norm="rmsnorm",
     )  # fmt: skip
-    config = Config(folder.name, model, steps=1)
-    place = create_run(folder, config, Tokenizer.train(texts, model.vocab_size), may_number=False)
-    state = init_state(config, make_mesh(devices=jax.devices()[:1]))
+    config, tokenizer = Config(folder.name, model, steps=max(1, steps)), Tokenizer.train(texts, model.vocab_size)
+    place, built = create_run(folder, config, tokenizer, may_number=False), model.build()
+    params = jax.jit(built.init)(jax.random.key(0), jnp.zeros(model.context_length, jnp.int32))["params"]
+    if steps:
+        tokens = np.array(tokenizer.encode(texts[0]))
+        windows_BT = np.lib.stride_tricks.sliding_window_view(tokens, model.context_length + 1)[::8]
+        loss = lambda params: jnp.mean(jax.vmap(partial(next_token_nll, built, params))(windows_BT))  # noqa: E731
+        step = jax.jit(lambda params: jax.tree.map(lambda p, g: p - 0.5 * g, params, jax.grad(loss)(params)))
+        for _ in range(steps):
+            params = step(params)
     with Checkpoints(place) as checkpoints:
-        checkpoints.save(0, state.params, state.opt_state, {"step": 0}, None)
+        checkpoints.save(steps, params, {"none": jnp.zeros(1)}, {"step": steps}, None)
     return place
 
 

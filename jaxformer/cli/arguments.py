@@ -71,6 +71,19 @@ def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, desc
     raise UserError(_sentence(said.getvalue(), arguments))
 
 
+def options_given(arguments: Sequence[str]) -> set[str]:
+    """The options among arguments that were parsed, such as `--batch-size`.
+
+    Raises:
+      UserError: one is given twice; only the last would count.
+    """
+    flags = [a.partition("=")[0].replace("_", "-") for a in arguments]
+    given = [flag for flag in flags if re.fullmatch(OPTION, flag)]
+    if twice := [flag for flag in given if given.count(flag) > 1]:
+        raise UserError(f"{twice[0]} is given twice; give it once, where it takes several values with all of them.")
+    return set(given)
+
+
 def _sentence(printed: str, arguments: Sequence[str]) -> str:
     """The message in what tyro prints, or the nearest option where one is unknown.
 

@@ -24,7 +24,8 @@ that the first token of a window is predicted from one token, the last from cont
 start N tokens apart and each predicts its last N only (the first one all): but for the first context_length - N
 tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per byte are all bits
 over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that predicts only what
-follows a full window leaves out the first context_length tokens, and has a stride of 1 always."""
+follows a full window leaves out the first context_length tokens, and has a stride of 1 always. Of --weights, what
+rounding them costs is measured: products are as --precision says, where sample.py rounds activations, too."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Arguments:
     opening: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     data: TextOptions = field(default_factory=TextOptions)
     stride: int | None = None
-    """Tokens between the starts of two windows, at most the context length, which is what it is without it."""
+    """Tokens between the starts of two windows; at most, and without it, as many as a window predicts."""
     batch_size: int = 16
     """Windows at once, over all devices together; changes the speed, not the result."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -67,14 +68,17 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.data.text import find_files, read_documents
     from jaxformer.decode.weights import restored
     from jaxformer.sharding import batch_shards, make_mesh
-    from jaxformer.train.evaluate import Evaluator
+    from jaxformer.train.evaluate import Evaluator, n_predicted
 
     mesh = make_mesh(asked.opening.mesh)
     find_files(asked.data.path)  # a wrong path is answered before the run is loaded
     run = open_run(asked.opening, mesh)
     length = run.config.model.context_length
-    if asked.stride is not None and asked.stride > length:
-        raise UserError(f"stride is {asked.stride}; it must be at most the run's context length, {length}.")
+    most = n_predicted(run.config.model)
+    if asked.stride is not None and asked.stride > most:
+        raise UserError(
+            f"stride is {asked.stride}; it must be at most {most}, as many tokens as a window of this run predicts."
+        )
     unwrap = run.config.data.unwrap if asked.data.unwrap is None else asked.data.unwrap
     documents = read_documents(asked.data.path, unwrap)
     tokens = tokenize(documents, run.tokenizer)
@@ -83,7 +87,8 @@ def _main(arguments: list[str]) -> int:
     found = Evaluator(config, mesh, tokens, run.tokenizer.token_lengths, asked.stride)(params)
     print(
         f"run {run.path}, step {run.step:,}; {asked.data.path}: {len(documents):,} documents, {len(tokens):,} tokens; "
-        f"windows of {length} tokens, {asked.stride or length} apart"
+        f"windows of {length} tokens, {asked.stride or most} apart"
+        + ("" if asked.opening.weights == "float32" else f"; weights rounded to {asked.opening.weights}")
     )
     print(f"loss={found.loss:.6f} ppl={found.perplexity:.6g} bpb={found.bits_per_byte:.6f} tokens={found.tokens}")
     return 0

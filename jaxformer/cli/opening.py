@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jaxformer.cli.train import RUNS
-from jaxformer.errors import UserError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -34,10 +33,8 @@ def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
     """The run that was asked for, with its parameters on a mesh, or on the first device.
 
     Raises:
-      UserError: see `load_run`; or weights of 8 bits are to lie on several devices.
+      UserError: see `load_run`.
     """
-    if options.weights == "int8" and options.mesh:
-        raise UserError("weights of int8 lie on one device; leave out --mesh, or use bfloat16.")
     from jaxformer.decode.weights import store
     from jaxformer.runs import latest_run, load_run  # orbax takes a second to import
 

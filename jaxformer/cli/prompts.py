@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ class Prompt:
     """Its own; without it, the one for all."""
     id: Any = None
     """What its file calls it."""
+    line: int = 1
+    """Of its file, or which of several prompts."""
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -34,6 +37,11 @@ class Prompt:
             raise UserError(f"{self.where} holds bytes that are not UTF-8, at character {error.start}.") from error
         if self.seed is not None and not 0 <= self.seed <= MOST_SEED:
             raise UserError(f"{self.where} has the seed {self.seed}; it must be at least 0 and below 2**32.")
+
+
+def seeds(seed: int, n_samples: int) -> list[int]:
+    """One for each sample of a prompt: that of sample k is what sample 0 has where the seed is k more."""
+    return [(seed + k) % (MOST_SEED + 1) for k in range(n_samples)]
 
 
 def read_prompts(path: str) -> list[Prompt | UserError]:
@@ -62,24 +70,24 @@ def read_prompts(path: str) -> list[Prompt | UserError]:
                 raise UserError(
                     f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start}."
                 ) from error
-            prompts.append(parse(text, where))
+            prompts.append(parse(text, where, number))
         except UserError as error:
             prompts.append(error)
     return prompts
 
 
-def _from_text(line: str, where: str) -> Prompt:
-    return Prompt(line, where)
+def _from_text(line: str, where: str, number: int) -> Prompt:
+    return Prompt(line, where, line=number)
 
 
-def _from_json(line: str, where: str) -> Prompt:
+def _from_json(line: str, where: str, number: int) -> Prompt:
     if not line.strip():
         raise UserError(f'{where} is empty; give an object such as {{"prompt": "The "}}.')
     try:
-        values = json.loads(line)
+        values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is no JSON: {error.msg} at column {error.colno}.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:  # NaN; a number of thousands of digits; thousands of brackets
         raise UserError(f"{where} is no JSON that can be read: {error}.") from error
     if not isinstance(values, dict):
         raise UserError(f'{where} is no object; give one such as {{"prompt": "The "}}.')
@@ -92,4 +100,11 @@ def _from_json(line: str, where: str) -> Prompt:
         raise UserError(f'{where} has a "prompt" that is no text: {json.dumps(text):.40}.')
     if seed is not None and type(seed) is not int:
         raise UserError(f'{where} has a "seed" that is no whole number: {json.dumps(seed):.40}.')
-    return Prompt(text, where, seed, values.get("id"))
+    return Prompt(text, where, seed, values.get("id"), number)
+
+
+def _finite(number: str) -> float:
+    """A number that can be written to JSON again."""
+    if not isfinite(value := float(number)):
+        raise ValueError(f"{number} is no finite number")
+    return value

@@ -4,35 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from itertools import count, takewhile
+from math import isfinite, log2
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import jax
 import tyro
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.arguments import options_given, parse, run_command
 from jaxformer.cli.opening import RunOptions, open_run
-from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts
-from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.stopping import StopStrings
+from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts, seeds
+from jaxformer.decode import (
+    Generation,
+    LookUp,
+    ModelDraft,
+    Sampling,
+    Speculation,
+    Speed,
+    StopStrings,
+    Text,
+    beam_search,
+    follow,
+    generate,
+    speculate,
+)  # fmt: skip
+from jaxformer.decode.speculative import MOST_PROPOSED
+from jaxformer.decode.texts import Search, batches
 from jaxformer.errors import UserError
+from jaxformer.sharding import make_mesh
 
 if TYPE_CHECKING:
-    from jaxformer.cli.texts import Speed, Text
     from jaxformer.data.tokenizer import Tokenizer
     from jaxformer.decode.speculative import Draft
     from jaxformer.models.objective import Params
+    from jaxformer.runs import Run
 
 DESCRIPTION = """Continue texts with a trained model.
 
-What follows a prompt depends on the prompt, the options and the seed alone, not on what else is continued beside it.
-It ends with the document (the end-of-text token), at a stop token or stop string, which are not shown, or after
+What follows a prompt depends on the prompt, the options and the seed alone, and not on what else is continued beside
+it, but for rounding: that can decide between two tokens that are as good as equally likely. A text ends with the
+document (the end-of-text token), at a stop token or stop string, which are not shown, or after
 --max-new-tokens."""
 
 
@@ -68,6 +88,10 @@ class SamplingOptions(Sampling):
 
 NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
 """Options that beam search knows nothing of."""
+MOST = 2**31 - 1
+"""Of what the device counts."""
+MOST_EXPONENT = 100
+"""Of 2, that lengths and scores of beams may reach; a float32 holds 126, and a summed log-probability needs some."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +106,9 @@ class Arguments:
     interactive: bool = False
     """Ask for prompts. Ctrl-C stops a text, Ctrl-D leaves."""
     jsonl: bool = False
-    """Write a line of JSON for each text: with its tokens, their log-probabilities as the model gave them, why it
-    ended, and the seconds from the start of its batch to its first token and its last."""
+    """Write a line of JSON for each text as soon as its batch is done: with its prompt's line, its tokens, their
+    log-probabilities as the model gave them, why it ended, and the seconds from the start of its batch to its first
+    token and its last."""
     max_new_tokens: int = 200
     """Tokens to make; a text may end earlier."""
     num_samples: int = 1
@@ -100,7 +125,8 @@ class Arguments:
     stop: tuple[str, ...] = ()
     """Texts that end a text; not shown."""
     num_beams: int = 1
-    """More than 1 searches for the likeliest text instead of drawing, keeping so many at each step."""
+    """More than 1 searches for the likeliest text instead of drawing, keeping so many at each step. Ctrl-C waits until
+    the search is done."""
     length_penalty: float = 1.0
     """Of --num-beams: above 0 favours long texts, below 0 short ones."""
     draft: str | None = None
@@ -109,7 +135,7 @@ class Arguments:
     draft_tokens: int = 4
     """How many --draft proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What keys and values are kept in."""
+    """What keys and values are kept in, of the model; those of a draft run stay in float32."""
     prefill_chunk: int = 512
     """Prompts are read so many tokens at a time."""
 
@@ -121,10 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, Arguments(), "sample.py", DESCRIPTION)
-    _check(asked, {a.partition("=")[0].replace("_", "-") for a in arguments if a.startswith("--")})
+    given = options_given(arguments)
+    _check(asked, given)
     prompts = _prompts(asked)
     machine.set_up(mesh=asked.opening.mesh)
-    sampler = Sampler(asked)
+    sampler = Sampler(asked, given)
     if asked.interactive:
         return _converse(sampler)
     fitting: list[tuple[Prompt, list[int]]] = []
@@ -150,12 +177,11 @@ def _main(arguments: list[str]) -> int:
 
 def _check(asked: Arguments, given: set[str]) -> None:
     """Raise `UserError` for what cannot be, as far as no run is needed to know it."""
-    limits = {"max_new_tokens": 1, "num_samples": 1, "seed": 0, "batch_size": 1, "prefill_chunk": 1, "num_beams": 1}
-    for name, least in limits.items():
-        if getattr(asked, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(asked, name)}; it must be at least {least}.")
-    if asked.seed > MOST_SEED:
-        raise UserError(f"--seed is {asked.seed}; it must be below 2**32.")
+    counts = ("max_new_tokens", "num_samples", "batch_size", "prefill_chunk", "num_beams")
+    limits = {"seed": (0, MOST_SEED), "draft_tokens": (1, MOST_PROPOSED)} | dict.fromkeys(counts, (1, MOST))
+    for name, (least, most) in limits.items():
+        if not least <= (value := getattr(asked, name)) <= most:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least} and at most {most}.")
     sources = [
         flag
         for flag, there in (
@@ -170,9 +196,18 @@ def _check(asked: Arguments, given: set[str]) -> None:
     StopStrings(asked.stop)
     if asked.draft is None and "--draft-tokens" in given:
         raise UserError("--draft-tokens is of use to a draft alone; leave it out, or give --draft.")
+    if asked.draft is not None and "--prefill-chunk" in given:
+        raise UserError("a draft's prompts are read at once; leave out --prefill-chunk, or --draft.")
+    if asked.opening.weights == "int8" and asked.opening.mesh:
+        raise UserError("weights of int8 lie on one device; leave out --mesh, or use bfloat16.")
     if asked.num_beams == 1:
         if "--length-penalty" in given:
             raise UserError("--length-penalty is of use to beam search alone; leave it out, or give --num-beams.")
+    elif not abs(asked.length_penalty) <= (steepest := MOST_EXPONENT / max(1.0, log2(asked.max_new_tokens))):
+        raise UserError(
+            f"--length-penalty is {asked.length_penalty}, and a float32 does not hold {asked.max_new_tokens} tokens to "
+            f"that power; it must be from {-steepest:.1f} to {steepest:.1f}."
+        )
     elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
         raise UserError(f"beam search draws nothing and knows no {clash[0]}; leave that out, or --num-beams.")
     elif asked.draft is not None:
@@ -190,100 +225,139 @@ def _prompts(asked: Arguments) -> Sequence[Prompt | UserError]:
     if not asked.prompt:
         raise UserError("the prompt is empty; give it at least one character.")
     several = len(asked.prompt) > 1
-    return [Prompt(text, f"prompt {i}" if several else "the prompt") for i, text in enumerate(asked.prompt, 1)]
+    return [Prompt(text, f"prompt {i}" if several else "the prompt", line=i) for i, text in enumerate(asked.prompt, 1)]
+
+
+@dataclass
+class Answer:
+    """A text, and what it is one of."""
+
+    prompt: Prompt
+    sample: int
+    seed: int
+    text: Text
+    score: float | None = None
+    """Of a beam search."""
+
+    def as_row(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        text, score = self.text, self.score
+        return {
+            "line": self.prompt.line, "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample,
+            "seed": self.seed, "text": text.shown, "ended": text.ended, "tokens": text.tokens,
+            **({"logprobs": [_rounded(x) for x in text.logprobs]} if score is None else {"score": _rounded(score)}),
+            **({"top_logprobs": [[(t, _rounded(x)) for t, x in likeliest] for likeliest in text.top_logprobs]}
+               if any(text.top_logprobs) else {}),
+            "first_token_s": round(text.first_token_s, 6), "seconds": round(text.seconds, 6),
+        }  # fmt: skip
+
+
+def _rounded(value: float) -> float | None:
+    """In the digits that a float32 has; JSON knows neither infinity nor NaN."""
+    return float(f"{value:.7g}") if isfinite(value) else None
 
 
 class Sampler:
     """A run, ready to continue prompts as asked."""
 
-    def __init__(self, asked: Arguments) -> None:
-        """Raises UserError where the run cannot be opened, or options do not fit it."""
-        from jaxformer.sharding import make_mesh
-
-        mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
-        self._asked, self._run = asked, open_run(asked.opening, mesh)
+    def __init__(self, asked: Arguments, given: Collection[str] = ()) -> None:
+        """Raises UserError where the run cannot be opened, or options do not fit it; some only if they were given."""
+        self._mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
+        self._asked, self._run = asked, open_run(asked.opening, self._mesh)
         tokenizer = self._run.tokenizer
         self._sampling = asked.sampling.completed(
             tokenizer.end_of_text, biases(asked.logit_bias, tokenizer), words(asked.bad_words, tokenizer)
         )
         self._sampling.check_vocabulary(tokenizer.vocab_size)
-        check_stop_strings(asked.stop, tokenizer)
-        if (asked.num_beams > 1 or asked.draft) and not hasattr(self._run.model, "extend"):
-            what = "beam search" if asked.num_beams > 1 else "a draft"
-            raise UserError(f"{self._run.path} has a model without a cache, which {what} needs; leave that out.")
-        self._draft = self._open_draft(asked.draft) if asked.draft else None
-        self.reset_speed()
-
-    def reset_speed(self) -> None:
-        """Measure from here on."""
-        from jaxformer.cli.texts import Speed
-
-        self.speed: Speed = Speed()
+        check_stop_strings(asked.stop, tokenizer, asked.max_new_tokens)
+        need_cache = [flag for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
+        need_cache += ["--num-beams"] if asked.num_beams > 1 else []
+        if need_cache and not hasattr(self._run.model, "extend"):
+            raise UserError(f"{self._run.path} has a model without a cache, which {need_cache[0]} needs; leave it out.")
+        self._ends: list[int] = []
+        """Contexts that a text cannot go past."""
+        self._draft: tuple[Draft, Params] | None = None
+        if asked.num_beams > 1 or asked.draft is not None:
+            self._note_end(self._run)
+        if asked.draft is not None:
+            self._draft = self._open_draft(asked.draft)
+        self.speed = Speed()
+        """Of what was shown."""
 
     def _open_draft(self, name: str) -> tuple[Draft, Params]:
         """What proposes, and its parameters."""
-        from jaxformer.decode.speculative import LookUp, ModelDraft
-
         if name == "lookup":
             return LookUp(self._run.config.model.vocab_size), None
-        draft = open_run(RunOptions(run=name), None)
+        draft = open_run(RunOptions(run=name), self._mesh)
         if draft.tokenizer.as_json() != self._run.tokenizer.as_json():
             raise UserError(
                 f"the draft {name} has another tokenizer than {self._run.path}; use one trained on its text."
             )
         if not hasattr(draft.model, "extend"):
             raise UserError(f"the draft {name} has a model without a cache; use another, or 'lookup'.")
+        self._note_end(draft)
         return ModelDraft(draft.model), draft.params
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Tokens of a prompt; raises UserError if there are too many."""
-        from jaxformer.cli.texts import encode
+    def _note_end(self, run: Run) -> None:
+        if getattr(run.model, "reach", None) is None:
+            self._ends.append(run.config.model.context_length)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt; raises UserError if there are too many, or it has a seed that nothing draws with."""
+        if self._asked.num_beams > 1 and prompt.seed is not None:
+            raise UserError(f"{prompt.where} has a seed, but beam search draws nothing; leave it out.")
         most = self._run.config.model.context_length
         why = f"the context's {most}"
-        special = "beam search" if self._asked.num_beams > 1 else "a draft" if self._draft else ""
-        if special and getattr(self._run.model, "reach", None) is None:
-            most -= self._asked.max_new_tokens - 1  # nothing reads the last one
-            why = f"{max(most, 0)}, for {special} does not go past {why} with --max-new-tokens; lower that"
-        return encode(prompt, self._run.tokenizer, most, why)
+        for end in self._ends:
+            room = max(0, end - (self._asked.max_new_tokens - 1))  # nothing reads the last one
+            if room < most:
+                special = "a draft" if self._draft else "beam search"
+                most, why = room, f"{room}, for {special} does not go past the context's {end}; lower --max-new-tokens"
+        tokens = self._run.tokenizer.encode(prompt.text)
+        if len(tokens) > most:
+            raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
+        return tokens
 
     def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: threading.Event) -> None:
-        """Continue prompts and show the texts, in the order of the prompts; not all of them once Ctrl-C is pressed."""
-        from jaxformer.cli.texts import batches
+        """Continue prompts and show the texts; not all of them once Ctrl-C is pressed.
 
+        Rows of JSON come as they are made; other texts in the order of the prompts, and at the latest with the end,
+        even if that is an error.
+        """
         asked = self._asked
         size = max(1, asked.batch_size // max(asked.num_samples, asked.num_beams))
         streams = len(prompts) * asked.num_samples == 1 and not asked.jsonl
-        done: dict[int, list[Text]] = {}
+        made: dict[int, list[Answer]] = {}
         shown = 0
-        for batch in batches([len(tokens) for _, tokens in prompts], size):
-            n_rows = size if len(prompts) > size else len(batch)
-            texts = self._continue([prompts[i] for i in batch], n_rows, streams, pressed)
-            for place, i in enumerate(batch):
-                done[i] = texts[place * asked.num_samples : (place + 1) * asked.num_samples]
-            while shown in done:
-                self._write(shown, done.pop(shown), streams)
-                shown += 1
-            if pressed.is_set():
-                break
-        for i in sorted(done):  # what came before them was never made
-            self._write(i, done[i], streams)
+        try:
+            for batch in batches([len(tokens) for _, tokens in prompts], size):
+                n_rows = size if len(prompts) > size else len(batch)
+                with _fitting_memory(len(batch) * asked.num_samples):
+                    answers = self._continue([prompts[i] for i in batch], n_rows, streams, pressed)
+                for place, i in enumerate(batch):
+                    made[i] = answers[place * asked.num_samples : (place + 1) * asked.num_samples]
+                ready = batch if asked.jsonl else list(takewhile(made.__contains__, count(shown)))
+                for i in ready:
+                    self._write(made.pop(i), streams)
+                shown += len(ready)
+                if pressed.is_set():
+                    break
+        finally:
+            for i in sorted(made):  # what came before them was never made
+                self._write(made[i], streams)
 
     def _continue(
         self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: threading.Event
-    ) -> list[Text]:
+    ) -> list[Answer]:
         """The texts of one batch. The last one is filled up, so that no program is compiled for it alone."""
-        from jaxformer.cli.texts import Search, Text, follow, seeds
-        from jaxformer.decode import Generation, Speculation, beam_search, generate, speculate
-
         asked, run = self._asked, self._run
         filled = prompts + prompts[-1:] * (n_prompts - len(prompts))
-        rows = [
-            (prompt, k, seed)
+        answers = [
+            Answer(prompt, k, seed, Text(run.tokenizer, asked.stop))
             for prompt, _ in filled
             for k, seed in enumerate(seeds(asked.seed if prompt.seed is None else prompt.seed, asked.num_samples))
         ]
-        token_lists = [tokens for _, tokens in filled]
+        token_lists, drawn_seeds = [tokens for _, tokens in filled], [answer.seed for answer in answers]
         sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": run.config.model.context_length}
         generation: Generation | Search | Speculation
         if asked.num_beams > 1:
@@ -296,73 +370,89 @@ class Sampler:
         elif self._draft:
             generation = speculate(
                 run.model, run.params, self._draft[0], self._draft[1], token_lists, self._sampling,
-                [seed for _, _, seed in rows], n_samples=asked.num_samples, n_proposed=asked.draft_tokens,
+                drawn_seeds, n_samples=asked.num_samples, n_proposed=asked.draft_tokens,
                 cache_dtype=asked.cache_dtype, **sizes,
             )  # fmt: skip
         else:
             generation = generate(
-                run.model, run.params, token_lists, self._sampling, [seed for _, _, seed in rows],
+                run.model, run.params, token_lists, self._sampling, drawn_seeds,
                 n_samples=asked.num_samples, cache_dtype=asked.cache_dtype, prefill_chunk=asked.prefill_chunk,
                 fill_token=run.tokenizer.end_of_text, **sizes,
             )  # fmt: skip
-        texts = [Text(*row, run.tokenizer, asked.stop) for row in rows[: len(prompts) * asked.num_samples]]
-        for row in range(len(texts), len(rows)):
+        n_wanted = len(prompts) * asked.num_samples
+        for row in range(n_wanted, len(answers)):
             generation.end(row)
-        if streams:
-            _show(prompts[0][0].text)
-        for new in follow(generation, texts, self._sampling.stop_tokens, self.speed, pressed.is_set):
+        answers = answers[:n_wanted]
+        unsaid = prompts[0][0].text
+        texts = [answer.text for answer in answers]
+        stop_tokens, most = self._sampling.stop_tokens, asked.max_new_tokens
+        for new in follow(generation, texts, stop_tokens, most, self.speed, pressed.is_set):
             if streams:
-                _show(new)
+                _show(unsaid + new)
+                unsaid = ""
         if isinstance(generation, Speculation):
             self.speed.passes += generation.passes
             self.speed.checked += generation.made
         if isinstance(generation, Search):
-            for text, score in zip(texts, generation.scores, strict=False):
-                text.score = score
-        return texts
+            for answer, score in zip(answers, generation.scores, strict=False):
+                answer.score = score
+        return answers
 
-    def _write(self, i: int, texts: list[Text], streamed: bool) -> None:
-        """Show the texts of prompt i."""
+    def _write(self, answers: list[Answer], streamed: bool) -> None:
+        """Show the texts of a prompt."""
         if streamed:
             _show("\n")
             return
-        for k, text in enumerate(texts):
+        for answer in answers:
             if self._asked.jsonl:
-                _show(json.dumps(text.as_row()) + "\n")
+                _show(json.dumps(answer.as_row(), allow_nan=False) + "\n")
             else:
-                _show(f"[{i * self._asked.num_samples + k + 1}] {text.prompt.text}{text.shown}\n\n")
+                sample = f".{answer.sample + 1}" if len(answers) > 1 else ""
+                _show(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}\n\n")
 
 
 def _converse(sampler: Sampler) -> int:
-    """Ask for prompts and continue them until the user leaves."""
+    """Ask for prompts and continue them until the user leaves; the exit status."""
     with contextlib.suppress(ImportError):
         import readline  # gives `input` a history
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # `Prompt` refuses what is not UTF-8, a line at a time
+    typed, n_wrong = sys.stdin.isatty(), 0
     while True:
+        line = ""
         try:
-            line = input("> ")
-        except EOFError:
-            print()
-            return 0
-        except KeyboardInterrupt:
-            print()
-            if "readline" in sys.modules and readline.get_line_buffer():
-                continue
-            return 0
-        except UnicodeDecodeError as error:
-            print(f"error: the prompt is not UTF-8, at byte {error.start}", file=sys.stderr)
-            continue
-        if not line:
-            continue
-        try:
-            prompt = Prompt(line, "the prompt")
-            tokens = sampler.encode(prompt)
+            line = _ask()
+            if line:
+                _answer(sampler, line)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            continue
-        sampler.reset_speed()
-        with _noticing_ctrl_c() as pressed:
-            sampler.show([(prompt, tokens)], pressed)
-        print(sampler.speed, file=sys.stderr)
+            n_wrong += 1
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            begun = line or ("readline" in sys.modules and readline.get_line_buffer())
+            if not begun:
+                break
+            print(file=sys.stderr)
+    print(file=sys.stderr)
+    return 2 if n_wrong and not typed else 0  # who typed it has seen it, and gone on
+
+
+def _ask() -> str:
+    """A line from the user. What asks for it is no part of the output, if that goes elsewhere than to the terminal."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()
+
+
+def _answer(sampler: Sampler, line: str) -> None:
+    """Continue a prompt of a conversation."""
+    with _noticing_ctrl_c() as pressed:
+        prompt = Prompt(line, "the prompt")
+        sampler.speed = Speed()
+        sampler.show([(prompt, sampler.encode(prompt))], pressed)
+    print(sampler.speed, file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -383,6 +473,20 @@ def _noticing_ctrl_c() -> Iterator[threading.Event]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _fitting_memory(n_texts: int) -> Iterator[None]:
+    """Raise `UserError` where the device or the host has not memory enough for so many texts at once."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise UserError(
+                f"{n_texts} texts at once do not fit into the memory; lower --batch-size, --num-samples, --num-beams "
+                "or --max-new-tokens."
+            ) from error
+        raise
 
 
 def biases(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
@@ -420,13 +524,14 @@ def words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(tuple(_encoded(text, "--bad-words", tokenizer)) for text in spaced))
 
 
-def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raise `UserError` for a string that no sequence of the run's tokens makes."""
-    known = set(b"".join(tokenizer.token_bytes))
+def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int) -> None:
+    """Raise `UserError` for a string that is longer than any text of so many tokens."""
+    most = max_new_tokens * max(map(len, tokenizer.token_bytes))
     for string in strings:
-        if missing := [char for char in string if not set(char.encode()) <= known]:
+        if (n := len(string.encode())) > most:
             raise UserError(
-                f"stop string {string!r} can never occur: no token of this run makes {missing[0]!r}; leave it out."
+                f"stop string {string!r} can never occur: it has {n} bytes, and {max_new_tokens} tokens of this run at "
+                f"most {most}; leave it out, or raise --max-new-tokens."
             )
 
 

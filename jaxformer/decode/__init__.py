@@ -5,8 +5,9 @@ from jaxformer.decode.generate import Generation, Piece, generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import LookUp, ModelDraft, Speculation, speculate
 from jaxformer.decode.stopping import StopStrings
+from jaxformer.decode.texts import Speed, Text, follow
 
 __all__ = [
-    "Beams", "Generation", "LookUp", "ModelDraft", "Piece", "Sampling", "Speculation", "StopStrings", "beam_search",
-    "generate", "speculate",
+    "Beams", "Generation", "LookUp", "ModelDraft", "Piece", "Sampling", "Speculation", "Speed", "StopStrings", "Text",
+    "beam_search", "follow", "generate", "speculate",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import Config
+from jaxformer.config import Config, ModelConfig
 from jaxformer.data.windows import eval_batches
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
@@ -51,6 +51,13 @@ def perplexity(loss: float) -> float:
     return exp(loss) if loss < 700 else inf
 
 
+def n_predicted(config: ModelConfig) -> int:
+    """How many tokens of a window of `context_length + 1` the model predicts: the last ones."""
+    model, window = config.build(), jax.ShapeDtypeStruct((config.context_length + 1,), np.int32)
+    shapes = abstract_params(model, config)
+    return jax.eval_shape(lambda p, t: next_token_nll(model, p, t), shapes, window).shape[0]
+
+
 class Evaluator:
     """Measures parameters on one text, with one compiled step.
 
@@ -64,9 +71,7 @@ class Evaluator:
         self._step, self._split = make_eval_step(config, mesh), batch_split(mesh)
         self._tokens, self._token_lengths = tokens, token_lengths
         self._batch_size, self._length = config.train.batch_size, config.model.context_length + 1
-        model, window = config.model.build(), jax.ShapeDtypeStruct((self._length,), np.int32)
-        shapes = abstract_params(model, config.model)
-        self._n_predicted = jax.eval_shape(lambda p, t: next_token_nll(model, p, t), shapes, window).shape[0]
+        self._n_predicted = n_predicted(config.model)
         self._stride = min(stride or self._n_predicted, self._n_predicted)
         if len(tokens) <= (before := self._length - self._n_predicted):
             raise UserError(

@@ -1,17 +1,23 @@
 """`python -m jaxformer eval`: the number, and what it refuses."""
 
 import re
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import eval as command
-from jaxformer.config import DataConfig
+from jaxformer.config import Config, DataConfig
 from jaxformer.data.corpus import load_corpus
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.models.mlp import MLPConfig
+from jaxformer.runs import Run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import Evaluator
-from tests.helpers import untrained_run, write_books
+from tests.helpers import small_run, write_books
 
 UNKNOWN = "Καλημέρα κόσμε 你好 🙂\n\n" * 40
 """Characters that no training text had."""
@@ -25,7 +31,7 @@ def here(tmp_path_factory):
     (folder / "other.txt").write_text(UNKNOWN)
     (folder / "empty.txt").write_text(" \n")
     (folder / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
-    untrained_run(folder / "runs/quick", [file.read_text() for file in (folder / "books").iterdir()])
+    small_run(folder / "runs/quick", [file.read_text() for file in (folder / "books").iterdir()], steps=100)
     return folder
 
 
@@ -66,6 +72,32 @@ def test_a_stride_changes_the_context_and_not_what_is_counted(here, evaluate):
     assert wide["loss"] != plain["loss"]
 
 
+def test_a_model_of_one_prediction_a_window_has_a_stride_of_one(here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    tokenizer = Tokenizer.train(["a b"], 257)
+    model = MLPConfig(vocab_size=257, context_length=8, d_model=4, d_ff=(4,), concatenate=True)
+    config = Config("a", model, steps=1)
+    params = model.build().init(jax.random.key(0), jnp.zeros(8, jnp.int32))["params"]
+    run = Run(Path("it"), config, model.build(), params, tokenizer, 0)
+    monkeypatch.setattr(command, "open_run", lambda options, mesh: run)
+    assert command.main(["--data.path", "books/0.txt"]) == 0
+    assert "; windows of 8 tokens, 1 apart\n" in capsys.readouterr().out
+    assert command.main(["--data.path", "books/0.txt", "--stride", "4"]) == 2
+    assert capsys.readouterr().err == (
+        "error: stride is 4; it must be at most 1, as many tokens as a window of this run predicts.\n"
+    )
+
+
+@pytest.mark.slow
+def test_bits_per_byte_of_weights_of_8_bits_are_within_a_percent_of_the_trained_ones(evaluate, capsys):
+    exact = evaluate("--data.path", "books")["bpb"]
+    assert exact < 2  # far from the 8 of a model that knows nothing
+    rounded = evaluate("--data.path", "books", "--weights", "int8", "--mesh", "data=4,tensor=2")["bpb"]
+    assert 0 < abs(rounded - exact) < 0.01 * exact
+    assert command.main(["--data.path", "books", "--weights", "bfloat16"]) == 0
+    assert "; weights rounded to bfloat16\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_characters_that_the_run_never_saw_count_as_their_bytes(here, evaluate):
     found = evaluate("--data.path", "other.txt")
@@ -84,7 +116,10 @@ def test_characters_that_the_run_never_saw_count_as_their_bytes(here, evaluate):
         ("--data.path nowhere", "no data at nowhere"),
         ("--data.path latin1.txt", "latin1.txt is not UTF-8"),
         ("--data.path bare", "holds no .txt file"),
-        ("--data.path books --stride 17", "stride is 17; it must be at most the run's context length, 16"),
+        (
+            "--data.path books --stride 17",
+            "stride is 17; it must be at most 16, as many tokens",
+        ),
         ("--data.path books --run nowhere", "nowhere does not exist"),
         ("--data.path books --checkpoint 7", "7"),
         ("--data.path books --mesh data=3", "the mesh needs data 3 = 3 devices, but there are 8"),

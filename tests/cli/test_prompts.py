@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxformer.cli.prompts import Prompt, read_prompts
+from jaxformer.cli.prompts import Prompt, read_prompts, seeds
 from jaxformer.errors import UserError
 
 
@@ -31,6 +31,8 @@ def test_an_object_is_a_prompt_with_its_seed_and_id(tmp_path):
         ("p.jsonl", b'{"prompt": "a"', "is no JSON: Expecting ',' delimiter at column 15."),
         ("p.jsonl", b"[" * 100_000, "is no JSON that can be read"),
         ("p.jsonl", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "is no JSON that can be read"),
+        ("p.jsonl", b'{"prompt": "a", "id": NaN}', "is no JSON that can be read: NaN is no finite number."),
+        ("p.jsonl", b'{"prompt": "a", "id": [1e999]}', "is no JSON that can be read: 1e999 is no finite number."),
         ("p.jsonl", b'["a"]', "is no object"),
         ("p.jsonl", b'{"text": "a"}', "has a field 'text'; known are prompt, seed, id."),
         ("p.jsonl", b'{"seed": 1}', 'has no "prompt".'),
@@ -67,3 +69,7 @@ def test_a_file_without_a_line_or_no_file_is_one_sentence(tmp_path):
 def test_a_prompt_is_text(text, said):
     with pytest.raises(UserError, match=said):
         Prompt(text, "the prompt")
+
+
+def test_the_seeds_of_samples_follow_each_other_within_32_bits():
+    assert seeds(7, 3) == [7, 8, 9] and seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]

@@ -1,5 +1,7 @@
 """`sample.py` on a small run."""
 
+import dataclasses
+import io
 import json
 import os
 import pty
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +20,15 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import sample
-from jaxformer.cli.texts import Text
+from jaxformer.cli.prompts import Prompt
+from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode import Text
 from jaxformer.errors import UserError
-from tests.helpers import ROOT, start, untrained_run, write_books
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.mlp import MLPConfig
+from jaxformer.runs import Run
+from tests.helpers import ROOT, small_run, write_books
 
 IN_TERMINAL = """if True:
     import fcntl, os, signal, sys, termios
@@ -35,34 +43,62 @@ BYTES = Tokenizer.train(["a b"], 257)
 def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     write_books(folder / "books")
-    untrained_run(folder / "runs/quick", [file.read_text() for file in (folder / "books").iterdir()])
+    texts = [file.read_text() for file in sorted((folder / "books").iterdir())]
+    small_run(folder / "runs/quick", texts)
     return folder
 
 
-@pytest.fixture
-def rows(here, monkeypatch, capsys):
-    """The rows of JSON that sample.py writes."""
+@pytest.fixture(autouse=True)
+def _there(here, monkeypatch):
     monkeypatch.chdir(here)
 
+
+@pytest.fixture(scope="module")
+def logprobs(here):
+    """Log-probabilities `(N, V)` that one full pass gives each of the tokens made after a prompt."""
+    run = load_run(here / "runs/quick")
+    forward = jax.jit(lambda tokens_T: jax.nn.log_softmax(run.model.apply({"params": run.params}, tokens_T)))
+
+    def call(prompt: str, made: list[int]) -> np.ndarray:
+        before = run.tokenizer.encode(prompt)
+        tokens = before + made
+        padding = [0] * (run.config.model.context_length - len(tokens))  # no token sees what comes after it
+        return np.asarray(forward(jnp.array(tokens + padding)))[len(before) - 1 : len(tokens) - 1]
+
+    return call
+
+
+@pytest.fixture
+def rows(capsys):
+    """The rows of JSON that sample.py writes."""
+
     def call(*options: str, status: int = 0) -> list[dict]:
-        assert sample.main(["--jsonl", "--max-new-tokens", "12", *options]) == status
+        length = () if "--max-new-tokens" in options else ("--max-new-tokens", "12")
+        assert sample.main(["--jsonl", *length, *options]) == status
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return call
 
 
+# Programs are compiled for each number of rows, bucket of prompt lengths and sampling: tests share what they can.
+GREEDY = ("--temperature", "0", "--top-logprobs", "3")
+ALONE = ("--batch-size", "1")
+
+
 @pytest.mark.slow
-def test_a_file_of_prompts_gives_each_its_own_text_in_order_and_names_broken_lines(here, rows, monkeypatch, capsys):
+def test_a_file_of_prompts_gives_each_its_own_text_and_names_broken_lines(here, rows, capsys):
     lines = [
-        {"prompt": "The cat sees the sea", "id": 1, "seed": 4},
+        {"prompt": "The cat sees", "id": 1, "seed": 4},
         {"prompt": "A", "id": {"x": 2}},
         {"prompt": ""},
-        {"prompt": "The cat sees the sea", "id": "3"},
+        {"prompt": "The cat sees", "id": "3"},
         {"prompt": "many words " * 9},
-        {"prompt": "The king finds"},
+        {"prompt": "The king"},
     ]
     (here / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = rows("--prompts-file", "p.jsonl", "--batch-size", "3", "--seed", "9", status=2)
+    made = rows("--prompts-file", "p.jsonl", "--batch-size", "3", "--seed", "9", status=2)
+    found = sorted(made, key=lambda row: row["line"])
+    assert [row["line"] for row in found] == [1, 2, 4, 6]
     assert [row["id"] for row in found] == [1, {"x": 2}, "3", None]
     assert [row["seed"] for row in found] == [4, 9, 9, 9]
     for row in found[:2]:
@@ -70,102 +106,141 @@ def test_a_file_of_prompts_gives_each_its_own_text_in_order_and_names_broken_lin
         assert (alone["text"], alone["tokens"]) == (row["text"], row["tokens"])
         np.testing.assert_allclose(alone["logprobs"], row["logprobs"], atol=1e-4)  # the padding differs
 
-    monkeypatch.chdir(here)
-    assert sample.main(["--prompts-file", "p.jsonl", "--max-new-tokens", "2"]) == 2
+    assert sample.main(["--prompts-file", "p.jsonl", "--max-new-tokens", "2", "--batch-size", "3"]) == 2
     out, err = capsys.readouterr()
-    assert re.findall(r"^\[(\d)\] (.+)", out, re.MULTILINE) and out.startswith("[1] The cat sees the sea")
+    shown = re.findall(r"^\[(\d)\] (The cat sees|A|The king)", out, re.MULTILINE)
+    assert shown == [("1", "The cat sees"), ("2", "A"), ("4", "The cat sees"), ("6", "The king")]
     first, second, speed = err.splitlines()
     assert first == "error: p.jsonl, line 3, is empty; give it at least one character."
     assert re.fullmatch(r"error: p\.jsonl, line 5, has \d+ tokens; it may have at most the context's 16\.", second)
-    assert re.fullmatch(r"time to first token [\d.]+ s; then [\d,]+ tokens/s \(4 in [\d.]+ s\)", speed)
+    assert re.fullmatch(
+        r"time to first token [\d.]+ s \(the mean of 2 batches\); [\d,]+ tokens/s \(4 in [\d.]+ s\)", speed
+    )
+
+
+@pytest.mark.parametrize("json_rows", [False, True])
+def test_what_was_made_before_a_failure_is_shown(here, monkeypatch, capsys, json_rows):
+    """The shortest prompts go first, so texts of the third and the second line wait for that of the first."""
+    (here / "long_first.txt").write_text("The king sees\nThe cat\nA\n")
+    n_calls = 0
+
+    def fails_at_the_third(self, prompts, n_prompts, streams, pressed):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
+        return [sample.Answer(prompt, 0, 0, Text(BYTES)) for prompt, _ in prompts]
+
+    monkeypatch.setattr(sample.Sampler, "_continue", fails_at_the_third)
+    assert sample.main(["--prompts-file", "long_first.txt", *ALONE, *(["--jsonl"] if json_rows else [])]) == 2
+    out, err = capsys.readouterr()
+    if json_rows:
+        assert [json.loads(line)["line"] for line in out.splitlines()] == [3, 2]  # each as soon as it is made
+    else:
+        assert out == "[2] The cat\n\n[3] A\n\n"
+    assert err == (
+        "error: 1 texts at once do not fit into the memory; lower --batch-size, --num-samples, --num-beams or "
+        "--max-new-tokens.\n"
+    )
 
 
 @pytest.mark.slow
-def test_log_probabilities_are_the_models_own(here, rows):
-    (row,) = rows("--prompt", "The", "--top-logprobs", "3", "--temperature", "0.4", "--max-new-tokens", "8")
-    run = load_run(here / "runs/quick")
-    prompt = run.tokenizer.encode("The")
-    logits_TV = run.model.apply({"params": run.params}, jnp.array(prompt + row["tokens"]))
-    expected_TV = jax.nn.log_softmax(logits_TV)[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(
-        row["logprobs"], [e[t] for e, t in zip(expected_TV, row["tokens"], strict=True)], atol=1e-4
-    )
-    for likeliest, e in zip(row["top_logprobs"], expected_TV, strict=True):
+def test_a_text_ends_at_a_stop_string_and_its_log_probabilities_are_the_models_own(rows, logprobs):
+    (whole,) = rows("--prompt", "The", *GREEDY)
+    expected_TV = logprobs("The", whole["tokens"])
+    chosen = expected_TV[np.arange(12), whole["tokens"]]
+    np.testing.assert_allclose(whole["logprobs"], chosen, atol=1e-4)
+    for likeliest, e in zip(whole["top_logprobs"], expected_TV, strict=True):
         assert [t for t, _ in likeliest] == np.argsort(-e)[:3].tolist()
         np.testing.assert_allclose([x for _, x in likeliest], np.sort(e)[::-1][:3], atol=1e-4)
-    assert row["ended"] == "length" and run.tokenizer.decode(row["tokens"]) == row["text"]
-    assert 0 < row["first_token_s"] <= row["seconds"]
+    tokenizer = load_run("runs/quick").tokenizer
+    assert whole["ended"] == "length" and tokenizer.decode(whole["tokens"]) == whole["text"]
+    assert 0 < whole["first_token_s"] <= whole["seconds"]
 
-
-@pytest.mark.slow
-def test_stop_strings_and_tokens_end_a_text_and_are_not_shown(here, rows):
-    options = ("--prompt", "The", "--temperature", "0", "--max-new-tokens", "30")
-    (whole,) = rows(*options)
-    tokenizer = load_run(here / "runs/quick").tokenizer
-    pieces = [tokenizer.decode([t]) for t in whole["tokens"]]
-    spanning = whole["text"][len(pieces[0]) - 1 : len(pieces[0]) + 1]  # the last character of one token, then the next
-    (stopped,) = rows(*options, "--stop", "never said", spanning)
+    first = tokenizer.decode(whole["tokens"][:1])
+    spanning = whole["text"][len(first) - 1 : len(first) + 1]  # the last character of one token, then the next
+    (stopped,) = rows("--prompt", "The", *GREEDY, "--stop", "never said", spanning)
     assert stopped["ended"] == "stop string" and stopped["text"] == whole["text"].partition(spanning)[0]
     assert whole["tokens"][: len(stopped["tokens"])] == stopped["tokens"]
-
-    token = whole["tokens"][5]
-    (stopped,) = rows(*options, "--stop-tokens", str(token))
-    assert stopped["ended"] == "stop token"
-    assert stopped["tokens"] == whole["tokens"][: whole["tokens"].index(token) + 1]
-    assert stopped["text"] == tokenizer.decode(stopped["tokens"][:-1])
 
 
 @pytest.mark.slow
 def test_samples_of_a_prompt_are_what_the_next_seeds_give(rows):
-    together = rows("--prompt", "The", "A cat", "--num-samples", "2", "--seed", "3", "--temperature", "1.5")
-    assert [(row["prompt"], row["sample"], row["seed"]) for row in together] == [
-        ("The", 0, 3), ("The", 1, 4), ("A cat", 0, 3), ("A cat", 1, 4),
+    together = rows("--prompt", "The", "A cat", "--num-samples", "2", "--seed", "3")
+    assert [(row["line"], row["prompt"], row["sample"], row["seed"]) for row in together] == [
+        (1, "The", 0, 3), (1, "The", 1, 4), (2, "A cat", 0, 3), (2, "A cat", 1, 4),
     ]  # fmt: skip
-    alone = rows("--prompt", "The", "A cat", "--seed", "4", "--temperature", "1.5")
+    alone = rows("--prompt", "The", "A cat", "--seed", "4", *ALONE)
     assert [row["tokens"] for row in together[1::2]] == [row["tokens"] for row in alone]
     assert together[0]["tokens"] != together[1]["tokens"]
 
 
 @pytest.mark.slow
-def test_words_and_biases_are_given_as_text(rows):
-    (forced,) = rows("--prompt", "The", "--logit-bias", "q=100", "z=50", "--temperature", "0")
-    assert forced["text"] == "q" * 12
-    (banned,) = rows("--prompt", "The", "--logit-bias", "q=100", "z=50", "--bad-words", "q", "--temperature", "0")
-    assert banned["text"] == "z" * 12
-    (banned,) = rows("--prompt", "The", "--logit-bias", "q=100", "z=50", "--bad-words", "qq", "--temperature", "0")
-    assert banned["text"] == "qz" * 6
+def test_words_biases_and_stop_tokens_reach_the_sampler(rows):
+    """The bias makes q likeliest, then z; after one q another is banned; z ends the text and is not shown."""
+    q, z = (load_run("runs/quick").tokenizer.encode(letter)[0] for letter in "qz")
+    (row,) = rows(
+        "--prompt", "The", "--logit-bias", "q=100", "z=50", "--bad-words", "qq", "--stop-tokens", str(z), *GREEDY
+    )
+    assert (row["tokens"], row["text"], row["ended"]) == ([q, z], "q", "stop token")
 
 
 @pytest.mark.slow
-def test_beams_are_searched_and_the_best_shown_with_their_scores(here, rows):
+def test_beams_are_searched_and_the_best_shown_with_their_scores(rows, logprobs):
     found = rows("--prompt", "The", "A cat", "--num-beams", "3", "--num-samples", "2", "--max-new-tokens", "6")
     assert [(row["prompt"], row["sample"]) for row in found] == [("The", 0), ("The", 1), ("A cat", 0), ("A cat", 1)]
-    run = load_run(here / "runs/quick")
     for best, second in (found[:2], found[2:]):
         assert best["score"] >= second["score"] and best["tokens"] != second["tokens"]
-        prompt = run.tokenizer.encode(best["prompt"])
-        logits_TV = run.model.apply({"params": run.params}, jnp.array(prompt + best["tokens"]))[len(prompt) - 1 : -1]
-        logprobs = jax.nn.log_softmax(logits_TV)[np.arange(len(best["tokens"])), np.array(best["tokens"])]
-        np.testing.assert_allclose(best["score"], logprobs.mean(), atol=1e-4)  # a length penalty of 1
+        chosen = logprobs(best["prompt"], best["tokens"])[np.arange(len(best["tokens"])), best["tokens"]]
+        np.testing.assert_allclose(best["score"], chosen.mean(), atol=1e-4)  # a length penalty of 1
     assert "logprobs" not in found[0]
 
 
 @pytest.mark.slow
-def test_a_draft_changes_how_fast_it_is_and_no_token(here, rows, capsys):
-    given = ("--prompt", "The cat", "--prompt", "A king", "--temperature", "0", "--max-new-tokens", "8")
-    wanted = [row["tokens"] for row in rows(*given)]
-    for draft in ("lookup", "runs/quick"):
-        assert [row["tokens"] for row in rows(*given, "--draft", draft)] == wanted
-    assert sample.main([*given, "--draft", "runs/quick", "--draft-tokens", "3"]) == 0
-    assert capsys.readouterr().err.endswith("; 4.00 tokens a pass\n")  # a run agrees with itself
+@pytest.mark.parametrize("draft", [["lookup"], ["runs/quick", "--mesh", "data=8"]], ids=["lookup", "run"])
+def test_a_draft_changes_how_fast_it_is_and_no_token(rows, capsys, draft):
+    given = ("--prompt", "The cat", "A king", "--max-new-tokens", "8", *GREEDY)
+    wanted = [row["tokens"] for row in rows(*given, *ALONE)]
+    assert sample.main(["--jsonl", *given, "--draft", *draft, "--draft-tokens", "3"]) == 0
+    out, err = capsys.readouterr()
+    found = [json.loads(line)["tokens"] for line in out.splitlines()]
+    assert found == wanted and len(found) == 2 and len(found[0]) == 8
+    if "lookup" not in draft:
+        assert err.endswith("; 4.00 tokens a pass\n")  # a run agrees with itself
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "most"),
+    [
+        ("endless", ["--draft", "16"], 16 - 5),  # its draft ends
+        ("16", ["--draft", "12"], 12 - 5),  # and this one earlier
+        ("16", ["--draft", "lookup"], 16 - 5),
+        ("16", ["--num-beams", "2"], 16 - 5),
+        ("endless", ["--draft", "lookup"], 16),  # what a prompt may have in any case
+    ],
+)
+def test_a_prompt_that_a_draft_or_search_has_no_room_for_is_refused_by_itself(monkeypatch, run, options, most):
+    def open_run(options, mesh):
+        length, positions = (16, "rope") if options.run == "endless" else (int(options.run), "learned")
+        config = Config("a", DecoderConfig(vocab_size=257, context_length=length, positions=positions), steps=1)
+        return Run(Path(options.run), config, config.model.build(), {}, BYTES, 0)
+
+    monkeypatch.setattr(sample, "open_run", open_run)
+    given = ["--run", run, "--max-new-tokens", "6", *options]
+    sampler = sample.Sampler(sample.parse(sample.Arguments, given, sample.Arguments(), "", ""))
+    letters = "q" * 17  # a token each
+    assert len(sampler.encode(Prompt(letters[:most], "it"))) == most
+    with pytest.raises(UserError, match=f"it has {most + 1} tokens; it may have at most (the context's )?{most}"):
+        sampler.encode(Prompt(letters[: most + 1], "it"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_smaller_weights_say_nearly_the_same(here, rows, weights):
-    given = ("--prompt", "The cat", "--temperature", "0", "--max-new-tokens", "1")
-    (exact,), (rounded,) = rows(*given), rows(*given, "--weights", weights)
-    assert 0 < abs(exact["logprobs"][0] - rounded["logprobs"][0]) < 0.05
+def test_smaller_weights_say_nearly_the_same(rows):
+    given = ("--prompt", "The cat", "--max-new-tokens", "1", *GREEDY)
+    (exact,) = rows(*given)
+    for weights in ("bfloat16", "int8"):
+        (rounded,) = rows(*given, "--weights", weights)
+        assert 0 < abs(exact["logprobs"][0] - rounded["logprobs"][0]) < 0.05
 
 
 @pytest.mark.slow
@@ -177,27 +252,47 @@ def test_smaller_weights_say_nearly_the_same(here, rows, weights):
         (["--stop-tokens", "280"], "a stop token is 280; it must be from 0 to 279"),
         (["--top-logprobs", "281"], "top-logprobs is 281; it must be at most the vocabulary's 280"),
         (["--prompt", "many words " * 9], "at most the context's 16"),
+        (["--draft", ""], "is no run"),
         (["--prompt", "A", "many words " * 9], "prompt 2 has"),
-        (["--num-beams", "2", "--max-new-tokens", "17"], "it may have at most 0, for beam search does not go past"),
+        (
+            ["--num-beams", "2", "--max-new-tokens", "17"],
+            "at most 0, for beam search does not go past",
+        ),
     ],
 )
-def test_what_does_not_fit_the_run_is_one_sentence(here, monkeypatch, capsys, options, said):
-    monkeypatch.chdir(here)
+def test_what_does_not_fit_the_run_is_one_sentence(capsys, options, said):
     assert sample.main(options) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and said in err and not out
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("--num-beams", "2"), ("--draft", "lookup"), ("--cache-dtype", "int8"), ("--prefill-chunk", "8")],
+    ids=lambda options: options[0],
+)
+def test_what_needs_a_cache_is_refused_without_one(monkeypatch, capsys, options):
+    config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), steps=1)
+    monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
+    assert sample.main(["--prompt", "a", *options]) == 2
+    assert f"it has a model without a cache, which {options[0]} needs; leave it out." in capsys.readouterr().err
+
+
+def test_a_seed_in_a_file_of_prompts_is_not_for_beams():
+    sampler = sample.Sampler(sample.Arguments(num_beams=2, max_new_tokens=2))
+    with pytest.raises(UserError, match="p, line 2, has a seed, but beam search draws nothing"):
+        sampler.encode(Prompt("a", "p, line 2,", seed=3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
-def test_ctrl_c_shows_what_was_made(here, monkeypatch, capsys, several):
+def test_ctrl_c_shows_what_was_made(monkeypatch, capsys, several):
     """Pressed after the first piece: the first text is shown as far as it went; a second batch does not begin."""
-    monkeypatch.chdir(here)
     take = sample.Sampler._continue
 
     def pressing(self, prompts, n_prompts, streams, pressed):
         monkeypatch.setattr(
-            "jaxformer.cli.texts.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
+            "jaxformer.decode.texts.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
         )
         return take(self, prompts, n_prompts, streams, pressed)
 
@@ -211,14 +306,15 @@ def test_ctrl_c_shows_what_was_made(here, monkeypatch, capsys, several):
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_it_quietly(here):
-    process = start("sample.py", "--prompt", "The", "--max-new-tokens", "1000000", cwd=here)
-    assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.read(20).startswith("The")
-    process.stdout.close()
-    assert process.wait(60) == 128 + signal.SIGPIPE
-    assert process.stderr.read() == ""
-    process.stderr.close()
+def test_a_reader_that_leaves_ends_it_quietly(monkeypatch, capsys):
+    """As `| head` does; what Python still writes to the pipe as it exits must not fail, either."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert sample.main(["--prompt", "The", "--max-new-tokens", "1000000"]) == 128 + signal.SIGPIPE
+        out.flush()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -281,14 +377,42 @@ def test_a_conversation_in_a_terminal(here):
     os.close(terminal)
 
 
+@pytest.fixture
+def converse(monkeypatch, capsys):
+    """Status, output and errors of a conversation whose lines come from a pipe."""
+
+    def call(lines: bytes, *options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8", errors="strict"))
+        return sample.main(["--interactive", *options]), *capsys.readouterr()
+
+    return call
+
+
 @pytest.mark.slow
-def test_without_a_terminal_a_conversation_reads_lines_until_they_end(here):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "sample.py"), "--interactive", "--max-new-tokens", "2", "--temperature", "0"],
-        cwd=here, input="The cat\n\nThe dog\n", capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "The cat" in done.stdout and "The dog" in done.stdout
-    assert done.stderr.count("time to first token") == 2
+def test_a_piped_conversation_reads_lines_until_they_end_and_writes_nothing_but_texts(converse):
+    status, out, err = converse(b"The cat\n\nThe dog\n", "--max-new-tokens", "2")
+    assert status == 0 and re.fullmatch(r"The cat.*\nThe dog.*\n", out, re.DOTALL)
+    assert err.count("time to first token") == 2
+    status, out, err = converse(b"The cat\ncaf\xe9\nThe dog\n", "--max-new-tokens", "2", "--jsonl")
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["The cat", "The dog"]
+    assert status == 2 and "error: the prompt holds bytes that are not UTF-8, at character 3.\n" in err
+
+
+def test_what_is_wrong_with_one_text_does_not_end_a_conversation(monkeypatch, converse):
+    """Neither an option that only the search itself can refuse, nor Ctrl-C before the text begins."""
+    status, out, err = converse(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
+    assert status == 2 and not out and err.count("error: n-beams is 1000; for a vocabulary of 280 it must be") == 2
+    monkeypatch.setattr(sample.Sampler, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
+    monkeypatch.setattr(sample.Sampler, "show", lambda _, prompts, pressed: print(pressed.is_set()))
+    assert converse(b"The cat\nThe dog\n")[:2] == (0, "True\nTrue\n")
+
+
+def test_a_number_that_json_does_not_know_is_null():
+    text, prompt = Text(BYTES), Prompt("p", "the prompt")
+    text.tokens, text.logprobs, text.top_logprobs = [65], [-np.inf], [[(1, np.nan)]]
+    row = sample.Answer(prompt, 0, 0, text).as_row()
+    assert row["logprobs"] == [None] and row["top_logprobs"] == [[(1, None)]]
+    assert sample.Answer(prompt, 0, 0, text, score=-np.inf).as_row()["score"] is None
 
 
 def test_biases_are_of_one_token():
@@ -306,19 +430,13 @@ def test_words_are_banned_with_and_without_a_space_before_them():
         sample.words(["a", ""], BYTES)
 
 
-def test_a_stop_string_that_no_tokens_make_is_refused():
-    sample.check_stop_strings(["é🙂", "<|endoftext|>"], BYTES)  # any text can be made of bytes
-
-    class FewTokens:
-        token_bytes = (b"", b"ab", b"c")
-
-    sample.check_stop_strings(["abc"], FewTokens())
-    with pytest.raises(UserError, match="stop string 'bad' can never occur: no token of this run makes 'd'"):
-        sample.check_stop_strings(["bad"], FewTokens())
+def test_a_stop_string_longer_than_all_that_is_made_is_refused():
+    sample.check_stop_strings(["é", "<|endoftext|>"], BYTES, 13)  # 13 tokens of a byte
+    with pytest.raises(UserError, match="stop string 'é' can never occur: it has 2 bytes, and 1 tokens of this run at"):
+        sample.check_stop_strings(["é"], BYTES, 1)
 
 
 def test_every_field_of_sampling_is_an_option(capsys):
-    import dataclasses
 
     from jaxformer.decode import Sampling
 

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxformer.cli import texts
-from jaxformer.cli.prompts import Prompt
-from jaxformer.cli.texts import Speed, Text, batches, follow, seeds
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode import Piece
+from jaxformer.decode import Piece, Speed, Text, follow
+from jaxformer.decode.texts import batches
 from jaxformer.ops.masks import EMPTY
 
 TOKENIZER = Tokenizer.train(["a b"], 257)  # a token a byte, and end-of-text
@@ -36,7 +34,7 @@ class Pieces:
 
 
 def text(*stop: str) -> Text:
-    return Text(Prompt("p", "the prompt"), 0, 0, TOKENIZER, stop)
+    return Text(TOKENIZER, stop)
 
 
 def test_a_text_ends_by_token_string_or_length_and_the_rest_is_dropped():
@@ -46,7 +44,7 @@ def test_a_text_ends_by_token_string_or_length_and_the_rest_is_dropped():
         TOKENIZER.encode("abc ST"),
     ]
     generation, made, speed = Pieces(rows, (1, 2, 3, 2)), [text("STOP") for _ in rows], Speed()
-    shown = "".join(follow(generation, made, [END], speed, lambda: False))
+    shown = "".join(follow(generation, made, [END], 6, speed, lambda: False))
     assert [(t.shown, t.ended) for t in made] == [("ab", "stop token"), ("a ", "stop string"), ("abc ST", "length")]
     assert [t.tokens for t in made] == [rows[0][:3], rows[1][:6], rows[2]]  # with what ended them
     assert shown == "ab"  # the first row alone
@@ -57,32 +55,63 @@ def test_a_text_ends_by_token_string_or_length_and_the_rest_is_dropped():
 def test_a_character_and_what_may_begin_a_stop_string_are_held_back():
     row = TOKENIZER.encode("é S")  # é is two bytes
     made = text("Sx")
-    shown = list(follow(Pieces([row], (1, 1, 1, 1)), [made], [END], Speed(), lambda: False))
+    shown = list(follow(Pieces([row], (1, 1, 1, 1)), [made], [END], 4, Speed(), lambda: False))
     assert shown == ["", "é", " ", "", "S"] and made.shown == "é S"
 
 
 def test_a_stop_token_shows_nothing_of_itself_but_what_was_held_back():
     row = TOKENIZER.encode("aSb")
     made = text("Sx")
-    assert list(follow(Pieces([row], (1, 2)), [made], [row[-1]], Speed(), lambda: False)) == ["a", "S"]
+    assert list(follow(Pieces([row], (1, 2)), [made], [row[-1]], 4, Speed(), lambda: False)) == ["a", "S"]
     assert made.ended == "stop token" and made.tokens == row
+
+
+def test_an_interruption_after_the_last_token_changes_nothing():
+    made = text()
+    list(follow(Pieces([[65, 66]], (2,)), [made], [END], 2, Speed(), lambda: True))
+    assert made.ended == "length"
+
+
+def clock(monkeypatch, *times: float) -> None:
+    """The beginning, and when each piece comes."""
+    monkeypatch.setattr("jaxformer.decode.texts.time.perf_counter", iter(times).__next__)
+
+
+def test_the_times_of_a_text_are_those_of_its_own_tokens(monkeypatch):
+    """As with a draft: rows one after another, several tokens a piece; nothing counts apart from the others."""
+    made, speed = [text(), text()], Speed()
+    clock(monkeypatch, 10, 11, 13, 16)
+    list(
+        follow(
+            Pieces([[65] * 4 + [EMPTY] * 2, [EMPTY] * 4 + [66] * 2], (2, 2, 2)), made, [END], 4, speed, lambda: False
+        )
+    )
+    assert [(t.first_token_s, t.seconds) for t in made] == [(1, 3), (6, 6)]
+    assert speed == Speed([1], 6, 6)
+
+
+def test_a_first_token_that_comes_alone_is_timed_apart_and_what_comes_at_once_is_not(monkeypatch):
+    alone, at_once = Speed(), Speed()
+    clock(monkeypatch, 10, 12, 13)
+    list(follow(Pieces([[65] * 4], (1, 3)), [text()], [END], 4, alone, lambda: False))
+    clock(monkeypatch, 10, 12)
+    list(follow(Pieces([[65] * 4], (4,)), [text()], [END], 4, at_once, lambda: False))  # as a search of beams
+    assert alone == Speed([2], 3, 1) and at_once == Speed([], 4, 2)
 
 
 def test_an_interruption_ends_what_goes_on_and_keeps_what_was_made():
     made = [text(), text()]
     rows = [[*TOKENIZER.encode("a"), END], TOKENIZER.encode("bcdef")]
     generation = Pieces(rows, (1, 2, 2))
-    list(follow(generation, made, [END], Speed(), lambda: generation.given == 2))
+    list(follow(generation, made, [END], 5, Speed(), lambda: generation.given == 2))
     assert [(t.shown, t.ended) for t in made] == [("a", "stop token"), ("bcd", "interrupted")]
 
 
-def test_a_row_of_json_holds_what_was_drawn():
+def test_a_text_keeps_the_log_probabilities_of_its_tokens():
     made = text()
-    list(follow(Pieces([[65, 66]], (2,)), [made], [END], Speed(), lambda: False))
-    row = made.as_row()
-    assert row["tokens"] == [65, 66] and row["logprobs"] == [-65 / 8, -66 / 8]
-    assert row["top_logprobs"] == [[(66, -65 / 16)], [(67, -66 / 16)]]
-    assert texts._rounded(float("-inf")) is None and texts._rounded(float("nan")) is None
+    list(follow(Pieces([[65, 66]], (2,)), [made], [END], 4, Speed(), lambda: False))
+    assert made.tokens == [65, 66] and made.logprobs == [-65 / 8, -66 / 8]
+    assert made.top_logprobs == [[(66, -65 / 16)], [(67, -66 / 16)]]
 
 
 def test_prompts_of_like_lengths_go_together():
@@ -90,17 +119,14 @@ def test_prompts_of_like_lengths_go_together():
     assert batches([1, 1, 1], 2) == [[0, 1], [2]]  # of equal ones, in order
 
 
-def test_the_seeds_of_samples_follow_each_other_within_32_bits():
-    assert seeds(7, 3) == [7, 8, 9] and seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]
-
-
 @pytest.mark.parametrize(
     ("speed", "said"),
     [
         (Speed([0.25]), "time to first token 0.250 s"),
-        (Speed([0.25], 100, 0.5), "time to first token 0.250 s; then 200 tokens/s (100 in 0.50 s)"),
-        (Speed([0.2, 0.4], 3000, 1.0), "0.300 s (the mean of 2 batches); then 3,000 tokens/s (3,000 in 1.00 s)"),
+        (Speed([], 100, 0.5), "200 tokens/s (100 in 0.50 s)"),
+        (Speed([0.25], 100, 0.5), "time to first token 0.250 s; 200 tokens/s (100 in 0.50 s)"),
+        (Speed([0.2, 0.4], 3000, 1.0), "0.300 s (the mean of 2 batches); 3,000 tokens/s (3,000 in 1.00 s)"),
     ],
 )
 def test_speed_counts_decoding_apart_from_the_first_token(speed, said):
-    assert said in str(speed)
+    assert str(speed).endswith(said)

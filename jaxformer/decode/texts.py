@@ -1,27 +1,25 @@
-"""Prompts to texts: batches for the decoding engine, and what can be shown of each row as it is made."""
+"""From tokens to texts: where a row ends, what can be shown of it as it is made, and how fast that was."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
-from typing import Any
 
 import numpy as np
 
-from jaxformer.cli.prompts import MOST_SEED, Prompt
 from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
-from jaxformer.decode import Beams, Generation, Piece, Speculation, StopStrings
-from jaxformer.errors import UserError
+from jaxformer.decode.beam import Beams
+from jaxformer.decode.generate import Generation, Piece
+from jaxformer.decode.speculative import Speculation
+from jaxformer.decode.stopping import StopStrings
 from jaxformer.ops.masks import EMPTY
 
 
 class Text:
     """What follows a prompt, as far as it is made."""
 
-    def __init__(self, prompt: Prompt, sample: int, seed: int, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self.prompt, self.sample, self.seed = prompt, sample, seed
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.tokens: list[int] = []
         """All that were drawn, those that end the text among them."""
         self.logprobs: list[float] = []
@@ -30,10 +28,8 @@ class Text:
         """The text without what ended it."""
         self.ended = ""
         """Why: "stop token", "stop string", "length" or "interrupted"; empty while it goes on."""
-        self.score: float | None = None
-        """Of a beam search."""
         self.first_token_s = self.seconds = 0.0
-        """From the start of its batch to its first token, and to its last."""
+        """From the start of its batch to the piece with its first token, and to that with its last."""
         self._decoder, self._stop = StreamDecoder(tokenizer), StopStrings(stop)
 
     def take(self, piece: Piece, row: int, stop_tokens: Sequence[int]) -> str:
@@ -69,31 +65,15 @@ class Text:
     def _held_back(self) -> str:
         return self._stop.feed(self._decoder.end()) + self._stop.end()
 
-    def as_row(self) -> dict[str, Any]:
-        """For a line of JSON."""
-        return {
-            "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample, "seed": self.seed,
-            "text": self.shown, "ended": self.ended, "tokens": self.tokens,
-            **({"logprobs": [_rounded(x) for x in self.logprobs]} if self.score is None else {"score": self.score}),
-            **({"top_logprobs": [[(t, _rounded(x)) for t, x in likeliest] for likeliest in self.top_logprobs]}
-               if any(self.top_logprobs) else {}),
-            "first_token_s": round(self.first_token_s, 6), "seconds": round(self.seconds, 6),
-        }  # fmt: skip
-
-
-def _rounded(logprob: float) -> float | None:
-    """JSON knows neither infinity nor NaN."""
-    return round(logprob, 6) if isfinite(logprob) else None
-
 
 @dataclass
 class Speed:
     """How fast texts were made."""
 
     first_token_s: list[float] = field(default_factory=list)
-    """Of each batch."""
+    """Of each batch whose tokens did not come all at once."""
     tokens: int = 0
-    """After the first ones."""
+    """All; without the first of each text where these came alone, as they take longer."""
     seconds: float = 0.0
     """That these took."""
     passes: int = 0
@@ -104,12 +84,12 @@ class Speed:
     def __str__(self) -> str:
         n = len(self.first_token_s)
         of = f" (the mean of {n} batches)" if n > 1 else ""
-        told = f"time to first token {sum(self.first_token_s) / max(n, 1):.3f} s{of}"
+        told = [f"time to first token {sum(self.first_token_s) / n:.3f} s{of}"] if n else []
         if self.tokens:
-            told += f"; then {self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)"
+            told.append(f"{self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)")
         if self.passes:
-            told += f"; {self.checked / self.passes:.2f} tokens a pass"
-        return told
+            told.append(f"{self.checked / self.passes:.2f} tokens a pass")
+        return "; ".join(told)
 
 
 class Search:
@@ -131,58 +111,47 @@ class Search:
         """Nothing more comes anyway."""
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer, most: int, why: str) -> list[int]:
-    """Tokens of a prompt; raises `UserError` where they are more than that."""
-    tokens = tokenizer.encode(prompt.text)
-    if len(tokens) > most:
-        raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
-    return tokens
-
-
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Which prompts go together: those of neighbouring lengths, so that few programs are compiled."""
     in_order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     return [in_order[start : start + size] for start in range(0, len(in_order), size)]
 
 
-def seeds(seed: int, n_samples: int) -> list[int]:
-    """One for each sample of a prompt: that of sample k is what sample 0 has where the seed is k more."""
-    return [(seed + k) % (MOST_SEED + 1) for k in range(n_samples)]
-
-
 def follow(
-    generation: Generation | Search | Speculation, texts: Sequence[Text], stop_tokens: Sequence[int], speed: Speed,
-    interrupted: Callable[[], bool],
+    generation: Generation | Search | Speculation, texts: Sequence[Text], stop_tokens: Sequence[int],
+    max_new_tokens: int, speed: Speed, interrupted: Callable[[], bool],
 ) -> Iterator[str]:  # fmt: skip
     """Fill in texts, one a row, as they are made; what of the first one can be shown after each piece.
 
-    The rows beyond the texts are let go before they begin.
+    A text that nothing else ends has its length with `max_new_tokens`, and is interrupted with fewer. The rows beyond
+    the texts are let go before they begin.
     """
-    began, first = time.perf_counter(), None
+    began, first, n_alone = time.perf_counter(), 0.0, 0
     going = dict(enumerate(texts))
     for piece in generation:
         now = time.perf_counter() - began
-        n_before = sum(len(text.tokens) for text in texts)
         shown = ""
         for row, text in list(going.items()):
+            n_before = len(text.tokens)
             new = text.take(piece, row, stop_tokens)
-            text.seconds = now
-            text.first_token_s = text.first_token_s or now
+            if len(text.tokens) > n_before:
+                text.seconds = now
+                text.first_token_s = text.first_token_s or now
             shown = new if row == 0 else shown
             if text.ended:
                 generation.end(row)
                 del going[row]
-        if first is None:
+        if not first:
             first = now
-            speed.first_token_s.append(now)
-        else:
-            speed.tokens += sum(len(text.tokens) for text in texts) - n_before
+            n_alone = sum(len(text.tokens) for text in texts) if piece.tokens_BN.shape[1] == 1 else 0
         yield shown
         if interrupted():
             break
-    if first is not None:
-        speed.seconds += max(text.seconds for text in texts) - first
+    last = max(text.seconds for text in texts)
+    speed.tokens += sum(len(text.tokens) for text in texts) - n_alone
+    speed.seconds += last - (first if n_alone else 0.0)
+    speed.first_token_s += [first] if n_alone or first < last else []
     for row, text in going.items():
-        rest = text.end("interrupted" if interrupted() else "length")
+        rest = text.end("length" if len(text.tokens) >= max_new_tokens else "interrupted")
         if row == 0:
             yield rest
