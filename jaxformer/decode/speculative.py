@@ -178,7 +178,7 @@ def speculate(
     """
     if not 1 <= n_proposed <= MOST_PROPOSED:
         raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MOST_PROPOSED}.")
-    check_prompts(prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
+    check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
     models = (model, draft.model) if isinstance(draft, ModelDraft) else (model,)
     longest = max(map(len, prompts))
     if longest + max_new_tokens - 1 > context_length and any(getattr(m, "reach", None) is None for m in models):
