@@ -149,6 +149,7 @@ def test_any_shape_equals_full_passes(
     assert_equals_full_passes(build(config), prompts, n, context_length=context, prefill_chunk=chunk)
 
 
+@pytest.mark.slow
 def test_a_row_that_has_ended_does_not_hold_the_others_at_the_contexts_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token beside the other's 11, then 10 up to 12, one past the context, and then 7 from the last 5 each time."""
     starts, start = [], programs.start

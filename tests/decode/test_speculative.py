@@ -179,6 +179,7 @@ def test_a_draft_is_not_used_past_its_own_context():
         run(drafts[0], max_new_tokens=1, prompts=[[1] * 18])
 
 
+@pytest.mark.slow
 def test_a_draft_sees_no_more_slots_than_the_model(monkeypatch):
     """500 slots are asked for, of which the first 128 are in use."""
     seen, propose = [], ModelDraft.propose
