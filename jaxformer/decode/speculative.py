@@ -226,9 +226,8 @@ def speculate(
             n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
             tokens_P = left_aligned([list(prompt)], prompt_bucket(len(prompt)))[0]
             length = np.int32(len(prompt))
-            begin = cache(
-                partial(_begin, model, draft, sampling, params, draft_params, tokens_P, length, n_slots, dtype)
-            )
+            read = partial(_begin, model, draft, sampling, params, draft_params, tokens_P, length, n_slots, dtype)
+            begin = read if n_samples == 1 else partial(_copy_of, cache(read))
             for seed in seeds[number * n_samples : (number + 1) * n_samples]:
                 yield _pieces(
                     model, params, draft, draft_params, begin, len(prompt), sampling, seed, max_new_tokens, n_proposed,
@@ -238,12 +237,17 @@ def speculate(
     return Speculation(len(seeds), rows())
 
 
+def _copy_of(read: Callable[[], State]) -> State:
+    """Of what is read once: `_go_on` writes over it."""
+    return jax.tree.map(jnp.copy, read())
+
+
 def _pieces(
     model: nn.Module, params: Params, draft: Draft, draft_params: Params, begin: Callable[[], State], n_prompt: int,
     sampling: Sampling, seed: int, max_new_tokens: int, n_proposed: int, dtype: Any,
 ) -> Iterator[tuple[int, Piece]]:  # fmt: skip
     """Passes of the model, and what they gave."""
-    state = jax.tree.map(jnp.copy, begin())  # `_go_on` writes over it
+    state = begin()
     made, done = 0, False
     while not done:
         n_read = read_slots(n_prompt + made + PORTION + 2 * n_proposed, len(state.text_S))
