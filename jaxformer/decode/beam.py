@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.decode.generate import prompt_bucket
+from jaxformer.decode.generate import check_prompts, prompt_bucket
+from jaxformer.decode.programs import call
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
@@ -54,19 +55,10 @@ def beam_search(
     Raises:
       UserError: a prompt is empty or leaves no room in the context, or a number is out of range.
     """
-    for name, value in (("n-beams", n_beams), ("max-new-tokens", max_new_tokens)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1.")
+    check_prompts(model, prompts, context_length, n_beams=n_beams, max_new_tokens=max_new_tokens)
     if not np.isfinite(length_penalty):
-        raise UserError(f"length-penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
-    if not prompts:
-        raise UserError("there is no prompt to continue; give at least 1.")
+        raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
     for number, prompt in enumerate(prompts, start=1):
-        if not 1 <= len(prompt) <= context_length:
-            raise UserError(
-                f"prompt {number} has {len(prompt)} tokens; it must have at least 1 and at most the context's "
-                f"{context_length}."
-            )
         room = context_length - len(prompt) + 1  # nothing reads the last token
         if max_new_tokens > room and getattr(model, "reach", None) is None:
             raise UserError(
@@ -90,20 +82,20 @@ def _beam_search(
     n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], dtype: Any,
 ) -> Beams:  # fmt: skip
     """Read the prompts, all of which end at the last place, and search."""
-    call = partial(model.apply, {"params": params})
+    run = partial(call, model, params)
     T = tokens_PT.shape[1]
     lengths_R = jnp.repeat(lengths_P, n_beams)
 
     def read(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
         place_T = jnp.arange(T) - (T - length)
         cache = model.init_cache(T + max_new_tokens - 1, dtype)
-        x_TD, cache = call(tokens_T, jnp.where(place_T >= 0, place_T, EMPTY), cache, 0, method="extend")
-        return call(x_TD[-1], method="unembed"), cache
+        x_TD, cache = run("extend", tokens_T, jnp.where(place_T >= 0, place_T, EMPTY), cache, 0)
+        return run("unembed", x_TD[-1]), cache
 
     def advance(i: jax.Array, tokens_R: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         def one(token: jax.Array, length: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-            x_1D, cache = call(token[None], length[None] + i, cache, T + i, method="extend")
-            return call(x_1D[0], method="unembed"), cache
+            x_1D, cache = run("extend", token[None], length[None] + i, cache, T + i)
+            return run("unembed", x_1D[0]), cache
 
         return jax.vmap(one)(tokens_R, lengths_R, cache)
 
@@ -156,7 +148,7 @@ def search(
     Sampling(stop_tokens=stop_tokens).check_vocabulary(V)
     most = V // _candidates(stop_tokens)
     if n_beams > most:
-        raise UserError(f"n-beams is {n_beams}; for a vocabulary of {V} it must be at most {most}.")
+        raise UserError(f"n_beams is {n_beams}; for a vocabulary of {V} it must be at most {most}.")
     choose = jax.vmap(partial(_choose, length_penalty=length_penalty, stop_tokens=stop_tokens), in_axes=(0, 0, None))
     none_NT = jnp.full((n_beams, max_new_tokens), EMPTY, jnp.int32)
     never_N = jnp.full(n_beams, -jnp.inf)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -34,14 +36,19 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import batch_shards, batch_split, replicated
 
 LEAST_PORTION = 8
+"""Tokens that a call makes, however slow: fewer calls are faster, but someone may be reading along."""
 A_MOMENT = 0.1
-"""Seconds: a call that takes longer makes fewer tokens the next time."""
+"""Seconds that a call may take if it makes more."""
+NO_WAIT = 1e-3
+"""Seconds within which what is there is fetched."""
 LEAST_READ = 128
 """Slots: reading fewer saves no time that one would notice."""
+FEW_SLOTS = 1024
+"""Up to so many there are at once as many as may ever be used: programs are compiled for their number."""
 
 
 class Piece(NamedTuple):
-    """The next N tokens of each of B rows, from 1 to `CHUNK` of them, with the n likeliest that were asked for."""
+    """The next N tokens of each of B rows, 1 or more, with the n likeliest that were asked for."""
 
     tokens_BN: np.ndarray
     """int32, `masks.EMPTY` after a row's end."""
@@ -78,34 +85,61 @@ def generate(
       fill_token: for models without a cache: what stands in a window where no token is yet.
 
     Raises:
-      UserError: a prompt is empty or too long, a number is below 1, or a seed does not fit 32 bits.
+      UserError: there is no prompt, one is empty, too long or holds what is not in the vocabulary, a number is below 1,
+        or one does not fit 32 bits.
     """
     check_prompts(
-        prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples, prefill_chunk=prefill_chunk
+        model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples, prefill_chunk=prefill_chunk
     )
-    if len(seeds) != len(prompts) * n_samples:
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts of {n_samples} rows each")
-    for seed in seeds:
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed is {seed}; it must be at least 0 and below 2**32.")
+    check_seeds(seeds, len(prompts), n_samples)
     run = _Run(
         model, params, [list(prompt) for prompt in prompts], sampling, np.array(seeds, np.uint32), max_new_tokens,
-        context_length, n_samples, jnp.dtype(cache_dtype), prefill_chunk, fill_token,
+        context_length, n_samples, jnp.dtype(cache_dtype), min(prefill_chunk, prompt_bucket(context_length)),
+        fill_token,
     )  # fmt: skip
     return Generation(run)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
-    """Raise `UserError` if a prompt is empty or too long, or one of the named numbers below 1."""
+def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
+    """Raise `UserError` if there is no prompt, one is empty, too long or holds what is not in the vocabulary, or one of
+    the named numbers is out of range."""
     for name, value in counts.items():
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1.")
+        if not 1 <= value < 2**31:
+            raise UserError(f"{name} is {value}; it must be at least 1 and below 2**31.")
+    if not prompts:
+        raise UserError("there is no prompt to continue; give at least 1.")
+    last = vocab_size(model, context_length) - 1
     for number, prompt in enumerate(prompts, start=1):
+        which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         if not 1 <= len(prompt) <= context_length:
-            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             raise UserError(
                 f"{which} has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
             )
+        if min(prompt) < 0 or max(prompt) > last:
+            wrong = next(token for token in prompt if not 0 <= token <= last)
+            raise UserError(f"{which} has a token {wrong}; it must be from 0 to {last}, the vocabulary's last.")
+
+
+@lru_cache
+def vocab_size(model: nn.Module, context_length: int) -> int:
+    """How many tokens a model knows, from the shape of its logits."""
+
+    def logits(model: Any) -> jax.Array:
+        if not hasattr(model, "extend"):
+            return model(jnp.zeros(context_length, jnp.int32))
+        x_1D, _ = model.extend(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32), model.init_cache(1, jnp.float32), 0)
+        return model.unembed(x_1D[0])
+
+    return jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), method=logits)[0]).shape[-1]
+
+
+def check_seeds(seeds: Sequence[int], n_prompts: int, n_samples: int) -> None:
+    """Raise `UserError` if a seed does not fit 32 bits, `ValueError` if they are not one for each row."""
+    if len(seeds) != n_prompts * n_samples:
+        raise ValueError(f"{len(seeds)} seeds for {n_prompts} prompts of {n_samples} rows each")
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed is {seed}; it must be at least 0 and below 2**32.")
 
 
 class Generation:
@@ -148,6 +182,10 @@ class _Run:
     fill_token: int
     made: int = 0
     history: Any = None
+    pace: float = inf
+    """Seconds a token, as the last call took; at most, where it was not waited for."""
+    since: float = 0.0
+    """When the call before was done."""
 
     def __post_init__(self) -> None:
         self.ended_B = np.zeros(len(self.seeds_R), bool)
@@ -157,13 +195,20 @@ class _Run:
     def goes_on(self) -> bool:
         return self.made < self.max_new_tokens and not self.ended_B.all()
 
+    @property
+    def portion(self) -> int:
+        """Tokens that the next call makes."""
+        return int(min(max(LEAST_PORTION, A_MOMENT / self.pace), CHUNK))
+
     def with_cache(self) -> Iterator[Piece]:
         """The pieces, with a cache; where positions end, begun anew from the last half of the context."""
         while self.goes_on:
-            # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
-            half = max(1, self.context_length // 2)
-            self.rows = [row if len(row) <= self.context_length else row[-half:] for row in self.rows]
             yield from self._deliver(self._continue())
+            # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
+            # Nobody reads on in those that have ended, which must not keep the others at the context's end.
+            half = max(1, self.context_length // 2)
+            for row, ended in zip(self.rows, self.ended_B, strict=True):
+                del row[: -1 if ended else -half if len(row) > self.context_length else 0]
 
     def _continue(self) -> Iterator[Made]:
         """Read the rows, and go on with them until enough is made or positions end."""
@@ -177,15 +222,18 @@ class _Run:
             steps = min(steps, reach - longest)
         # A chunk of a prompt is written before it is read: in a ring, it must not reach what its first token sees.
         in_ring = max(reach, min(longest, reach + self.chunk - 1))
-        n_slots = doubled(self.chunk, min(longest + steps, in_ring))
+        # Parts of a prompt begin at multiples of the chunk, so that none is cut by the ring's end.
+        least = self.chunk if longest > self.chunk else prompt_bucket(1)
+        few = min(self.context_length, reach, FEW_SLOTS)
+        n_slots = doubled(least, max(few, min(longest + steps, in_ring)))
         rows, made = self._read(lengths_B, n_samples, n_slots)
         yield made
         offset_R = self.place(np.repeat(longest - lengths_B, n_samples))
         seeds_R = self.place(self.seeds_R)
-        done, portion, began = 0, LEAST_PORTION, time.perf_counter()
+        done = 0
         while done < steps:
             counter = longest + done
-            limit = min(portion, steps - done)
+            limit = min(self.portion, steps - done)
             if (read := read_slots(counter + 1, n_slots)) < n_slots:
                 limit = min(limit, read - counter)  # nothing is read before it is in use
             rows, made = programs.decode(
@@ -195,10 +243,6 @@ class _Run:
             )  # fmt: skip
             yield made
             done += limit
-            # Fewer calls are faster, but someone may be reading along.
-            now = time.perf_counter()
-            portion = min(2 * portion, CHUNK) if now - began < A_MOMENT else max(portion // 2, LEAST_PORTION)
-            began = now
         self.history = rows.history
 
     def _read(self, lengths_B: np.ndarray, n_samples: int, n_slots: int) -> tuple[programs.Rows, Made]:
@@ -261,7 +305,15 @@ class _Run:
 
     def _piece(self, made: Made) -> Iterator[Piece]:
         """What a call made, if that is anything."""
+        asked = time.perf_counter()
         n, drawn_CB, done_B = jax.device_get(made)
+        # A call that is waited for began when the one before was done. One that is not was done at some time before
+        # this: the rest was compiling, or is our reader's.
+        now = time.perf_counter()
+        if n > 1:  # one of the loop
+            pace = (now - self.since) / int(n)
+            self.pace = pace if now - asked > NO_WAIT else min(self.pace, pace)
+        self.since = now
         if self.made == 0 and self.n_samples > 1:
             self.rows = [list(row) for row in self.rows for _ in range(self.n_samples)]
         piece = Piece(*(x[:n].swapaxes(0, 1) for x in drawn_CB))

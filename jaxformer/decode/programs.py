@@ -211,8 +211,12 @@ def _end(drawn_B: Drawn, done_B: jax.Array, sampling: Sampling) -> tuple[Drawn, 
 
 def first_slots(model: Any, cache: Any, n: int, dtype: Any) -> Any:
     """The part of one row's cache that a cache of n slots would have."""
-    shapes = jax.eval_shape(partial(model.init_cache, n, dtype))
-    return jax.tree.map(lambda x, shape: jax.lax.slice(x, (0,) * x.ndim, shape.shape), cache, shapes)
+    return first_parts(cache, jax.eval_shape(partial(model.init_cache, n, dtype)))
+
+
+def first_parts(tree: Any, shapes: Any) -> Any:
+    """Arrays cut to the given shapes."""
+    return jax.tree.map(lambda x, shape: jax.lax.slice(x, (0,) * x.ndim, shape.shape), tree, shapes)
 
 
 def put_first_slots(cache: Any, part: Any) -> Any:

@@ -12,7 +12,7 @@ and a ban that would leave none is not applied, so that a row goes on where all 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite, log
+from math import log
 from typing import NamedTuple
 
 import jax
@@ -55,20 +55,28 @@ class Sampling:
     """Log-probabilities to report beside the drawn token's: those of so many likeliest tokens."""
 
     def __post_init__(self) -> None:
-        self._require("temperature", 0 <= self.temperature < inf, "at least 0 (0 takes the likeliest token) and finite")
+        # Bounds on what would otherwise overflow float32 or int32, far beyond what is of use.
+        self._require(
+            "temperature", 0 <= self.temperature <= 1e6, "at least 0 (0 takes the likeliest token) and at most 1e6"
+        )
         self._require("top_k", self.top_k is None or self.top_k >= 1, "at least 1; leave it out to keep all")
         for name in ("top_p", "typical_p"):
             p = getattr(self, name)
             self._require(name, p is None or 0 < p <= 1, "above 0 and at most 1; leave it out to keep all")
         self._require("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1; leave it out to keep all")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < inf, "above 0 and finite; 1 changes nothing")
+        self._require(
+            "repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6; 1 changes nothing"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 changes nothing")
-        self._require("min_new_tokens", self.min_new_tokens >= 0, "at least 0")
+        self._require("min_new_tokens", 0 <= self.min_new_tokens < 2**31, "at least 0 and below 2**31")
         self._require("top_logprobs", self.top_logprobs >= 0, "at least 0")
         for token, bias in self.logit_bias:
-            if not isfinite(bias):
-                raise UserError(f"the logit bias of token {token} is {bias}; it must be finite: ban it as a bad word.")
+            if not -1e6 <= bias <= 1e6:
+                raise UserError(
+                    f"the logit bias of token {token} is {bias}; it must be finite, from -1e6 to 1e6: to rule a token "
+                    "out, make it a bad word."
+                )
         if not all(self.bad_words):
             raise UserError("a bad word has no tokens; it must have at least 1: leave it out.")
         if self.min_new_tokens and not self.stop_tokens:

@@ -1,16 +1,17 @@
 """Speculative decoding: a cheap draft proposes tokens, and the model checks all of them in one pass.
 
-The text is distributed as without a draft, whatever the draft proposes; greedily it is the same text. A token x that
-was proposed with probability q(x) is taken with probability min(1, p(x)/q(x)); the first that is not is drawn anew in
-proportion to max(0, p - q) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). One pass so gives from one token to
-one more than were proposed.
+The text is distributed as without a draft, whatever the draft proposes. Greedily it is the same text in float32; in
+bfloat16, a pass over several tokens rounds otherwise than a pass over one, which decides where two are about as likely.
+A token x that was proposed with probability q(x) is taken with probability min(1, p(x)/q(x)); the first that is not is
+drawn anew in proportion to max(0, p - q) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). One pass so gives from
+one token to one more than were proposed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
@@ -18,8 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.decode.generate import Piece, check_prompts, doubled, left_aligned, prompt_bucket, read_slots
-from jaxformer.decode.programs import call, first_slots, put_first_slots
+from jaxformer.decode.generate import (
+    Piece,
+    check_prompts,
+    check_seeds,
+    doubled,
+    left_aligned,
+    prompt_bucket,
+    read_slots,
+    vocab_size,
+)
+from jaxformer.decode.programs import call, first_parts, first_slots, put_first_slots
 from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, draw, told, update
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
@@ -32,6 +42,10 @@ PORTION = 16
 
 class Draft(Protocol):
     """What proposes; hashable, so that jitted functions take it as a static argument."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the model's."""
 
     def begin(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
         """The state, any pytree, for a text whose first `length` tokens are known."""
@@ -76,9 +90,18 @@ class LookUp:
 
 @dataclass(frozen=True)
 class ModelDraft:
-    """Proposes what a smaller model with the same vocabulary draws."""
+    """Proposes what a smaller model with the same vocabulary draws.
+
+    Attributes:
+      context_length: the longest sequence that it was made for; None for as long as the model proposed to.
+    """
 
     model: nn.Module
+    context_length: int | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self.model, 1)
 
     def begin(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
         return read_text(self.model, params, tokens_P, length, n_slots, jnp.float32)[0]
@@ -123,9 +146,9 @@ class Speculation:
       made: tokens made, so far.
     """
 
-    def __init__(self, rows: Sequence[Iterator[tuple[int, Piece]]]) -> None:
+    def __init__(self, n_rows: int, rows: Iterable[Iterator[tuple[int, Piece]]]) -> None:
         self.passes = self.made = 0
-        self._ended_B = np.zeros(len(rows), bool)
+        self._ended_B = np.zeros(n_rows, bool)
         self._pieces = self._one_after_another(rows)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -138,15 +161,15 @@ class Speculation:
         """Deliver no more tokens of a row."""
         self._ended_B[row] = True
 
-    def _one_after_another(self, rows: Sequence[Iterator[tuple[int, Piece]]]) -> Iterator[Piece]:
+    def _one_after_another(self, rows: Iterable[Iterator[tuple[int, Piece]]]) -> Iterator[Piece]:
+        B = len(self._ended_B)
         for number, pieces in enumerate(rows):
             while not self._ended_B[number] and (found := next(pieces, None)):
                 passes, piece = found
                 self.passes += passes
                 self.made += piece.tokens_BN.shape[1]
-                B, others = len(rows), np.arange(len(rows)) != number
                 piece = Piece(*(np.repeat(x, B, axis=0) for x in piece))
-                piece.tokens_BN[others] = EMPTY
+                piece.tokens_BN[np.arange(B) != number] = EMPTY
                 yield piece
 
 
@@ -165,48 +188,69 @@ def speculate(
     n_proposed: int = 4,
     cache_dtype: Any = jnp.float32,
 ) -> Speculation:
-    """Continue prompts as `generate` does, in fewer passes of the model.
+    """Continue prompts as `generate` does, in fewer passes of the model, but one after another.
+
+    A prompt is read once for all its samples, but, other than there, at once, however long.
 
     Args:
       model: with the methods that `generate` names; its cache must hold keys and values, not a state.
-      draft: `LookUp(vocab_size)`, whose parameters are None, or `ModelDraft(model)`.
+      draft: `LookUp(vocab_size)`, whose parameters are None, or `ModelDraft(model, context_length)`.
       n_proposed: tokens that the draft proposes at a time, 1 to 64.
 
     Raises:
-      UserError: a prompt is empty or too long, a number is out of range, or a text would outgrow a context with an
-        end.
+      UserError: as `generate`; or the draft has another vocabulary, or a text would outgrow a context with an end,
+        the model's or the draft's.
     """
     if not 1 <= n_proposed <= MOST_PROPOSED:
         raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MOST_PROPOSED}.")
-    check_prompts(prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
-    models = (model, draft.model) if isinstance(draft, ModelDraft) else (model,)
-    longest = max(map(len, prompts))
-    if longest + max_new_tokens - 1 > context_length and any(getattr(m, "reach", None) is None for m in models):
+    check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
+    check_seeds(seeds, len(prompts), n_samples)
+    if draft.vocab_size != (known := vocab_size(model, context_length)):
         raise UserError(
-            f"{longest} tokens and {max_new_tokens} new ones are more than the context of {context_length}, past which "
-            f"a draft cannot go; ask for at most {context_length - longest + 1} new ones, or leave out the draft."
+            f"the draft knows {draft.vocab_size} tokens and the model {known}; use a draft of its vocabulary."
+        )
+    contexts = [(model, context_length)]
+    if isinstance(draft, ModelDraft):
+        contexts.append((draft.model, draft.context_length or context_length))
+    end = min((length for m, length in contexts if getattr(m, "reach", None) is None), default=None)
+    longest = max(map(len, prompts))
+    if end is not None and longest + max_new_tokens - 1 > end:
+        raise UserError(
+            f"{longest} tokens and {max_new_tokens} new ones are more than the context of {end}, past which a draft "
+            f"cannot go; ask for at most {max(0, end - longest + 1)} new ones, or leave out the draft."
         )
     dtype = jnp.dtype(cache_dtype)
-    rows = [prompt for prompt in prompts for _ in range(n_samples)]
-    return Speculation(
-        [
-            _pieces(model, params, draft, draft_params, list(row), sampling, seed, max_new_tokens, n_proposed, dtype)
-            for row, seed in zip(rows, seeds, strict=True)
-        ]
-    )
+
+    def rows() -> Iterator[Iterator[tuple[int, Piece]]]:
+        for number, prompt in enumerate(prompts):
+            n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
+            tokens_P = left_aligned([list(prompt)], prompt_bucket(len(prompt)))[0]
+            length = np.int32(len(prompt))
+            read = partial(_begin, model, draft, sampling, params, draft_params, tokens_P, length, n_slots, dtype)
+            begin = read if n_samples == 1 else partial(_copy_of, cache(read))
+            for seed in seeds[number * n_samples : (number + 1) * n_samples]:
+                yield _pieces(
+                    model, params, draft, draft_params, begin, len(prompt), sampling, seed, max_new_tokens, n_proposed,
+                    dtype,
+                )  # fmt: skip
+
+    return Speculation(len(seeds), rows())
+
+
+def _copy_of(read: Callable[[], State]) -> State:
+    """Of what is read once: `_go_on` writes over it."""
+    return jax.tree.map(jnp.copy, read())
 
 
 def _pieces(
-    model: nn.Module, params: Params, draft: Draft, draft_params: Params, prompt: list[int], sampling: Sampling,
-    seed: int, max_new_tokens: int, n_proposed: int, dtype: Any,
+    model: nn.Module, params: Params, draft: Draft, draft_params: Params, begin: Callable[[], State], n_prompt: int,
+    sampling: Sampling, seed: int, max_new_tokens: int, n_proposed: int, dtype: Any,
 ) -> Iterator[tuple[int, Piece]]:  # fmt: skip
     """Passes of the model, and what they gave."""
-    n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
-    tokens_P = left_aligned([prompt], prompt_bucket(len(prompt)))[0]
-    state = _begin(model, draft, sampling, params, draft_params, tokens_P, np.int32(len(prompt)), n_slots, dtype)
+    state = begin()
     made, done = 0, False
     while not done:
-        n_read = read_slots(len(prompt) + made + PORTION + 2 * n_proposed, n_slots)
+        n_read = read_slots(n_prompt + made + PORTION + 2 * n_proposed, len(state.text_S))
         state, passes, n, drawn = _go_on(
             model, draft, sampling, params, draft_params, state, np.uint32(seed), np.int32(max_new_tokens),
             n_proposed, n_read, dtype,
@@ -250,8 +294,13 @@ def _go_on(
 ) -> tuple[State, jax.Array, jax.Array, Drawn]:  # fmt: skip
     """Passes until `PORTION` tokens or more are made, or the text is done: the state, how many passes there were, and
     the number of tokens and the tokens that they made."""
-    whole = state.cache
-    state = state._replace(cache=first_slots(model, whole, n_read, dtype))
+    whole = state
+    begin_draft = partial(draft.begin, n_slots=n_read)
+    drafted = jax.eval_shape(begin_draft, draft_params, state.text_S[:1], state.length)
+    state = state._replace(
+        cache=first_slots(model, whole.cache, n_read, dtype), draft=first_parts(whole.draft, drafted),
+        text_S=whole.text_S[:n_read],
+    )  # fmt: skip
     one_pass = partial(_pass, model, draft, sampling, params, draft_params, seed, limit, n_proposed)
 
     def more(carry: tuple[State, jax.Array, jax.Array, Drawn]) -> jax.Array:
@@ -270,7 +319,7 @@ def _go_on(
     drawn_N = jax.eval_shape(one_pass, state)[1]
     none_C = jax.tree.map(lambda x: jnp.zeros((PORTION + n_proposed, *x.shape[1:]), x.dtype), drawn_N)
     state, passes, made, drawn_C = jax.lax.while_loop(more, step, (state, jnp.int32(0), jnp.int32(0), none_C))
-    return state._replace(cache=put_first_slots(whole, state.cache)), passes, made, drawn_C
+    return put_first_slots(whole, state), passes, made, drawn_C
 
 
 def _pass(

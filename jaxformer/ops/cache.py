@@ -7,11 +7,13 @@ were padded. The slot to write is an argument and not part of the cache: one num
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxformer.errors import UserError
 from jaxformer.ops.attention import MASKED
 from jaxformer.ops.masks import EMPTY
 
@@ -40,7 +42,13 @@ class KVCache(NamedTuple):
 
 
 def init_cache(n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: Any) -> KVCache:
-    """An empty cache that keeps keys and values in float32, bfloat16 or int8."""
+    """An empty cache that keeps keys and values in float32, bfloat16 or int8.
+
+    Raises:
+      UserError: another dtype.
+    """
+    if (name := jnp.dtype(dtype).name) not in ("float32", "bfloat16", "int8"):
+        raise UserError(f"the cache's dtype is {name}; it must be float32, bfloat16 or int8.")
     scale_GS = jnp.zeros((n_kv_heads, n_slots), jnp.float32) if dtype == jnp.int8 else None
     k_GKS = Stored(jnp.zeros((n_kv_heads, head_dim, n_slots), dtype), scale_GS)
     v_GSK = Stored(jnp.zeros((n_kv_heads, n_slots, head_dim), dtype), scale_GS)
@@ -69,24 +77,26 @@ def decode_step(
 ) -> tuple[jax.Array, LayerCache]:  # fmt: skip
     """What attention gives for one query once its own key and value are written at `slot`, and the layer with them.
 
-    They take part from where they are, in place of the slot's score and weight, and are written last: in a loop, the
-    compiler copies a cache at every step in which it is read after it was written.
+    They take part from where they are, as storing rounds them, in place of the slot's score and weight, and are written
+    last: in a loop, the compiler copies a cache at every step in which it is read after it was written.
     """
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
+    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     q_GRK = q_H1K.reshape(G, H // G, K) * scale
     own_S = jnp.arange(mask_1S.shape[1]) == slot
-    scores_GRS = jnp.einsum("grk,gks->grs", q_GRK, layer.k_GKS.values.astype(dtype))
+    scores_GRS = einsum("grk,gks->grs", q_GRK, layer.k_GKS.values.astype(dtype))
     if layer.k_GKS.scale_GS is not None:
         scores_GRS *= layer.k_GKS.scale_GS[:, None, :]
-    own_score_GR1 = jnp.einsum("grk,gsk->grs", q_GRK, k_G1K)
-    scores_GRS = jnp.where(own_S, own_score_GR1, scores_GRS).astype(jnp.float32)
+    own_score_GR1 = einsum("grk,gsk->grs", q_GRK, _rounded(k_G1K, layer.k_GKS.values.dtype))
+    scores_GRS = jnp.where(own_S, own_score_GR1, scores_GRS)
     weights_GRS = jnp.where(mask_1S, jax.nn.softmax(jnp.where(mask_1S, scores_GRS, MASKED)), 0.0)
     own_weight_GR1 = jnp.sum(weights_GRS, -1, where=own_S, keepdims=True)
     weights_GRS = jnp.where(own_S, 0, weights_GRS)
     if layer.v_GSK.scale_GS is not None:
         weights_GRS *= layer.v_GSK.scale_GS[:, None, :]
-    mixed_GRK = jnp.einsum("grs,gsk->grk", weights_GRS.astype(dtype), layer.v_GSK.values.astype(dtype))
-    y_H1K = (mixed_GRK + own_weight_GR1.astype(dtype) * v_G1K).reshape(H, 1, K)
+    mixed_GRK = einsum("grs,gsk->grk", weights_GRS.astype(dtype), layer.v_GSK.values.astype(dtype))
+    mixed_GRK += own_weight_GR1.astype(dtype) * _rounded(v_G1K, layer.v_GSK.values.dtype).astype(jnp.float32)
+    y_H1K = mixed_GRK.reshape(H, 1, K).astype(dtype)
     # The compiler sees what depends on what, and not in which order things stand here: it must not find that the write
     # could come first. A sum with 0 times a floating-point number is one that it leaves alone.
     after = 0 * y_H1K[:1, :, :1]
@@ -131,6 +141,17 @@ def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
     scale_GT = jnp.abs(x_GTK).max(-1).astype(jnp.float32) / 127
     inverse_GT = jnp.where(scale_GT > 0, 1 / scale_GT, 0)
     return Stored(jnp.round(x_GTK * inverse_GT[..., None]).astype(jnp.int8), scale_GT)
+
+
+def _rounded(x_GTK: jax.Array, dtype: Any) -> jax.Array:
+    """What can be read again of vectors stored in the cache's dtype."""
+    if jnp.promote_types(x_GTK.dtype, dtype) == dtype:
+        return x_GTK
+    if dtype != jnp.int8:  # a conversion there and back is one that the compiler leaves out
+        return jax.lax.reduce_precision(x_GTK, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    values, scale_GT = _store(x_GTK, dtype)
+    assert scale_GT is not None  # int8 has one
+    return values.astype(x_GTK.dtype) * scale_GT[..., None].astype(x_GTK.dtype)
 
 
 def _write_stored(whole: Stored, part: Stored, slot: jax.Array | int, axis: int) -> Stored:

@@ -153,16 +153,17 @@ def test_writing_to_the_cache_is_no_scatter(rope: tuple) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"n_beams": 0}, "n-beams is 0; it must be at least 1"),
-        ({"n_beams": 31}, "n-beams is 31; for a vocabulary of 61 it must be at most 30"),
-        ({"n_beams": 16, "stop_tokens": (1, 2, 3)}, "n-beams is 16; .* at most 15"),
-        ({"max_new_tokens": 0}, "max-new-tokens is 0; it must be at least 1"),
-        ({"length_penalty": float("nan")}, "length-penalty is nan"),
+        ({"n_beams": 0}, "n_beams is 0; it must be at least 1"),
+        ({"n_beams": 31}, "n_beams is 31; for a vocabulary of 61 it must be at most 30"),
+        ({"n_beams": 16, "stop_tokens": (1, 2, 3)}, "n_beams is 16; .* at most 15"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan"),
         ({"stop_tokens": (61,)}, "a stop token is 61; it must be from 0 to 60"),
         ({"prompts": []}, "no prompt"),
+        ({"prompts": [[61]]}, "the prompt has a token 61; it must be from 0 to 60"),
         ({"prompts": [[1], []]}, "prompt 2 has 0 tokens; it must have at least 1"),
         ({"prompts": [[1], [1] * 30], "max_new_tokens": 4}, "prompt 2 has 30 tokens, which leaves 3 of the 4 new ones"),
-        ({"prompts": [[1] * 33]}, "prompt 1 has 33 tokens; .* at most the context's 32"),
+        ({"prompts": [[1] * 33]}, "the prompt has 33 tokens; .* at most the context's 32"),
     ],
     ids=str,
 )

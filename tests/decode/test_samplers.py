@@ -23,6 +23,7 @@ from jaxformer.decode.samplers import (
     _invert,
     adjust,
     begin,
+    distribution,
     draw,
     filter_min_p,
     filter_top_k,
@@ -391,12 +392,22 @@ def test_plain_sampling_neither_sorts_nor_loops_nor_draws_for_every_token() -> N
     assert program.count("random_bits") == 1
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_the_most_that_may_be_asked_for_is_still_a_distribution(size: float) -> None:
+    """With a banned token, too, whose -inf must not meet a factor of 0."""
+    sampling = Sampling(size, repetition_penalty=size, logit_bias=((0, -1e6), (1, 1e6)), bad_words=((2,),))
+    probs_V = jax.jit(distribution, static_argnums=2)(jnp.arange(5.0), history(sampling, [3], []), sampling)
+    assert probs_V[2] == 0
+    assert_allclose(probs_V.sum(), 1, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"temperature": -0.5}, "temperature is -0.5; it must be at least 0"),
         ({"temperature": nan}, "temperature is nan"),
         ({"temperature": inf}, "temperature is inf"),
+        ({"temperature": 1.1e6}, "temperature is 1100000.0; .* at most 1e6"),
         ({"top_k": 0}, "top-k is 0; it must be at least 1"),
         ({"top_k": -3}, "-3"),
         ({"top_p": 0.0}, "top-p is 0.0; it must be above 0 and at most 1"),
@@ -405,13 +416,16 @@ def test_plain_sampling_neither_sorts_nor_loops_nor_draws_for_every_token() -> N
         ({"min_p": 1.5}, "1.5"),
         ({"typical_p": 0.0}, "typical-p is 0.0"),
         ({"typical_p": nan}, "typical-p is nan"),
-        ({"repetition_penalty": 0.0}, "repetition-penalty is 0.0; it must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition-penalty is 0.0; it must be from 1e-6"),
         ({"repetition_penalty": inf}, "repetition-penalty is inf"),
+        ({"repetition_penalty": 1e39}, "repetition-penalty is 1e.39"),
         ({"presence_penalty": 2.1}, "presence-penalty is 2.1; it must be from -2 to 2"),
         ({"frequency_penalty": -3.0}, "frequency-penalty is -3.0"),
         ({"logit_bias": ((4, -inf),)}, "bias of token 4 is -inf; it must be finite"),
+        ({"logit_bias": ((4, 1e39),)}, "bias of token 4 is 1e.39; it must be finite, from -1e6 to 1e6"),
         ({"bad_words": ((1,), ())}, "a bad word has no tokens"),
         ({"min_new_tokens": -1, "stop_tokens": (1,)}, "min-new-tokens is -1"),
+        ({"min_new_tokens": 2**31, "stop_tokens": (1,)}, "min-new-tokens is 2147483648; .* below 2..31"),
         ({"min_new_tokens": 3}, "min-new-tokens is 3, but there is no stop token"),
         ({"top_logprobs": -1}, "top-logprobs is -1"),
     ],

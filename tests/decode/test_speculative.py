@@ -1,5 +1,6 @@
 """Speculative decoding: greedily the same text, and in random draws the same distribution."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxformer.decode import speculative
 from jaxformer.decode.generate import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import LookUp, ModelDraft, speculate
@@ -62,6 +64,28 @@ def test_greedily_it_is_the_same_text(draft, n_proposed, prompt):
     assert speculation.made == 40
     if draft == "itself":  # everything is taken
         assert speculation.passes == -(-40 // (n_proposed + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draft", "dtype"), [("look-up", "int8"), ("small", "bfloat16")])
+def test_whatever_is_asked_for_it_is_the_same_text_past_the_context_too(draft, dtype, monkeypatch):
+    """Of two samples, for which the prompt is read once. The stop token is the likeliest one, held back to the end."""
+    free = tokens_of(plainly(Sampling(temperature=0), n=70))
+    stop, banned = np.bincount(free).argmax(), free[:2]
+    sampling = Sampling(
+        temperature=0, stop_tokens=(int(stop),), min_new_tokens=69, bad_words=(tuple(banned.tolist()),),
+        frequency_penalty=0.1,
+    )  # fmt: skip
+    asked = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": dtype}
+    wanted = [piece.tokens_BN for piece in generate(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **asked)]
+    begun, begin = [], speculative._begin
+    monkeypatch.setattr(speculative, "_begin", lambda *args: begun.append(args) or begin(*args))
+    got = [piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, [0, 1], **asked)]
+    rows = np.concatenate(got, axis=1)
+    assert [row[row != EMPTY].tolist() for row in rows] == np.concatenate(wanted, axis=1).tolist()
+    assert len(begun) == 1
+    assert rows[0, :2].tolist() != banned.tolist()
+    assert stop not in rows[0, :69]
 
 
 def test_text_that_repeats_is_looked_up():
@@ -123,14 +147,52 @@ def test_a_stop_token_ends_it_and_is_the_last():
         ({"n_proposed": 0}, "would propose 0 tokens at a time; it can be 1 to 64"),
         ({"n_proposed": 65}, "would propose 65 tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"prompt": []}, "the prompt has 0 tokens"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
+        ({"prompts": [[]]}, "the prompt has 0 tokens"),
+        ({"prompts": []}, "there is no prompt to continue"),
+        ({"prompts": [[13]]}, "the prompt has a token 13; it must be from 0 to 12"),
+        ({"seeds": [-1]}, "seed is -1; it must be at least 0"),
+        ({"draft": LookUp(30)}, "the draft knows 30 tokens and the model 13"),
+        ({"draft": ModelDraft(DecoderConfig(7, CONTEXT, 8, d_ff=(8,)).build())}, "the draft knows 7 tokens"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(changes, said):
-    arguments = {"prompt": PROMPT, "max_new_tokens": 5} | changes
-    prompt = arguments.pop("prompt")
+    arguments = {
+        "draft": LookUp(VOCABULARY), "prompts": [PROMPT], "seeds": [0], "max_new_tokens": 5, "context_length": CONTEXT,
+    }  # fmt: skip
     with pytest.raises(UserError, match=said):
-        speculate(MODEL, PARAMS, *DRAFTS["look-up"], [prompt], Sampling(), [0], context_length=CONTEXT, **arguments)
+        speculate(MODEL, PARAMS, draft_params=None, sampling=Sampling(), **arguments | changes)
+
+
+def test_a_draft_is_not_used_past_its_own_context():
+    small = DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,))
+    drafts = [ModelDraft(replace(small, positions=positions).build(), 16) for positions in ("learned", "rope")]
+    run = partial(
+        speculate, MODEL, PARAMS, draft_params=None, prompts=[PROMPT], sampling=Sampling(), seeds=[0],
+        context_length=CONTEXT,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"10 tokens and 8 new ones .* context of 16, .* at most 7 new ones"):
+        run(drafts[0], max_new_tokens=8)
+    run(drafts[0], max_new_tokens=7)
+    run(drafts[1], max_new_tokens=100)  # its positions do not end
+    with pytest.raises(UserError, match="at most 0 new ones, or leave out the draft"):
+        run(drafts[0], max_new_tokens=1, prompts=[[1] * 18])
+
+
+@pytest.mark.slow
+def test_a_draft_sees_no_more_slots_than_the_model(monkeypatch):
+    """500 slots are asked for, of which the first 128 are in use."""
+    seen, propose = [], ModelDraft.propose
+    monkeypatch.setattr(
+        ModelDraft, "propose",
+        lambda self, *args: seen.append((len(args[2]), args[1].position_S.shape[0])) or propose(self, *args),
+    )  # fmt: skip
+    speculation = speculate(
+        MODEL, PARAMS, *DRAFTS["small"], [PROMPT], Sampling(temperature=0), [0], max_new_tokens=490,
+        context_length=CONTEXT, n_proposed=2,
+    )  # fmt: skip
+    next(speculation)
+    assert set(seen) == {(128, 128)}
 
 
 def test_a_context_with_an_end_is_not_outgrown():

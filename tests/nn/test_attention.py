@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from math import sqrt
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -91,8 +93,14 @@ def test_qk_norm_then_rotation() -> None:
     assert_close(apply(module, params, *INPUTS)[0], wanted.transpose(1, 0, 2).reshape(T, H * K))
 
 
-def test_with_a_cache_it_reads_what_it_wrote() -> None:
-    module = MultiHeadAttention(H, 2, K)
+def elsewhere(*args: Any) -> jax.Array:
+    """An attention that is not the plain one, by what it gives."""
+    return 2 * attention(*args)
+
+
+@pytest.mark.parametrize("attend", [attention, elsewhere])
+def test_with_a_cache_it_reads_what_it_wrote(attend: Callable[..., jax.Array]) -> None:
+    module = MultiHeadAttention(H, 2, K, attention=attend)
     params = random_params(module, *INPUTS)
     layer = init_cache(1, 2, T, K, jnp.float32).layers[0]
     out = []

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.quantized import Quantized, quantize, rows
+from jaxformer.ops.quantized import Quantized, _product, _product_of_integers, quantize, rows
 
 DRAW = np.random.default_rng(0)
 MATRIX = DRAW.normal(size=(17, 23)).astype(np.float32) * np.exp(DRAW.normal(size=(1, 23))).astype(np.float32)
@@ -29,14 +29,23 @@ def test_a_channel_of_zeros_stays_zero():
     assert (jnp.ones((2, 4)) @ q == 0).all() and (jnp.zeros((2, 4)) @ q == 0).all()
 
 
+@pytest.mark.parametrize("multiply", [_product, _product_of_integers])
 @pytest.mark.parametrize("shape", [(17,), (1, 17), (5, 17), (2, 3, 17)])
-def test_what_is_multiplied_keeps_15_bits(shape):
+def test_what_is_multiplied_keeps_15_bits(shape, multiply):
+    """Also as other devices than a CPU multiply."""
     q, x = quantize(jnp.asarray(MATRIX), (0,)), DRAW.normal(size=shape).astype(np.float32)
-    got, wanted = jax.jit(lambda x: x @ q)(x), x @ whole(q)
+    got, wanted = jax.jit(multiply)(x, q.values, q.scale), x @ whole(q)
     # Half a step of 1/(127 · 254) of the largest number, at most, in each of 17 terms.
     bound = np.abs(x).max(-1, keepdims=True) / (127 * 254) * 0.51 * np.abs(whole(q)).sum(0) + 1e-5
     assert got.dtype == jnp.float32 and (np.abs(got - wanted) <= bound).all()
-    assert (jax.vmap(lambda x: x @ q)(x[None])[0] == got).all()
+    assert multiply(x.astype(jnp.bfloat16), q.values, q.scale).dtype == jnp.bfloat16
+
+
+def test_a_cpu_multiplies_integers_in_a_batch_too():
+    q, x = quantize(jnp.asarray(MATRIX), (0,)), jnp.asarray(DRAW.normal(size=(2, 3, 17)), jnp.float32)
+    wanted = _product_of_integers(x, q.values, q.scale)
+    np.testing.assert_array_equal(x @ q, wanted)
+    np.testing.assert_array_equal(jax.vmap(lambda x: x @ q)(x), wanted)
 
 
 def test_transposed_and_reshaped_it_is_the_same_matrix():
