@@ -296,7 +296,7 @@ class Sampler:
         if not hasattr(draft.model, "extend"):
             raise UserError(f"the draft {name} has a model without a cache; use another, or 'lookup'.")
         self._note_end(draft)
-        return ModelDraft(draft.model), draft.params
+        return ModelDraft(draft.model, draft.config.model.context_length), draft.params
 
     def _note_end(self, run: Run) -> None:
         if getattr(run.model, "reach", None) is None:
