@@ -293,8 +293,9 @@ def test_two_runs_started_together_get_a_folder_each(here, tmp_path):
     assert first_lines == {"run runs/quick", "run runs/quick-2"}
 
 
-def test_four_blocks_without_a_norm_blow_up_and_say_where(tmp_path):
+def test_four_blocks_without_a_norm_blow_up_and_say_where(tmp_path, monkeypatch):
     """The sources' own sizes and settings, with fewer windows a batch."""
+    monkeypatch.delenv("XLA_FLAGS")  # at these sizes, computing takes longer than compiling
     write_books(tmp_path / "books", words=20_000)
     options = ["--config", f"{ROOT}/configs/ladder.py:four_blocks", "--data.path", "books", "--train.batch-size", "2"]
     small = ["--model.vocab-size", "280", "--train.eval-windows", "2", "--train.sample-tokens", "1"]

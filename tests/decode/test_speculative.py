@@ -106,7 +106,7 @@ def test_text_that_repeats_is_looked_up():
 def test_draws_are_distributed_as_without_a_draft(draft):
     """The joint distribution of three tokens, from many seeds, against the probabilities that the model gives."""
     sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
-    n_draws, n = 3000, 3
+    n_draws, n = 1500, 3
     run = partial(
         speculate, MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, max_new_tokens=n, context_length=CONTEXT,
         n_proposed=2,
