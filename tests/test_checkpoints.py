@@ -155,6 +155,7 @@ def test_a_damaged_best_is_passed_over_for_the_next_best(folder, caplog):
     assert StoredCheckpoints(folder).step("best") == 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [SUMS, "params", "_CHECKPOINT_METADATA"])
 @pytest.mark.parametrize(("best", "told"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
 def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, caplog, gone, best, told):
@@ -281,6 +282,7 @@ def test_one_process_writes_and_others_may_read(folder):
     assert_step(folder, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [0, 16_384, 65_536], ids=["no folder", "no item", "half an item"])
 def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
     with mounted(tmp_path, "2m") as disk:

@@ -44,6 +44,7 @@ def changed(step: int, **metrics) -> list[dict]:
     return [row | metrics if row["step"] == step else row for row in ROWS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "said"),
     [

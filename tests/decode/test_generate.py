@@ -98,6 +98,7 @@ def assert_equals_full_passes(
     assert_close(piece.logprobs_BN, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_ragged_batch_equals_full_passes_also_past_the_context(name: str) -> None:
     """Lengths 1 to the context in one batch. Learned positions end with the context."""
@@ -204,6 +205,7 @@ def test_a_smaller_cache_moves_the_logits_a_little(dtype: Any, bound: float) -> 
     assert 0 < moved.max() < bound
 
 
+@pytest.mark.slow
 def test_a_batch_equals_its_rows_one_by_one(decoder: Model) -> None:
     model = decoder
     together = whole(list(begin(model, PROMPTS, BEYOND, ALL, seeds=[5, 6, 7, 8])))

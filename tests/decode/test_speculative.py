@@ -46,6 +46,7 @@ def plainly(sampling, seed=0, n=30, prompt=PROMPT):
     return generate(MODEL, PARAMS, [prompt], sampling, [seed], max_new_tokens=n, context_length=CONTEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "n_proposed", "prompt"),
     [("look-up", 4, PROMPT), ("look-up", 1, [7]), ("small", 3, [7]), ("itself", 4, PROMPT)],
@@ -129,6 +130,7 @@ def all_draws(sampling, n, n_draws):
     return np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_it_and_is_the_last():
     greedy = tokens_of(plainly(Sampling(temperature=0), n=30))
     stop = int(greedy[11])

@@ -35,6 +35,7 @@ def n_bytes(params):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_int8_holds_every_matrix_in_a_quarter_and_changes_logits_little(made):
     model, params = made
     small = store(params, "int8")
@@ -65,6 +66,7 @@ def test_bfloat16_is_half_and_close(made):
     assert 1e-4 < jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_it_generates(weights):
     model = MODELS["learned, biases"].build()

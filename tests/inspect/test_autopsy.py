@@ -123,6 +123,7 @@ def test_gradients_of_outputs_are_those_of_the_mean_loss_of_the_batch():
         np.testing.assert_allclose(sizes(row.gradient), size_of(expected[row.name]), rtol=1e-4, err_msg=row.name)
 
 
+@pytest.mark.slow
 def test_sizes_are_right_where_squares_overflow_and_what_is_not_finite_is_only_counted():
     model, params = damaged(3e38, "blocks_1", "mlp", "W_1")
     rows = {row.name: row for row in replay(model, params, BATCH)[1]}

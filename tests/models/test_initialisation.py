@@ -5,6 +5,7 @@ from jaxformer.inspect import attention_entropy
 from tests.arrays import first_params, random_tokens, rung
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [

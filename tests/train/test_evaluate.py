@@ -17,6 +17,7 @@ LENGTHS = np.arange(37) % 5  # bytes of each token; some have none, as end-of-te
 SHAPE = {"vocab_size": 37, "context_length": 7, "d_model": 8, "d_ff": (5,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DecoderConfig(**SHAPE), MLPConfig(**SHAPE, concatenate=True)], ids=["all", "last"])
 def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
     model = config.build()
