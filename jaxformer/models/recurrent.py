@@ -81,30 +81,30 @@ class Recurrent(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        D, E, I = c.d_model, c.d_source, c.d_embedding  # noqa: E741
-        self.embedding = Embedding(c.vocab_size, c.context_length, I, "none")
+        D, E, width = c.d_model, c.d_source, c.d_embedding
+        self.embedding = Embedding(c.vocab_size, c.context_length, width, "none")
         if not c.tied:
-            self.target_embedding = Embedding(c.vocab_size, c.context_length, I, "none")
-        widths = [I] + [E] * (c.n_layers - 1)
-        self.encoder = [Recurrence(c.cell, width, D) for width in widths]
+            self.target_embedding = Embedding(c.vocab_size, c.context_length, width, "none")
+        inputs = [width] + [E] * (c.n_layers - 1)
+        self.encoder = [Recurrence(c.cell, d_input, D) for d_input in inputs]
         if c.bidirectional:
-            self.backward_encoder = [Recurrence(c.cell, width, D) for width in widths]
+            self.backward_encoder = [Recurrence(c.cell, d_input, D) for d_input in inputs]
         self.W_s = [
             self.param(f"W_s_{i}", nn.initializers.normal(E**-0.5), (CELLS[c.cell].n_parts, E, D))
             for i in range(c.n_layers)
         ]
         if c.attention == "none":
-            self.reader: FixedContext | Attending = FixedContext(c.cell, I, D, E)
+            self.reader: FixedContext | Attending = FixedContext(c.cell, width, D, E)
         else:
             d_attention = (c.d_attention or D) if c.attention == "additive" else None
-            self.reader = Attending(c.cell, I, D, E, d_attention)
+            self.reader = Attending(c.cell, width, D, E, d_attention)
         self.decoder = [Recurrence(c.cell, D, D) for _ in range(c.n_layers - 1)]
         # Two numbers for each feature, of which the larger counts (maxout, Goodfellow et al. 2013).
-        read = nn.initializers.normal((D + I + E) ** -0.5)
-        self.W_o = self.param("W_o", read, (D + I + E, 2 * I))
-        self.b_o = self.param("b_o", nn.initializers.zeros, (2 * I,))
+        read = nn.initializers.normal((D + width + E) ** -0.5)
+        self.W_o = self.param("W_o", read, (D + width + E, 2 * width))
+        self.b_o = self.param("b_o", nn.initializers.zeros, (2 * width,))
         if not c.tied:
-            self.W_out = self.param("W_out", nn.initializers.normal(I**-0.5), (I, c.vocab_size))
+            self.W_out = self.param("W_out", nn.initializers.normal(width**-0.5), (width, c.vocab_size))
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
@@ -143,8 +143,7 @@ class Recurrent(nn.Module):
         if not jnp.issubdtype(dtype, jnp.floating):
             raise UserError(f"a recurrent model cannot keep its source as {jnp.dtype(dtype)}; use float32 or bfloat16.")
         memory, states = self._encode(source_S, valid_S)
-        kept = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, memory)
-        return RecurrentCache(kept, states)
+        return RecurrentCache(_as(dtype, memory), states)
 
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: RecurrentCache, slot: jax.Array | int
@@ -153,9 +152,8 @@ class Recurrent(nn.Module):
 
         A place whose position is `masks.EMPTY` is padding: it changes no state, and its own features mean nothing.
         """
-        dtype = cache.states[0][0].dtype
-        memory = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache.memory)
-        x_TD, _, states = self._decode(tokens_T, positions_T != EMPTY, RecurrentCache(memory, cache.states))
+        read = RecurrentCache(_as(cache.states[0][0].dtype, cache.memory), cache.states)
+        x_TD, _, states = self._decode(tokens_T, positions_T != EMPTY, read)
         return x_TD, RecurrentCache(cache.memory, states)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
@@ -202,3 +200,8 @@ class Recurrent(nn.Module):
     def _drop(self, x: jax.Array) -> jax.Array:
         """Dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
         return self.drop(x, deterministic=not self.has_rng("dropout"))
+
+
+def _as(dtype: Any, memory: Memory) -> Memory:
+    """Its numbers in another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, memory)

@@ -156,7 +156,10 @@ def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
         assert_close(jnp.stack(rows), full_TV)
 
 
-def test_the_gradient_is_finite_and_reaches_every_parameter(case: Small) -> None:
+@pytest.mark.parametrize("name", ["bahdanau", pytest.param("dot, two layers of lstm", marks=pytest.mark.slow), "fixed"])
+def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
+    case = drawn(CONFIGS[name])
+
     def loss(params: Params) -> jax.Array:
         logits_TV = case.model.apply({"params": params}, SOURCE_S, VALID_S, TARGET_T)
         return negative_log_likelihood(logits_TV, jnp.roll(TARGET_T, -1)).mean()
@@ -227,6 +230,13 @@ def test_halves_are_kept_of_the_source_if_asked_for() -> None:
     assert jax.tree.map(lambda x: x.dtype, longer) == jax.tree.map(lambda x: x.dtype, cache)
     with pytest.raises(UserError, match="int8; use float32 or bfloat16"):
         start(SOURCE_S, VALID_S, 16, jnp.int8)
+
+
+def test_it_can_be_computed_in_halves(case: Small) -> None:
+    halves = replace(case, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params))
+    logits_TV = halves.forward(SOURCE_S, VALID_S, TARGET_T)
+    assert logits_TV.dtype == jnp.bfloat16
+    assert_close(logits_TV.astype(jnp.float32), case.forward(SOURCE_S, VALID_S, TARGET_T), 0.1)  # some 25 roundings
 
 
 def test_a_fixed_context_has_no_alignment() -> None:

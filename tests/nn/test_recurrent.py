@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from jaxformer.models.objective import Params
 from jaxformer.nn.recurrent import Attending, FixedContext, Recurrence, forget_little, orthogonal_gates
@@ -77,6 +78,21 @@ def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> N
     )
     assert_close(h_TD, wanted_TD, 1e-6)
     jax.tree.map(assert_close, last, wanted_last)
+
+
+@pytest.mark.parametrize("d_attention", [None, 3])
+def test_the_derivative_through_attention_is_the_measured_one(d_attention: int | None) -> None:
+    """Of parameters, inputs, annotations and the first state, with places on both sides that are not valid."""
+    layer, valid_T, valid_S = Attending("gru", I, D, 3, d_attention), jnp.arange(4) != 1, jnp.arange(S) < 4
+
+    def call(module: Attending, x_TI: jax.Array, h_SE: jax.Array, state: tuple) -> tuple:
+        return module(x_TI, state, module.read(h_SE, valid_S), valid_T)
+
+    args = (normal(4, I), normal(S, 3, seed=1), (normal(D, seed=2),))
+    params = drawn(layer, lambda module: call(module, *args))
+    function = jax.jit(lambda params, *args: layer.apply({"params": params}, *args, method=call))
+    # The measured one is a difference of float32 numbers over a step of 2⁻¹⁰.
+    check_grads(function, (params, *args), order=1, eps=2**-10, atol=2e-3, rtol=2e-3)
 
 
 def test_gates_begin_orthogonal_and_an_lstm_remembering() -> None:
