@@ -4,6 +4,7 @@ Cho et al. 2014), from one fixed context or from what it attends to at each word
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -37,7 +38,7 @@ class RecurrentConfig(ModelConfig):
     d_attention: int | None = None
     """Width in which additive attention compares; without it, d_model."""
     tied: bool = False
-    """One table of tokens for source, target and logits."""
+    """One table of tokens for source, target and logits, in and out as in Vaswani et al. 2017, section 3.4."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -74,7 +75,8 @@ class Recurrent(nn.Module):
     """A source `(S,)` and the target's tokens so far `(T,)` in, the logits of each next one out, `(T, V)`.
 
     As in Bahdanau et al. 2015, appendix A.2, with two liberties: the decoder begins with what both directions of the
-    encoder end with, layer for layer, and the output layer reads the new state, as their equation 4 has it.
+    encoder end with, layer for layer, and the output layer reads the new state, as their equation 4 has it. Of several
+    layers, the first attends. A fixed context is what the last layer of the encoder ends with.
     """
 
     config: RecurrentConfig
@@ -82,9 +84,9 @@ class Recurrent(nn.Module):
     def setup(self) -> None:
         c = self.config
         D, E, width = c.d_model, c.d_source, c.d_embedding
-        self.embedding = Embedding(c.vocab_size, c.context_length, width, "none")
+        self.embedding = Embedding(c.vocab_size, 0, width, "none", width**-0.5 if c.tied else 1.0)
         if not c.tied:
-            self.target_embedding = Embedding(c.vocab_size, c.context_length, width, "none")
+            self.target_embedding = Embedding(c.vocab_size, 0, width, "none")
         inputs = [width] + [E] * (c.n_layers - 1)
         self.encoder = [Recurrence(c.cell, d_input, D) for d_input in inputs]
         if c.bidirectional:
@@ -195,7 +197,8 @@ class Recurrent(nn.Module):
         return both_T.reshape(len(both_T), -1, 2).max(axis=-1), weights_TS, tuple(states)
 
     def _embed(self, embedding: Embedding, tokens_T: jax.Array) -> jax.Array:
-        return self._drop(embedding(tokens_T, jnp.arange(len(tokens_T))))
+        x_TI = embedding(tokens_T, jnp.arange(len(tokens_T)))
+        return self._drop(x_TI * sqrt(self.config.d_embedding) if self.config.tied else x_TI)
 
     def _drop(self, x: jax.Array) -> jax.Array:
         """Dropout, on all but the recurrent connections (Zaremba et al. 2014)."""

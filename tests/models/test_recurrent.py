@@ -16,7 +16,7 @@ from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.ops.masks import EMPTY
-from tests.arrays import assert_close, normal, random_tokens
+from tests.arrays import assert_close, first_params, normal, random_tokens
 from tests.fixtures.recurrent_weights import LENGTHS, A, D, I, recurrence_of, torch_says
 
 V, S, T = 11, 6, 5
@@ -209,6 +209,18 @@ def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
     wanted = case.forward(SOURCE_S, VALID_S, TARGET_T)
     assert_close(got, wanted, 0.05)  # a weight is off by at most 1/254 of its column's largest
     assert jnp.abs(got - wanted).max() > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1(tied: bool) -> None:
+    """So that gates begin in the middle of their range, and the loss near that of a guess."""
+    config = replace(BAHDANAU, vocab_size=211, d_embedding=64, d_model=32, tied=tied)
+    model = config.build()
+    params = first_params(model, SOURCE_S, VALID_S, TARGET_T)
+    W_VD = params["embedding"]["W_E"] * (64**0.5 if tied else 1)
+    assert_close(W_VD.std(), 1, 0.05)
+    logits_TV = model.apply({"params": params}, SOURCE_S, VALID_S, random_tokens(211, T))
+    assert 0.3 < logits_TV.std() < 2
 
 
 def test_dropout_acts_only_with_a_key() -> None:
