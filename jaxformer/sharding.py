@@ -35,10 +35,14 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"W_[QKV]$", ("fsdp", "tensor", None)),  # (D, H, K)
     (r"b_[QKV]$", ("tensor", None, None)),  # (H, 1, K)
     (r"W_O$", ("tensor", None, "fsdp")),  # (H, K, D)
+    (r"(^|\.)[WUC]$|W_s_\d+$", (None, "fsdp", "tensor")),  # (C, I, D): into the gates of a cell, or its first state
+    (r"b_W$", (None, "tensor")),  # (C, D)
+    (r"[WU]_a$|W_o$", ("fsdp", "tensor")),  # (D, A), (E, A), (D, F)
+    (r"v_a$", ("tensor", None)),  # (A, 1)
     (r"W_(gate_)?\d*[13579]$", ("fsdp", "tensor")),  # (D, F): into a hidden layer
     (r"W_(gate_)?\d*[02468]$", ("tensor", "fsdp")),  # (F, D): out of it
     (r"b_\d*[13579]$", ("tensor",)),
-    (r"b_\d*[02468]$|b_O$|gamma\w*$|beta$", ()),
+    (r"b_\d*[02468]$|b_[OUo]$|gamma\w*$|beta$", ()),
 )
 """The first pattern found in a parameter's name decides. An axis that does not divide a dimension is left out."""
 

@@ -18,6 +18,7 @@ from jaxformer import sharding
 from jaxformer.config import Config, OptimizerConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import (
     assemble,
@@ -140,6 +141,34 @@ def test_the_parameters_of_a_decoder_lie_as_written_here():
     }
     mesh = make_mesh(CUBE)
     placed = flatten_dict(shardings(abstract_params(model.build(), model), mesh), sep=".")
+    assert {name: where.spec for name, where in placed.items()} == wanted
+
+
+def test_the_parameters_of_a_recurrent_model_lie_as_written_here():
+    """Gates beside each other on every device, so that a step multiplies them without moving any."""
+    model = RecurrentConfig(12, 6, d_embedding=8, d_model=4, n_layers=2)
+    recurrence = {
+        "W": P(None, "fsdp", "tensor"),
+        "U": P(None, "fsdp", "tensor"),
+        "b_W": P(None, "tensor"),
+        "b_U": P(),
+    }
+    layers = ("encoder_0", "encoder_1", "backward_encoder_0", "backward_encoder_1", "decoder_0", "reader.recurrence")
+    wanted = {f"{layer}.{name}": where for layer in layers for name, where in recurrence.items()} | {
+        "embedding.W_E": P("tensor", "fsdp"),
+        "target_embedding.W_E": P("tensor", "fsdp"),
+        "reader.C": P(None, "fsdp", "tensor"),
+        "reader.W_a": P("fsdp", "tensor"),
+        "reader.U_a": P("fsdp", "tensor"),
+        "reader.v_a": P("tensor", None),
+        "W_s_0": P(None, "fsdp", "tensor"),
+        "W_s_1": P(None, "fsdp", "tensor"),
+        "W_o": P("fsdp", "tensor"),
+        "b_o": P(),
+        "W_out": P("fsdp", "tensor"),
+    }
+    init = lambda: model.build().init(jax.random.key(0), jnp.zeros(3, int), jnp.ones(3, bool), jnp.zeros(2, int))  # noqa: E731
+    placed = flatten_dict(shardings(jax.eval_shape(init)["params"], make_mesh(CUBE)), sep=".")
     assert {name: where.spec for name, where in placed.items()} == wanted
 
 

@@ -15,6 +15,7 @@ Format = Literal["float32", "bfloat16", "int8"]
 
 SUMMED: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"W_pos$", ()),  # looked up, never multiplied
+    (r"W_(a$|s_)", ()),  # within a loop, or read once a source
     (r"W_E$", (1,)),  # (V, D): a row is a token's channel, where it is looked up and where logits are made
     (r"W_O$", (0, 1)),  # (H, K, D)
     (r"W_", (0,)),  # (D, H, K), (D, F), (F, D), (D, V)
