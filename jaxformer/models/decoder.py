@@ -193,8 +193,8 @@ class Decoder(nn.Module):
         """The features `(T, D)` of tokens that follow what the cache holds, and the cache with them added at `slot`.
 
         Prefill is T tokens at slot 0, a decode step is one token. A place whose position is `masks.EMPTY` is
-        padding: nothing ever sees it, and its own features mean nothing. A `prefix` must
-        come in one call, which is the only one that needs to be told of it.
+        padding: nothing ever sees it, and its own features mean nothing. A `prefix` must come in one call; later
+        ones need to be told of it only where a window would hide it.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
         mask_TS = self.mask(positions_T, position_S, prefix)
