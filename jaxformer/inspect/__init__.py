@@ -1,6 +1,6 @@
 """Looking at a model: probes that read, and reports that print. Nothing here is in the training step."""
 
-from jaxformer.inspect.attention import attention_entropy, attention_maps
+from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
 
@@ -11,5 +11,6 @@ __all__ = [
     "attention_maps",
     "first_non_finite",
     "gradient_report",
+    "named_attention_maps",
     "save_autopsy",
 ]

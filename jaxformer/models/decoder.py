@@ -20,7 +20,7 @@ from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import NORMS
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
-from jaxformer.ops.masks import Causal
+from jaxformer.ops.masks import Causal, Mask
 
 
 @dataclass(frozen=True)
@@ -161,35 +161,43 @@ class Decoder(nn.Module):
             init = nn.initializers.normal(c.d_model**-0.5)
             self.W_out = self.param("W_out", init, (c.d_model, c.vocab_size))
 
-    def __call__(self, tokens_T: jax.Array) -> jax.Array:
+    def __call__(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """Logits `(T, V)`.
+
+        Args:
+          prefix: how many of the first tokens every token sees, also those before it (Raffel et al. 2020, figure 3);
+            None for a model that is causal throughout.
 
         Raises:
           ValueError: T is beyond the context length, and positions are learned.
         """
-        return self.unembed(self.features(tokens_T))
+        return self.unembed(self.features(tokens_T, prefix))
 
-    def features(self, tokens_T: jax.Array) -> jax.Array:
+    def features(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """The residual stream after the last block, `(T, D)`: what `unembed` makes logits of."""
         c = self.config
         if c.positions == "learned" and len(tokens_T) > c.context_length:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
         positions_T = jnp.arange(len(tokens_T))
-        mask = Causal(c.reach if len(tokens_T) > c.reach else None)
+        mask: Mask = Causal(c.reach if len(tokens_T) > c.reach else None)
+        if prefix is not None:
+            mask = self.mask(positions_T, positions_T, prefix)
         x_TD = self.embedding(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         return run_blocks(self.blocks, self.execution, x_TD, positions_T, mask, keys=keys)
 
     def extend(
-        self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int
-    ) -> tuple[jax.Array, KVCache]:
+        self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int,
+        prefix: jax.Array | int | None = None,
+    ) -> tuple[jax.Array, KVCache]:  # fmt: skip
         """The features `(T, D)` of tokens that follow what the cache holds, and the cache with them added at `slot`.
 
         Prefill is T tokens at slot 0, a decode step is one token. A place whose position is `masks.EMPTY` is
-        padding: nothing ever sees it, and its own features mean nothing.
+        padding: nothing ever sees it, and its own features mean nothing. A `prefix` must come in one call; later
+        ones need to be told of it only where a window would hide it.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
-        mask_TS = self.mask(positions_T, position_S)
+        mask_TS = self.mask(positions_T, position_S, prefix)
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer in zip(self.blocks, cache.layers, strict=True):
@@ -207,9 +215,12 @@ class Decoder(nn.Module):
             return x_TD
         return self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
 
-    def mask(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+    def mask(self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """Who sees whom, `(T, S)`, from positions."""
-        return Causal(self.config.reach)(query_T, key_S) & masks.padding(query_T, key_S)
+        seen_TS = Causal(self.config.reach)(query_T, key_S)
+        if prefix is not None:
+            seen_TS |= key_S < prefix
+        return seen_TS & masks.padding(query_T, key_S)
 
     @property
     def reach(self) -> int | None:

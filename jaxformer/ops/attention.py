@@ -71,6 +71,35 @@ def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
     return jnp.einsum("htk,hkd->td", y_HTK, W_HKD)
 
 
+def cross_attention(
+    q_HTK: jax.Array, x_SD: jax.Array, W_K_DGK: jax.Array, W_V_DGK: jax.Array, mask: Mask = None, scale: float = 1.0
+) -> jax.Array:
+    """Queries are given, keys and values are of the data: softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
+
+    Self-attention is the case Q = X W_Q.
+    """
+    return attention(q_HTK, to_heads(x_SD, W_K_DGK), to_heads(x_SD, W_V_DGK), mask, scale)
+
+
+def multi_head_attention(
+    x_TD: jax.Array,
+    source_SD: jax.Array,
+    W_Q_DHK: jax.Array,
+    W_K_DGK: jax.Array,
+    W_V_DGK: jax.Array,
+    W_O_HKD: jax.Array,
+    mask: Mask = None,
+) -> jax.Array:
+    """Four products with weights, all heads in each, `(T, D)` (Vaswani et al. 2017, section 3.2.2).
+
+    Args:
+      x_TD: what the queries are of.
+      source_SD: what the keys and values are of; x_TD itself in self-attention.
+    """
+    scale = W_Q_DHK.shape[-1] ** -0.5
+    return from_heads(cross_attention(to_heads(x_TD, W_Q_DHK), source_SD, W_K_DGK, W_V_DGK, mask, scale), W_O_HKD)
+
+
 def row_entropy(weights: jax.Array) -> jax.Array:
     """Shannon entropy in nats of distributions along the last axis; 0·log 0 counts as 0.
 

@@ -181,6 +181,47 @@ def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
         np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
 
 
+@pytest.mark.parametrize("name", ["modern", "window"])
+def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(name: str) -> None:
+    """By the gradient of each output with respect to each embedding. A window bounds what is not in the prefix."""
+    config, n = replace(CONFIGS[name], n_blocks=1), 3
+    model, params = build(config)
+    weights_TV = normal(T, V)
+
+    def mixed_logits(nudge_TD: jax.Array, prefix: jax.Array) -> jax.Array:
+        def add(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> jax.Array:
+            out = call(*args, **kwargs)
+            is_embedding = isinstance(context.module, Embedding) and context.method_name == "__call__"
+            return out + nudge_TD if is_embedding else out
+
+        with nn.intercept_methods(add):
+            return (weights_TV * model.apply({"params": params}, TOKENS_T, prefix)).sum(-1)
+
+    felt_TS = (jax.jit(jax.jacrev(mixed_logits))(jnp.zeros((T, D)), jnp.int32(n)) != 0).any(-1)
+    wanted = [[s < n or 0 <= t - s < (config.window or T) for s in range(T)] for t in range(T)]
+    np.testing.assert_array_equal(felt_TS, wanted)
+
+
+@pytest.mark.slow
+def test_decoding_after_a_prefix_equals_the_full_forward() -> None:
+    """The prefix, padded, in one call, then a token at a time; a prefix of no tokens is no prefix."""
+    model, params = build(MODERN)
+    n = 3
+
+    @jax.jit
+    def decode() -> jax.Array:
+        positions_T = jnp.where(jnp.arange(T) < n, jnp.arange(T), EMPTY)
+        prefilled, cache = extend(model, params, TOKENS_T, positions_T, model.init_cache(2 * T), 0, n)
+        out = [prefilled[:n]]
+        for t in range(n, T):
+            step, cache = extend(model, params, TOKENS_T[t : t + 1], jnp.array([t]), cache, T + t)
+            out.append(step)
+        return jnp.concatenate(out)
+
+    assert_close(decode(), apply(model, params, TOKENS_T, n))
+    assert_close(apply(model, params, TOKENS_T, 0), apply(model, params, TOKENS_T))
+
+
 def test_dropout_acts_only_with_a_key() -> None:
     model, params = build(replace(PLAIN, dropout=0.3))
     tokens_T = random_tokens(V, T)

@@ -37,6 +37,28 @@ def test_agrees_with_jax_nn(G: int, scale: float, causal: bool) -> None:
     assert_close(attention(q, k, v, CAUSAL_TT if causal else None, scale), length_first(wanted))
 
 
+def test_layers_by_name_are_their_formulas() -> None:
+    """In NumPy and float64, a head at a time: queries given; queries of the data; and four products with weights."""
+    D = 13
+    x_TD, source_SD, given_HTK = normal(T, D, seed=4), normal(S, D, seed=5), normal(H, T, K, seed=6)
+    W_Q, W_K, W_V = (normal(D, H, K, seed=seed) / D**0.5 for seed in (7, 8, 9))
+    W_O, mask = normal(H, K, D, seed=10), normal(T, S, seed=11) > -1
+    x, source, given, to_q, to_k, to_v, out = (
+        np.asarray(a, np.float64) for a in (x_TD, source_SD, given_HTK, W_Q, W_K, W_V, W_O)
+    )
+
+    def head(q_TK: np.ndarray, data: np.ndarray, h: int, seen: np.ndarray, scale: float) -> np.ndarray:
+        weights = np.where(seen, np.exp(scale * q_TK @ (data @ to_k[:, h]).T), 0)
+        return weights / weights.sum(-1, keepdims=True) @ (data @ to_v[:, h])
+
+    wanted = [head(given[h], source, h, np.asarray(mask), 0.2) for h in range(H)]
+    assert_close(ops.cross_attention(given_HTK, source_SD, W_K, W_V, mask, 0.2), wanted)
+    wanted = [head(x @ to_q[:, h], x, h, np.ones((T, T), bool), 1.0) for h in range(H)]
+    assert_close(ops.cross_attention(ops.to_heads(x_TD, W_Q), x_TD, W_K, W_V), wanted)
+    wanted = sum(head(x @ to_q[:, h], source, h, np.asarray(mask), K**-0.5) @ out[h] for h in range(H))
+    assert_close(ops.multi_head_attention(x_TD, source_SD, W_Q, W_K, W_V, W_O, mask), wanted)
+
+
 def test_weights_agree_with_flax() -> None:
     q, k, _ = qkv(S=T)
     wanted = nn.dot_product_attention_weights(length_first(q), length_first(k), mask=CAUSAL_TT[None])
