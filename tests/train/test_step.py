@@ -194,7 +194,7 @@ def test_the_batch_loss_is_the_mean_of_its_examples():
     model, params = MODEL.build(), first_params()
     one = jax.jit(lambda tokens: next_token_nll(model, params, tokens))
     loop = [float(one(tokens).mean()) for tokens in BATCHES[0]]
-    whole = jax.jit(lambda batch: mean_loss(model, params, batch))
+    whole = jax.jit(lambda batch: mean_loss(model, params, batch)[0])
     np.testing.assert_allclose(whole(BATCHES[0]), np.mean(loop), rtol=1e-6)
 
 
@@ -202,7 +202,7 @@ def test_the_batch_loss_is_the_mean_of_its_examples():
 def test_the_step_is_optax_on_the_gradient_of_the_loss():
     mesh, optimizer = mesh_of("data=2,fsdp=4"), make_optimizer(CONFIG.optimizer, CONFIG.steps)
     params = first_params()
-    grads = jax.jit(jax.grad(lambda p: mean_loss(MODEL.build(), p, jnp.array(BATCHES[0]))))(params)
+    grads = jax.jit(jax.grad(lambda p: mean_loss(MODEL.build(), p, jnp.array(BATCHES[0]))[0]))(params)
     expected = optax.apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])
     state, _ = make_train_step(CONFIG, mesh)(state_on(mesh, CONFIG), BATCHES[0], 0)
     jax.tree.map(assert_close, state.params, expected)
