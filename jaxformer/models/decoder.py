@@ -72,6 +72,8 @@ class DecoderConfig(ModelConfig):
     """One more norm before the logits."""
     positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
     rope_base: float = 10_000.0
+    rope_scaling: float = 1.0
+    """What RoPE divides positions by; above 1 for texts longer than those a model was trained on."""
     embedding_std: float = 1.0
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
@@ -113,7 +115,7 @@ class DecoderConfig(ModelConfig):
                 "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
             )
         self._check_experts()
-        at_least(self, 1, "rope_base")
+        at_least(self, 1, "rope_base", "rope_scaling")
         at_least(self, 0, "embedding_std")
         if self.projection_std is not None:
             at_least(self, 0, "projection_std")
@@ -175,7 +177,7 @@ class Decoder(nn.Module):
         attention = partial(
             MultiHeadAttention, c.n_heads, c.kv_heads, c.width_of_head, c.scaled, c.projection_std,
             c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
-            self.execution.attention,
+            self.execution.attention, c.rope_scaling,
         )  # fmt: skip
         norm = NORMS.get(c.norm)
         widths = [c.d_model] * c.n_blocks

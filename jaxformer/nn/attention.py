@@ -26,6 +26,7 @@ class MultiHeadAttention(nn.Module):
       qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
       rope_base: rotate queries and keys by their position; None for no rotation.
       attention: what computes it, with the signature of `ops.attention.attention`.
+      rope_scaling: what positions are divided by for the rotation.
     """
 
     n_heads: int
@@ -38,6 +39,7 @@ class MultiHeadAttention(nn.Module):
     qk_norm: bool = False
     rope_base: float | None = None
     attention: Callable[..., jax.Array] = attention
+    rope_scaling: float = 1.0
 
     @nn.compact
     def __call__(
@@ -56,8 +58,8 @@ class MultiHeadAttention(nn.Module):
             q_HTK = rms_norm(q_HTK, self.param("gamma_Q", nn.initializers.ones, (K,)))
             k_GTK = rms_norm(k_GTK, self.param("gamma_K", nn.initializers.ones, (K,)))
         if self.rope_base is not None:
-            q_HTK = rope(q_HTK, positions_T, self.rope_base)
-            k_GTK = rope(k_GTK, positions_T, self.rope_base)
+            q_HTK = rope(q_HTK, positions_T, self.rope_base, self.rope_scaling)
+            k_GTK = rope(k_GTK, positions_T, self.rope_base, self.rope_scaling)
         if cache is not None and T == 1:
             assert isinstance(mask, jax.Array)  # of the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GTK, v_GTK, cache, slot, mask, self.scale)
