@@ -192,6 +192,7 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert jnp.abs(apply(model, params, tokens_T, rngs={"dropout": jax.random.key(0)}) - without).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"scan": True}, {"remat": "dots"}, {"remat": "block", "scan": True}], ids=str)
 def test_routers_tell_the_same_however_blocks_are_run(fields: dict) -> None:
     """And their statistics are differentiated."""
