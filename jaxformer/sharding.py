@@ -2,7 +2,8 @@
 
 The batch is split over all axes but `tensor`. `fsdp` also splits the parameters and the optimizer's state, which
 are gathered where they are used (Rajbhandari et al. 2020, stage 3); `tensor` splits heads and hidden layers
-(Shoeybi et al. 2019); `expert` the experts. XLA's partitioner puts in the communication.
+(Shoeybi et al. 2019), for which XLA's partitioner puts in the communication; `expert` splits experts, and tokens travel
+to them (Lepikhin et al. 2020).
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"b_W$", (None, "tensor")),  # (C, D)
     (r"[WU]_a$|W_o$", ("fsdp", "tensor")),  # (D, A), (E, A), (D, F)
     (r"v_a$", ("tensor", None)),  # (A, 1)
+    (r"W_router$", ("fsdp", None)),  # (D, E)
+    (r"experts\.W_(gate_)?\d*[13579]$", ("expert", "fsdp", "tensor")),  # (E, D, F)
+    (r"experts\.W_(gate_)?\d*[02468]$", ("expert", "tensor", "fsdp")),  # (E, F, D)
+    (r"experts\.b_\d*[13579]$", ("expert", "tensor")),  # (E, F)
+    (r"experts\.b_\d*[02468]$", ("expert", None)),  # (E, D)
     (r"W_(gate_)?\d*[13579]$", ("fsdp", "tensor")),  # (D, F): into a hidden layer
     (r"W_(gate_)?\d*[02468]$", ("tensor", "fsdp")),  # (F, D): out of it
     (r"b_\d*[13579]$", ("tensor",)),
@@ -130,7 +136,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Parameters whole but for `tensor`, from this device's shards; to be called inside `jax.shard_map`.
+    """Parameters whole but for `expert` and `tensor`, from this device's shards; to be called inside `jax.shard_map`.
 
     Differentiated, it sums the gradient over `fsdp` and leaves each device its shard: a reduce-scatter.
     """

@@ -172,6 +172,27 @@ def test_the_parameters_of_a_recurrent_model_lie_as_written_here():
     assert {name: where.spec for name, where in placed.items()} == wanted
 
 
+def test_the_parameters_of_experts_lie_as_written_here():
+    """Experts over `expert`; what is within one, and the one that all share, as an MLP."""
+    model = DecoderConfig(12, 6, 8, d_ff=(16,), activation="swiglu", n_experts=4, shared_expert=True)
+    wanted = {
+        "W_router": P("fsdp", None),
+        "experts.W_1": P("expert", "fsdp", "tensor"),
+        "experts.W_gate_1": P("expert", "fsdp", "tensor"),
+        "experts.b_1": P("expert", "tensor"),
+        "experts.W_2": P("expert", "tensor", "fsdp"),
+        "experts.b_2": P("expert", None),
+        "shared.W_1": P("fsdp", "tensor"),
+        "shared.W_gate_1": P("fsdp", "tensor"),
+        "shared.b_1": P("tensor"),
+        "shared.W_2": P("tensor", "fsdp"),
+        "shared.b_2": P(),
+    }
+    placed = shardings(abstract_params(model.build(), model), make_mesh("fsdp=2,expert=2,tensor=2"))
+    placed = flatten_dict(placed["blocks_0"]["mlp"], sep=".")
+    assert {name: where.spec for name, where in placed.items()} == wanted
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rule_names_every_parameter_of_every_config(name):
     """And splits every matrix over both axes: a device holds a fourth of it, and hardly more of all parameters."""

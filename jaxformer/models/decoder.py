@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block
+from jaxformer.nn.block import Block, Make
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import NORMS
 from jaxformer.ops import masks
@@ -51,6 +52,19 @@ class DecoderConfig(ModelConfig):
     activation: Literal["relu", "squared_relu", "gelu", "swiglu"] = "relu"
     bias: bool = True
     """Biases in the MLP."""
+    n_experts: int | None = None
+    """MLPs in each block, each with hidden layers as wide as d_ff, of which a token goes through some; without it, one
+    that all go through."""
+    experts_per_token: int = 2
+    """Of them, those that a token goes through."""
+    capacity_factor: float | None = None
+    """In training, tokens that an expert has room for, in even shares; without it, room for all: slower, exact."""
+    shared_expert: bool = False
+    """One more expert in each block, that all tokens go through."""
+    balance_weight: float = 0.01
+    """Of the loss that spreads tokens evenly over experts; each block adds its own."""
+    router_z_weight: float = 0.001
+    """Of the loss that keeps the logits of routers small; each block adds its own."""
     residual: bool = True
     norm: Literal["none", "rmsnorm", "layernorm"] = "none"
     norm_placement: Literal["pre", "post"] = "pre"
@@ -58,6 +72,8 @@ class DecoderConfig(ModelConfig):
     """One more norm before the logits."""
     positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
     rope_base: float = 10_000.0
+    rope_scaling: float = 1.0
+    """What RoPE divides positions by; above 1 for texts longer than those a model was trained on."""
     embedding_std: float = 1.0
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
@@ -98,12 +114,32 @@ class DecoderConfig(ModelConfig):
             raise UserError(
                 "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
             )
-        at_least(self, 1, "rope_base")
+        self._check_experts()
+        at_least(self, 1, "rope_base", "rope_scaling")
         at_least(self, 0, "embedding_std")
         if self.projection_std is not None:
             at_least(self, 0, "projection_std")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    def _check_experts(self) -> None:
+        at_least(self, 0, "balance_weight", "router_z_weight")
+        if self.n_experts is None:
+            if self.capacity_factor is not None or self.shared_expert:
+                raise UserError("capacity_factor and shared_expert are for experts; set n_experts to their number.")
+            return
+        at_least(self, 1, "n_experts", "experts_per_token")
+        if self.experts_per_token > self.n_experts:
+            raise UserError(
+                f"experts_per_token is {self.experts_per_token}, but n_experts is {self.n_experts}; "
+                "a token goes through each at most once."
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise UserError(
+                f"capacity_factor is {self.capacity_factor}; it must be above 0, such as 1.25, or none to drop nothing."
+            )
+        if self.unembedding == "mlp":
+            raise UserError(f"unembedding 'mlp' takes one MLP a block, not n_experts {self.n_experts}; use 'linear'.")
 
     @property
     def kv_heads(self) -> int:
@@ -141,20 +177,26 @@ class Decoder(nn.Module):
         attention = partial(
             MultiHeadAttention, c.n_heads, c.kv_heads, c.width_of_head, c.scaled, c.projection_std,
             c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
-            self.execution.attention,
+            self.execution.attention, c.rope_scaling,
         )  # fmt: skip
         norm = NORMS.get(c.norm)
         widths = [c.d_model] * c.n_blocks
         if c.unembedding == "mlp":
             widths[-1] = c.vocab_size
+
+        def make_mlp(width: int) -> Make:
+            mlp = partial(MLP, c.d_ff, width, c.activation, c.bias)
+            if c.n_experts is None:
+                return mlp
+            return partial(
+                Experts, mlp, c.n_experts, c.experts_per_token, c.capacity_factor, c.shared_expert,
+                self.execution.expert_shards,
+            )  # fmt: skip
+
         self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model, c.positions, c.embedding_std)
         self.blocks = [
-            Block(
-                attention, partial(MLP, c.d_ff, width, c.activation, c.bias), norm, c.norm_placement,
-                c.residual, c.dropout,
-            )
-            for width in widths
-        ]  # fmt: skip
+            Block(attention, make_mlp(width), norm, c.norm_placement, c.residual, c.dropout) for width in widths
+        ]
         if norm is not None and c.final_norm:
             self.final_norm = norm()
         if c.unembedding == "linear":

@@ -29,6 +29,7 @@ class MultiHeadAttention(nn.Module):
       rope_base: rotate queries and keys by their position; None for no rotation.
       attention: what computes it, with the signature of `ops.attention.attention`. For that one itself, a step of one
         token with a cache has a faster way, `ops.cache.decode_step`.
+      rope_scaling: what positions are divided by for the rotation.
     """
 
     n_heads: int
@@ -41,6 +42,7 @@ class MultiHeadAttention(nn.Module):
     qk_norm: bool = False
     rope_base: float | None = None
     attention: Callable[..., jax.Array] = attention
+    rope_scaling: float = 1.0
 
     def __call__(
         self,
@@ -97,7 +99,7 @@ class MultiHeadAttention(nn.Module):
         """Queries or keys, normalised and then turned, where that is asked for."""
         if self.qk_norm:
             x_HTK = rms_norm(x_HTK, self._weight(f"gamma_{name}", nn.initializers.ones, self.head_dim))
-        return x_HTK if self.rope_base is None else rope(x_HTK, positions_T, self.rope_base)
+        return x_HTK if self.rope_base is None else rope(x_HTK, positions_T, self.rope_base, self.rope_scaling)
 
     @nn.compact
     def _weight(self, name: str, init: nn.initializers.Initializer, *shape: int) -> jax.Array:

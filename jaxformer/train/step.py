@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxformer.config import ComputeConfig, Config
 from jaxformer.distributed import from_all
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, batch_nll
+from jaxformer.models.objective import Params, auxiliary_loss, batch_nll, batch_nll_and_routing
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
@@ -115,6 +115,7 @@ def build_model(config: Config, mesh: Mesh) -> nn.Module:
         c.remat,
         c.scan_blocks,
         lambda name, params: gather(params, specs[name], mesh),
+        mesh.shape["expert"] if any("expert" in axes for axes in jax.tree.leaves(specs)) else 1,
     )
     return config.model.build(execution)
 
@@ -165,9 +166,24 @@ def _init(config: Config) -> TrainState:
     return TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), jnp.int32(0))
 
 
-def mean_loss(model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-    """Mean nats over all predicted tokens of a batch, a float32 scalar. Dropout is on where keys are given."""
-    return jnp.mean(batch_nll(model, params, batch_BT, keys_B))
+def mean_loss(
+    model: nn.Module,
+    params: Params,
+    batch_BT: jax.Array,
+    keys_B: jax.Array | None = None,
+    average: Callable[[Any], Any] = lambda routing: routing,
+) -> tuple[jax.Array, jax.Array]:
+    """What is minimised, and of it the mean nats over all predicted tokens of a batch; float32 scalars.
+
+    They differ by what the routers of experts add. Dropout is on where keys are given.
+
+    Args:
+      average: given what the routers did in this batch, gives the mean over all that devices take at once.
+    """
+    nll_BT, routing_B = batch_nll_and_routing(model, params, batch_BT, keys_B)
+    routing = average(jax.tree.map(lambda x: jnp.mean(x, axis=0), routing_B))
+    mean = jnp.mean(nll_BT)
+    return mean + auxiliary_loss(model, routing), mean
 
 
 def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array:
@@ -199,12 +215,16 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
     def share(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, Params]:
-        """What that which one device takes at once adds to the mean loss, and the gradient of this."""
+        """What that which one device takes at once adds to the mean loss, and the gradient of what is minimised."""
+        n = batch_shards(mesh)
+        average = lambda routing: jax.tree.map(lambda x: x / n, sum_over_batch(routing))  # noqa: E731
 
-        def loss(params: Params) -> jax.Array:
-            return mean_loss(model, to_compute(params, config, mesh), batch_BT, keys_B) / (parts * batch_shards(mesh))
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            both = mean_loss(model, to_compute(params, config, mesh), batch_BT, keys_B, average)
+            return jax.tree.map(lambda x: x / (parts * n), both)
 
-        return jax.value_and_grad(loss)(params)
+        grads, nll = jax.grad(loss, has_aux=True)(params)
+        return nll, grads
 
     def on_one(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, Params]:
         """From a device's shards of the parameters and its part of the batch; the same loss on all devices."""

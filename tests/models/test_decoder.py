@@ -13,6 +13,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import ROUTER, Execution
+from jaxformer.nn.experts import routers
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import batch_split, make_mesh, replicated
@@ -44,6 +46,7 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
     "modern": MODERN,
     "vaswani": replace(PLAIN, positions="sinusoidal", norm="layernorm", norm_placement="post", activation="gelu"),
     "window": replace(PLAIN, window=3, positions="rope", head_dim=4),
+    "experts": replace(MODERN, n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
 }
 
@@ -230,6 +233,29 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert jnp.abs(apply(model, params, tokens_T, rngs={"dropout": jax.random.key(0)}) - without).max() > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"scan": True}, {"remat": "dots"}, {"remat": "block", "scan": True}], ids=str)
+def test_routers_tell_the_same_however_blocks_are_run(fields: dict) -> None:
+    """And their statistics are differentiated."""
+    config = CONFIGS["experts"]
+    params = build(config)[1]
+
+    def told(execution: Execution) -> tuple:
+        def loss(params: Params) -> tuple:
+            rngs = {"dropout": jax.random.key(0)}
+            model = config.build(execution)
+            logits, sown = model.apply({"params": params}, TOKENS_T, rngs=rngs, mutable=[ROUTER])
+            total = sum(jnp.sum(s.probability_E**2) + s.z for s in routers(sown[ROUTER]).values())
+            return total, (logits, routers(sown[ROUTER]))
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    got, wanted = told(Execution(**fields)), told(Execution())
+    assert list(wanted[0][1][1]) == ["blocks_0.mlp", "blocks_1.mlp"]
+    jax.tree.map(assert_close, got, wanted)
+    assert wanted[0][1][1]["blocks_0.mlp"].dropped > 0  # capacity was limited
+
+
 @pytest.mark.parametrize(("name", "count"), [("residual", 6_500_608), ("rmsnorm", 23_096_320)])
 def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int) -> None:
     # V·D embedding, T·D positions, a block's 3·D² (4·D² with W_O) + MLP 256·2048 + 2048² + 2048·256 with
@@ -274,6 +300,15 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"head_dim": -5}, ["head_dim", "-5"]),
         ({"window": 0}, ["window", "0"]),
         ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
+        ({"n_experts": 0}, ["n_experts", "0"]),
+        ({"n_experts": 4, "experts_per_token": 5}, ["experts_per_token", "5", "4"]),
+        ({"n_experts": 4, "experts_per_token": 0}, ["experts_per_token", "0"]),
+        ({"n_experts": 4, "capacity_factor": 0.0}, ["capacity_factor", "0.0", "1.25"]),
+        ({"n_experts": 4, "balance_weight": -0.5}, ["balance_weight", "-0.5"]),
+        ({"n_experts": 4, "unembedding": "mlp", "residual": False}, ["mlp", "4"]),
+        ({"capacity_factor": 1.5}, ["capacity_factor", "n_experts"]),
+        ({"shared_expert": True}, ["shared_expert", "n_experts"]),
+        ({"rope_scaling": 0.5}, ["rope_scaling", "0.5"]),
         ({"vocab_size": 0}, ["vocab_size", "0"]),
         ({"context_length": -7}, ["context_length", "-7"]),
     ],

@@ -17,7 +17,8 @@ from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.models.objective import Params, batch_nll_and_routing, next_token_nll
+from jaxformer.nn.experts import routers
 from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
 from jaxformer.train import memory, step
 from jaxformer.train.optimizer import make_optimizer
@@ -41,6 +42,12 @@ MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, output_projection=True, d
 CONFIG = Config("test", MODEL, steps=20, optimizer=OptimizerConfig(learning_rate=0.1), train=TrainConfig(batch_size=B))
 TWO_BLOCKS = replace(CONFIG, model=replace(MODEL, n_blocks=2))
 DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
+EXPERTS = replace(
+    CONFIG,
+    model=replace(
+        MODEL, n_blocks=2, n_experts=4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5
+    ),
+)
 BATCHES = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
 CUBE = "data=2,fsdp=2,tensor=2"
 HIGHER_RATES = {"adamw": 3e-3, "muon": 3e-3, "lion": 1e-3, "schedule_free": 3e-3, "nesterov_sgd": 0.1}
@@ -138,6 +145,58 @@ def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
     assert np.abs(trained("data=1", DROPOUT)[0] / trained("data=1", TWO_BLOCKS)[0] - 1).max() > 1e-3
 
 
+@lru_cache
+def gradient_of_experts(mesh: str, **fields: object) -> tuple[jax.Array, Params]:
+    """Loss and gradient of the first batch, with experts that are often full and weights at which balancing counts."""
+    config, on = computed(EXPERTS, **fields), mesh_of(mesh)
+    return jax.device_get(jax.jit(make_gradient(config, on))(init_state(config, on), BATCHES[0], 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("expert=4", {}),
+        ("data=8", {}),
+        ("fsdp=2,expert=2,tensor=2", {}),
+        ("expert=4", {"remat": "block", "scan_blocks": True}),
+    ],
+    ids=str,
+)
+def test_experts_are_the_same_on_every_mesh(mesh, fields):
+    """Balancing sees all that the devices take, not a part: its loss is no mean of its parts'."""
+    jax.tree.map(assert_close, gradient_of_experts(mesh, **fields), gradient_of_experts("data=1"))
+
+
+@pytest.mark.slow
+def test_balancing_is_minimised_and_not_reported():
+    """The loss is that of the batch without it, and the gradient is that with it, of the whole batch at once."""
+    model, params = EXPERTS.model.build(), init_state(EXPERTS, mesh_of("data=1")).params
+    keys = step.example_keys(EXPERTS.seed, 0, B)
+
+    def both(params: Params) -> tuple[jax.Array, jax.Array]:
+        nll, routing = batch_nll_and_routing(model, params, jnp.array(BATCHES[0]), keys)
+        added = 0.0
+        for layer in routers(routing).values():
+            share_E, probability_E = layer.share_E.mean(0), layer.probability_E.mean(0)
+            added += 2.0 * 4 * jnp.sum(share_E * probability_E) + 0.5 * layer.z.mean()
+        return nll.mean() + added, nll.mean()
+
+    wanted, nll = jax.jit(jax.grad(both, has_aux=True))(params)
+    loss, grads = gradient_of_experts("data=1")
+    np.testing.assert_allclose(loss, nll, rtol=1e-6)
+    jax.tree.map(assert_close, grads, wanted)
+    assert wanted["blocks_0"]["mlp"]["W_router"].any()
+
+
+@pytest.mark.slow
+def test_the_routers_of_logits_in_pieces_tell_the_same(monkeypatch):
+    model, params = EXPERTS.model.build(), init_state(EXPERTS, mesh_of("data=1")).params
+    whole = jax.jit(lambda: batch_nll_and_routing(model, params, jnp.array(BATCHES[0])))()
+    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 5 * V)
+    jax.tree.map(assert_close, jax.jit(lambda: batch_nll_and_routing(model, params, jnp.array(BATCHES[0])))(), whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=2"])
 def test_bfloat16_is_close_and_stores_float32(mesh):
@@ -194,7 +253,7 @@ def test_the_batch_loss_is_the_mean_of_its_examples():
     model, params = MODEL.build(), first_params()
     one = jax.jit(lambda tokens: next_token_nll(model, params, tokens))
     loop = [float(one(tokens).mean()) for tokens in BATCHES[0]]
-    whole = jax.jit(lambda batch: mean_loss(model, params, batch))
+    whole = jax.jit(lambda batch: mean_loss(model, params, batch)[0])
     np.testing.assert_allclose(whole(BATCHES[0]), np.mean(loop), rtol=1e-6)
 
 
@@ -202,7 +261,7 @@ def test_the_batch_loss_is_the_mean_of_its_examples():
 def test_the_step_is_optax_on_the_gradient_of_the_loss():
     mesh, optimizer = mesh_of("data=2,fsdp=4"), make_optimizer(CONFIG.optimizer, CONFIG.steps)
     params = first_params()
-    grads = jax.jit(jax.grad(lambda p: mean_loss(MODEL.build(), p, jnp.array(BATCHES[0]))))(params)
+    grads = jax.jit(jax.grad(lambda p: mean_loss(MODEL.build(), p, jnp.array(BATCHES[0]))[0]))(params)
     expected = optax.apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])
     state, _ = make_train_step(CONFIG, mesh)(state_on(mesh, CONFIG), BATCHES[0], 0)
     jax.tree.map(assert_close, state.params, expected)
