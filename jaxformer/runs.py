@@ -71,8 +71,7 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
 
 def abstract_params(model: nn.Module, config: ModelConfig) -> Params:
     """Shapes and dtypes of the parameters, without making them."""
-    tokens_T = jax.ShapeDtypeStruct((config.context_length,), jnp.int32)
-    return jax.eval_shape(lambda t: model.init(jax.random.key(0), t), tokens_T)["params"]
+    return jax.eval_shape(lambda *example: model.init(jax.random.key(0), *example), *config.example())["params"]
 
 
 def count_parameters(params: Params) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from jaxformer.config import Config, ModelConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -16,14 +17,14 @@ from jaxformer.runs import create_run, latest_run, load_run, read_config, write_
 
 @pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
 def test_a_config_comes_back_as_it_was(tmp_path, model):
-    config = Config("x", model, steps=7)
+    config = Config("x", model, data=TextConfig(), steps=7)
     write_config(tmp_path, config)
     assert read_config(tmp_path) == config
 
 
 def test_a_missing_run_names_those_that_are_there(tmp_path):
     (tmp_path / "quick").mkdir()
-    write_config(tmp_path / "quick", Config("x", DecoderConfig(), steps=1))
+    write_config(tmp_path / "quick", Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     with pytest.raises(UserError, match=r"quik does not exist; runs there: .*quick"):
         load_run(tmp_path / "quik")
     (tmp_path / "empty").mkdir()
@@ -38,7 +39,7 @@ def test_a_missing_run_names_those_that_are_there(tmp_path):
 def test_a_run_that_a_kill_left_half_made_is_none(tmp_path):
     for name in ("quick", ".new-abc"):  # the second is what create_run renames at its end
         (tmp_path / name).mkdir()
-        write_config(tmp_path / name, Config("x", DecoderConfig(), steps=1))
+        write_config(tmp_path / name, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     os.utime(tmp_path / "quick/config.json", (0, 0))  # the older one
     assert latest_run(tmp_path) == tmp_path / "quick"
 
@@ -47,7 +48,7 @@ def test_a_run_that_a_kill_left_half_made_is_none(tmp_path):
     "kind", ["os.system", "decoder.Decoder", "decoder.Anything", "../decoder.DecoderConfig", "", None, 3]
 )
 def test_a_config_names_a_model_of_this_package_or_nothing(tmp_path, kind):
-    write_config(tmp_path, Config("x", DecoderConfig(), steps=1))
+    write_config(tmp_path, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"]["kind"] = kind
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -63,7 +64,7 @@ def test_a_broken_config_is_one_sentence(tmp_path, text):
 
 
 def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
-    tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), steps=1)
+    tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), data=TextConfig(), steps=1)
     places = [create_run(tmp_path / "runs/x", config, tokenizer, may_number=True) for _ in range(3)]
     assert [p.name for p in places] == ["x", "x-2", "x-3"]
     for place in places:
@@ -81,5 +82,7 @@ class Elsewhere(ModelConfig):
 
 def test_a_model_that_could_not_be_reopened_is_refused_before_training(tmp_path):
     with pytest.raises(UserError, match="no model file 'test_runs'"):
-        create_run(tmp_path / "x", Config("x", Elsewhere(), steps=1), Tokenizer.train(["a"], 257), False)
+        create_run(
+            tmp_path / "x", Config("x", Elsewhere(), data=TextConfig(), steps=1), Tokenizer.train(["a"], 257), False
+        )
     assert list(tmp_path.iterdir()) == []

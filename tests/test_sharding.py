@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import sharding
 from jaxformer.config import Config, OptimizerConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
@@ -231,7 +232,7 @@ def test_an_axis_that_does_not_divide_or_has_one_device_is_left_out():
 @pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
 def test_an_optimizers_state_lies_as_the_parameters_it_is_about(name):
     model = DecoderConfig(16, 4, 8, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm")
-    config = Config("test", model, steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
+    config = Config("test", model, data=TextConfig(), steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
     state = abstract_state(config, make_mesh("fsdp=4,tensor=2"))
     params = flatten_dict(state.params, sep=".")
     seen = set()

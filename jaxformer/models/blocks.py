@@ -8,7 +8,7 @@ from typing import Literal
 
 import flax.linen as nn
 
-from jaxformer.config import ModelConfig, at_least
+from jaxformer.config import ModelConfig, TokenModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
@@ -83,6 +83,11 @@ class BlocksConfig(ModelConfig):
             dropout=self.dropout,
             make_cross_attention=attention if cross else None,
         )
+
+
+@dataclass(frozen=True)
+class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
+    """The same for models of tokens."""
 
     def check_length(self, n_tokens: int) -> None:
         """Raise `ValueError` for more tokens than there are learned positions."""

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ModelConfig, at_least
+from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
@@ -25,7 +25,7 @@ from jaxformer.ops.masks import Causal, Mask
 
 
 @dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(TokenModelConfig):
     """The shape of a `Decoder`. The defaults are the `residual` rung."""
 
     d_model: int = 256

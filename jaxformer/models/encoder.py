@@ -8,9 +8,10 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.config import at_least
-from jaxformer.models.blocks import BlocksConfig
+from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.mlp import ACTIVATIONS, MLP
@@ -19,7 +20,7 @@ from jaxformer.ops.quantized import rows
 
 
 @dataclass(frozen=True)
-class EncoderConfig(BlocksConfig):
+class EncoderConfig(TokenBlocksConfig):
     """The shape of a `MaskedLanguageModel`. The defaults are BERT-mini of Turc et al. 2019, without segments."""
 
     d_model: int = 256
@@ -39,6 +40,9 @@ class EncoderConfig(BlocksConfig):
         super().__post_init__()
         at_least(self, 1, "n_blocks")
         at_least(self, 0, "n_segments", "embedding_std")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (np.zeros(self.context_length, np.int32), np.zeros(self.context_length, bool))
 
     def build(self, execution: Execution = PLAIN) -> Encoder:
         return MaskedLanguageModel(self, execution)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.config import at_least
-from jaxformer.models.blocks import BlocksConfig
+from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.ops import masks
@@ -20,7 +21,7 @@ from jaxformer.ops.masks import Causal
 
 
 @dataclass(frozen=True)
-class EncoderDecoderConfig(BlocksConfig):
+class EncoderDecoderConfig(TokenBlocksConfig):
     """The shape of an `EncoderDecoder`; source and target share one vocabulary, and each may be `context_length` long.
     The defaults are `base` of the paper."""
 
@@ -30,6 +31,10 @@ class EncoderDecoderConfig(BlocksConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "n_encoder_blocks", "n_decoder_blocks")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        tokens = np.zeros(self.context_length, np.int32)
+        return (tokens, np.zeros(self.context_length, bool), tokens)
 
     def build(self, execution: Execution = PLAIN) -> EncoderDecoder:
         return EncoderDecoder(self, execution)

@@ -1,16 +1,28 @@
-"""What a language model is trained on."""
+"""What models are trained on, and what is measured of them.
 
+An objective has three functions:
+  `loss(model, params, batch, keys_B, smoothing, across)`: what a part of a batch adds to what is minimised, and to the
+    loss that people read (it lacks what only regularises), float32 scalars. Dropout is on where keys are given.
+  `measure(model, params, batch)`: what evaluation has to know of each example, arrays with B first.
+  `summary(measures)`: metrics, by name, of what `measure` gave for all examples, joined; one is `loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxformer.data.dataset import Batch
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
 from jaxformer.ops.experts import balance_loss
-from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.ops.losses import is_largest, negative_log_likelihood, smoothing_cost
 
 Params = Any
 """A pytree of arrays: what `model.init(…)["params"]` gives."""
@@ -21,63 +33,129 @@ again for the gradient. Each piece adds to the gradient of the whole unembedding
 a piece of a few hundred tokens: with 128,256 tokens in the vocabulary a piece still has 523."""
 
 
-def next_token_nll(
-    model: nn.Module, params: Params, tokens_T: jax.Array, dropout_key: jax.Array | None = None
-) -> jax.Array:
-    """Nats that each token of one sequence costs given those before it, `(T - 1,)` float32.
+class Across(NamedTuple):
+    """The parts that a batch is computed in.
 
-    A model that predicts only the end of the window (`mlp_concat`) gives that much: `(1,)`. Dropout is on
-    where a key is given.
+    Attributes:
+      n: how many there are.
+      mean: of a tree that each part has, over all that are computed at once.
+      gather: rows that each part has, one after the other, of all that are computed at once.
     """
-    logits = model.apply({"params": params}, tokens_T[:-1], rngs=_rngs(dropout_key))
-    assert isinstance(logits, jax.Array)
-    return _nll_of_the_end(logits, tokens_T)
+
+    n: int = 1
+    mean: Callable[[Any], Any] = lambda tree: tree
+    gather: Callable[[jax.Array], jax.Array] = lambda rows: rows
 
 
-def batch_nll(model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-    """`next_token_nll` of each sequence of a batch, `(B, T - 1)`, with about `LOGITS_AT_ONCE` logits at a time.
+WHOLE = Across()
+"""A batch in one piece."""
 
-    For that the model must have `features` and `unembed`, as `Decoder`.
+
+class Objective(Protocol):
+    """See above."""
+
+    def loss(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        across: Across = WHOLE,
+    ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+    def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]: ...
+
+    def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]: ...
+
+
+class CrossEntropy:
+    """The model gives logits of classes: of each next token, of masked ones, of what an image shows."""
+
+    def loss(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        across: Across = WHOLE,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """Nats a target, the mean over all of them as weighted; what routers of experts add is minimised, too."""
+
+        def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            nll = negative_log_likelihood(logits, targets)
+            return nll, (1 - smoothing) * nll + smoothing * smoothing_cost(logits) if smoothing else nll
+
+        costs_B, routing_B = of_each_target(costs, model, params, batch, keys_B)
+        routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), routing_B))
+        if batch.weights is None:
+            nll, smoothed = (jnp.mean(cost) / across.n for cost in costs_B)
+        else:
+            nll, smoothed = (jnp.sum(cost * batch.weights) for cost in costs_B)
+        return smoothed + auxiliary_loss(model, routing) / across.n, nll
+
+    def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
+        """Of each example the weighted sums of nats, of targets whose logit is the largest, and of weights."""
+
+        def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return negative_log_likelihood(logits, targets), is_largest(logits, targets)
+
+        (nll_B, correct_B), _ = of_each_target(costs, model, params, batch)
+        weights_B = jnp.ones(nll_B.shape) if batch.weights is None else batch.weights
+        total = lambda x_B: jnp.sum((x_B * weights_B).reshape(len(x_B), -1), axis=1)  # noqa: E731
+        return {"nats": total(nll_B), "correct": total(correct_B), "weight": total(jnp.ones_like(nll_B))}
+
+    def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Nats a target, and the share of targets that would be guessed right."""
+        # In float64, so that the batch's size does not show.
+        nats, correct, weight = (measures[name].sum(dtype=np.float64) for name in ("nats", "correct", "weight"))
+        return {"loss": float(nats / weight), "accuracy": float(correct / weight)}
+
+
+OBJECTIVES: dict[str, Objective] = {"cross_entropy": CrossEntropy()}
+"""By the names that `ModelConfig.objective` gives them."""
+
+
+def objective_of(model: nn.Module) -> Objective:
+    """What a model is trained on."""
+    return OBJECTIVES[model.config.objective]
+
+
+def of_each_target(
+    function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, batch: Batch,
+    keys_B: jax.Array | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """`function(logits, targets)` of each example, with about `LOGITS_AT_ONCE` logits at a time where the model has
+    `features` and `unembed`, as `Decoder`; and of each what `nn.experts` sows into the collection `ROUTER`.
+
+    Args:
+      function: of logits `(…, V)` and int32 targets `(…,)`, for each target by itself.
+
+    Returns:
+      A tree of arrays of the targets' shape, with B first, and another with B first; `{}` where there are no experts.
     """
-    return batch_nll_and_routing(model, params, batch_BT, keys_B)[0]
-
-
-def batch_nll_and_routing(
-    model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None
-) -> tuple[jax.Array, Any]:
-    """`batch_nll`, and of each sequence what `nn.experts` sows into the collection `ROUTER`, with B first; `{}` where
-    there are no experts."""
-    B, T = batch_BT.shape[0], batch_BT.shape[1] - 1
-    pieces = pieces_of(B * T, model.config.vocab_size) if hasattr(model, "features") else 1
+    targets_B = jnp.asarray(batch.targets)
+    pieces = pieces_of(targets_B.size, model.config.vocab_size) if hasattr(model, "features") else 1
     call = partial(model.apply, {"params": params}, mutable=[ROUTER])
 
-    def nll(tokens_T: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        logits, sown = call(tokens_T[:-1], rngs=_rngs(key))
-        return _nll_of_the_end(logits, tokens_T), sown.get(ROUTER, {})
+    def of_one(inputs: tuple, targets: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
+        logits, sown = call(*inputs, rngs=_rngs(key))
+        return function(logits, targets), sown.get(ROUTER, {})
 
     if pieces == 1:
-        return jax.vmap(nll)(batch_BT, keys_B)
+        return jax.vmap(of_one)(batch.inputs, targets_B, keys_B)
 
-    def features(tokens_T: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        x_TD, sown = call(tokens_T, method="features", rngs=_rngs(key))
+    def features(inputs: tuple, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        x_TD, sown = call(*inputs, method="features", rngs=_rngs(key))
         return x_TD, sown.get(ROUTER, {})
 
     # From here on each token is for itself, whatever sequence it is of.
-    x_BTD, routing_B = jax.vmap(features)(batch_BT[:, :-1], keys_B)
-    x_ND, targets_N = x_BTD.reshape(B * T, -1), batch_BT[:, 1:].reshape(-1)
-    filling = -B * T % pieces  # what is predicted from it is cut off again
+    x_BTD, routing_B = jax.vmap(features)(batch.inputs, keys_B)
+    x_ND, targets_N = x_BTD.reshape(targets_B.size, -1), targets_B.reshape(-1)
+    filling = -len(x_ND) % pieces  # what is predicted from it is cut off again
     x_ND, targets_N = jnp.pad(x_ND, ((0, filling), (0, 0))), jnp.pad(targets_N, (0, filling))
     # What the pieces add up to, the gradient of these parameters, is summed in float32.
     wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
 
     @jax.checkpoint
-    def one(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def one(piece: tuple[jax.Array, jax.Array]) -> Any:
         narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, params)
         logits: Any = model.apply({"params": narrow}, piece[0], method="unembed")
-        return negative_log_likelihood(logits, piece[1])
+        return function(logits, piece[1])
 
-    nll_N = jax.lax.map(one, (x_ND.reshape(pieces, -1, x_ND.shape[-1]), targets_N.reshape(pieces, -1)))
-    return nll_N.reshape(-1)[: B * T].reshape(B, T), routing_B
+    found = jax.lax.map(one, (x_ND.reshape(pieces, -1, x_ND.shape[-1]), targets_N.reshape(pieces, -1)))
+    return jax.tree.map(lambda x: x.reshape(-1)[: targets_B.size].reshape(targets_B.shape), found), routing_B
 
 
 def pieces_of(n_tokens: int, vocab_size: int) -> int:
@@ -92,8 +170,16 @@ def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
     return sum(each, start=jnp.float32(0))
 
 
-def _nll_of_the_end(logits: jax.Array, tokens_T: jax.Array) -> jax.Array:
-    """Of as many last tokens as there are logits."""
+def next_token_nll(
+    model: nn.Module, params: Params, tokens_T: jax.Array, dropout_key: jax.Array | None = None
+) -> jax.Array:
+    """Nats that each token of one sequence costs a language model given those before it, `(T - 1,)` float32.
+
+    A model that predicts only the end of the window (`mlp_concat`) gives that much: `(1,)`. Dropout is on
+    where a key is given.
+    """
+    logits = model.apply({"params": params}, tokens_T[:-1], rngs=_rngs(dropout_key))
+    assert isinstance(logits, jax.Array)
     return negative_log_likelihood(logits, tokens_T[1:][-logits.shape[0] :])
 
 

@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxformer.config import ModelConfig, at_least
+from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
@@ -21,7 +22,7 @@ from jaxformer.ops.recurrent import State
 
 
 @dataclass(frozen=True)
-class RecurrentConfig(ModelConfig):
+class RecurrentConfig(TokenModelConfig):
     """The shape of a `Recurrent`. Source and target have one vocabulary."""
 
     cell: Literal["gru", "lstm"] = "gru"
@@ -57,6 +58,10 @@ class RecurrentConfig(ModelConfig):
     def d_source(self) -> int:
         """E, the width of an annotation: the states of all directions."""
         return self.d_model * (2 if self.bidirectional else 1)
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        tokens = np.zeros(self.context_length, np.int32)
+        return (tokens, np.zeros(self.context_length, bool), tokens)
 
     def build(self, execution: Execution = PLAIN) -> Recurrent:
         """It has no blocks and no self-attention: `execution` changes nothing."""

@@ -123,7 +123,7 @@ def train(
                 whole = evaluate(state.params)
                 row |= whole.as_row()
             elif step % t.eval_every == 0:
-                row |= evaluate(state.params, t.eval_windows).as_row()
+                row |= evaluate(state.params, t.eval_examples).as_row()
             for hook in hooks:
                 if (step % hook.every == 0 and (step or hook.at_start)) or last:
                     row |= hook.call(step, state, batch) or {}
@@ -179,7 +179,7 @@ def train(
                     skipped = 0
                 if last or stop or step % t.checkpoint_every == 0:
                     # The last row holds the loss on all of the text; checkpoints are ranked by the same part.
-                    save(step, evaluate(state.params, t.eval_windows).loss if last else row.get("val_loss"))
+                    save(step, evaluate(state.params, t.eval_examples).loss if last else row.get("val_loss"))
                 if stop and not last:
                     return Outcome("interrupted", step, state, batch, signal=stop)
                 if due:

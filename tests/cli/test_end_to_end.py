@@ -298,7 +298,7 @@ def test_four_blocks_without_a_norm_blow_up_and_say_where(tmp_path, monkeypatch)
     monkeypatch.delenv("XLA_FLAGS")  # at these sizes, computing takes longer than compiling
     write_books(tmp_path / "books", words=20_000)
     options = ["--config", f"{ROOT}/configs/ladder.py:four_blocks", "--data.path", "books", "--train.batch-size", "2"]
-    small = ["--model.vocab-size", "280", "--train.eval-windows", "2", "--train.sample-tokens", "1"]
+    small = ["--model.vocab-size", "280", "--train.eval-examples", "2", "--train.sample-tokens", "1"]
     small += ["--steps", "100", "--run", "four"]
     result = run("train.py", *options, *small, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr

@@ -10,8 +10,8 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import eval as command
-from jaxformer.config import Config, DataConfig
-from jaxformer.data.corpus import load_corpus
+from jaxformer.config import Config
+from jaxformer.data.corpus import TextConfig, load_corpus
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import Run
@@ -52,7 +52,7 @@ def evaluate(here, monkeypatch, capsys):
 def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh(here, evaluate):
     mesh = make_mesh()
     run = load_run(here / "runs/quick", mesh=mesh)
-    corpus = load_corpus(DataConfig(path="books", val_path="books"), 280, run.tokenizer)
+    corpus = load_corpus(TextConfig(path="books", val_path="books"), 280, run.tokenizer)
     validation = Evaluator(run.config, mesh, corpus.val.tokens, run.tokenizer.token_lengths)(run.params)
     found = evaluate("--run", "runs/quick", "--data.path", "books")
     assert found["tokens"] == validation.tokens == len(corpus.val.tokens) - 1
@@ -76,7 +76,7 @@ def test_a_model_of_one_prediction_a_window_has_a_stride_of_one(here, monkeypatc
     monkeypatch.chdir(here)
     tokenizer = Tokenizer.train(["a b"], 257)
     model = MLPConfig(vocab_size=257, context_length=8, d_model=4, d_ff=(4,), concatenate=True)
-    config = Config("a", model, steps=1)
+    config = Config("a", model, data=TextConfig(), steps=1)
     params = model.build().init(jax.random.key(0), jnp.zeros(8, jnp.int32))["params"]
     run = Run(Path("it"), config, model.build(), params, tokenizer, 0)
     monkeypatch.setattr(command, "open_run", lambda options, mesh: run)

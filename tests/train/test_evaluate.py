@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, TrainConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
@@ -32,7 +33,7 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
         nll += part.tolist()
         n_bytes += LENGTHS[window[-len(part) :]].sum()
     for batch_size, mesh in ((8, "data=8"), (16, "data=2,fsdp=2,tensor=2")):
-        asked = Config("test", config, steps=1, train=TrainConfig(batch_size=batch_size))
+        asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         found = Evaluator(asked, make_mesh(mesh), TOKENS, LENGTHS)(params)
         assert found.tokens == len(nll) == (94 if every == 1 else 100)
         np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
@@ -42,7 +43,7 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
 
 def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
-    config = Config("test", DecoderConfig(**SHAPE), steps=1, train=TrainConfig(batch_size=2))
+    config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
     evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), TOKENS, LENGTHS)
     events: list[str] = []
 
@@ -71,7 +72,7 @@ def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most
         first = max(0, -(-(place - 7) // stride) * stride)  # the first window, at a multiple of stride, that has it
         window = np.resize(TOKENS[first : first + 8], 8)  # what comes after a token does not change its loss
         nll.append(float(windows(window)[place - first - 1]))
-    asked = Config("test", config, steps=1, train=TrainConfig(batch_size=8))
+    asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=8))
     found = Evaluator(asked, make_mesh("data=8"), TOKENS, LENGTHS, stride)(params)
     assert found.tokens == 100
     np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
@@ -84,7 +85,7 @@ def test_the_batch_and_the_devices_do_not_show_in_the_result():
     tokens = np.random.default_rng(1).integers(0, 37, 2_000)  # 32 windows, or 123: no batch size below divides them
 
     def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
-        asked = Config("test", config, steps=1, train=TrainConfig(batch_size=batch_size))
+        asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         mesh = make_mesh(devices=jax.devices()[:n_devices])
         return Evaluator(asked, mesh, tokens, LENGTHS, stride)(params).loss
 

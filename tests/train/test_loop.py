@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.config import Config, DataConfig, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import load_corpus
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig, load_corpus
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train import loop
@@ -24,7 +24,7 @@ from tests.arrays import assert_close
 from tests.helpers import write_books
 
 MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
-TRAIN = TrainConfig(batch_size=8, log_every=1, eval_every=10, eval_windows=16, checkpoint_every=5)
+TRAIN = TrainConfig(batch_size=8, log_every=1, eval_every=10, eval_examples=16, checkpoint_every=5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def compiled_in_half_the_time() -> Iterator[None]:
 def test_a_run_goes_on_on_fewer_devices(tmp_path):
     """Eight devices, then two, then one, against a run that never stopped."""
     config = Config(
-        "test", MODEL, steps=20, data=DataConfig(str(write_books(tmp_path / "books"))), train=TRAIN,
+        "test", MODEL, steps=20, data=TextConfig(str(write_books(tmp_path / "books"))), train=TRAIN,
         optimizer=OptimizerConfig("adamw", learning_rate=3e-3, warmup_steps=4, weight_decay=0.1, clip_norm=1.0),
     )  # fmt: skip
     corpus = load_corpus(config.data, MODEL.vocab_size)
@@ -80,7 +80,7 @@ def caught(monkeypatch) -> Caught:
 def skipping(data: Path, **fields: object) -> Config:
     """Ten steps that leave out what is not finite, at a rate that falls with every step."""
     return Config(
-        "test", MODEL, steps=10, data=DataConfig(str(write_books(data))),
+        "test", MODEL, steps=10, data=TextConfig(str(write_books(data))),
         train=replace(TRAIN, non_finite="skip", eval_every=20, checkpoint_every=20, **fields),
         optimizer=OptimizerConfig(learning_rate=0.1, schedule="cosine"),
     )  # fmt: skip

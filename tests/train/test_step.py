@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
@@ -39,7 +40,14 @@ from tests.arrays import assert_close
 
 V, T, B = 40, 12, 16
 MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, output_projection=True, d_ff=(24,), norm="rmsnorm")
-CONFIG = Config("test", MODEL, steps=20, optimizer=OptimizerConfig(learning_rate=0.1), train=TrainConfig(batch_size=B))
+CONFIG = Config(
+    "test",
+    MODEL,
+    data=TextConfig(),
+    steps=20,
+    optimizer=OptimizerConfig(learning_rate=0.1),
+    train=TrainConfig(batch_size=B),
+)
 TWO_BLOCKS = replace(CONFIG, model=replace(MODEL, n_blocks=2))
 DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
 EXPERTS = replace(
