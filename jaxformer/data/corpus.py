@@ -11,7 +11,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -42,9 +41,6 @@ class TextConfig(DataConfig):
     stride: int | None = None
     """Tokens between the starts of two windows; without it, the context length."""
 
-    inputs: ClassVar[dict[str, tuple[str, int]]] = {"tokens": ("int32", 1)}
-    """What a model is called with, by dtype and number of axes."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.val_fraction < 1:
@@ -55,18 +51,15 @@ class TextConfig(DataConfig):
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
         from jaxformer.data.windows import Text
 
-        model = self.check(model)
+        model = token_model(model)
         return Text(self, model, load_corpus(self, model.vocab_size, tokenizer), batch_size, seed)
 
-    def check(self, model: ModelConfig) -> TokenModelConfig:
-        """The model, or `UserError` if it is not called with what the batches hold."""
-        called_with = [(str(x.dtype), x.ndim) for x in model.example()]
-        if not isinstance(model, TokenModelConfig) or called_with != list(self.inputs.values()):
-            raise UserError(
-                f"{type(self).__name__} gives a model {' and '.join(self.inputs)}, which {type(model).__name__}, "
-                "as it is set, is not called with; change one."
-            )
-        return model
+
+def token_model(model: ModelConfig) -> TokenModelConfig:
+    """The model, or `UserError` if it is none of tokens."""
+    if not isinstance(model, TokenModelConfig):
+        raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
+    return model
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from jaxformer.config import ModelConfig, TokenModelConfig
-from jaxformer.data.corpus import Corpus, TextConfig, load_corpus
+from jaxformer.data.corpus import Corpus, TextConfig, load_corpus, token_model
 from jaxformer.data.dataset import HELD_OUT, Batch, drawing
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import Text, eval_batches
@@ -28,8 +27,6 @@ class MaskedTextConfig(TextConfig):
     masked_fraction: float = 0.15
     """Share of the tokens that are to be predicted."""
 
-    inputs: ClassVar[dict[str, tuple[str, int]]] = {"tokens": ("int32", 1), "which of them are valid": ("bool", 1)}
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.masked_fraction <= 1:
@@ -38,7 +35,7 @@ class MaskedTextConfig(TextConfig):
             )
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> MaskedText:
-        model = self.check(model)
+        model = token_model(model)
         return MaskedText(self, model, load_corpus(self, model.vocab_size - 1, tokenizer), batch_size, seed)
 
 
@@ -56,10 +53,12 @@ class MaskedText(Text):
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
         B, T = self.windows.batch_size, self.model.context_length
         draws_BT = drawing(self.seed, step).random((B, T))
-        n_chosen = max(1, np.count_nonzero(draws_BT < self.fraction))
+        n_chosen = np.count_nonzero(draws_BT < self.fraction)
         targets_BT = self.windows.rows(step, which)[:, :T]
         tokens_BT, chosen_BT = mask(targets_BT, draws_BT[which], self.fraction, self.model.vocab_size - 1)
-        return Batch((tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT / np.float32(n_chosen))
+        return Batch(
+            (tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT / np.float32(max(1, int(n_chosen)))
+        )
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         T, draw = self.model.context_length, drawing(HELD_OUT, 0)

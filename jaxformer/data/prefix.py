@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from jaxformer.config import ModelConfig, TokenModelConfig, at_least
-from jaxformer.data.corpus import Corpus, TextConfig, load_corpus
+from jaxformer.data.corpus import Corpus, TextConfig, load_corpus, token_model
 from jaxformer.data.dataset import HELD_OUT, Batch, drawing
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import Text
@@ -26,8 +25,6 @@ class PrefixTextConfig(TextConfig):
     longest_prefix: int | None = None
     """In tokens; without it, the context length, which leaves one token to predict."""
 
-    inputs: ClassVar[dict[str, tuple[str, int]]] = {"tokens": ("int32", 1), "a prefix's length": ("int32", 0)}
-
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "shortest_prefix")
@@ -35,7 +32,7 @@ class PrefixTextConfig(TextConfig):
             at_least(self, self.shortest_prefix, "longest_prefix")
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> PrefixText:
-        model = self.check(model)
+        model = token_model(model)
         for name in ("shortest_prefix", "longest_prefix"):
             if (getattr(self, name) or 0) > model.context_length:
                 raise UserError(
