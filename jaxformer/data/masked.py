@@ -53,11 +53,11 @@ class MaskedText(Text):
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
         B, T = self.windows.batch_size, self.model.context_length
         draws_BT = drawing(self.seed, step).random((B, T))
-        n_chosen = np.count_nonzero(draws_BT < self.fraction)
+        weight = np.float32(1 / max(1, np.count_nonzero(draws_BT < self.fraction)))
         targets_BT = self.windows.rows(step, which)[:, :T]
         tokens_BT, chosen_BT = mask(targets_BT, draws_BT[which], self.fraction, self.model.vocab_size - 1)
         return Batch(
-            (tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT / np.float32(max(1, int(n_chosen)))
+            (tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT * weight
         )
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
