@@ -53,7 +53,7 @@ class MaskedText(Text):
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
         B, T = self.windows.batch_size, self.model.context_length
         draws_BT = drawing(self.seed, step).random((B, T))
-        weight = np.float32(1 / max(1, np.count_nonzero(draws_BT < self.fraction)))
+        weight = np.float32(1 / max(1, (draws_BT < self.fraction).sum()))
         targets_BT = self.windows.rows(step, which)[:, :T]
         tokens_BT, chosen_BT = mask(targets_BT, draws_BT[which], self.fraction, self.model.vocab_size - 1)
         return Batch(
