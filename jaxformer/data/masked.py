@@ -56,9 +56,7 @@ class MaskedText(Text):
         weight = np.float32(1 / max(1, (draws_BT < self.fraction).sum()))
         targets_BT = self.windows.rows(step, which)[:, :T]
         tokens_BT, chosen_BT = mask(targets_BT, draws_BT[which], self.fraction, self.model.vocab_size - 1)
-        return Batch(
-            (tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT * weight
-        )
+        return Batch((tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT * weight)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         T, draw = self.model.context_length, drawing(HELD_OUT, 0)

@@ -28,7 +28,8 @@ def test_shares_and_what_is_dropped_are_those_of_the_batch() -> None:
     assert report["blocks.0.mlp"] == {"share": [1.0, 0.0, 0.0, 0.0], "dropped": 0.75}
     share = report["blocks.1.mlp"]["share"]
     assert sum(share) == pytest.approx(1) and all(isinstance(x, float) for x in share)
-    each = [router_report(model, params, (jnp.stack([tokens_T] * 3),))["blocks.1.mlp"]["share"] for tokens_T in tokens_BT]
+    alone = [router_report(model, params, (jnp.stack([tokens_T] * 3),)) for tokens_T in tokens_BT]
+    each = [row["blocks.1.mlp"]["share"] for row in alone]
     np.testing.assert_allclose(share, np.mean(each, axis=0), atol=1e-6)
     assert len({tuple(x) for x in each}) > 1
 
