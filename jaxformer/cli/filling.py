@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -40,9 +41,12 @@ def fill_prompts(
       UserError: an option was given that is for texts that go on, or more candidates are asked for than there are; or
         there is but one prompt, and it cannot be filled.
     """
+    from jaxformer.decode.weights import restored
+
     if others := sorted(given - APPLY):
         raise UserError(f"the run fills gaps in a text, of which {others[0]} says nothing; leave it out.")
     run, n_wrong = open_run(options, None), 0
+    run = dataclasses.replace(run, params=restored(run.params))  # the text is read once, so rounding saves no time
     if n_candidates >= (most := run.language()[0].vocab_size):
         raise UserError(f"--top-logprobs is {n_candidates}; it must be at most {most - 1}, all tokens of the run.")
     for prompt in prompts:

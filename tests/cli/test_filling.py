@@ -34,8 +34,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-def test_gaps_are_filled_and_the_likeliest_named(run: str, capsys: pytest.CaptureFixture) -> None:
-    assert sample.main(["--run", run, "--prompt", "th [MASK]", "[MASK]a[MASK][MASK]"]) == 0
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_gaps_are_filled_and_the_likeliest_named(run: str, weights: str, capsys: pytest.CaptureFixture) -> None:
+    assert sample.main(["--run", run, "--weights", weights, "--prompt", "th [MASK]", "[MASK]a[MASK][MASK]"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "th " and said[2] == " a  "  # the space before a gap is the gap's own
     # Among 257 tokens, e^9 and e^8 of 11,339.
