@@ -135,7 +135,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(here, monkeypatch, capsys, opt
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("", "there is no text to evaluate on; name a file, a folder or a glob with --data.path"),
+        ("--stride 4", "--stride and --data.unwrap are for a text; name one with --data.path"),
         ("--data.path x --stride 0", "stride is 0; it must be at least 1"),
         ("--data.path x --batch-size 0", "batch_size is 0; it must be at least 1"),
         ("--data.pth x", "unknown option --data.pth; did you mean --data.path?"),
