@@ -30,7 +30,7 @@ def batch() -> Batch:
     return Batch(inputs, draw.integers(0, V, (B, T)).astype(np.int32), weights / weights.sum())
 
 
-PARAMS = {"W": np.random.default_rng(1).normal(size=(D, V)).astype(np.float32)}
+PARAMS = {"W": jnp.asarray(np.random.default_rng(1).normal(size=(D, V)), jnp.float32)}
 
 
 def test_the_loss_is_the_weighted_sum_and_smoothing_is_minimised_but_not_told(batch):
