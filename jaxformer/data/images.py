@@ -52,8 +52,8 @@ class StillsConfig(DataConfig):
     """Which images, and which of them to measure on."""
 
     path: str = ""
-    """A folder with IDX files as MNIST and Fashion-MNIST have them (train-images-idx3-ubyte, train-labels-idx1-ubyte and
-    the same with t10k, to measure on; with .gz or without), or with train/LABEL/*.png (or .jpg) and val/LABEL/*.png."""
+    """A folder with IDX files as MNIST and Fashion-MNIST have them (train-images-idx3-ubyte, train-labels-idx1-ubyte
+    and the same with t10k, to measure on; .gz or not), or with train/LABEL/*.png (or .jpg) and val/LABEL/*.png."""
     val_fraction: float = 0.1
     """About which share of the images to hold out where there are none to measure on; their content decides which."""
 
@@ -242,8 +242,8 @@ def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
 
 
 def hold_out(images: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
-    """What to train on, and about this share of the images to measure on: those with the smallest SHA-256, so that two of
-    one content are never on both sides.
+    """What to train on, and about this share of the images to measure on: those with the smallest SHA-256, so that two
+    of one content are never on both sides.
 
     Raises:
       UserError: one side would be empty.
@@ -251,9 +251,10 @@ def hold_out(images: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
     digests = [int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") for image in images.images]
     held = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
     if held.all() or not held.any():
+        purpose = "train" if held.all() else "measure"
         raise UserError(
-            f"data.val_fraction {fraction} of {len(held)} images leaves nothing to {'train' if held.all() else 'measure'} "
-            "on; change it, or give a folder val."
+            f"data.val_fraction {fraction} of {len(held)} images leaves nothing to {purpose} on; change it, or give a "
+            "folder val."
         )
     train, val = (Labelled(images.images[at], images.labels[at]) for at in (~held, held))
     return train, val
