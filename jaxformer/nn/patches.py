@@ -16,7 +16,8 @@ class PatchEmbedding(nn.Module):
     def __call__(self, patches: jax.Array) -> jax.Array:
         init = uniform_fan_in(patches.shape[-1])
         W_PD = self.param("W_patch", init, (patches.shape[-1], self.d_model))
-        return patches.astype(W_PD.dtype) @ W_PD + self.param("b_patch", init, (self.d_model,))
+        b_D = self.param("b_patch", init, (self.d_model,))
+        return patches.astype(b_D.dtype) @ W_PD + b_D
 
 
 class Placement(nn.Module):
