@@ -29,22 +29,24 @@ vit = Config(
     train=TrainConfig(batch_size=128, eval_every=250, eval_examples=2000, checkpoint_every=500),
 )  # fmt: skip
 
+video = ViViTConfig(
+    image_size=(40, 40), channels=1, n_classes=8, patch_size=(8, 8), pooling="mean", mean=(0.14,), std=(0.28,),
+    d_model=96, n_heads=3, n_blocks=4, d_ff=(384,), dropout=0.0, n_frames=8, attention="factorised",
+    n_temporal_blocks=2,
+)  # fmt: skip
+
 vivit = Config(
     name="vivit",
-    model=ViViTConfig(
-        image_size=(40, 40), channels=1, n_classes=8, patch_size=(8, 8), pooling="mean", mean=(0.14,), std=(0.28,),
-        d_model=96, n_heads=3, n_blocks=4, d_ff=(384,), dropout=0.0, n_frames=8, attention="factorised",
-        n_temporal_blocks=2,
-    ),
+    model=video,
     data=MovingImagesConfig(),
     steps=1500,
     optimizer=optimizer,
     train=replace(vit.train, batch_size=64),
-)  # fmt: skip
+)
 
 vivit_class = replace(
     vivit,
     name="vivit_class",
-    model=replace(vivit.model, n_classes=10),
+    model=replace(video, n_classes=10),
     data=MovingImagesConfig(label="class"),
 )

@@ -1,7 +1,6 @@
 """Videos made from still images."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,4 +143,3 @@ def test_settings_that_cannot_be_are_refused() -> None:
     for name, value in (("max_speed", 0), ("n_directions", 6), ("label", "speed")):
         with pytest.raises(UserError, match=f"{name} is {value!r}"):
             MovingImagesConfig(**{name: value})
-    assert Path(MovingImagesConfig().path) == Path()
