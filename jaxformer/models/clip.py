@@ -111,11 +111,8 @@ class CLIPConfig(ModelConfig):
 
     def example(self) -> tuple[np.ndarray, ...]:
         side, length = self.vision.image_size, self.text.context_length
-        return (
-            np.zeros((side, side, len(self.vision.mean)), np.uint8),
-            np.zeros(length, np.int32),
-            np.zeros(length, bool),
-        )
+        image_HWC = np.zeros((side, side, len(self.vision.mean)), np.uint8)
+        return image_HWC, np.zeros(length, np.int32), np.zeros(length, bool)
 
     def build(self, execution: Execution = PLAIN) -> CLIP:
         return CLIP(self, execution)
