@@ -121,9 +121,7 @@ class Captions(Dataset):
         batch = order(len(self.train), self.seed, epoch)[place * self.batch_size : (place + 1) * self.batch_size]
         chosen = batch[which].astype(np.int64)
         down, right, mirrored = draw_moves(len(self.train), self.seed, epoch, self.config.shift)
-        images = move(
-            self.images[self.train[chosen]], down[chosen], right[chosen], mirrored[chosen] & self.config.flip
-        )
+        images = move(self.images[self.train[chosen]], down[chosen], right[chosen], mirrored[chosen] & self.config.flip)
         return self._batch(self.train[chosen], images)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
@@ -171,9 +169,7 @@ def read_pairs(path: Path) -> list[Pair]:
         pairs[pair.file] = pair
     for split in SPLITS:
         if all(pair.split != split for pair in pairs.values()):
-            raise UserError(
-                f"{path} has no line of the split {split}; both train and val are needed."
-            )
+            raise UserError(f"{path} has no line of the split {split}; both train and val are needed.")
     return list(pairs.values())
 
 
@@ -197,9 +193,7 @@ def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndar
             if missing := [name for name in names if name not in there]:
                 raise UserError(f"{path} has no {missing[0]}, which a caption is for; add it, or remove its line.")
             if unknown := sorted(there.difference(names)):
-                raise UserError(
-                    f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it."
-                )
+                raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
             images = np.empty((len(names), *shape), np.uint8)
             for image, name in zip(images, names, strict=True):
                 image[:] = read_image(file.read(name), f"{name} in {path}", shape)

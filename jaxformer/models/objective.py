@@ -169,6 +169,11 @@ class Contrastive:
             found[f"text_to_image_recall_at_{k}"] = recall(cosine_NN.T, right_NN, k)
         return found
 
+    def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Minus the logit of a pair: with no others to tell it from, its loss is what draws the two together."""
+        image_E, text_E, log_scale = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))  # type: ignore[misc]
+        return -jnp.exp(log_scale) * (image_E @ text_E)
+
     def _pairs(
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
