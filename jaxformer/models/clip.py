@@ -67,9 +67,7 @@ class ImageTowerConfig(TowerConfig):
                 "whole squares fill an image."
             )
         if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
-            raise UserError(
-                f"mean is {self.mean} and std {self.std}; give one of each for every channel, std above 0."
-            )  # fmt: skip
+            raise UserError(f"mean is {self.mean} and std {self.std}; give one of each for every channel, std above 0.")
 
     @property
     def n_patches(self) -> int:
@@ -98,7 +96,9 @@ class CLIPConfig(ModelConfig):
     objective: ClassVar[str] = "contrastive"
 
     vision: ImageTowerConfig = field(default_factory=ImageTowerConfig)
+    """The tower for images."""
     text: TextTowerConfig = field(default_factory=TextTowerConfig)
+    """The tower for texts."""
     d_joint: int = 512
     """Width of the space that images and texts share."""
     temperature: float = 0.07

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxformer.config import ComputeConfig, Config, TrainConfig
+from jaxformer.data.captions import CaptionsConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import OBJECTIVES, Across, Contrastive, objective_of, recall
-from jaxformer.sharding import make_mesh
+from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.train.step import init_state, make_gradient
 from tests.arrays import assert_close, normal, random_params, random_tokens
 
 B, T, V = 16, 5, 19
@@ -118,6 +121,30 @@ def test_eight_devices_add_up_to_one(weighted: bool) -> None:
     assert_close(loss, wanted, 1e-6)
     jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
     assert max(jnp.abs(g).max() for g in jax.tree.leaves(grads)) > 0.01
+
+
+@pytest.mark.slow
+def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
+    """With parameters in shards, and heads split."""
+    config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B))
+    mesh = make_mesh("data=2,fsdp=2,tensor=2")
+    state = init_state(config, mesh)
+    loss, grads = jax.jit(make_gradient(config, mesh))(state, place(PAIRS, batch_split(mesh)), 0)
+    wanted, wanted_grads = whole(jax.device_get(state.params), PAIRS)
+    assert_close(loss, wanted, 1e-6)
+    jax.tree.map(assert_close, grads, wanted_grads)
+
+
+@pytest.mark.slow
+def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
+    """The loss is the mean over two parts of half a batch."""
+    compute = ComputeConfig(accumulate=2)
+    config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B), compute=compute)
+    mesh = make_mesh("", jax.devices()[:1])
+    state = init_state(config, mesh)
+    loss, _ = jax.jit(make_gradient(config, mesh))(state, PAIRS, 0)
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
+    assert_close(loss, sum(whole(state.params, half)[0] for half in halves) / 2, 1e-6)
 
 
 def test_a_device_alone_would_have_another_loss() -> None:
