@@ -291,14 +291,17 @@ def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, 
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """Plain JSON types; a config of a model or of data carries the name of its class as `kind`, `file.Class`."""
+    """Plain JSON types; what may be of several classes, a run's model and its data, has the name of its class as
+    `kind`, `file.Class`."""
     assert dataclasses.is_dataclass(config)
+    hints = typing.get_type_hints(type(config))
     fields: dict[str, Any] = {}
-    if isinstance(config, ModelConfig | DataConfig):
-        fields["kind"] = f"{type(config).__module__.rpartition('.')[2]}.{type(config).__name__}"
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         fields[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+        if hints[f.name] in (ModelConfig, DataConfig):
+            kind = f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"
+            fields[f.name] = {"kind": kind, **fields[f.name]}
     return fields
 
 
