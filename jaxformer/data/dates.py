@@ -15,7 +15,7 @@ from babel import Locale, UnknownLocaleError
 from babel.dates import format_date
 
 from jaxformer.config import DataConfig, ModelConfig, at_least
-from jaxformer.data.pairs import Pair, Pairs, check_model
+from jaxformer.data.pairs import Pair, Pairs, sequence_to_sequence
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
@@ -58,11 +58,11 @@ class DatesConfig(DataConfig):
                 raise UserError(f"data.forms has {form!r}; each must be one of {', '.join(FORMS)}.")
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Pairs:
-        check_model(model)
-        tokenizer = tokenizer or Tokenizer.train([], model.vocab_size)
+        shape = sequence_to_sequence(model)
+        tokenizer = tokenizer or Tokenizer.train([], shape.vocab_size)
         train, val = (self.draw(days, n) for days, n in zip(split_days(), (self.n_pairs, self.n_held_out), strict=True))
         name = f"dates in {len(self.locales)} locales"
-        return Pairs(name, train, val, tokenizer, model, batch_size, seed)
+        return Pairs(name, train, val, tokenizer, shape, batch_size, seed)
 
     def draw(self, days: np.ndarray, n: int) -> list[Pair]:
         """Dates of some days, as ordinals: as many in each form, one form after the other; always the same."""

@@ -43,12 +43,12 @@ class PairsConfig(DataConfig):
     """Make sources of targets: translate the other way."""
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Pairs:
-        check_model(model)
+        shape = sequence_to_sequence(model)
         train, val = (read_pairs(file) for file in self._files())
         if self.reverse:
             train, val = ([Pair(target, source) for source, target in pairs] for pairs in (train, val))
-        tokenizer = tokenizer or Tokenizer.train([text for pair in train for text in pair], model.vocab_size)
-        return Pairs(self.path, train, val, tokenizer, model, batch_size, seed)
+        tokenizer = tokenizer or Tokenizer.train([text for pair in train for text in pair], shape.vocab_size)
+        return Pairs(self.path, train, val, tokenizer, shape, batch_size, seed)
 
     def _files(self) -> tuple[Path, Path]:
         if not self.path:
@@ -67,13 +67,14 @@ class PairsConfig(DataConfig):
         return train, val if self.val_path is None else Path(self.val_path).expanduser()
 
 
-def check_model(model: ModelConfig) -> None:
-    """Raise `UserError` if a model does not take a source, where it has tokens, and a target."""
+def sequence_to_sequence(model: ModelConfig) -> TokenModelConfig:
+    """The config of a model that takes a source, where it has tokens, and a target; `UserError` if it is another."""
     if not isinstance(model, TokenModelConfig) or len(model.example()) != 3:
         raise UserError(
             f"the data is pairs of texts, but {type(model).__name__} describes no model that makes one text of another;"
             " change one."
         )
+    return model
 
 
 def read_pairs(path: Path) -> list[Pair]:
@@ -117,6 +118,7 @@ class Pairs(Dataset):
     ) -> None:  # fmt: skip
         """Raises `UserError` where too few pairs fit the model."""
         self.name, self.tokenizer, self.val = name, tokenizer, val
+        self._end = tokenizer.end_of_text
         self.fingerprint = _fingerprint(train, val, model.vocab_size)
         self._longest, self._batch_size, self._seed = model.context_length, batch_size, seed
         self._train = _Tokens.of(train, tokenizer).not_above(self._longest)
@@ -176,8 +178,8 @@ class Pairs(Dataset):
     def _batch(self, tokens: _Tokens, pairs_B: np.ndarray, rows_B: np.ndarray) -> Batch:
         """Some rows of a batch, as wide as all its pairs need; weights are 0 or 1."""
         S, T = self._widths[self._buckets(tokens.lengths_N2[pairs_B]).max()]
-        end, B = self.tokenizer.end_of_text, len(rows_B)
-        source_BS, target_BT = np.zeros((B, S), np.int32), np.full((B, T + 1), end, np.int32)
+        B = len(rows_B)
+        source_BS, target_BT = np.zeros((B, S), np.int32), np.full((B, T + 1), self._end, np.int32)
         for i, pair in enumerate(rows_B):
             source, target = tokens.sources[pair][:S], tokens.targets[pair][:T]
             source_BS[i, : len(source)] = source
