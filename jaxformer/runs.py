@@ -9,21 +9,24 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import StoredCheckpoints
-from jaxformer.config import Config, ModelConfig, from_dict, to_dict
+from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, from_dict, to_dict
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.sharding import abstract, shardings
 
+T = TypeVar("T")
 CONFIG, TOKENIZER, METRICS, SAMPLES = "config.json", "tokenizer.json", "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
 
@@ -36,9 +39,20 @@ class Run:
     config: Config
     model: nn.Module
     params: Params
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None where there is no text in its data."""
     step: int
     """Optimizer steps that made the parameters."""
+
+    def language(self) -> tuple[TokenModelConfig, Tokenizer]:
+        """The config and the tokenizer of a model of text.
+
+        Raises:
+          UserError: it is none.
+        """
+        if self.tokenizer is None or not isinstance(self.config.model, TokenModelConfig):
+            raise UserError(f"{self.path} holds a {type(self.config.model).__name__}, which knows no text.")
+        return self.config.model, self.tokenizer
 
     def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
         """Mean next-token loss in nats of one sequence, a float32 scalar; made for `jax.grad`."""
@@ -66,7 +80,9 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, mesh))
     params = checkpoints.restore_params(step, shapes)
-    return Run(folder, config, model, params, Tokenizer.load(folder / TOKENIZER), step)
+    has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
+    tokenizer = Tokenizer.load(folder / TOKENIZER) if has_text else None
+    return Run(folder, config, model, params, tokenizer, step)
 
 
 def abstract_params(model: nn.Module, config: ModelConfig) -> Params:
@@ -79,8 +95,8 @@ def count_parameters(params: Params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def create_run(folder: Path, config: Config, tokenizer: Tokenizer, may_number: bool) -> Path:
-    """Make a run's folder with its config and tokenizer; the place where it came to lie.
+def create_run(folder: Path, config: Config, tokenizer: Tokenizer | None, may_number: bool) -> Path:
+    """Make a run's folder with its config and tokenizer, if there is one; the place where it came to lie.
 
     It appears whole, by a rename. A folder that another process made meanwhile is left alone: the next free
     number is appended, if that is allowed.
@@ -93,7 +109,8 @@ def create_run(folder: Path, config: Config, tokenizer: Tokenizer, may_number: b
     try:
         scratch.chmod(0o755)
         write_config(scratch, config)
-        tokenizer.save(scratch / TOKENIZER)
+        if tokenizer is not None:
+            tokenizer.save(scratch / TOKENIZER)
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
         place, number = folder, 1
@@ -141,11 +158,16 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"{folder} {what}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        model = dict(values["model"])
-        model_class = _model_class(model.pop("kind"))
+        model, data = dict(values["model"]), dict(values["data"])
+        model_class = _class_of(model.pop("kind"), jaxformer.models, ModelConfig)
+        data_class = _class_of(data.pop("kind", "corpus.TextConfig"), jaxformer.data, DataConfig)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} cannot be read as a run's config ({type(error).__name__}: {error}).") from error
-    return from_dict(Config, {**values, "model": from_dict(model_class, model, f"{file}: model")}, str(file))
+    kinds = {
+        "model": from_dict(model_class, model, f"{file}: model"),
+        "data": from_dict(data_class, data, f"{file}: data"),
+    }
+    return from_dict(Config, {**values, **kinds}, str(file))
 
 
 def latest_run(parent: Path) -> Path:
@@ -163,12 +185,12 @@ def latest_run(parent: Path) -> Path:
     return newest.parent
 
 
-def _model_class(kind: Any) -> type[ModelConfig]:
-    """The config class that `file.Class` names; only `jaxformer.models` is searched."""
+def _class_of(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
+    """The config class that `file.Class` names; only one package is searched."""
     module_name, _, class_name = str(kind).partition(".")
-    if module_name not in {m.name for m in pkgutil.iter_modules(jaxformer.models.__path__)}:
-        raise ValueError(f"no model file {module_name!r}")
-    found = getattr(importlib.import_module(f"jaxformer.models.{module_name}"), class_name, None)
-    if not (isinstance(found, type) and issubclass(found, ModelConfig)):
-        raise ValueError(f"{kind!r} is no model")
+    if module_name not in {m.name for m in pkgutil.iter_modules(package.__path__)}:
+        raise ValueError(f"no file {module_name!r} in {package.__name__}")
+    found = getattr(importlib.import_module(f"{package.__name__}.{module_name}"), class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{kind!r} is no {base.__name__}")
     return found

@@ -194,11 +194,12 @@ def sum_over_batch(tree: Any, specs: Any = WHOLE) -> Any:
     return jax.tree.map(lambda spec, part: jax.tree.map(lambda leaf: one(leaf, spec), part), specs, tree)
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has whole, as one array over all devices."""
+def place(tree: Any, sharding: NamedSharding) -> Any:
+    """Arrays that every process has whole, as arrays over all devices."""
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.device_put(tree, sharding)
+    one = lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])  # noqa: E731
+    return jax.tree.map(one, tree)
 
 
 def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
@@ -207,12 +208,17 @@ def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(n_rows)[index] for index in held]))
 
 
-def assemble(rows: np.ndarray, held: np.ndarray, n_rows: int, sharding: NamedSharding) -> jax.Array:
-    """The whole batch over all devices, of which each process gives the rows `held`, see `local_rows`."""
+def assemble(rows: Any, held: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
+    """The whole batch over all devices, a tree of arrays of which each process gives the rows `held`; see
+    `local_rows`."""
     if len(held) == n_rows:
         return place(rows, sharding)
-    at = lambda index: rows[np.searchsorted(held, np.arange(n_rows)[index[0]])]  # noqa: E731
-    return jax.make_array_from_callback((n_rows, *rows.shape[1:]), sharding, at)
+
+    def one(leaf: np.ndarray) -> jax.Array:
+        at = lambda index: leaf[np.searchsorted(held, np.arange(n_rows)[index[0]])]  # noqa: E731
+        return jax.make_array_from_callback((n_rows, *leaf.shape[1:]), sharding, at)
+
+    return jax.tree.map(one, rows)
 
 
 @lru_cache(maxsize=4)

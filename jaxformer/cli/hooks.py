@@ -12,10 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import Config
-from jaxformer.data.corpus import Corpus
-from jaxformer.data.windows import eval_batches
-from jaxformer.decode import Sampling, generate
+from jaxformer.config import Config, TokenModelConfig
+from jaxformer.data.dataset import Batch, Dataset
+from jaxformer.decode import Sampling, can_continue, generate
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
 from jaxformer.inspect import attention_entropy
@@ -28,11 +27,11 @@ from jaxformer.train.memory import capacity
 from jaxformer.train.optimizer import make_optimizer, make_schedule, updates_taken
 from jaxformer.train.step import TrainState, make_gradient
 
-PROBE_WINDOWS = 16
-"""Held-out windows that attention is looked at on."""
+PROBED = 16
+"""Held-out examples that attention is looked at on."""
 
 
-def make_hooks(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> list[Hook]:
+def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Hook]:
     """Attention entropy with every validation; gradient table and samples at their own pace.
 
     Of several processes, all must call them; the first one prints and writes.
@@ -41,29 +40,29 @@ def make_hooks(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> list
     if not _can_be_copied(config, mesh):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
         return [gradients]
-    return [
-        Hook(t.eval_every, _entropy(config, mesh, corpus), at_start=True),
-        gradients,
-        Hook(t.report_every, _samples(config, mesh, corpus, folder)),
-    ]
+    hooks = [Hook(t.eval_every, _entropy(config, mesh, data), at_start=True), gradients]
+    if can_continue(config.model.build()):
+        hooks.append(Hook(t.report_every, _samples(config, mesh, data, folder)))
+    return hooks
 
 
 def _can_be_copied(config: Config, mesh: Mesh) -> bool:
     """Whether all parameters, and the attention weights of a block, take less than a quarter of a device's memory."""
     has = capacity(mesh.local_devices[0])
     parameters = count_parameters(abstract_params(config.model.build(), config.model))
-    weights = getattr(config.model, "n_heads", 0) * config.model.context_length**2
+    longest = max((len(x) for x in config.model.example() if x.ndim == 1), default=0)
+    weights = getattr(config.model, "n_heads", 0) * longest**2
     return has is None or 4 * (parameters + weights) < has / 4
 
 
-def _entropy(config: Config, mesh: Mesh, corpus: Corpus) -> Any:
-    model, length = config.model.build(), config.model.context_length
-    probe_BT, weights_BT = next(eval_batches(corpus.val.tokens, length, length, PROBE_WINDOWS, PROBE_WINDOWS))
-    whole = weights_BT.all(axis=1)
-    probe_BT = probe_BT[whole] if whole.any() else probe_BT[:1]  # no row that only fills up
+def _entropy(config: Config, mesh: Mesh, data: Dataset) -> Any:
+    model, probe = config.model.build(), next(data.held_out(PROBED, PROBED))
+    weights_BN = probe.weights.reshape(len(probe.weights), -1)
+    kept = weights_BN.all(axis=1) if weights_BN.all(axis=1).any() else weights_BN.any(axis=1)  # no filling
+    inputs_B = jax.tree.map(lambda x: x[kept], probe.inputs)
 
-    def call(step: int, state: TrainState, batch: jax.Array) -> dict[str, Any] | None:
-        entropy = attention_entropy(model, local_copy(state.params, mesh), probe_BT)
+    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
+        entropy = attention_entropy(model, local_copy(state.params, mesh), *inputs_B)
         return {"entropy": [np.asarray(heads).tolist() for heads in entropy]} if entropy else None
 
     return call
@@ -74,12 +73,12 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
     schedule = make_schedule(config.optimizer, config.steps)
 
     @partial(jax.jit, out_shardings=replicated(mesh))
-    def norms(state: TrainState, batch_BT: jax.Array, step: jax.Array) -> tuple[Norms, Norms, Norms]:
-        grads = gradient(state, batch_BT, step)[1]
+    def norms(state: TrainState, batch: Batch, step: jax.Array) -> tuple[Norms, Norms, Norms]:
+        grads = gradient(state, batch, step)[1]
         updates = optimizer.update(grads, state.opt_state, state.params)[0]
         return parameter_norms(state.params), parameter_norms(grads), parameter_norms(updates)
 
-    def call(step: int, state: TrainState, batch: jax.Array) -> dict[str, Any] | None:
+    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
         if not (lr := float(schedule(updates_taken(state.opt_state)))):
             return None  # a schedule that has come down to nothing moves nothing
         w, g, update = norms(state, batch, step)
@@ -90,12 +89,13 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
     return call
 
 
-def _samples(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> Any:
-    model, context_length = config.model.build(), config.model.context_length
-    t, tokenizer = config.train, corpus.tokenizer
+def _samples(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> Any:
+    model, t, tokenizer = config.model.build(), config.train, data.tokenizer
+    assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # so of all that can be continued
+    context_length = config.model.context_length
     prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
 
-    def call(step: int, state: TrainState, batch: jax.Array) -> None:
+    def call(step: int, state: TrainState, batch: Batch) -> None:
         params = local_copy(state.params, mesh)
         place = folder / SAMPLES if is_first() else Path(os.devnull)
         with writing(folder, SAMPLES), place.open("a", encoding="utf-8") as file:

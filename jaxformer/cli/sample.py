@@ -33,6 +33,7 @@ from jaxformer.decode import (
     StopStrings,
     Text,
     beam_search,
+    can_continue,
     follow,
     generate,
     speculate,
@@ -264,7 +265,10 @@ class Sampler:
         """Raises UserError where the run cannot be opened, or options do not fit it; some only if they were given."""
         self._mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
         self._asked, self._run = asked, open_run(asked.opening, self._mesh)
-        tokenizer = self._run.tokenizer
+        self._config, self._tokenizer = self._run.language()
+        if not can_continue(self._run.model):
+            raise UserError(f"{self._run.path} holds a {type(self._config).__name__}, which continues no text.")
+        tokenizer = self._tokenizer
         self._sampling = asked.sampling.completed(
             tokenizer.end_of_text, biases(asked.logit_bias, tokenizer), words(asked.bad_words, tokenizer)
         )
@@ -287,33 +291,34 @@ class Sampler:
     def _open_draft(self, name: str) -> tuple[Draft, Params]:
         """What proposes, and its parameters."""
         if name == "lookup":
-            return LookUp(self._run.config.model.vocab_size), None
+            return LookUp(self._config.vocab_size), None
         draft = open_run(RunOptions(run=name), self._mesh)
-        if draft.tokenizer.as_json() != self._run.tokenizer.as_json():
+        config, tokenizer = draft.language()
+        if tokenizer.as_json() != self._tokenizer.as_json():
             raise UserError(
                 f"the draft {name} has another tokenizer than {self._run.path}; use one trained on its text."
             )
         if not hasattr(draft.model, "extend"):
             raise UserError(f"the draft {name} has a model without a cache; use another, or 'lookup'.")
         self._note_end(draft)
-        return ModelDraft(draft.model, draft.config.model.context_length), draft.params
+        return ModelDraft(draft.model, config.context_length), draft.params
 
     def _note_end(self, run: Run) -> None:
         if getattr(run.model, "reach", None) is None:
-            self._ends.append(run.config.model.context_length)
+            self._ends.append(run.language()[0].context_length)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt; raises UserError if there are too many, or it has a seed that nothing draws with."""
         if self._asked.num_beams > 1 and prompt.seed is not None:
             raise UserError(f"{prompt.where} has a seed, but beam search draws nothing; leave it out.")
-        most = self._run.config.model.context_length
+        most = self._config.context_length
         why = f"the context's {most}"
         for end in self._ends:
             room = max(0, end - (self._asked.max_new_tokens - 1))  # nothing reads the last one
             if room < most:
                 special = "a draft" if self._draft else "beam search"
                 most, why = room, f"{room}, for {special} does not go past the context's {end}; lower --max-new-tokens"
-        tokens = self._run.tokenizer.encode(prompt.text)
+        tokens = self._tokenizer.encode(prompt.text)
         if len(tokens) > most:
             raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
         return tokens
@@ -353,12 +358,12 @@ class Sampler:
         asked, run = self._asked, self._run
         filled = prompts + prompts[-1:] * (n_prompts - len(prompts))
         answers = [
-            Answer(prompt, k, seed, Text(run.tokenizer, asked.stop))
+            Answer(prompt, k, seed, Text(self._tokenizer, asked.stop))
             for prompt, _ in filled
             for k, seed in enumerate(seeds(asked.seed if prompt.seed is None else prompt.seed, asked.num_samples))
         ]
         token_lists, drawn_seeds = [tokens for _, tokens in filled], [answer.seed for answer in answers]
-        sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": run.config.model.context_length}
+        sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": self._config.context_length}
         generation: Generation | Search | Speculation
         if asked.num_beams > 1:
             call = partial(
@@ -377,7 +382,7 @@ class Sampler:
             generation = generate(
                 run.model, run.params, token_lists, self._sampling, drawn_seeds,
                 n_samples=asked.num_samples, cache_dtype=asked.cache_dtype, prefill_chunk=asked.prefill_chunk,
-                fill_token=run.tokenizer.end_of_text, **sizes,
+                fill_token=self._tokenizer.end_of_text, **sizes,
             )  # fmt: skip
         n_wanted = len(prompts) * asked.num_samples
         for row in range(n_wanted, len(answers)):

@@ -1,7 +1,7 @@
 """Generating text: samplers that know no model, and an engine that knows no text."""
 
 from jaxformer.decode.beam import Beams, beam_search
-from jaxformer.decode.generate import Generation, Piece, generate
+from jaxformer.decode.generate import Generation, Piece, can_continue, generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import LookUp, ModelDraft, Speculation, speculate
 from jaxformer.decode.stopping import StopStrings
@@ -9,5 +9,5 @@ from jaxformer.decode.texts import Speed, Text, follow
 
 __all__ = [
     "Beams", "Generation", "LookUp", "ModelDraft", "Piece", "Sampling", "Speculation", "Speed", "StopStrings", "Text",
-    "beam_search", "follow", "generate", "speculate",
+    "beam_search", "can_continue", "follow", "generate", "speculate",
 ]  # fmt: skip

@@ -46,14 +46,18 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
 
 
 @partial(jax.jit, static_argnums=0)
-def attention_entropy(model: nn.Module, params: Params, tokens_BT: jax.Array) -> list[jax.Array]:
-    """Mean entropy of the rows of attention in nats, `(H,)` a block; empty for a model without attention.
+def attention_entropy(model: nn.Module, params: Params, *inputs_B: jax.Array) -> list[jax.Array]:
+    """Mean entropy of the rows of attention in nats, `(H,)` a layer of attention; empty for a model without any.
 
     log t is the most that row t can have, 0 means that every query looks at one place.
+
+    Args:
+      inputs_B: what the model is called with, of several examples.
     """
 
-    def one(tokens_T: jax.Array) -> list[jax.Array]:
-        return [row_entropy(weights_HTS).mean(axis=-1) for weights_HTS in attention_maps(model, params, tokens_T)]
+    def one(inputs: tuple[jax.Array, ...]) -> list[jax.Array]:
+        return [row_entropy(weights_HTS).mean(axis=-1) for weights_HTS in attention_maps(model, params, *inputs)]
 
-    # One sequence after the other: the weights are as large as the square of its length.
-    return [entropy_BH.mean(axis=0) for entropy_BH in jax.lax.map(one, jnp.asarray(tokens_BT))]
+    # One example after the other: the weights are as large as the square of its length.
+    found = jax.lax.map(one, jax.tree.map(jnp.asarray, inputs_B))
+    return [entropy_BH.mean(axis=0) for entropy_BH in found]

@@ -1,8 +1,9 @@
 """What models are trained on, and what is measured of them.
 
-An objective has three functions:
+An objective has four functions:
   `loss(model, params, batch, keys_B, smoothing, across)`: what a part of a batch adds to what is minimised, and to the
     loss that people read (it lacks what only regularises), float32 scalars. Dropout is on where keys are given.
+  `example_loss(model, params, example, key)`: what one example alone adds, for looking at how it is made.
   `measure(model, params, batch)`: what evaluation has to know of each example, arrays with B first.
   `summary(measures)`: metrics, by name, of what `measure` gave for all examples, joined; one is `loss`.
 """
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
@@ -59,6 +61,10 @@ class Objective(Protocol):
         across: Across = WHOLE,
     ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
+    def example_loss(
+        self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None
+    ) -> jax.Array: ...
+
     def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]: ...
 
     def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]: ...
@@ -85,6 +91,13 @@ class CrossEntropy:
             nll, smoothed = (jnp.sum(cost * batch.weights) for cost in costs_B)
         return smoothed + auxiliary_loss(model, routing) / across.n, nll
 
+    def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Nats: the weighted sum, or the mean where there are no weights."""
+        logits = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))
+        assert isinstance(logits, jax.Array)
+        nll = negative_log_likelihood(logits, example.targets)
+        return jnp.mean(nll) if example.weights is None else jnp.sum(nll * example.weights)
+
     def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
         """Of each example the weighted sums of nats, of targets whose logit is the largest, and of weights."""
 
@@ -108,8 +121,8 @@ OBJECTIVES: dict[str, Objective] = {"cross_entropy": CrossEntropy()}
 
 
 def objective_of(model: nn.Module) -> Objective:
-    """What a model is trained on."""
-    return OBJECTIVES[model.config.objective]
+    """What a model is trained on: as its config says, and the cross-entropy for one without."""
+    return OBJECTIVES[getattr(model, "config", ModelConfig).objective]
 
 
 def of_each_target(
