@@ -18,12 +18,13 @@ optimizer = OptimizerConfig(
     name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=400, b2=0.98, clip_norm=1.0
 )
 
-# One vector of the source for the whole of its translation.
+# One vector of the source for the whole of its translation (Cho et al. 2014).
+one_vector = RecurrentConfig(
+    vocab_size=4096, context_length=64, d_embedding=256, d_model=544, attention="none", tied=True, dropout=0.1
+)  # fmt: skip
 gru = Config(
     name="translation-gru",
-    model=RecurrentConfig(
-        vocab_size=4096, context_length=64, d_embedding=256, d_model=544, attention="none", tied=True, dropout=0.1
-    ),
+    model=one_vector,
     data=PairsConfig(),
     steps=3000,
     optimizer=optimizer,
@@ -33,10 +34,9 @@ gru = Config(
     ),
 )  # fmt: skip
 
-# Attends to the source anew for each token. The attention's parameters are taken from the states.
-bahdanau = replace(
-    gru, name="translation-bahdanau", model=replace(gru.model, d_model=512, attention="additive")
-)
+# Attends to the source anew for each token (Bahdanau et al. 2015); its states are narrower for that.
+attending = replace(one_vector, d_model=512, attention="additive")
+bahdanau = replace(gru, name="translation-bahdanau", model=attending)
 
 # Nothing but attention; pre-norm, which needs no long warm-up.
 transformer = replace(

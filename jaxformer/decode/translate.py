@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import search
-from jaxformer.decode.generate import left_aligned, prompt_bucket
+from jaxformer.decode.generate import left_aligned, placement, prompt_bucket
 from jaxformer.decode.programs import call
 from jaxformer.decode.texts import batches
 from jaxformer.errors import UserError
@@ -90,13 +90,13 @@ def translate_tokens(
         model, params, end=end_of_text, most=most, dtype=jnp.dtype(cache_dtype),
     )  # fmt: skip
     found: dict[int, list[int]] = {}
-    size = min(batch_size, len(sources))
+    size, place = min(batch_size, len(sources)), placement(params)
     for batch in batches([len(source) for source in sources], batch_size):
         # The last batch is filled up, so that no program is compiled for it alone.
         rows = [list(sources[i]) for i in np.resize(batch, size)]
         lengths_B = np.array([len(row) for row in rows])
         S = min(prompt_bucket(int(lengths_B.max())), context_length)
-        targets_BT = decode(left_aligned(rows, S), np.arange(S) < lengths_B[:, None])
+        targets_BT = decode(place(left_aligned(rows, S)), place(np.arange(S) < lengths_B[:, None]))
         for i, target_T in zip(batch, np.asarray(targets_BT), strict=False):
             ended = np.isin(target_T, (end_of_text, EMPTY))
             found[i] = target_T[: ended.argmax() if ended.any() else most].tolist()
