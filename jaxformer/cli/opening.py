@@ -36,6 +36,13 @@ def run_folder(options: RunOptions) -> Path:
     return latest_run(RUNS) if options.run is None else Path(options.run)
 
 
+def folder_of(options: RunOptions) -> Path:
+    """The run's folder; `UserError` if none is given and there is none below runs/."""
+    from jaxformer.runs import latest_run  # orbax takes a second to import
+
+    return latest_run(RUNS) if options.run is None else Path(options.run)
+
+
 def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
     """The run that was asked for, with its parameters on a mesh, or on the first device.
 

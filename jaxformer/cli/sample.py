@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import jax
 import tyro
 
-from jaxformer.cli import machine
+from jaxformer.cli import machine, translating
 from jaxformer.cli.arguments import options_given, parse, run_command
 from jaxformer.cli.filling import fill_prompts, has_gaps_filled
 from jaxformer.cli.opening import RunOptions, open_run
@@ -157,6 +157,8 @@ def _main(arguments: list[str]) -> int:
     machine.set_up(mesh=asked.opening.mesh)
     if has_gaps_filled(asked.opening):
         return fill_prompts(asked.opening, prompts, given, asked.sampling.top_logprobs, asked.jsonl)
+    if translating.translates(asked.opening):
+        return translating.main(asked, given, prompts)
     sampler = Sampler(asked, given)
     if asked.interactive:
         return _converse(sampler)
