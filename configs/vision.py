@@ -30,16 +30,15 @@ vit = Config(
 )  # fmt: skip
 
 video = ViViTConfig(
-    image_size=(40, 40), channels=1, n_classes=8, patch_size=(8, 8), pooling="mean", mean=(0.14,), std=(0.28,),
-    d_model=96, n_heads=3, n_blocks=4, d_ff=(384,), dropout=0.0, n_frames=8, attention="factorised",
-    n_temporal_blocks=2,
+    image_size=(42, 42), channels=1, n_classes=8, patch_size=(14, 14), pooling="mean", mean=(0.127,), std=(0.275,),
+    d_model=96, n_heads=3, n_blocks=4, d_ff=(384,), dropout=0.0, n_frames=8,
 )  # fmt: skip
 
 vivit = Config(
     name="vivit",
     model=video,
     data=MovingImagesConfig(),
-    steps=1500,
+    steps=1000,
     optimizer=optimizer,
     train=replace(vit.train, batch_size=64),
 )

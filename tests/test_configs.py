@@ -4,15 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
+from jaxformer.data.images import StillsConfig
+from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.runs import abstract_params, count_parameters, read_config, write_config
 from jaxformer.train.step import check_fit
+from tests.data.test_images import idx
 from tests.helpers import ROOT, write_books
 
 
@@ -40,6 +44,23 @@ def test_as_many_parameters_act_on_a_token_of_the_mixture_as_of_the_dense_model(
     assert active_parameters(dense) == 2048 * 128 + 4 * (attention + mlp + norms) + 128
     assert active_parameters(moe) == active_parameters(dense)
     assert replace(moe, name="dense", model=dense.model) == dense  # the same text, as often, and the same optimizer
+
+
+@pytest.mark.parametrize("name", ["vit", "vivit", "vivit_class"])
+def test_configs_of_vision_fit_images_as_fashion_mnist_has_them(name: str, tmp_path: Path) -> None:
+    """28 x 28 bytes, of 10 classes."""
+    config = config_of(f"vision.py:{name}")
+    write_config(tmp_path, config)
+    assert read_config(tmp_path) == config
+    assert isinstance(config.data, StillsConfig)
+    with pytest.raises(UserError, match=r"data\.path is empty; give a folder of images with --data\.path"):
+        config.data.load(config.model, 2, seed=0)
+    for part in ("train", "t10k"):
+        pixels, labels = np.zeros((20, 28, 28), np.uint8), np.arange(20, dtype=np.uint8) % 10
+        for what, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+            (tmp_path / f"{part}-{what}-ubyte").write_bytes(idx(array))
+    data = replace(config.data, path=str(tmp_path)).load(config.model, 2, seed=0)
+    check_fit(config.model, data.rows(0))
 
 
 @pytest.mark.parametrize("spec", ["mlm.py", "prefix.py", "moe.py:moe", "moe.py:dense"])
