@@ -10,6 +10,7 @@ import numpy as np
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import next_token
 from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, wait_for_all
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh
@@ -36,7 +37,7 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
         for k, batch in enumerate(BATCHES):
             if k == SAVED:
                 checkpoints.save(k, state.params, state.opt_state, {"step": k}, None)
-            state, loss = step(state, assemble(batch[held], held, len(batch), split), np.int32(k))
+            state, loss = step(state, assemble(next_token(batch[held]), held, len(batch), split), np.int32(k))
             losses.append(float(loss))
     told = {
         "losses": losses,

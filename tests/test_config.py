@@ -16,8 +16,9 @@ CONFIG = Config("test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), data=TextC
 def test_json_and_back_is_the_same():
     values = json.loads(json.dumps(to_dict(CONFIG)))
     assert values["model"].pop("kind") == "decoder.DecoderConfig"
-    model = from_dict(DecoderConfig, values["model"])
-    assert from_dict(Config, {**values, "model": model}) == CONFIG
+    assert values["data"].pop("kind") == "corpus.TextConfig"
+    kinds = {"model": from_dict(DecoderConfig, values["model"]), "data": from_dict(TextConfig, values["data"])}
+    assert from_dict(Config, {**values, **kinds}) == CONFIG
 
 
 def test_fields_left_out_keep_their_default():

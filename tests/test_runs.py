@@ -81,7 +81,7 @@ class Elsewhere(ModelConfig):
 
 
 def test_a_model_that_could_not_be_reopened_is_refused_before_training(tmp_path):
-    with pytest.raises(UserError, match="no model file 'test_runs'"):
+    with pytest.raises(UserError, match=r"no file 'test_runs' in jaxformer\.models"):
         create_run(
             tmp_path / "x", Config("x", Elsewhere(), data=TextConfig(), steps=1), Tokenizer.train(["a"], 257), False
         )

@@ -21,6 +21,7 @@ import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import options_given, parse, run_command
+from jaxformer.cli.filling import fill_prompts, has_gaps_filled
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts, seeds
 from jaxformer.decode import (
@@ -54,7 +55,9 @@ DESCRIPTION = """Continue texts with a trained model.
 What follows a prompt depends on the prompt, the options and the seed alone, and not on what else is continued beside
 it, but for rounding: that can decide between two tokens that are as good as equally likely. A text ends with the
 document (the end-of-text token), at a stop token or stop string, which are not shown, or after
---max-new-tokens."""
+--max-new-tokens.
+
+A masked language model fills gaps instead, one token each: --prompt "The [MASK] of the people"."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ def _main(arguments: list[str]) -> int:
     _check(asked, given)
     prompts = _prompts(asked)
     machine.set_up(mesh=asked.opening.mesh)
+    if has_gaps_filled(asked.opening):
+        return fill_prompts(asked.opening, prompts, given, asked.sampling.top_logprobs, asked.jsonl)
     sampler = Sampler(asked, given)
     if asked.interactive:
         return _converse(sampler)

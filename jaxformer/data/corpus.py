@@ -51,9 +51,15 @@ class TextConfig(DataConfig):
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
         from jaxformer.data.windows import Text
 
-        if not isinstance(model, TokenModelConfig):
-            raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
+        model = token_model(model)
         return Text(self, model, load_corpus(self, model.vocab_size, tokenizer), batch_size, seed)
+
+
+def token_model(model: ModelConfig) -> TokenModelConfig:
+    """The model, or `UserError` if it is none of tokens."""
+    if not isinstance(model, TokenModelConfig):
+        raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
+    return model
 
 
 @dataclass(frozen=True)

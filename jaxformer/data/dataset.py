@@ -12,6 +12,9 @@ import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
 
+HELD_OUT = 2**32
+"""The seed of what is drawn for held-out batches, which no run has: all runs are measured on the same."""
+
 
 class Batch(NamedTuple):
     """Examples side by side, each array with B first; or one example, without it."""
@@ -90,6 +93,11 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
     numbers = np.arange(n, dtype=np.uint32 if n < 2**32 else np.uint64)
     np.random.Generator(np.random.Philox(key=[seed, epoch])).shuffle(numbers)
     return numbers
+
+
+def drawing(seed: int, step: int) -> np.random.Generator:
+    """For what is drawn to make a step's batch; independent of what `order` draws."""
+    return np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, 0, 0, 1]))
 
 
 def evenly(n: int, wanted: int | None) -> np.ndarray:

@@ -99,8 +99,8 @@ def eval_batches(
         yield batch, weights
 
 
-def next_token(windows_BT: np.ndarray, n_predicted: int, weights: np.ndarray | None = None) -> Batch:
-    """Windows as what is read of them, and their last tokens as what is predicted."""
+def next_token(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.ndarray | None = None) -> Batch:
+    """Windows as what is read of them, and their last tokens, or all that follow one, as what is predicted."""
     return Batch((windows_BT[:, :-1],), windows_BT[:, 1:][:, -n_predicted:], weights)
 
 

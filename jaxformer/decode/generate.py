@@ -1,6 +1,6 @@
 """Continue prompts with any model, a few tokens at a time.
 
-A model offers three methods (see `models.decoder.Decoder`), each on one sequence, and may offer a property:
+A model offers three methods (see `models.decoder.Decoder`), each on one sequence, and may offer two properties:
 
 - `init_cache(n_slots, dtype)`: an empty cache, any pytree. What does not depend on `n_slots` is a state.
 - `extend(tokens_T, positions_T, cache, slot)`: the features `(T, D)` of tokens that follow what the cache holds, and
@@ -8,6 +8,8 @@ A model offers three methods (see `models.decoder.Decoder`), each on one sequenc
 - `unembed(x_D)`: features to logits `(V,)`.
 - `reach`: the most last positions that a query sees in a text of any length. Where it is None or missing, texts end
   with the context, and are gone on with from its last half.
+- `prompt_is_prefix`: where it is True, `extend` gets a prompt at once, and, as its last argument, how many
+  positions are the prompt's.
 
 A model without them is run on a sliding window of its context instead.
 """
@@ -88,7 +90,7 @@ def generate(
       max_new_tokens: the most to make for each row.
       context_length: the longest sequence the model was made for.
       cache_dtype: what keys and values are kept in: float32, bfloat16 or int8.
-      prefill_chunk: prompts are read this many tokens at a time.
+      prefill_chunk: prompts are read this many tokens at a time; at once, where the model says that they are a prefix.
       fill_token: for models without a cache: what stands in a window where no token is yet.
 
     Raises:
@@ -99,10 +101,11 @@ def generate(
         model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples, prefill_chunk=prefill_chunk
     )
     check_seeds(seeds, len(prompts), n_samples)
+    whole = prompt_bucket(context_length)
     run = _Run(
         model, params, [list(prompt) for prompt in prompts], sampling, np.array(seeds, np.uint32), max_new_tokens,
-        context_length, n_samples, jnp.dtype(cache_dtype), min(prefill_chunk, prompt_bucket(context_length)),
-        fill_token,
+        context_length, n_samples, jnp.dtype(cache_dtype),
+        whole if getattr(model, "prompt_is_prefix", False) else min(prefill_chunk, whole), fill_token,
     )  # fmt: skip
     return Generation(run)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.errors import UserError
@@ -47,6 +48,9 @@ class DecoderConfig(TokenModelConfig):
     """RMS-normalise queries and keys."""
     window: int | None = None
     """Positions a query looks back at, itself included; without it, all."""
+    prefix: bool = False
+    """Each sequence begins with a prefix that all of it sees, also what comes before (a prefix language model, Raffel
+    et al. 2020); how long it is the model is told with the sequence. Of a text that is continued, it is the prompt."""
     d_ff: tuple[int, ...] = (2048, 2048)
     """Widths of the MLP's hidden layers."""
     activation: Literal["relu", "squared_relu", "gelu", "swiglu"] = "relu"
@@ -105,6 +109,8 @@ class DecoderConfig(TokenModelConfig):
             )
         if self.positions == "rope" and self.width_of_head % 2:
             raise UserError(f"RoPE turns pairs of features; a head of width {self.width_of_head} must be even.")
+        if self.prefix and self.window is not None:
+            raise UserError(f"window is {self.window}, but a prefix is seen from everywhere; leave one of them out.")
         if self.unembedding == "mlp" and self.residual:
             raise UserError(
                 "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
@@ -161,6 +167,9 @@ class DecoderConfig(TokenModelConfig):
     def goes_on(self) -> bool:
         """Whether there are positions past the context length: all but learned ones."""
         return self.positions != "learned"
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (*super().example(), np.zeros((), np.int32)) if self.prefix else super().example()
 
     def build(self, execution: Execution = PLAIN) -> Decoder:
         return Decoder(self, execution)
@@ -268,6 +277,11 @@ class Decoder(nn.Module):
     def reach(self) -> int | None:
         """The most last positions a query sees in a text of any length; None where text must end with the context."""
         return self.config.reach if self.config.goes_on else None
+
+    @property
+    def prompt_is_prefix(self) -> bool:
+        """Whether a prompt is seen in both directions, so that it must come in one call, and as its `prefix`."""
+        return self.config.prefix
 
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
         """An empty cache for one sequence."""

@@ -253,9 +253,10 @@ def pieces_of(n_tokens: int, vocab_size: int) -> int:
 
 def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
     """What the routers of experts add to the loss, as its config weighs it; from statistics averaged over the batch."""
-    c = model.config
-    each = (c.balance_weight * balance_loss(found) + c.router_z_weight * found.z for found in routers(routing).values())
-    return sum(each, start=jnp.float32(0))
+    total = jnp.float32(0)
+    for found in routers(routing).values():
+        total += model.config.balance_weight * balance_loss(found) + model.config.router_z_weight * found.z
+    return total
 
 
 def next_token_nll(

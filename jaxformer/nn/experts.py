@@ -83,14 +83,3 @@ def routers(sown: Mapping[str, Any]) -> dict[str, RouterStatistics]:
     is_leaf = lambda x: isinstance(x, RouterStatistics)  # noqa: E731
     found = jax.tree_util.tree_leaves_with_path(sown, is_leaf=is_leaf)
     return {".".join(key.key for key in path[:-1]): statistics for path, statistics in found}
-
-
-def router_report(sown: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For the log, from statistics averaged over a batch: each layer's share of tokens an expert, and of those dropped.
-
-    `{'blocks_0.mlp': {'share': [0.3, …], 'dropped': 0.02}}`, numbers of Python.
-    """
-    return {
-        name: {"share": statistics.share_E.tolist(), "dropped": float(statistics.dropped)}
-        for name, statistics in jax.device_get(routers(sown)).items()
-    }

@@ -95,6 +95,9 @@ def line(row: dict[str, Any]) -> str:
     if "entropy" in row:
         blocks = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
         parts.append(f"entropy {blocks}")
+    if "router" in row:
+        spans = [f"{100 * min(layer['share']):.1f}-{100 * max(layer['share']):.1f}" for layer in row["router"].values()]
+        parts.append(f"tokens an expert {' '.join(spans)} %")
     if "step_ms" in row:
         parts.append(f"{row['step_ms']:.0f} ms  {_speed(row)}")
     return "  ".join(parts)

@@ -14,6 +14,7 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.checkpoints import StoredCheckpoints, damage
+from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.train.log import read_metrics
@@ -269,7 +270,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     assert str(evidence.relative_to(here)) in last[0]
     broken = load_run(here / "broken")
     keys = jax.random.wrap_key_data(np.load(evidence / "key.npy"))
-    found = first_non_finite(broken.model, broken.params, np.load(evidence / "batch.npy"), keys)
+    stored = np.load(evidence / "batch.npz")
+    batch = Batch((stored["inputs.0"],), stored["targets"])
+    found = first_non_finite(broken.model, broken.params, batch, keys)
     assert f"first {found.culprit};" in last[0]
     report = (evidence / "report.txt").read_text()
     assert found.culprit in report and "with the step's attention: xla" in report and "float32" in report

@@ -205,6 +205,13 @@ def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(name: str) -> None:
     np.testing.assert_array_equal(felt_TS, wanted)
 
 
+def test_a_prefix_language_model_is_called_with_the_length_of_a_prefix() -> None:
+    config = replace(PLAIN, prefix=True)
+    assert [(x.shape, x.dtype) for x in config.example()] == [((T,), jnp.int32), ((), jnp.int32)]
+    assert len(PLAIN.example()) == 1
+    assert config.build().prompt_is_prefix and not PLAIN.build().prompt_is_prefix
+
+
 @pytest.mark.slow
 def test_decoding_after_a_prefix_equals_the_full_forward() -> None:
     """The prefix, padded, in one call, then a token at a time; a prefix of no tokens is no prefix."""
@@ -299,6 +306,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"n_heads": -3}, ["n_heads", "-3"]),
         ({"head_dim": -5}, ["head_dim", "-5"]),
         ({"window": 0}, ["window", "0"]),
+        ({"window": 5, "prefix": True}, ["window", "5", "prefix"]),
         ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
         ({"n_experts": 0}, ["n_experts", "0"]),
         ({"n_experts": 4, "experts_per_token": 5}, ["experts_per_token", "5", "4"]),

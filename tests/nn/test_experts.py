@@ -9,7 +9,7 @@ import pytest
 
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import ROUTER
-from jaxformer.nn.experts import Experts, router_report, routers
+from jaxformer.nn.experts import Experts, routers
 from jaxformer.nn.mlp import MLP
 from jaxformer.ops.experts import RouterStatistics
 from tests.arrays import apply, assert_close, first_params, normal, random_params
@@ -135,12 +135,11 @@ def test_nothing_is_sown_where_nobody_asks() -> None:
     assert sown == {}
 
 
-def test_statistics_are_reported_by_layer() -> None:
-    shares = RouterStatistics(jnp.array([0.75, 0.25]), jnp.array([0.5, 0.5]), jnp.array(2.0), jnp.array(0.125))
-    sown = {"blocks_0": {"mlp": {"statistics": shares}}, "blocks_1": {"mlp": {"statistics": shares}}}
-    layer = {"share": [0.75, 0.25], "dropped": 0.125}
-    assert router_report(sown) == {"blocks_0.mlp": layer, "blocks_1.mlp": layer}
-    assert router_report({}) == {}
+def test_statistics_are_found_by_layer() -> None:
+    first, second = (RouterStatistics(*[jnp.full(2, i)] * 4) for i in range(2))
+    sown = {"blocks_0": {"mlp": {"statistics": first}}, "blocks_1": {"mlp": {"statistics": second}}}
+    assert routers(sown) == {"blocks_0.mlp": first, "blocks_1.mlp": second}
+    assert routers({}) == {}
 
 
 def test_experts_begin_unlike_each_other() -> None:

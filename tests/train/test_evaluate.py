@@ -7,6 +7,7 @@ import pytest
 
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import HeldOutText
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
@@ -34,9 +35,10 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
         n_bytes += LENGTHS[window[-len(part) :]].sum()
     for batch_size, mesh in ((8, "data=8"), (16, "data=2,fsdp=2,tensor=2")):
         asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
-        found = Evaluator(asked, make_mesh(mesh), TOKENS, LENGTHS)(params)
-        assert found.tokens == len(nll) == (94 if every == 1 else 100)
+        found = Evaluator(asked, make_mesh(mesh), HeldOutText(TOKENS, LENGTHS, 7, config.n_predicted))(params)
+        assert found.targets == len(nll) == (94 if every == 1 else 100)
         np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
+        assert 0 < found.others["accuracy"] < 0.3
         np.testing.assert_allclose(found.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)
         np.testing.assert_allclose(found.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
 
@@ -44,7 +46,7 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
 def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
     config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
-    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), TOKENS, LENGTHS)
+    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), HeldOutText(TOKENS, LENGTHS, 7, 7))
     events: list[str] = []
 
     class Nats:
@@ -52,13 +54,14 @@ def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
             events.append("read")
             return np.array([0.5, 1.5])
 
-    def step(*_: object) -> Nats:
+    def step(*_: object) -> dict[str, object]:
         events.append("begin")
-        return Nats()
+        return {"nats": Nats(), "correct": np.array([0, 1]), "weight": np.array([2, 2])}
 
     monkeypatch.setattr(evaluate, "_step", step)
     n = 8  # of 100 tokens, 14 in a batch
-    assert evaluate({}).loss == 2.0 * n / 100
+    found = evaluate({})
+    assert (found.loss, found.others, found.targets) == (2 / 4, {"accuracy": 1 / 4}, 100)
     assert events == ["begin"] * AHEAD + ["begin", "read"] * (n - AHEAD) + ["read"] * AHEAD
 
 
@@ -73,8 +76,8 @@ def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most
         window = np.resize(TOKENS[first : first + 8], 8)  # what comes after a token does not change its loss
         nll.append(float(windows(window)[place - first - 1]))
     asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=8))
-    found = Evaluator(asked, make_mesh("data=8"), TOKENS, LENGTHS, stride)(params)
-    assert found.tokens == 100
+    found = Evaluator(asked, make_mesh("data=8"), HeldOutText(TOKENS, LENGTHS, 7, 7, stride))(params)
+    assert found.targets == 100
     np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
 
 
@@ -87,7 +90,7 @@ def test_the_batch_and_the_devices_do_not_show_in_the_result():
     def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
         asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         mesh = make_mesh(devices=jax.devices()[:n_devices])
-        return Evaluator(asked, mesh, tokens, LENGTHS, stride)(params).loss
+        return Evaluator(asked, mesh, HeldOutText(tokens, LENGTHS, 64, 64, stride))(params).loss
 
     for stride in (None, 16):
         one = loss(1, 1, stride)
