@@ -67,6 +67,26 @@ class TokenModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
+class ImageModelConfig(ModelConfig):
+    """What all models share that tell what an image or a video shows."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels."""
+    channels: int = 3
+    """1 for grey, 3 for colour."""
+    n_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "channels", "n_classes")
+        if len(self.image_size) != 2 or min(self.image_size) < 1:
+            raise UserError(f"image_size is {self.image_size}; it must be a height and a width of at least 1 pixel.")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (np.zeros((*self.image_size, self.channels), np.uint8),)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What the trainer needs to know of every kind of data; each stands beside its reader in `jaxformer/data/`."""
 

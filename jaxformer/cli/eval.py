@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from jaxformer.runs import Run
 
 DESCRIPTION = """Measure a run on what was held out of its own data; or, with --data.path, how well a language model
-predicts a text: loss (nats a token), perplexity, bits per byte, the share of tokens that it would guess right.
+predicts a text: loss (nats a token), perplexity, bits per byte, the share of tokens that it would guess right. Of
+pairs of texts, also BLEU, chrF (both by sacrebleu) and the share of exact matches of what it makes of the sources, the
+likeliest token at each step.
 
 The text is one end-of-text token, then the files, each followed by one, made into tokens by the run's own tokenizer;
 every token but the first is predicted once, each end-of-text token too, and whatever is in the window before it
@@ -69,6 +71,8 @@ def _main(arguments: list[str]) -> int:
         raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")
     machine.set_up(asked.batch_size, asked.opening.mesh)
 
+    from jaxformer.cli.translating import quality
+    from jaxformer.data.pairs import Pairs
     from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
     from jaxformer.sharding import batch_shards, make_mesh
@@ -91,6 +95,9 @@ def _main(arguments: list[str]) -> int:
     row = {name.removeprefix("val_"): value for name, value in found.as_row().items()}
     told = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
     print(" ".join([*told[:-1], f"targets={found.targets}"]))
+    if isinstance(data, Pairs):
+        written = quality(run, params, data, asked.batch_size)
+        print(" ".join(f"{name}={value:.4f}" for name, value in written.items()))
     return 0
 
 

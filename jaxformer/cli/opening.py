@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxformer.cli.train import RUNS
 
 if TYPE_CHECKING:
+    import flax.linen as nn
     from jax.sharding import Mesh
 
     from jaxformer.runs import Run
@@ -34,6 +35,13 @@ def run_folder(options: RunOptions) -> Path:
     from jaxformer.runs import latest_run
 
     return latest_run(RUNS) if options.run is None else Path(options.run)
+
+
+def model_of(options: RunOptions) -> nn.Module:
+    """The model of the run that was asked for, without its parameters; raises UserError where there is no such run."""
+    from jaxformer.runs import read_config  # orbax takes a second to import
+
+    return read_config(run_folder(options)).model.build()
 
 
 def open_run(options: RunOptions, mesh: Mesh | None) -> Run:

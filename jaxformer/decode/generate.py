@@ -199,7 +199,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.ended_B = np.zeros(len(self.seeds_R), bool)
-        self.place = _placement(self.params)
+        self.place = placement(self.params)
 
     @property
     def goes_on(self) -> bool:
@@ -336,7 +336,7 @@ class _Run:
             yield piece._replace(tokens_BN=tokens_BN)
 
 
-def _placement(params: Params) -> Callable[[np.ndarray], Any]:
+def placement(params: Params) -> Callable[[np.ndarray], Any]:
     """How an array of rows comes to the devices that hold the parameters: split, if the rows can be shared evenly."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding):

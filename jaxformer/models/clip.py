@@ -19,7 +19,7 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.ops.norms import l2_normalize
-from jaxformer.ops.patches import patches
+from jaxformer.ops.patches import patchify, standardised
 from jaxformer.ops.positions import sinusoidal
 
 LARGEST_LOG_SCALE = log(100)
@@ -130,8 +130,8 @@ class PatchEmbedding(nn.Module):
         init = nn.initializers.normal(c.d_model**-0.5)
         x_class_D = self.param("x_class", init, (c.d_model,))
         W_E = self.param("W_E", init, (c.patch_size**2 * len(c.mean), c.d_model))
-        pixels_HWC = (image_HWC / jnp.float32(255) - jnp.array(c.mean)) / jnp.array(c.std)
-        x_ND = patches(pixels_HWC.astype(W_E.dtype), c.patch_size) @ W_E
+        patches_NP = patchify(standardised(image_HWC, c.mean, c.std), 2 * (c.patch_size,))
+        x_ND = patches_NP.astype(W_E.dtype) @ W_E
         x_TD = jnp.concatenate([x_class_D[None], x_ND])
         if c.positions == "learned":
             return x_TD + self.param("W_pos", init, (1 + c.n_patches, c.d_model))

@@ -1,13 +1,17 @@
+"""Dates to learn from."""
+
 import datetime
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxformer.data import dates
-from jaxformer.data.dates import EDGE, FORMS, LOCALES, Dates, as_text, as_tokens, split_days, write_date
+from jaxformer.data.dates import FORMS, LOCALES, DatesConfig, split_days, write_date
 from jaxformer.errors import UserError
+from jaxformer.models.recurrent import RecurrentConfig
 
 DAY = datetime.date(2023, 9, 7)
+MODEL = RecurrentConfig(257, 64)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +26,7 @@ DAY = datetime.date(2023, 9, 7)
     ],
 )
 def test_a_date_as_people_there_write_it(locale, form, source):
-    assert write_date(DAY, locale, form) == (source, "2023-09-07", locale, form)
+    assert write_date(DAY, locale, form) == (source, "2023-09-07")
 
 
 def test_days_are_held_out_and_none_is_lost():
@@ -34,23 +38,25 @@ def test_days_are_held_out_and_none_is_lost():
     assert {datetime.date.fromordinal(int(day)).month for day in held_out} == set(range(1, 13))
 
 
-def test_a_pair_depends_on_seed_and_index_alone():
-    train, held_out = split_days()
-    one, again = Dates(train, seed=3), Dates(train, seed=3)
-    forwards, backwards = [one[i] for i in range(50)], [again[i] for i in reversed(range(50))]
-    assert forwards == backwards[::-1]
-    assert len(set(forwards)) == 50  # of seven million
-    assert forwards != [Dates(train, seed=4)[i] for i in range(50)]
-    targets = {datetime.date.fromordinal(int(day)).isoformat() for day in held_out}
-    assert not targets & {pair.target for pair in forwards}
-    assert all(Dates(held_out, seed=0)[i].target in targets for i in range(50))
+def test_dates_are_drawn_alike_from_all_days_locales_and_forms():
+    pairs = DatesConfig().draw(split_days()[0], 1000)
+    assert pairs == DatesConfig().draw(split_days()[0], 1000)
+    assert len(set(pairs)) > 990  # of seven million
+    assert {pair.source.partition(" ")[0] for pair in pairs} == set(LOCALES)  # missed once in 30 million times
+    for form, quarter in zip(FORMS, np.array_split(np.arange(1000), 4), strict=True):
+        for i in quarter:
+            locale = pairs[i].source.partition(" ")[0]
+            assert pairs[i] == write_date(datetime.date.fromisoformat(pairs[i].target), locale, form)
 
 
-def test_all_locales_and_forms_are_drawn():
-    pairs = [Dates(split_days()[0], seed=0)[i] for i in range(1000)]
-    assert {pair.locale for pair in pairs} == set(LOCALES)  # one of 48 is missed once in 30 million times
-    counts = [sum(pair.form == form for pair in pairs) for form in FORMS]
-    assert all(180 < count < 320 for count in counts)  # 250 each, with a standard deviation of 14
+def test_no_held_out_day_is_trained_on():
+    data = DatesConfig(n_pairs=400, n_held_out=80).load(MODEL, 8, 0)
+    held_out = {datetime.date.fromordinal(int(day)).isoformat() for day in split_days()[1]}
+    assert {pair.target for pair in data.val} <= held_out
+    seen = set()
+    for step in range(data.steps_per_epoch):
+        seen |= {data.tokenizer.decode(row) for row in data.rows(step).targets}
+    assert len(seen) > 350 and not seen & held_out
 
 
 def test_every_source_fits_and_names_one_date():
@@ -61,28 +67,27 @@ def test_every_source_fits_and_names_one_date():
         for form in FORMS:
             sources = [write_date(day, locale, form).source for day in days]
             assert len(set(sources)) == len(days), (locale, form)
-            assert max(len(source.encode()) for source in sources) <= dates.SOURCE_LENGTH, (locale, form)
+            assert max(len(source.encode()) for source in sources) <= 64, (locale, form)
 
 
-def test_tokens_are_bytes_with_an_edge_on_each_side_of_the_target():
-    pairs = [write_date(DAY, "ja", "long"), write_date(DAY, "en_US", "short")]
-    source_BS, valid_BS, target_BT = as_tokens(pairs)
-    assert source_BS.shape == valid_BS.shape == (2, 64) and target_BT.shape == (2, 12)
-    assert bytes(source_BS[0][valid_BS[0]].tolist()).decode() == "ja 2023年9月7日"
-    assert valid_BS.sum(axis=1).tolist() == [18, 12]  # three bytes each of 年, 月 and 日
-    assert valid_BS[1].tolist() == [True] * 12 + [False] * 52 and not source_BS[1, 12:].any()
-    assert target_BT[0].tolist() == [EDGE, *b"2023-09-07", EDGE]
-    assert as_text(target_BT[0]) == as_text(target_BT[0, 1:]) == as_text(target_BT[0, :-1]) == "2023-09-07"
-    assert max(source_BS.max(), target_BT.max()) < dates.VOCAB_SIZE
-    batch = Dates(split_days()[0], seed=0).batch(range(5, 9))
-    alone = Dates(split_days()[0], seed=0).batch([7])
-    for together, one in zip(batch, alone, strict=True):
-        np.testing.assert_array_equal(together[2], one[0])
+def test_tokens_are_bytes_and_targets_have_ten_and_an_end():
+    data = DatesConfig(n_pairs=100, n_held_out=8, locales=("ja", "en_US"), forms=("long", "short")).load(MODEL, 10, 0)
+    assert data.tokenizer.vocab_size == 257
+    batch = data.rows(3)
+    assert batch.targets.shape == (10, 11) and batch.weights.all()
+    assert [len(data.tokenizer.token_bytes[token]) for token in batch.targets[0]] == [1] * 10 + [0]
+    for source_S, valid_S in zip(*batch.inputs[:2], strict=True):
+        text = data.tokenizer.decode(source_S[valid_S])
+        assert text.startswith(("ja ", "en_US ")) and valid_S.sum() == len(text.encode())
 
 
-def test_as_text_takes_what_a_model_may_write():
-    assert as_text([EDGE, EDGE, 65]) == ""
-    assert as_text([65, 0xFF, EDGE, 66]) == "A\ufffd"
+def test_the_seed_orders_the_dates_and_leaves_them_as_they_are():
+    config = DatesConfig(n_pairs=64, n_held_out=8)
+    one, another = (config.load(MODEL, 8, seed) for seed in (0, 1))
+    assert one.fingerprint == another.fingerprint
+    assert one.val == another.val
+    assert not np.array_equal(one.rows(0).targets, another.rows(0).targets)
+    assert replace(config, forms=("full",)).load(MODEL, 8, 0).fingerprint != one.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -90,17 +95,18 @@ def test_as_text_takes_what_a_model_may_write():
     [
         ({"locales": ("de", "xx_YY")}, "the locale 'xx_YY' is not known"),
         ({"locales": ("not a locale",)}, "the locale 'not a locale' is not known"),
-        ({"locales": ()}, "no locales"),
-        ({"forms": ("tiny",)}, "'tiny'; it must be one of short, medium, long, full"),
-        ({"days": np.zeros(0, int)}, "no days"),
+        ({"locales": ()}, "data.locales is empty"),
+        ({"forms": ("tiny",)}, "'tiny'; each must be one of short, medium, long, full"),
+        ({"forms": ()}, "data.forms is empty"),
+        ({"n_pairs": 0}, "n_pairs is 0; it must be at least 1"),
     ],
     ids=str,
 )
 def test_what_cannot_be_drawn_from_is_the_users_error(fields, said):
     with pytest.raises(UserError, match=said):
-        Dates(**{"days": split_days()[0], "seed": 0} | fields)
+        DatesConfig(**fields)
 
 
-def test_a_locale_whose_dates_are_too_long_is_named():
-    with pytest.raises(UserError, match="leave out the locale th"):
-        as_tokens([write_date(DAY, "th", "full")])
+def test_the_vocabulary_is_that_of_bytes():
+    with pytest.raises(UserError, match="vocab_size is 300, but this text supports only 257"):
+        DatesConfig().load(RecurrentConfig(300, 64), 8, 0)
