@@ -22,7 +22,7 @@ clip = Config(
         ),
         d_joint=64,
     ),
-    # A thousand pairs are soon learned by heart: what varies them, and dropout, is what makes for others to be found.
+    # A thousand pairs are soon learned by heart; dropout and moved images make what is learned fit other pairs, too.
     data=CaptionsConfig(shift=6, flip=True),
     steps=1800,
     optimizer=OptimizerConfig(
