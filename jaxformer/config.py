@@ -67,6 +67,26 @@ class TokenModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
+class ImageModelConfig(ModelConfig):
+    """What all models share that tell what an image or a video shows."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels."""
+    channels: int = 3
+    """1 for grey, 3 for colour."""
+    n_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "channels", "n_classes")
+        if len(self.image_size) != 2 or min(self.image_size) < 1:
+            raise UserError(f"image_size is {self.image_size}; it must be a height and a width of at least 1 pixel.")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (np.zeros((*self.image_size, self.channels), np.uint8),)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What the trainer needs to know of every kind of data; each stands beside its reader in `jaxformer/data/`."""
 
@@ -271,14 +291,17 @@ def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, 
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """Plain JSON types; a config of a model or of data carries the name of its class as `kind`, `file.Class`."""
+    """Plain JSON types; what may be of several classes, a run's model and its data, has the name of its class as
+    `kind`, `file.Class`."""
     assert dataclasses.is_dataclass(config)
+    hints = typing.get_type_hints(type(config))
     fields: dict[str, Any] = {}
-    if isinstance(config, ModelConfig | DataConfig):
-        fields["kind"] = f"{type(config).__module__.rpartition('.')[2]}.{type(config).__name__}"
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         fields[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+        if hints[f.name] in (ModelConfig, DataConfig):
+            kind = f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"
+            fields[f.name] = {"kind": kind, **fields[f.name]}
     return fields
 
 

@@ -30,9 +30,9 @@ WHOLE = PartitionSpec()
 """Split over nothing."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"W_E$", ("tensor", "fsdp")),  # (V, D)
+    (r"W_(E|patch)$", ("tensor", "fsdp")),  # (V, D), (P, D)
     (r"W_(pos|segment)$", (None, "fsdp")),  # (T, D), and a row a kind of segment
-    (r"W_out$", ("fsdp", "tensor")),  # (D, V)
+    (r"W_out$|W_[it]$", ("fsdp", "tensor")),  # (D, V), and (D, E) into a joint space
     (r"W_[QKV]$", ("fsdp", "tensor", None)),  # (D, H, K)
     (r"b_[QKV]$", ("tensor", None, None)),  # (H, 1, K)
     (r"W_O$", ("tensor", None, "fsdp")),  # (H, K, D)
@@ -48,7 +48,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"W_(gate_)?\d*[13579]$", ("fsdp", "tensor")),  # (D, F): into a hidden layer
     (r"W_(gate_)?\d*[02468]$", ("tensor", "fsdp")),  # (F, D): out of it
     (r"b_\d*[13579]$", ("tensor",)),
-    (r"b_\d*[02468]$|b_[OUo]$|b_out$|gamma\w*$|beta$", ()),
+    (r"b_\d*[02468]$|b_[OUo]$|b_(out|patch)$|gamma\w*$|beta$|x_class$|(^|\.)t$", ()),
 )
 """The first pattern found in a parameter's name decides. An axis that does not divide a dimension is left out."""
 

@@ -1,11 +1,13 @@
 """Configs: bounds, JSON and differences."""
 
 import json
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from jaxformer.config import Config, OptimizerConfig, TrainConfig, differences, from_dict, to_dict
+from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TrainConfig, differences, from_dict, to_dict
 from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -37,6 +39,14 @@ def test_fields_left_out_keep_their_default():
 def test_unknown_names_and_wrong_types_are_refused(values, said):
     with pytest.raises(UserError, match=said):
         from_dict(TextConfig, values)
+
+
+def test_models_of_images_take_uint8_of_a_size_that_can_be():
+    (pixels,) = ImageModelConfig((4, 6), 3).example()
+    assert pixels.shape == (4, 6, 3) and pixels.dtype == np.uint8
+    for name, value in (("image_size", (4,)), ("image_size", (4, 0)), ("channels", 0), ("n_classes", 0)):
+        with pytest.raises(UserError, match=rf"{name} is {re.escape(str(value))}"):
+            ImageModelConfig(**{name: value})
 
 
 def test_a_missing_field_without_default_is_named():

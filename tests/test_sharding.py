@@ -18,6 +18,7 @@ from jaxformer import sharding
 from jaxformer.config import Config, OptimizerConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.runs import abstract_params
@@ -192,6 +193,33 @@ def test_the_parameters_of_experts_lie_as_written_here():
     placed = shardings(abstract_params(model.build(), model), make_mesh("fsdp=2,expert=2,tensor=2"))
     placed = flatten_dict(placed["blocks_0"]["mlp"], sep=".")
     assert {name: where.spec for name, where in placed.items()} == wanted
+
+
+def test_the_parameters_of_clip_lie_as_written_here():
+    """What is its own, beside the blocks of its towers."""
+    model = CLIPConfig(
+        vision=ImageTowerConfig(image_size=8, patch_size=4, d_model=8, n_heads=2, n_blocks=1),
+        text=TextTowerConfig(12, 6, d_model=8, n_heads=2, n_blocks=1),
+        d_joint=4,
+    )
+    wanted = {
+        "vision_embedding.x_class": P(),
+        "vision_embedding.W_E": P("tensor", "fsdp"),
+        "vision_embedding.W_pos": P(None, "fsdp"),
+        "vision_embedding_norm.gamma": P(),
+        "vision_embedding_norm.beta": P(),
+        "vision_norm.gamma": P(),
+        "vision_norm.beta": P(),
+        "text_embedding.W_E": P("tensor", "fsdp"),
+        "text_embedding.W_pos": P(None, "fsdp"),
+        "text_norm.gamma": P(),
+        "text_norm.beta": P(),
+        "W_i": P("fsdp", "tensor"),
+        "W_t": P("fsdp", "tensor"),
+        "t": P(),
+    }
+    placed = flatten_dict(shardings(abstract_params(model.build(), model), make_mesh(CUBE)), sep=".")
+    assert {name: where.spec for name, where in placed.items() if "_blocks_" not in name} == wanted
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.cli.opening import RunOptions, open_run, run_folder
+from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt
 from jaxformer.errors import UserError
 
@@ -22,14 +22,6 @@ APPLY = {"--run", "--checkpoint", "--weights", "--prompt", "--prompts-file", "--
 """The options that filling knows."""
 CANDIDATES = 5
 """As many are named if --top-logprobs does not say how many."""
-
-
-def has_gaps_filled(options: RunOptions) -> bool:
-    """Whether a run's model is one that fills gaps."""
-    from jaxformer.models.encoder import MaskedLanguageModel
-    from jaxformer.runs import read_config
-
-    return isinstance(read_config(run_folder(options)).model.build(), MaskedLanguageModel)
 
 
 def fill_prompts(

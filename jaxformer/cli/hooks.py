@@ -17,7 +17,7 @@ from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.decode import Sampling, can_continue, generate
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
-from jaxformer.inspect import attention_entropy
+from jaxformer.inspect import attention_entropy, router_report
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
 from jaxformer.runs import SAMPLES, abstract_params, count_parameters
 from jaxformer.sharding import local_copy, replicated
@@ -32,7 +32,7 @@ PROBED = 16
 
 
 def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Hook]:
-    """Attention entropy with every validation; gradient table and samples at their own pace.
+    """Attention entropy and what routers do with every validation; gradient table and samples at their own pace.
 
     Of several processes, all must call them; the first one prints and writes.
     """
@@ -40,7 +40,7 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
     if not _can_be_copied(config, mesh):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
         return [gradients]
-    hooks = [Hook(t.eval_every, _entropy(config, mesh, data), at_start=True), gradients]
+    hooks = [Hook(t.eval_every, _probe(config, mesh, data), at_start=True), gradients]
     if can_continue(config.model.build()):
         hooks.append(Hook(t.report_every, _samples(config, mesh, data, folder)))
     return hooks
@@ -55,15 +55,17 @@ def _can_be_copied(config: Config, mesh: Mesh) -> bool:
     return has is None or 4 * (parameters + weights) < has / 4
 
 
-def _entropy(config: Config, mesh: Mesh, data: Dataset) -> Any:
+def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
     model, probe = config.model.build(), next(data.held_out(PROBED, PROBED))
     weights_BN = probe.weights.reshape(len(probe.weights), -1)
     kept = weights_BN.all(axis=1) if weights_BN.all(axis=1).any() else weights_BN.any(axis=1)  # no filling
     inputs_B = jax.tree.map(lambda x: x[kept], probe.inputs)
 
     def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
-        entropy = attention_entropy(model, local_copy(state.params, mesh), *inputs_B)
-        return {"entropy": [np.asarray(heads).tolist() for heads in entropy]} if entropy else None
+        params = local_copy(state.params, mesh)
+        entropy = [np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B)]
+        found = {"entropy": entropy, "router": router_report(model, params, inputs_B)}
+        return {name: value for name, value in found.items() if value}
 
     return call
 

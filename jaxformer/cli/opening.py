@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxformer.cli.train import RUNS
 
 if TYPE_CHECKING:
+    import flax.linen as nn
     from jax.sharding import Mesh
 
     from jaxformer.runs import Run
@@ -36,11 +37,11 @@ def run_folder(options: RunOptions) -> Path:
     return latest_run(RUNS) if options.run is None else Path(options.run)
 
 
-def folder_of(options: RunOptions) -> Path:
-    """The run's folder; `UserError` if none is given and there is none below runs/."""
-    from jaxformer.runs import latest_run  # orbax takes a second to import
+def model_of(options: RunOptions) -> nn.Module:
+    """The model of the run that was asked for, without its parameters; raises UserError where there is no such run."""
+    from jaxformer.runs import read_config  # orbax takes a second to import
 
-    return latest_run(RUNS) if options.run is None else Path(options.run)
+    return read_config(run_folder(options)).model.build()
 
 
 def open_run(options: RunOptions, mesh: Mesh | None) -> Run:

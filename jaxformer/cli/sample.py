@@ -21,8 +21,8 @@ import tyro
 
 from jaxformer.cli import machine, translating
 from jaxformer.cli.arguments import options_given, parse, run_command
-from jaxformer.cli.filling import fill_prompts, has_gaps_filled
-from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.filling import fill_prompts
+from jaxformer.cli.opening import RunOptions, model_of, open_run
 from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts, seeds
 from jaxformer.decode import (
     Generation,
@@ -155,9 +155,12 @@ def _main(arguments: list[str]) -> int:
     _check(asked, given)
     prompts = _prompts(asked)
     machine.set_up(mesh=asked.opening.mesh)
-    if has_gaps_filled(asked.opening):
+    from jaxformer.models.encoder import MaskedLanguageModel
+
+    model = model_of(asked.opening)
+    if isinstance(model, MaskedLanguageModel):
         return fill_prompts(asked.opening, prompts, given, asked.sampling.top_logprobs, asked.jsonl)
-    if translating.translates(asked.opening):
+    if hasattr(model, "start"):
         return translating.main(asked, given, prompts)
     sampler = Sampler(asked, given)
     if asked.interactive:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from jaxformer.cli.opening import RunOptions, folder_of, open_run
+from jaxformer.cli.opening import open_run
 from jaxformer.cli.prompts import Prompt
 from jaxformer.data.pairs import Pairs
 from jaxformer.decode import exact_match, scores, translate_tokens
@@ -24,13 +24,6 @@ OPTIONS = {
     "--batch-size", "--num-beams", "--length-penalty", "--cache-dtype",
 }  # fmt: skip
 """Of sample.py, what matters to such a model."""
-
-
-def translates(options: RunOptions) -> bool:
-    """Whether a run's model reads a source and writes a target."""
-    from jaxformer.runs import read_config  # orbax takes a second to import
-
-    return hasattr(read_config(folder_of(options)).model.build(), "start")
 
 
 def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | UserError]) -> int:

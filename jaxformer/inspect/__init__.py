@@ -3,7 +3,7 @@
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
-from jaxformer.inspect.routing import router_line, router_report
+from jaxformer.inspect.routing import router_report
 
 __all__ = [
     "Autopsy",
@@ -13,7 +13,6 @@ __all__ = [
     "first_non_finite",
     "gradient_report",
     "named_attention_maps",
-    "router_line",
     "router_report",
     "save_autopsy",
 ]

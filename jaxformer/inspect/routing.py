@@ -45,10 +45,3 @@ def _statistics(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> di
 
     mean = jax.tree.map(lambda x_B: jnp.mean(x_B, axis=0), jax.vmap(one)(inputs))
     return {dotted(name.split(".")): statistics for name, statistics in routers(mean).items()}
-
-
-def router_line(report: Mapping[str, Mapping[str, Any]]) -> str:
-    """A report in a line: of each layer the smallest and the largest share, then how much was dropped, in percent."""
-    spans = [f"{100 * min(layer['share']):.1f}-{100 * max(layer['share']):.1f}" for layer in report.values()]
-    dropped = [f"{100 * layer['dropped']:.1f}" for layer in report.values()]
-    return f"tokens an expert, least and most a layer: {' '.join(spans)} %; dropped: {' '.join(dropped)} %"

@@ -30,7 +30,7 @@ class BlocksConfig(ModelConfig):
     """Biases in the projections of attention."""
     d_ff: tuple[int, ...] = (2048,)
     """Widths of the MLP's hidden layers."""
-    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "swiglu"] = "relu"
+    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "relu"
     bias: bool = True
     """Biases in the MLP."""
     norm: Literal["rmsnorm", "layernorm"] = "layernorm"

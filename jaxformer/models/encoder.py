@@ -28,7 +28,7 @@ class EncoderConfig(TokenBlocksConfig):
     n_heads: int = 4
     attention_bias: bool = True
     d_ff: tuple[int, ...] = (1024,)
-    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "swiglu"] = "gelu"
+    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "gelu"
     positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
     embedding_std: float = 0.02
     embedding_norm: bool = True

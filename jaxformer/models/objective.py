@@ -21,10 +21,11 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
 from jaxformer.ops.experts import balance_loss
-from jaxformer.ops.losses import is_largest, negative_log_likelihood, smoothing_cost
+from jaxformer.ops.losses import is_largest, negative_log_likelihood, pair_nll, smoothing_cost
 
 Params = Any
 """A pytree of arrays: what `model.init(…)["params"]` gives."""
@@ -116,7 +117,81 @@ class CrossEntropy:
         return {"loss": float(nats / weight), "accuracy": float(correct / weight)}
 
 
-OBJECTIVES: dict[str, Objective] = {"cross_entropy": CrossEntropy()}
+class Contrastive:
+    """The model gives places in one space to the two halves of a pair, and what cosines are scaled by, as `CLIP`; each
+    half is to be told from all others of the batch by the other one (Radford et al. 2021, figure 3).
+
+    A batch's targets say which caption each pair has, int32 `(B,)`: in `summary`, all that are equal are right.
+    """
+
+    def loss(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        across: Across = WHOLE,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """Nats a pair, the mean over the batch, each told from all pairs that are computed at once.
+
+        These are those of all devices. With `compute.accumulate` the parts of a batch are computed one after the
+        other, and each is told from fewer: another loss. Pairs of weight 0 are nobody's wrong answer.
+
+        Raises:
+          UserError: for label smoothing, as there are no classes.
+        """
+        if smoothing:
+            raise UserError(f"train.label_smoothing is {smoothing}, but pairs have no labels to smooth; set it to 0.")
+        image_BE, text_BE, log_scale = self._pairs(model, params, batch, keys_B)
+        counts_N = None if batch.weights is None else across.gather(jnp.asarray(batch.weights)) > 0
+        among = (across.gather(image_BE), across.gather(text_BE), log_scale, counts_N)
+        nll_B = jax.vmap(lambda image_E, text_E: pair_nll(image_E, text_E, *among))(image_BE, text_BE)
+        nll = jnp.mean(nll_B) / across.n if batch.weights is None else jnp.sum(nll_B * batch.weights)
+        return nll, nll
+
+    def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
+        """Of each pair the two places, which caption it has, whether it counts, and the scale of all."""
+        image_BE, text_BE, log_scale = self._pairs(model, params, batch)
+        weights_B = jnp.ones(len(image_BE)) if batch.weights is None else jnp.asarray(batch.weights)
+        return {
+            "image": image_BE, "text": text_BE, "log_scale": jnp.full(len(image_BE), log_scale),
+            "caption": jnp.asarray(batch.targets), "weight": weights_B,
+        }  # fmt: skip
+
+    def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """The loss of all pairs as one batch, and how often what is right is among the first 1 and 5 found: of all
+        texts for an image, and of all images for a text."""
+        counts = measures["weight"] > 0
+        image_NE, text_NE = (measures[name][counts].astype(np.float64) for name in ("image", "text"))
+        captions = measures["caption"][counts]
+        cosine_NN, right_NN = image_NE @ text_NE.T, captions[:, None] == captions
+        logits_NN = np.exp(np.float64(measures["log_scale"][0])) * cosine_NN
+        nll = [np.logaddexp.reduce(logits_NN, axis=axis) - np.diag(logits_NN) for axis in (0, 1)]
+        found = {"loss": float(np.mean(nll))}
+        for k in (1, 5):
+            found[f"image_to_text_recall_at_{k}"] = recall(cosine_NN, right_NN, k)
+            found[f"text_to_image_recall_at_{k}"] = recall(cosine_NN.T, right_NN, k)
+        return found
+
+    def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Minus the logit of a pair: with no others to tell it from, its loss is what draws the two together."""
+        image_E, text_E, log_scale = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))  # type: ignore[misc]
+        return -jnp.exp(log_scale) * (image_E @ text_E)
+
+    def _pairs(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Places `(B, E)` of both halves, and the logarithm of the scale."""
+        of_one = lambda inputs, key: model.apply({"params": params}, *inputs, rngs=_rngs(key))  # noqa: E731
+        found: tuple = jax.vmap(of_one, out_axes=(0, 0, None))(batch.inputs, keys_B)
+        return found
+
+
+def recall(scores_NM: np.ndarray, right_NM: np.ndarray, k: int) -> float:
+    """Share of the N queries for which a right answer is among the k of highest score; a wrong one of equal score
+    stands before it. Each query has a right answer."""
+    best_N = np.where(right_NM, scores_NM, -np.inf).max(axis=1)
+    before_N = (~right_NM & (scores_NM >= best_N[:, None])).sum(axis=1)
+    return float((before_N < k).mean())
+
+
+OBJECTIVES: dict[str, Objective] = {"cross_entropy": CrossEntropy(), "contrastive": Contrastive()}
 """By the names that `ModelConfig.objective` gives them."""
 
 

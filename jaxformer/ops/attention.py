@@ -3,6 +3,8 @@
 Query heads may share key/value heads (Ainslie et al. 2023): head h reads group h // (H / G).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -52,6 +54,23 @@ def attention(
     G = v_GSK.shape[0]
     mixed = jnp.einsum("grts,gsk->grtk", weights_HTS.reshape(G, H // G, T, S), v_GSK)
     return mixed.reshape(H, T, v_GSK.shape[-1])
+
+
+def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Callable[..., jax.Array]:
+    """Attention for a sequence of n equally long segments that do not see each other: each by itself, so that what a
+    mask would hide costs nothing.
+
+    The mask it is called with must be that of `masks.segment`; it is not looked at.
+    """
+
+    def attend(
+        q_HTK: jax.Array, k_GTK: jax.Array, v_GTK: jax.Array, mask: Mask = None, scale: float = 1.0
+    ) -> jax.Array:
+        apart = (x.reshape(x.shape[0], n, -1, x.shape[-1]) for x in (q_HTK, k_GTK, v_GTK))
+        each = jax.vmap(lambda q, k, v: attention(q, k, v, None, scale), in_axes=1, out_axes=1)
+        return each(*apart).reshape(q_HTK.shape[0], q_HTK.shape[1], -1)
+
+    return attend
 
 
 def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:

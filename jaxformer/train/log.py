@@ -96,8 +96,8 @@ def line(row: dict[str, Any]) -> str:
         blocks = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
         parts.append(f"entropy {blocks}")
     if "router" in row:
-        spans = [f"{min(layer['share']):.1%} to {max(layer['share']):.1%}" for layer in row["router"].values()]
-        parts.append(f"of tokens to an expert: {'; '.join(spans)}")
+        spans = [f"{100 * min(layer['share']):.1f}-{100 * max(layer['share']):.1f}" for layer in row["router"].values()]
+        parts.append(f"tokens an expert {' '.join(spans)} %")
     if "step_ms" in row:
         parts.append(f"{row['step_ms']:.0f} ms  {_speed(row)}")
     return "  ".join(parts)

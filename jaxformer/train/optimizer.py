@@ -158,6 +158,7 @@ def _muon_or_adamw(params: Params) -> Params:
 
 
 def _is_matrix(params: Params) -> Params:
-    """Which parameters are matrices, told by name: biases of heads have several dimensions, too."""
+    """Which parameters are matrices: those of several dimensions, but for biases of heads, and positions."""
     others = ("b_", "gamma", "beta", "W_pos")
-    return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.startswith(others), params)
+    is_matrix = lambda path, leaf: leaf.ndim > 1 and not path[-1].key.startswith(others)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(is_matrix, params)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.inspect.routing import router_line, router_report
+from jaxformer.inspect.routing import router_report
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.nn.execution import Execution
 from tests.arrays import build, random_tokens
@@ -47,13 +47,3 @@ def test_nothing_is_dropped_where_there_is_room_and_a_scan_reports_the_same() ->
 def test_a_model_without_experts_has_no_routers() -> None:
     model, params = build(replace(CONFIG, n_experts=None, capacity_factor=None))
     assert router_report(model, params, (random_tokens(V, 2, T),)) == {}
-
-
-def test_a_report_in_a_line() -> None:
-    report = {
-        "blocks.0.mlp": {"share": [0.5, 0.2, 0.3], "dropped": 0.0123},
-        "blocks.1.mlp": {"share": [0.1, 0.8, 0.1], "dropped": 0.0},
-    }
-    assert router_line(report) == (
-        "tokens an expert, least and most a layer: 20.0-50.0 10.0-80.0 %; dropped: 1.2 0.0 %"
-    )

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import partial
 from math import log
 
@@ -35,6 +36,21 @@ def test_agrees_with_jax_nn(G: int, scale: float, causal: bool) -> None:
     q, k, v = qkv(G, S=T if causal else S)
     wanted = jax.nn.dot_product_attention(*map(length_first, (q, k, v)), is_causal=causal, scale=scale)
     assert_close(attention(q, k, v, CAUSAL_TT if causal else None, scale), length_first(wanted))
+
+
+@pytest.mark.parametrize("G", [1, 2, 6])
+def test_segments_apart_are_what_their_mask_says(G: int) -> None:
+    """Three segments of four; output and gradients."""
+    q, k, v = (normal(heads, 12, K, seed=seed) for heads, seed in ((H, 1), (G, 2), (G, 3)))
+    mask = masks.segment(jnp.arange(12) // 4, jnp.arange(12) // 4)
+
+    def both(attend: Callable) -> tuple:
+        loss = lambda q, k, v: (attend(q, k, v, mask, 0.3) * normal(H, 12, K, seed=4)).sum()  # noqa: E731
+        return attend(q, k, v, mask, 0.3), *jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    apart, masked = jax.jit(lambda: (both(ops.in_segments(3)), both(ops.attention)))()
+    for ours, wanted in zip(apart, masked, strict=True):
+        assert_close(ours, wanted)
 
 
 def test_layers_by_name_are_their_formulas() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer.ops.losses import cross_entropy, is_largest, negative_log_likelihood, smoothing_cost
+from jaxformer.ops.losses import cross_entropy, is_largest, negative_log_likelihood, pair_nll, smoothing_cost
 from tests.arrays import assert_close, normal, random_tokens
 
 T, V = 7, 11
@@ -64,3 +64,14 @@ def test_bfloat16_logits_give_a_float32_loss() -> None:
     loss = negative_log_likelihood(LOGITS.astype(jnp.bfloat16), TARGETS)
     assert loss.dtype == jnp.float32
     assert_close(loss, negative_log_likelihood(LOGITS, TARGETS), 2**-7)  # logits rounded to 8 bits
+
+
+def test_a_pair_is_told_from_others_by_hand() -> None:
+    """Of two images and two texts at right angles, scaled by 2: log(1 + e^-2) each way; alone, nothing."""
+    one, two = jnp.eye(2)
+    scale = jnp.float32(log(2))
+    assert_close(pair_nll(one, one, jnp.eye(2), jnp.eye(2), scale), np.log1p(np.exp(-2)), 1e-6)
+    # Its text is told from a second like it, its image from a second at a right angle.
+    wanted = (log(2) + np.log1p(np.exp(-2))) / 2
+    assert_close(pair_nll(one, one, jnp.stack([two, one]), jnp.stack([one, one]), scale), wanted, 1e-6)
+    assert_close(pair_nll(one, one, jnp.eye(2), jnp.eye(2), scale, jnp.array([True, False])), 0.0, 1e-6)
