@@ -119,7 +119,7 @@ class Pairs(Dataset):
         """Raises `UserError` where too few pairs fit the model."""
         self.name, self.tokenizer, self.val = name, tokenizer, val
         self._end = tokenizer.end_of_text
-        self.fingerprint = _fingerprint(train, val, model.vocab_size)
+        self.fingerprint = _fingerprint(train, val, model)
         self._longest, self._batch_size, self._seed = model.context_length, batch_size, seed
         self._train = _Tokens.of(train, tokenizer).not_above(self._longest)
         self._val = _Tokens.of(val, tokenizer)
@@ -213,8 +213,8 @@ class _Tokens:
         return _Tokens([self.sources[i] for i in kept], [self.targets[i] for i in kept], self.lengths_N2[kept])
 
 
-def _fingerprint(train: Sequence[Pair], val: Sequence[Pair], vocab_size: int) -> str:
-    digest = hashlib.sha256(f"pairs {FORMAT} {vocab_size}".encode())
+def _fingerprint(train: Sequence[Pair], val: Sequence[Pair], model: TokenModelConfig) -> str:
+    digest = hashlib.sha256(f"pairs {FORMAT} {model.vocab_size} {model.context_length}".encode())
     for split in (train, val):
         digest.update(f"split {len(split)}".encode())
         for text in (text for pair in split for text in pair):
