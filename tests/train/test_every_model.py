@@ -34,13 +34,10 @@ TEXT = {**SMALL, "vocab_size": 280, "context_length": 16, "n_blocks": 1}
 RECURRENT = {"vocab_size": 257, "d_embedding": 8, "d_model": 8}
 IMAGES = {**SMALL, "image_size": (4, 6), "patch_size": (2, 2), "n_classes": 3, "n_blocks": 1}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "quick.py": (TEXT, "books"),
     "mlm.py": (TEXT | {"vocab_size": 281}, "books"),
     "prefix.py": (TEXT, "books"),
     "moe.py:moe": (TEXT | {"n_experts": 4, "capacity_factor": None}, "books"),
-    "dates.py:fixed": (RECURRENT, ""),
     "dates.py:bahdanau": (RECURRENT, ""),
-    "translation.py:gru": (RECURRENT | {"vocab_size": 270, "context_length": 16}, "pairs"),
     "translation.py:transformer": (
         SMALL | {"vocab_size": 270, "context_length": 16, "n_encoder_blocks": 1, "n_decoder_blocks": 1}, "pairs",
     ),
