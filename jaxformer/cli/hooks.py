@@ -152,11 +152,13 @@ def _translations(config: Config, data: Pairs) -> Callable[[Params], Iterator[tu
 
 
 def _alignment(config: Config, mesh: Mesh, data: Pairs, folder: Path) -> Any:
-    """A picture of where a model looks for each part of a target: of the held-out pair with the longest source."""
+    """A picture of where a model looks for each part of a target: of the held-out pair with the longest source, among
+    those of whose tokens each can be read by itself, if there are any."""
     model, tokenizer, most = config.model.build(), data.tokenizer, data.context_length
     pairs = [[tokenizer.encode(text) for text in pair] for pair in data.val]
     fitting = [pair for pair in pairs if max(map(len, pair)) < most] or [[tokens[: most - 1] for tokens in pairs[0]]]
-    source, target = max(fitting, key=lambda pair: len(pair[0]))
+    readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
+    source, target = max(fitting, key=lambda pair: (readable(pair[0]), len(pair[0])))
     source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
     names = [[tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])]
 
