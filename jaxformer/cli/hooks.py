@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.config import Config, TokenModelConfig
-from jaxformer.data.dataset import Batch, Dataset
+from jaxformer.data.dataset import Batch, Dataset, evenly
+from jaxformer.data.pairs import Pairs
 from jaxformer.decode import Sampling, can_continue, generate
+from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
-from jaxformer.inspect import attention_entropy, router_report
+from jaxformer.inspect import alignment, attention_entropy, draw_alignment, router_report
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
-from jaxformer.runs import SAMPLES, abstract_params, count_parameters
+from jaxformer.models.objective import Params
+from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters
 from jaxformer.sharding import local_copy, replicated
 from jaxformer.train.log import say
 from jaxformer.train.loop import Hook
@@ -29,6 +34,8 @@ from jaxformer.train.step import TrainState, make_gradient
 
 PROBED = 16
 """Held-out examples that attention is looked at on."""
+SHOWN = 3
+"""Held-out sources whose translations are shown."""
 
 
 def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Hook]:
@@ -42,7 +49,10 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
         return [gradients]
     hooks = [Hook(t.eval_every, _probe(config, mesh, data), at_start=True), gradients]
     if can_continue(config.model.build()):
-        hooks.append(Hook(t.report_every, _samples(config, mesh, data, folder)))
+        hooks.append(Hook(t.report_every, _samples(mesh, folder, _continuations(config, data))))
+    if isinstance(data, Pairs):
+        hooks.append(Hook(t.report_every, _samples(mesh, folder, _translations(config, data))))
+        hooks.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
     return hooks
 
 
@@ -91,24 +101,72 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
     return call
 
 
-def _samples(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> Any:
-    model, t, tokenizer = config.model.build(), config.train, data.tokenizer
-    assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # so of all that can be continued
-    context_length = config.model.context_length
-    prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
+def _samples(mesh: Mesh, folder: Path, write: Callable[[Params], Iterator[tuple[float, str]]]) -> Any:
+    """What `write` makes of parameters, at several temperatures, is shown and kept."""
 
     def call(step: int, state: TrainState, batch: Batch) -> None:
         params = local_copy(state.params, mesh)
         place = folder / SAMPLES if is_first() else Path(os.devnull)
         with writing(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
-            for temperature in (0.5, 0.0):
-                pieces = generate(
-                    model, params, [prompt], Sampling(temperature), [config.seed], max_new_tokens=t.sample_tokens,
-                    context_length=context_length, fill_token=tokenizer.end_of_text,
-                )  # fmt: skip
-                tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
-                text = f"[step {step:,}, temperature {temperature:g}] {tokenizer.decode(tokens)}"
+            for temperature, text in write(params):
+                text = f"[step {step:,}, temperature {temperature:g}] {text}"
                 file.write(text + "\n\n")
                 say(text)
+
+    return call
+
+
+def _continuations(config: Config, data: Dataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
+    """The prompt of the config, gone on with."""
+    model, t, tokenizer = config.model.build(), config.train, data.tokenizer
+    assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # so of all that can be continued
+    context_length = config.model.context_length
+    prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
+
+    def write(params: Params) -> Iterator[tuple[float, str]]:
+        for temperature in (0.5, 0.0):
+            pieces = generate(
+                model, params, [prompt], Sampling(temperature), [config.seed], max_new_tokens=t.sample_tokens,
+                context_length=context_length, fill_token=tokenizer.end_of_text,
+            )  # fmt: skip
+            tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
+            yield temperature, tokenizer.decode(tokens)
+
+    return write
+
+
+def _translations(config: Config, data: Pairs) -> Callable[[Params], Iterator[tuple[float, str]]]:
+    """Some held-out sources and what becomes of them."""
+    model, context_length = config.model.build(), data.context_length
+    chosen = [data.val[i] for i in evenly(len(data.val), SHOWN)]
+    sources = [tokens[:context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in chosen])]
+
+    def write(params: Params) -> Iterator[tuple[float, str]]:
+        targets = translate_tokens(
+            model, params, sources, end_of_text=data.tokenizer.end_of_text, context_length=context_length
+        )
+        for pair, target in zip(chosen, targets, strict=True):
+            yield 0.0, f"{pair.source} -> {data.tokenizer.decode(target)} (wanted: {pair.target})"
+
+    return write
+
+
+def _alignment(config: Config, mesh: Mesh, data: Pairs, folder: Path) -> Any:
+    """A picture of where a model looks for each part of a target: of the held-out pair with the longest source, among
+    those of whose tokens each can be read by itself, if there are any."""
+    model, tokenizer, most = config.model.build(), data.tokenizer, data.context_length
+    pairs = [[tokenizer.encode(text) for text in pair] for pair in data.val]
+    fitting = [pair for pair in pairs if max(map(len, pair)) < most] or [[tokens[: most - 1] for tokens in pairs[0]]]
+    readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
+    source, target = max(fitting, key=lambda pair: (readable(pair[0]), len(pair[0])))
+    source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
+    names = [[tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])]
+
+    def call(step: int, state: TrainState, batch: Batch) -> None:
+        weights_TS = alignment(model, local_copy(state.params, mesh), source_S, target_T)
+        if weights_TS is not None and is_first():
+            with writing(folder, PLOTS):
+                (folder / PLOTS).mkdir(exist_ok=True)
+                draw_alignment(np.asarray(weights_TS), names[0], names[1], folder / PLOTS / "alignment.png")
 
     return call

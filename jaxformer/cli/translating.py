@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jaxformer.cli.opening import open_run
 from jaxformer.cli.prompts import Prompt
 from jaxformer.data.pairs import Pairs
+from jaxformer.decode import exact_match, scores, translate_tokens
 from jaxformer.errors import UserError
 from jaxformer.sharding import make_mesh
 
@@ -31,8 +32,6 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
     Raises:
       UserError: an option does not apply, or a prompt that is not of a file cannot be translated.
     """
-    from jaxformer.decode.translate import translate_tokens
-
     if foreign := sorted(set(given) - OPTIONS):
         raise UserError(f"the run's model translates, and knows no {foreign[0]}; leave it out.")
     if not {"--prompt", "--prompts-file"} & set(given):
@@ -78,9 +77,6 @@ def _encoded(prompt: Prompt | UserError, run: Run) -> tuple[Prompt, list[int]]:
 def quality(run: Run, params: Params, data: Pairs, batch_size: int) -> dict[str, float]:
     """BLEU, chrF and the share of exact matches of what a run makes, greedily, of the held-out sources; without
     sacrebleu the last alone. A source that is too long is cut."""
-    from jaxformer.decode.scores import exact_match, scores
-    from jaxformer.decode.translate import translate_tokens
-
     model, tokenizer = run.language()
     sources, references = zip(*data.val, strict=True)
     targets = translate_tokens(

@@ -36,10 +36,14 @@ class CaptionsConfig(DataConfig):
     """Pixels by which an image is moved at most, down or up and to a side, anew in each epoch; its edge is repeated."""
     flip: bool = False
     """Mirror half of the images, others in each epoch; not where captions tell left from right."""
+    drop_words: float = 0.0
+    """Share of the words that are left out of captions in training, others in each epoch; one is always kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 0, "shift")
+        if not 0 <= self.drop_words < 1:
+            raise UserError(f"data.drop_words is {self.drop_words}; it must be at least 0 and below 1.")
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
         if not isinstance(model, Towers):
@@ -80,6 +84,7 @@ class Captions(Dataset):
     """
 
     unit = "pairs"
+    tokenizer: Tokenizer
 
     def __init__(
         self, config: CaptionsConfig, model: Towers, batch_size: int, seed: int, tokenizer: Tokenizer | None = None
@@ -106,23 +111,29 @@ class Captions(Dataset):
                 f"{folder / CAPTIONS} has {len(self.train)} pair(s) for training, fewer than train.batch_size "
                 f"{batch_size}; lower it."
             )
-        texts = [pair.caption for pair in pairs]
+        self.texts = texts = [pair.caption for pair in pairs]
         self.tokenizer = tokenizer or Tokenizer.train([texts[i] for i in self.train], model.text.vocab_size)
         self.tokens, self.valid, self.n_shortened = as_tokens(texts, self.tokenizer, length)
         self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
-        settings = (length, model.text.vocab_size, shape, config.shift, config.flip)
+        settings = (length, model.text.vocab_size, shape, config.shift, config.flip, config.drop_words)
         digest = hashlib.sha256(repr((settings, pairs)).encode())
         digest.update(self.images.tobytes())
         self.fingerprint = digest.hexdigest()
 
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
         epoch, place = divmod(step, self.steps_per_epoch)
-        batch = order(len(self.train), self.seed, epoch)[place * self.batch_size : (place + 1) * self.batch_size]
-        chosen = batch[which].astype(np.int64)
-        down, right, mirrored = draw_moves(len(self.train), self.seed, epoch, self.config.shift)
-        images = move(self.images[self.train[chosen]], down[chosen], right[chosen], mirrored[chosen] & self.config.flip)
-        return self._batch(self.train[chosen], images)
+        n, first = len(self.train), place * self.batch_size
+        numbers = order(n, self.seed, epoch)[first : first + self.batch_size][which].astype(np.int64)
+        chosen = self.train[numbers]
+        down, right, mirrored = (drawn[numbers] for drawn in draw_moves(n, self.seed, epoch, self.config.shift))
+        batch = self._batch(chosen, move(self.images[chosen], down, right, mirrored & self.config.flip))
+        if not self.config.drop_words:
+            return batch
+        kept = draw_kept(n, self.seed, epoch, self.config.drop_words)[numbers]
+        texts = [keep_words(self.texts[i], words) for i, words in zip(chosen, kept, strict=True)]
+        tokens, valid, _ = as_tokens(texts, self.tokenizer, self.tokens.shape[1])
+        return batch._replace(inputs=(batch.inputs[0], tokens, valid))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         chosen = self.val[evenly(len(self.val), n)]
@@ -242,6 +253,19 @@ def draw_moves(n: int, seed: int, epoch: int, shift: int) -> tuple[np.ndarray, n
     draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # the start of the stream is the `order`
     down, right = draw.integers(-shift, shift, (2, n), endpoint=True)
     return down, right, draw.random(n) < 0.5
+
+
+@lru_cache(maxsize=2)
+def draw_kept(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
+    """Which words of n captions are kept in an epoch, `(n, 64)`; the same again for every 64 words."""
+    draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
+    return draw.random((n, 64)) >= dropped
+
+
+def keep_words(text: str, kept: np.ndarray) -> str:
+    """Some of a text's words, in their order; the first alone, where none is kept."""
+    words = text.split()
+    return " ".join([word for i, word in enumerate(words) if kept[i % len(kept)]] or words[:1])
 
 
 def move(images_BHWC: np.ndarray, down_B: np.ndarray, right_B: np.ndarray, mirrored_B: np.ndarray) -> np.ndarray:

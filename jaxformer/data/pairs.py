@@ -111,6 +111,7 @@ class Pairs(Dataset):
 
     unit = "tokens"
     """Of targets, with their end."""
+    tokenizer: Tokenizer
 
     def __init__(
         self, name: str, train: Sequence[Pair], val: Sequence[Pair], tokenizer: Tokenizer, model: TokenModelConfig,
@@ -119,15 +120,15 @@ class Pairs(Dataset):
         """Raises `UserError` where too few pairs fit the model."""
         self.name, self.tokenizer, self.val = name, tokenizer, val
         self._end = tokenizer.end_of_text
-        self.fingerprint = _fingerprint(train, val, model.vocab_size)
-        self._longest, self._batch_size, self._seed = model.context_length, batch_size, seed
-        self._train = _Tokens.of(train, tokenizer).not_above(self._longest)
+        self.fingerprint = _fingerprint(train, val, model)
+        self.context_length, self._batch_size, self._seed = model.context_length, batch_size, seed
+        self._train = _Tokens.of(train, tokenizer).not_above(self.context_length)
         self._val = _Tokens.of(val, tokenizer)
         self._n_left_out = len(train) - len(self._train)
         if len(self._train) < batch_size:
             raise UserError(
-                f"of {len(train)} training pairs, {len(self._train)} have at most {self._longest} tokens a side, fewer "
-                f"than train.batch_size {batch_size}; lower it, raise model.context_length, or give more pairs."
+                f"of {len(train)} training pairs, {len(self._train)} have at most {self.context_length} tokens a side, "
+                f"fewer than train.batch_size {batch_size}; lower it, raise model.context_length, or give more pairs."
             )
         self._widths = self._widths_of_buckets()
         self._epoch = lru_cache(maxsize=2)(self._plan)
@@ -149,12 +150,12 @@ class Pairs(Dataset):
             yield batch
 
     def describe(self) -> str:
-        n_cut = int((self._val.lengths_N2.max(axis=1) > self._longest).sum())
+        n_cut = int((self._val.lengths_N2.max(axis=1) > self.context_length).sum())
         return (
             f"{self.name}: {len(self._train):,} pairs, {self.per_step / self._batch_size:.1f} tokens a target"
-            + (f" ({self._n_left_out:,} more are longer than {self._longest} tokens)" if self._n_left_out else "")
+            + (f" ({self._n_left_out:,} more are longer than {self.context_length} tokens)" if self._n_left_out else "")
             + f"; held out: {len(self._val):,} pairs"
-            + (f", {n_cut:,} of them cut to {self._longest} tokens" if n_cut else "")
+            + (f", {n_cut:,} of them cut to {self.context_length} tokens" if n_cut else "")
         )
 
     def _plan(self, epoch: int) -> np.ndarray:
@@ -165,14 +166,14 @@ class Pairs(Dataset):
 
     def _buckets(self, lengths_N2: np.ndarray) -> np.ndarray:
         """Of each pair: how many parts of the context its longer side takes beside one."""
-        longer_N = np.minimum(lengths_N2.max(axis=1), self._longest)
-        return (longer_N - 1) * N_BUCKETS // self._longest
+        longer_N = np.minimum(lengths_N2.max(axis=1), self.context_length)
+        return (longer_N - 1) * N_BUCKETS // self.context_length
 
     def _widths_of_buckets(self) -> np.ndarray:
         """How wide each bucket's batches are on either side, `(N_BUCKETS, 2)`: a batch may also hold shorter pairs."""
         widths = np.ones((N_BUCKETS, 2), int)
         for lengths_N2 in (self._train.lengths_N2, self._val.lengths_N2):
-            np.maximum.at(widths, self._buckets(lengths_N2), np.minimum(lengths_N2, self._longest))
+            np.maximum.at(widths, self._buckets(lengths_N2), np.minimum(lengths_N2, self.context_length))
         return np.maximum.accumulate(widths)
 
     def _batch(self, tokens: _Tokens, pairs_B: np.ndarray, rows_B: np.ndarray) -> Batch:
@@ -213,8 +214,8 @@ class _Tokens:
         return _Tokens([self.sources[i] for i in kept], [self.targets[i] for i in kept], self.lengths_N2[kept])
 
 
-def _fingerprint(train: Sequence[Pair], val: Sequence[Pair], vocab_size: int) -> str:
-    digest = hashlib.sha256(f"pairs {FORMAT} {vocab_size}".encode())
+def _fingerprint(train: Sequence[Pair], val: Sequence[Pair], model: TokenModelConfig) -> str:
+    digest = hashlib.sha256(f"pairs {FORMAT} {model.vocab_size} {model.context_length}".encode())
     for split in (train, val):
         digest.update(f"split {len(split)}".encode())
         for text in (text for pair in split for text in pair):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from jaxformer.config import from_dict, to_dict
-from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_moves, move
+from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_kept, draw_moves, keep_words, move
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
@@ -190,11 +190,12 @@ def test_the_fingerprint_is_of_all_that_shapes_the_batches(tmp_path: Path) -> No
     assert len(data.fingerprint) == 64 and data.fingerprint == load(path, batch_size=1, seed=5).fingerprint
     others = [
         load(path, shift=1), load(path, flip=True),
+        load(path, drop_words=0.5),
         load(path, model=replace(MODEL, text=replace(MODEL.text, context_length=11))),
     ]  # fmt: skip
     others.append(load(write(tmp_path, images={**IMAGES, "0.png": png((254, 0, 0))})))
     others.append(load(write(tmp_path, [LINES[0].replace("red", "Red"), *LINES[1:]])))
-    assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 6
+    assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 7
 
 
 def test_it_says_what_there_is(tmp_path: Path) -> None:
@@ -264,3 +265,30 @@ def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
         load(path, model=replace(MODEL, vision=replace(MODEL.vision, mean=(0.5, 0.5), std=(0.2, 0.2))))
     with pytest.raises(UserError, match="shift is -1"):
         CaptionsConfig(path, shift=-1)
+    with pytest.raises(UserError, match=r"drop_words is 1\.0; it must be at least 0 and below 1"):
+        CaptionsConfig(path, drop_words=1.0)
+
+
+def test_some_words_are_left_out_and_one_is_kept() -> None:
+    kept = np.array([True, False, False, True])
+    assert keep_words("one two three four five six", kept) == "one four five"
+    assert keep_words("one two", kept[1:3]) == "one"
+    drawn = draw_kept(1000, 0, 0, 0.3)
+    assert abs(drawn.mean() - 0.7) < 0.008  # four times √(0.21/64000)
+    assert (drawn != draw_kept(1000, 0, 1, 0.3)).any()
+
+
+def test_words_are_left_out_in_training_alone(tmp_path: Path) -> None:
+    """Captions of the letters a, b and c: what is left of them are some of these, others in another epoch."""
+    lines = [f"{i}.png\ta b c\t{'val' if i == 4 else 'train'}" for i in range(5)]
+    model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
+    data = load(write(tmp_path, lines), batch_size=4, model=model, drop_words=0.5)
+    strip = lambda row, valid: data.tokenizer.decode(row[valid])  # noqa: E731
+    epochs = [[strip(*pair) for pair in zip(*data.rows(step).inputs[1:], strict=True)] for step in range(4)]
+    for said in (text for epoch in epochs for text in epoch):
+        assert said and said.split() == sorted(set(said.split()) & {"a", "b", "c"})
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert data.rows(3).targets.tolist() == [data.numbers[0]] * 4  # the caption is the same one
+    (held,) = data.held_out(1)
+    assert strip(held.inputs[1][0], held.inputs[2][0]) == "a b c"
+    assert equal(data.rows(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).rows(2))

@@ -154,11 +154,13 @@ def test_pairs_that_are_too_long_are_left_out_and_said_to_be() -> None:
         pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)], batch_size=51)
 
 
-def test_the_fingerprint_is_that_of_the_texts() -> None:
+def test_the_fingerprint_is_that_of_the_texts_and_the_context() -> None:
     changed = [pairs(TRAIN[1:]), pairs(val=VAL[1:]), pairs([Pair("00 ", TRAIN[0].target), *TRAIN[1:]])]
     moved = pairs([TRAIN[0], Pair(TRAIN[1].source + TRAIN[1].target[:1], TRAIN[1].target[1:]), *TRAIN[2:]])
     assert len({data.fingerprint for data in (pairs(), *changed, moved)}) == 5
     assert pairs(seed=7, batch_size=2).fingerprint == pairs().fingerprint
+    longer = Pairs("numbers", TRAIN, VAL, BYTES, RecurrentConfig(257, LONGEST + 1), 4, 0)
+    assert longer.fingerprint != pairs().fingerprint
 
 
 @pytest.fixture
