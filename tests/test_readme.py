@@ -28,7 +28,8 @@ def here(tmp_path_factory):
     write_books(folder / "books")
     few = ["--steps", "2", "--optimizer.warmup-steps", "0", "--train.batch-size", "4", "--model.d-model", "8"]
     dates = ["--config", f"{ROOT}/configs/dates.py:bahdanau", *few, "--data.n-pairs", "64", "--data.n-held-out", "8"]
-    gaps = ["--config", f"{ROOT}/configs/mlm.py", *few, "--model.vocab-size", "281", "--data.path", str(folder / "books")]
+    books = ["--data.path", str(folder / "books"), "--model.vocab-size", "281"]
+    gaps = ["--config", f"{ROOT}/configs/mlm.py", *few, *books]
     for options in (dates, gaps, tiny(folder / "books", steps=2)):  # the newest is what commands without --run take
         result = run("train.py", *options, cwd=folder)
         assert result.returncode == 0, result.stderr
