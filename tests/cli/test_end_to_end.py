@@ -250,7 +250,7 @@ def test_changed_text_can_be_allowed_and_is_read_with_the_runs_own_tokenizer(her
     notes = [row for row in read_metrics(here / "allowed") if "note" in row]
     assert [row["step"] for row in notes] == [20]
     assert notes[0]["note"].startswith("the data is not what it was before; now it is other: 5 documents, ")
-    assert "step 20  note: the text" in result.stdout
+    assert "step 20  note: the data" in result.stdout
     result = run("train.py", *options, "--steps", "24", cwd=here)  # from here on it is the run's text
     assert result.returncode == 0, result.stderr
     tokenizer = (here / "runs/quick/tokenizer.json").read_bytes()
