@@ -135,9 +135,9 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
     say(f"data {data.describe()}")
     say(f"parameters {parameters:,}")
-    counted = f" of {data.per_step:,.0f} tokens" if data.unit == "tokens" else ""
+    counted = f"{data.per_step:,.0f} tokens in " if data.unit == "tokens" else ""
     say(
-        f"steps {config.steps:,}{counted} in {config.train.batch_size:,} examples, "
+        f"steps {config.steps:,} of {counted}{config.train.batch_size:,} examples, "
         f"{config.steps / data.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )

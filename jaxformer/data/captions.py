@@ -83,7 +83,6 @@ class Captions(Dataset):
     not fill a last batch are left for the next epoch's draw.
     """
 
-    unit = "pairs"
     tokenizer: Tokenizer
 
     def __init__(

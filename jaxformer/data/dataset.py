@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 class Dataset(ABC):
     """A training and a held-out part."""
 
-    unit: ClassVar[str] = "examples"
+    unit: ClassVar[Literal["tokens", "examples"]] = "examples"
     """What `per_step` counts."""
     per_step: float
     """How many of these a step takes, on average over an epoch."""

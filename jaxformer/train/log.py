@@ -21,7 +21,7 @@ SHOWN = {
     "val_ppl": "ppl {:.2f}",
     "val_bpb": "{:.3f} bits/byte",
     "val_accuracy": "{:.1%} right",
-    "val_recall_at_5": "{:.1%} of images find their text among 5",
+    "val_image_to_text_recall_at_5": "{:.1%} of images find their text among 5",
 }
 """How a validation's metrics are told, beside the loss."""
 

@@ -202,7 +202,7 @@ def test_it_says_what_there_is(tmp_path: Path) -> None:
     data = load(write(tmp_path))
     assert data.describe().startswith(f"{tmp_path}: 4 images of 4 x 4 pixels with captions, ")
     assert data.describe().endswith(" tokens each; held out: 1")
-    assert (data.unit, data.per_step, data.steps_per_epoch) == ("pairs", 2, 2)
+    assert (data.unit, data.per_step, data.steps_per_epoch) == ("examples", 2, 2)
     short = load(str(tmp_path), model=replace(MODEL, text=replace(MODEL.text, context_length=4)))
     assert ", 4 shortened; held out" in short.describe()  # the tokenizer's two merges make one token of "red"
 

@@ -3,9 +3,12 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
+from jaxformer.data.captions import Captions
 from jaxformer.errors import UserError
+from jaxformer.models.objective import OBJECTIVES
 from jaxformer.train.log import Log, cut_log, line, plot, read_metrics
 from tests.helpers import mounted
 
@@ -30,6 +33,16 @@ def test_a_line_tells_of_each_row_what_is_in_it():
     assert line(images) == (
         "step  1,200  epoch 1.50         9,600 examples  val 0.500 (90.0% right)  tokens an expert 20.0-50.0 %"
     )
+
+
+def test_a_line_tells_how_many_images_find_their_text_by_the_name_that_the_objective_gives_it():
+    # Of two pairs whose image and text lie in one place each, all find theirs.
+    half = np.eye(2, dtype=np.float32)
+    measures = {"image": half, "text": half, "log_scale": np.zeros(2), "caption": np.arange(2), "weight": np.ones(2)}
+    found = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
+    assert line({"step": 0, "epoch": 0.0, Captions.unit: 0, **found}) == (
+        "step      0  epoch 0.00             0 examples  val 0.313 (100.0% of images find their text among 5)"
+    )  # log(1 + 1/e)
 
 
 def test_cutting_keeps_rows_and_samples_up_to_the_step_and_drops_a_torn_line(tmp_path):
