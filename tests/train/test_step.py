@@ -20,6 +20,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import ClassifierConfig
 from jaxformer.models.objective import CrossEntropy, Params, next_token_nll, of_each_target
 from jaxformer.nn.experts import routers
 from jaxformer.ops.losses import negative_log_likelihood
@@ -31,6 +32,7 @@ from jaxformer.train.step import (
     TrainState,
     abstract_state,
     build_model,
+    check_fit,
     check_split,
     choose_attention,
     init_state,
@@ -475,3 +477,14 @@ def test_processes_that_chose_different_attention_are_told_which(monkeypatch):
     assert str(caught.value) == (
         f"processes differ ({line}; attention: other); set compute.attention to xla or blockwise."
     )
+
+
+def test_a_batch_that_is_not_what_a_model_reads_or_predicts_is_refused():
+    tokens_BT, valid_BT = np.zeros((1, T), np.int32), np.ones((1, T), bool)
+    check_fit(MODEL, Batch((tokens_BT,), tokens_BT))
+    with pytest.raises(UserError, match=r"^DecoderConfig takes int32 \(12,\) for an example, but .* bool \(12,\);"):
+        check_fit(MODEL, Batch((tokens_BT, valid_BT), tokens_BT))
+    classifier = ClassifierConfig(V, T, 16, n_blocks=1)
+    check_fit(classifier, Batch((tokens_BT, valid_BT), np.zeros(1, np.int32)))
+    with pytest.raises(UserError, match=r"^ClassifierConfig predicts classes of shape \(\) .* of shape \(12,\);"):
+        check_fit(classifier, Batch((tokens_BT, valid_BT), tokens_BT))
