@@ -21,6 +21,7 @@ import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import StoredCheckpoints
 from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, from_dict, to_dict
+from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, next_token_nll
@@ -51,7 +52,8 @@ class Run:
           UserError: it is none.
         """
         if self.tokenizer is None or not isinstance(self.config.model, TokenModelConfig):
-            raise UserError(f"{self.path} holds a {type(self.config.model).__name__}, which knows no text.")
+            kind = type(self.model).__name__
+            raise UserError(f"{self.path} holds a {kind}, which writes no text; name a run that does.")
         return self.config.model, self.tokenizer
 
     def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
@@ -83,6 +85,20 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
     tokenizer = Tokenizer.load(folder / TOKENIZER) if has_text else None
     return Run(folder, config, model, params, tokenizer, step)
+
+
+def load_data(folder: Path, config: Config) -> Dataset:
+    """The data of a run's config, read with the run's own tokenizer if it has tokens.
+
+    Raises:
+      UserError: the tokenizer is missing or cannot be read, or see `DataConfig.load`.
+    """
+    file = folder / TOKENIZER
+    tokenizer = Tokenizer.load(file) if file.exists() else None
+    data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
+    if tokenizer is None and data.tokenizer is not None:
+        raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train anew.")
+    return data
 
 
 def abstract_params(model: nn.Module, config: ModelConfig) -> Params:

@@ -2,17 +2,20 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.corpus import TextConfig
+from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.runs import create_run, latest_run, load_run, read_config, write_config
+from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.models.vit import ViTConfig
+from jaxformer.runs import Run, create_run, latest_run, load_data, load_run, read_config, write_config
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
@@ -73,6 +76,25 @@ def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
     with pytest.raises(UserError, match="x exists"):
         create_run(tmp_path / "runs/x", config, tokenizer, may_number=False)
     assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_a_run_reads_its_data_with_its_own_tokenizer_or_not_at_all(tmp_path):
+    data = DatesConfig(n_pairs=4, n_held_out=1)
+    config = Config("x", RecurrentConfig(vocab_size=257, context_length=64), data, steps=1)
+    config = replace(config, train=replace(config.train, batch_size=2))
+    tokenizer = Tokenizer.train(["2023"] * 9, 259)  # two tokens more than the data itself would learn
+    folder = create_run(tmp_path / "x", config, tokenizer, may_number=False)
+    found = load_data(folder, config).tokenizer
+    assert found is not None and found.as_json() == tokenizer.as_json()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; put it back, or train anew\.$"):
+        load_data(folder, config)
+
+
+def test_what_is_no_model_of_text_says_so(tmp_path):
+    config = Config("x", ViTConfig(), TextConfig(), steps=1)
+    with pytest.raises(UserError, match=r"x holds a ViT, which writes no text; name a run that does\.$"):
+        Run(tmp_path / "x", config, config.model.build(), {}, None, step=1).language()
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,9 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.data.pairs import Pairs
     from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
+    from jaxformer.runs import load_data
     from jaxformer.sharding import batch_shards, make_mesh
-    from jaxformer.train.evaluate import Evaluator
+    from jaxformer.train.evaluate import Evaluator, HeldOut
 
     mesh = make_mesh(asked.opening.mesh)
     if asked.data.path is not None:
@@ -84,8 +85,9 @@ def _main(arguments: list[str]) -> int:
     run = open_run(asked.opening, mesh)
     params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
     config = _as_asked(run.config, asked, batch_shards(mesh))
+    data: HeldOut
     if asked.data.path is None:
-        data = config.data.load(config.model, config.train.batch_size, config.seed, run.tokenizer)
+        data = load_data(run.path, run.config)  # what --batch-size says is of no concern to the training part
         what = data.describe()
     else:
         data, what = _text(run, asked, asked.data.path)
@@ -110,7 +112,8 @@ def _text(run: Run, asked: Arguments, path: str) -> tuple[HeldOutText, str]:
 
     model, tokenizer = run.language()
     if not can_continue(run.model):
-        raise UserError(f"{run.path} holds a {type(model).__name__}, which continues no text; leave --data.path out.")
+        kind = type(run.model).__name__
+        raise UserError(f"{run.path} holds a {kind}, which continues no text; leave --data.path out.")
     length, most = model.context_length, model.n_predicted
     if asked.stride is not None and asked.stride > most:
         raise UserError(

@@ -277,7 +277,8 @@ class Sampler:
         self._asked, self._run = asked, open_run(asked.opening, self._mesh)
         self._config, self._tokenizer = self._run.language()
         if not can_continue(self._run.model):
-            raise UserError(f"{self._run.path} holds a {type(self._config).__name__}, which continues no text.")
+            kind = type(self._run.model).__name__
+            raise UserError(f"{self._run.path} holds a {kind}, which writes no text; name a run that does.")
         tokenizer = self._tokenizer
         self._sampling = asked.sampling.completed(
             tokenizer.end_of_text, biases(asked.logit_bias, tokenizer), words(asked.bad_words, tokenizer)
@@ -288,6 +289,8 @@ class Sampler:
         need_cache += ["--num-beams"] if asked.num_beams > 1 else []
         if need_cache and not hasattr(self._run.model, "extend"):
             raise UserError(f"{self._run.path} has a model without a cache, which {need_cache[0]} needs; leave it out.")
+        if "--prefill-chunk" in given and getattr(self._run.model, "prompt_is_prefix", False):
+            raise UserError(f"{self._run.path} reads a prompt at once, in both directions; leave out --prefill-chunk.")
         self._ends: list[int] = []
         """Contexts that a text cannot go past."""
         self._draft: tuple[Draft, Params] | None = None

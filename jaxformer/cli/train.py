@@ -108,9 +108,8 @@ def _main(arguments: list[str]) -> int:
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
     from jaxformer.cli.hooks import make_hooks
-    from jaxformer.data.tokenizer import Tokenizer
     from jaxformer.decode.generate import can_continue
-    from jaxformer.runs import METRICS, PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
+    from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import train
@@ -122,9 +121,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
     model = config.model.build()
     parameters = count_parameters(abstract_params(model, config.model))
-    tokenizer = Tokenizer.load(folder / TOKENIZER) if resume and (folder / TOKENIZER).exists() else None
     # As above, what cannot be is refused before anything is written.
-    data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
+    data = load_data(folder, config) if resume else config.data.load(config.model, config.train.batch_size, config.seed)
     check_fit(config.model, data.rows(0, slice(1)))
     wait_for_all()  # if one of several processes has no data, no run is made
 
