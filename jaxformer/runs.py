@@ -174,16 +174,19 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"{folder} {what}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        model, data = dict(values["model"]), dict(values["data"])
+        model, data, train = dict(values["model"]), dict(values["data"]), dict(values.get("train", {}))
         model_class = _class_of(model.pop("kind"), jaxformer.models, ModelConfig)
         data_class = _class_of(data.pop("kind", "corpus.TextConfig"), jaxformer.data, DataConfig)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} cannot be read as a run's config ({type(error).__name__}: {error}).") from error
-    kinds = {
+    if "eval_windows" in train:  # of a run from when all data was text, and had no kind either
+        train["eval_examples"] = train.pop("eval_windows")
+    parts = {
+        "train": train,
         "model": from_dict(model_class, model, f"{file}: model"),
         "data": from_dict(data_class, data, f"{file}: data"),
     }
-    return from_dict(Config, {**values, **kinds}, str(file))
+    return from_dict(Config, {**values, **parts}, str(file))
 
 
 def latest_run(parent: Path) -> Path:
