@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,4 +54,6 @@ def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequen
     )
     axes.set_yticks(range(T), [text.translate(signs) or "(end)" for text in target])
     axes.set(xlabel="source", ylabel="target, as it is written")
-    figure.savefig(file, dpi=120)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a script that the font lacks is drawn as boxes
+        figure.savefig(file, dpi=120)
