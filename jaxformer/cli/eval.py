@@ -1,4 +1,4 @@
-"""`python -m jaxformer eval`: how well a run predicts a text it need not have seen."""
+"""`python -m jaxformer eval`: how well a run does on data that it need not have seen."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ that the first token of a window is predicted from one token, the last from cont
 start N tokens apart and each predicts its last N only (the first one all): but for the first context_length - N
 tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per byte are all bits
 over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that predicts only what
-follows a full window leaves out the first context_length tokens, and has a stride of 1 always. Of --weights, what
-rounding them costs is measured: products are as --precision says, where sample.py rounds activations, too."""
+follows a full window leaves out the first context_length tokens, and has a stride of 1 always; a prefix language model
+is given no prefix. Of --weights, what rounding them costs is measured: products are as --precision says, where
+sample.py rounds activations, too."""
 
 
 @dataclass(frozen=True)

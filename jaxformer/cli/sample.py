@@ -57,7 +57,8 @@ it, but for rounding: that can decide between two tokens that are as good as equ
 document (the end-of-text token), at a stop token or stop string, which are not shown, or after
 --max-new-tokens.
 
-A masked language model fills gaps instead, one token each: --prompt "The [MASK] of the people"."""
+A masked language model fills gaps instead, one token each: --prompt "The [MASK] of the people". A model that makes
+one text of another, such as a translation, does so with each prompt, greedily or with --num-beams."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG = "configs/quick.py"
 RUNS = Path("runs")
 MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips"}
-"""Fields that may differ on resuming, with all of `compute`: the text is compared by its content."""
+"""Fields that may differ on resuming, with all of `compute`: the data is compared by its content."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Arguments:
     resume: bool = False
     """Go on from the last checkpoint of --run, or of the newest run below runs/."""
     allow_changed_data: bool = False
-    """With --resume: go on even if the text has changed since, with the run's own tokenizer. The log notes it."""
+    """With --resume: go on even if the data has changed since, with the run's own tokenizer. The log notes it."""
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
 
@@ -92,7 +92,7 @@ def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, defaults, "train.py", "Train a model; sample from it with sample.py.")
     config = asked.fields
     if asked.allow_changed_data and stored is None:
-        raise UserError("--allow-changed-data goes with --resume; a new run learns from the text as it is.")
+        raise UserError("--allow-changed-data goes with --resume; a new run learns from the data as it is.")
     if stored is not None:
         _must_be_same(folder, stored, config)
     elif asked.run is not None and Path(asked.run).exists():

@@ -168,7 +168,7 @@ def train(
                     log.row(row)
                     skipped = 0
                 if last or stop or step % t.checkpoint_every == 0:
-                    # The last row holds the loss on all of the text; checkpoints are ranked by the same part.
+                    # The last row holds the loss on all that is held out; checkpoints are ranked by the same part.
                     save(step, evaluate(state.params, t.eval_examples).loss if last else row.get("val_loss"))
                 if stop and not last:
                     return Outcome("interrupted", step, state, batch, signal=stop)

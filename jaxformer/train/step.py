@@ -90,7 +90,7 @@ def choose_attention(config: Config, mesh: Mesh) -> tuple[Callable[..., jax.Arra
     shapes = abstract_params(config.model.build(), config.model)
     jax.eval_shape(trace, jax.tree.map(lambda x: x.update(dtype=dtype), shapes), *config.model.example())
     if not seen:
-        return attention, "no multi-head attention"
+        return attention, "attention: no multi-head layers"
     # A mask that is an array takes every fused kernel out of the choice; each call is looked at again, when it comes.
     q_HTK, k_GSK, mask = next((call for call in seen if not isinstance(call[2], jax.Array)), seen[0])
     here = set(mesh.devices.flat) & set(jax.local_devices())
