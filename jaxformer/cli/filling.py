@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.cli.opening import RunOptions, open_run
-from jaxformer.cli.prompts import Prompt
+from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,39 +29,30 @@ def fill_prompts(
     """Fill the gaps of each prompt and print it; the exit status.
 
     Raises:
-      UserError: an option was given that is for texts that go on, or more candidates are asked for than there are; or
-        there is but one prompt, and it cannot be filled.
+      UserError: an option was given that is for texts that go on, more candidates are asked for than there are, or a
+        prompt that is not of a file cannot be filled.
     """
     from jaxformer.decode.weights import restored
 
     if others := sorted(given - APPLY):
         raise UserError(f"the run fills gaps in a text, of which {others[0]} says nothing; leave it out.")
-    run, n_wrong = open_run(options, None), 0
+    run = open_run(options, None)
     run = dataclasses.replace(run, params=restored(run.params))  # the text is read once, so rounding saves no time
     if n_candidates >= (most := run.language()[0].vocab_size):
         raise UserError(f"--top-logprobs is {n_candidates}; it must be at most {most - 1}, all tokens of the run.")
-    for prompt in prompts:
-        try:
-            if isinstance(prompt, UserError):
-                raise prompt
-            row = _filled(run, prompt, n_candidates or CANDIDATES)
-        except UserError as error:
-            if len(prompts) == 1:
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            n_wrong += 1
-            continue
-        print(json.dumps(row, ensure_ascii=False) if jsonl else _told(row), flush=True)
-    return 2 if n_wrong else 0
+    encode = lambda prompt: (prompt, _encoded(prompt, run))  # noqa: E731
+    fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, "--prompts-file" in given)
+    for prompt, tokens in fitting:
+        row = _filled(run, prompt, tokens, n_candidates or CANDIDATES)
+        print(json.dumps(row) if jsonl else _told(row), flush=True)
+    return 2 if len(fitting) < len(prompts) else 0
 
 
-def _filled(run: Run, prompt: Prompt, n_candidates: int) -> dict[str, Any]:
-    """A row of JSON: the text filled, and of each gap the likeliest tokens, as text, with their probabilities."""
-    from jaxformer.decode.fill import fill
-    from jaxformer.models.encoder import MaskedLanguageModel
-
+def _encoded(prompt: Prompt, run: Run) -> list[int]:
+    """A prompt's tokens, the mask where there is a gap."""
+    if prompt.seed is not None:
+        raise UserError(f"{prompt.where} has a seed, but what fills a gap is not drawn; leave it out.")
     config, tokenizer = run.language()
-    assert isinstance(run.model, MaskedLanguageModel)
     before, *after = prompt.text.split(GAP)
     if not after:
         raise UserError(f"{prompt.where} has no {GAP}, and the run fills gaps; write one, as in 'The {GAP} of'.")
@@ -74,6 +64,16 @@ def _filled(run: Run, prompt: Prompt, n_candidates: int) -> dict[str, Any]:
         raise UserError(
             f"{prompt.where} has {len(tokens)} tokens; it may have at most the context's {config.context_length}."
         )
+    return tokens
+
+
+def _filled(run: Run, prompt: Prompt, tokens: list[int], n_candidates: int) -> dict[str, Any]:
+    """A row of JSON: the text filled, and of each gap the likeliest tokens, as text, with their probabilities."""
+    from jaxformer.decode.fill import fill
+    from jaxformer.models.encoder import MaskedLanguageModel
+
+    assert isinstance(run.model, MaskedLanguageModel)
+    tokenizer = run.language()[1]
     gaps: list[Gap] = fill(run.model, run.params, tokens, n_candidates)
     for gap in gaps:
         tokens[gap.place] = gap.candidates[0][0]

@@ -23,7 +23,7 @@ from jaxformer.cli import machine, translating
 from jaxformer.cli.arguments import options_given, parse, run_command
 from jaxformer.cli.filling import fill_prompts
 from jaxformer.cli.opening import RunOptions, model_of, open_run
-from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts, seeds
+from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts, seeds
 from jaxformer.decode import (
     Generation,
     LookUp,
@@ -166,25 +166,15 @@ def _main(arguments: list[str]) -> int:
     sampler = Sampler(asked, given)
     if asked.interactive:
         return _converse(sampler)
-    fitting: list[tuple[Prompt, list[int]]] = []
-    n_wrong = 0
-    for prompt in prompts:
-        try:
-            if isinstance(prompt, UserError):
-                raise prompt
-            fitting.append((prompt, sampler.encode(prompt)))
-        except UserError as error:
-            if asked.prompts_file is None:
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            n_wrong += 1
+    encode = lambda prompt: (prompt, sampler.encode(prompt))  # noqa: E731
+    fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
     if fitting:
         with _noticing_ctrl_c() as pressed:
             sampler.show(fitting, pressed)
         print(sampler.speed, file=sys.stderr)
         if pressed.is_set():
             raise KeyboardInterrupt
-    return 2 if n_wrong else 0
+    return 2 if len(fitting) < len(prompts) else 0
 
 
 def _check(asked: Arguments, given: set[str]) -> None:

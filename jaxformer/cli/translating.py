@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from jaxformer.cli.opening import open_run
-from jaxformer.cli.prompts import Prompt
+from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.data.pairs import Pairs
 from jaxformer.decode import exact_match, scores, translate_tokens
 from jaxformer.errors import UserError
@@ -38,14 +38,8 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
         raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
     run = open_run(asked.opening, make_mesh(asked.opening.mesh) if asked.opening.mesh else None)
     model, tokenizer = run.language()
-    fitting: list[tuple[Prompt, list[int]]] = []
-    for prompt in prompts:
-        try:
-            fitting.append(_encoded(prompt, run))
-        except UserError as error:
-            if asked.prompts_file is None:
-                raise
-            print(f"error: {error}", file=sys.stderr)
+    encode = lambda prompt: (prompt, _encoded(prompt, run))  # noqa: E731
+    fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
     targets = translate_tokens(
         run.model, run.params, [source for _, source in fitting], end_of_text=tokenizer.end_of_text,
         context_length=model.context_length, batch_size=asked.batch_size, n_beams=asked.num_beams,
@@ -59,10 +53,8 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _encoded(prompt: Prompt | UserError, run: Run) -> tuple[Prompt, list[int]]:
-    """A prompt and its tokens."""
-    if isinstance(prompt, UserError):
-        raise prompt
+def _encoded(prompt: Prompt, run: Run) -> list[int]:
+    """A prompt's tokens."""
     if prompt.seed is not None:
         raise UserError(f"{prompt.where} has a seed, but a translation draws nothing; leave it out.")
     model, tokenizer = run.language()
@@ -71,7 +63,7 @@ def _encoded(prompt: Prompt | UserError, run: Run) -> tuple[Prompt, list[int]]:
         raise UserError(
             f"{prompt.where} has {len(tokens)} tokens; it may have at most the context's {model.context_length}."
         )
-    return prompt, tokens
+    return tokens
 
 
 def quality(run: Run, params: Params, data: Pairs, batch_size: int) -> dict[str, float]:

@@ -45,14 +45,17 @@ def test_gaps_are_filled_and_the_likeliest_named(run: str, weights: str, capsys:
 
 
 def test_rows_of_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a[MASK]", "id": 7}\n{"prompt": "no gap"}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "a[MASK]", "id": 7}\n{"prompt": "no gap"}\n{"prompt": "[MASK]", "seed": 1}\n'
+    )
     asked = ["--run", run, "--prompts-file", str(tmp_path / "prompts.jsonl"), "--jsonl", "--top-logprobs", "2"]
     assert sample.main(asked) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {
         "line": 1, "id": 7, "prompt": "a[MASK]", "text": "a ", "gaps": [[[" ", 0.7146], ["e", 0.2629]]],
     }  # fmt: skip
-    assert "line 2, has no [MASK]" in printed.err
+    wrong = printed.err.splitlines()
+    assert "line 2, has no [MASK]" in wrong[0] and "line 3, has a seed, but what fills a gap is not drawn" in wrong[1]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,7 @@ def test_rows_of_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -
         (["--prompt", "a[MASK]", "--temperature", "0.5"], "--temperature"),
         (["--interactive"], "--interactive"),
         (["--prompt", "a[MASK]", "--top-logprobs", "258"], "--top-logprobs is 258; it must be at most 257"),
+        (["--prompt", "a[MASK]", "no gap"], "prompt 2 has no [MASK]"),
         (["--prompt", "[MASK]" * 17], "has 17 tokens; it may have at most the context's 16"),
     ],
 )
