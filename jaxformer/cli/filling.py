@@ -73,7 +73,7 @@ def _filled(run: Run, prompt: Prompt, tokens: list[int], n_candidates: int) -> d
     from jaxformer.models.encoder import MaskedLanguageModel
 
     assert isinstance(run.model, MaskedLanguageModel)
-    tokenizer = run.language()[1]
+    tokenizer, tokens = run.language()[1], list(tokens)
     gaps: list[Gap] = fill(run.model, run.params, tokens, n_candidates)
     for gap in gaps:
         tokens[gap.place] = gap.candidates[0][0]

@@ -16,14 +16,13 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.images import MODES
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
-MODES = {1: "L", 3: "RGB"}
-"""What Pillow calls images of so many channels."""
 
 
 @dataclass(frozen=True)
