@@ -115,7 +115,10 @@ def replay(
     keys_B: jax.Array | None = None,
     compute_dtype: Any = None,
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Compute the mean loss of a batch and its gradient, as a step does, and measure everything on the way.
+    """Compute the mean loss of a batch and its gradient, and measure everything on the way.
+
+    The loss is that of each example by itself, see `example_loss` of an objective: what a step adds to it, for smooth
+    labels, routers, or the other pairs of a batch, is not looked at.
 
     Args:
       model: unrolled; blocks that a scan runs would be added up into one row. Its attention should be the step's.
@@ -213,7 +216,7 @@ def _measure_all(
 def _tapped_loss(
     model: nn.Module, params: Params, record: dict[str, Any], example: Batch, key: jax.Array | None
 ) -> jax.Array:
-    """Mean loss of one example, with a tap at the output of every module; names that have no record get one."""
+    """The loss of one example, with a tap at the output of every module; names that have no record get one."""
     calls: list[str] = []
 
     def listen(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:

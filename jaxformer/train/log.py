@@ -93,8 +93,8 @@ def line(row: dict[str, Any]) -> str:
     shown = [text.format(row[name]) for name, text in SHOWN.items() if name in row]
     parts.append(f"val {row['val_loss']:.3f}" + (f" ({', '.join(shown)})" if shown else ""))
     if "entropy" in row:
-        blocks = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
-        parts.append(f"entropy {blocks}")
+        layers = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
+        parts.append(f"entropy {layers}")
     if "router" in row:
         spans = [f"{100 * min(layer['share']):.1f}-{100 * max(layer['share']):.1f}" for layer in row["router"].values()]
         parts.append(f"tokens an expert {' '.join(spans)} %")
@@ -156,11 +156,11 @@ def plot(folder: Path) -> None:
         return
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for block, heads in enumerate(traced[0]["entropy"]):
+    for layer, heads in enumerate(traced[0]["entropy"]):
         for head in range(len(heads)):
             axes.plot(
-                [r["step"] for r in traced], [r["entropy"][block][head] for r in traced],
-                color=f"C{block % 10}", label=f"block {block}" if head == 0 else None,
+                [r["step"] for r in traced], [r["entropy"][layer][head] for r in traced],
+                color=f"C{layer % 10}", label=f"layer {layer}" if head == 0 else None,
             )  # fmt: skip
     axes.set(xlabel="step", ylabel="mean attention entropy (nats), a line a head")
     axes.legend()
