@@ -34,6 +34,7 @@ from jaxformer.errors import UserError, writing
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jaxformer.data.dataset import Dataset
     from jaxformer.train.loop import Outcome
 
 DEFAULT_CONFIG = "configs/quick.py"
@@ -108,7 +109,6 @@ def _main(arguments: list[str]) -> int:
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
     from jaxformer.cli.hooks import make_hooks
-    from jaxformer.decode.generate import can_continue
     from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
@@ -119,8 +119,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     mesh = make_mesh(config.mesh)
     check_split(config, mesh)
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
-    model = config.model.build()
-    parameters = count_parameters(abstract_params(model, config.model))
+    parameters = count_parameters(abstract_params(config.model.build(), config.model))
     # As above, what cannot be is refused before anything is written.
     data = load_data(folder, config) if resume else config.data.load(config.model, config.train.batch_size, config.seed)
     check_fit(config.model, data.rows(0, slice(1)))
@@ -165,12 +164,27 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
         return 1
     evaluation = outcome.evaluation
     assert evaluation is not None
-    if can_continue(model):
-        say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(config.train.sample_prompt)}")
+    if (prompt := prompt_to_try(config, data)) is not None:
+        say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(prompt)}")
     figures = {name: value for name, value in evaluation.as_row().items() if isinstance(value, float)}
     told = " ".join(f"{name}={value:.{3 if name == 'val_ppl' else 4}f}" for name, value in figures.items())
     say(f"final: step={outcome.step} {told}")
     return 0
+
+
+def prompt_to_try(config: Config, data: Dataset) -> str | None:
+    """What a new user may give to `sample.py`; None for a model that writes no text."""
+    from jaxformer.cli.filling import GAP
+    from jaxformer.data.pairs import Pairs
+    from jaxformer.decode.generate import can_continue
+    from jaxformer.models.encoder import MaskedLanguageModel
+
+    model = config.model.build()
+    if can_continue(model):
+        return config.train.sample_prompt
+    if isinstance(model, MaskedLanguageModel):
+        return f"The {GAP} of"
+    return data.val[0].source if isinstance(data, Pairs) else None
 
 
 def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tuple[str, Path]:

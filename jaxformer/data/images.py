@@ -217,7 +217,7 @@ def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
             "data.path is empty; give a folder of images with --data.path, such as one with the four files of "
             "Fashion-MNIST or with train/LABEL/*.png in it."
         )
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"data.path is {path}, but there is no such folder; give one with images.")
     if _idx_file(folder, IDX[0], "images"):

@@ -64,7 +64,10 @@ class PairsConfig(DataConfig):
             train = place
         elif not train.is_file():
             raise UserError(f"there are no pairs at {place}: neither it nor {train} is a file; give data.path.")
-        return train, val if self.val_path is None else Path(self.val_path).expanduser()
+        held_out = val if self.val_path is None else Path(self.val_path).expanduser()
+        if not held_out.is_file():
+            raise UserError(f"there are no held-out pairs at {held_out}, which is no file; give data.val_path.")
+        return train, held_out
 
 
 def sequence_to_sequence(model: ModelConfig) -> TokenModelConfig:

@@ -232,7 +232,7 @@ def test_what_is_not_there_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_folder_without_a_held_out_part_is_named(folder: Path) -> None:
     (folder / "val.tsv").unlink()
-    with pytest.raises(UserError, match=r"val\.tsv cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"no held-out pairs at .*val\.tsv, which is no file; give data\.val_path"):
         PairsConfig(str(folder)).load(MODEL, 4, 0)
 
 
