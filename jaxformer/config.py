@@ -219,8 +219,8 @@ class ComputeConfig:
     scan_blocks: bool = False
     """Compile one block and loop over it: quicker to compile where there are many."""
     accumulate: int = 1
-    """Parts of a batch to take one after the other, adding up their gradients. The loss stays the same, but for models
-    of pairs, such as CLIP: each pair is then told only from those of its part."""
+    """Parts of a batch to take one after the other, adding up their gradients. What looks at a batch as a whole sees
+    one part at a time: the balance of experts, and CLIP, which tells each pair from others. Else nothing changes."""
 
     def __post_init__(self) -> None:
         one_of_its_choices(self)
