@@ -24,7 +24,7 @@ from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, 
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.models.objective import Params, can_continue, next_token_nll
 from jaxformer.sharding import abstract, shardings
 
 T = TypeVar("T")
@@ -57,7 +57,14 @@ class Run:
         return self.config.model, self.tokenizer
 
     def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
-        """Mean next-token loss in nats of one sequence, a float32 scalar; made for `jax.grad`."""
+        """Mean next-token loss in nats of one sequence, a float32 scalar; made for `jax.grad`.
+
+        Raises:
+          UserError: the model predicts no next tokens.
+        """
+        if not can_continue(self.model):
+            kind = type(self.model).__name__
+            raise UserError(f"{self.path} holds a {kind}, which predicts no next token; see models.objective.")
         return jnp.mean(next_token_nll(self.model, params, jnp.asarray(tokens_T)))
 
 

@@ -12,6 +12,7 @@ from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
@@ -106,6 +107,13 @@ def test_what_is_no_model_of_text_says_so(tmp_path):
     config = Config("x", ViTConfig(), TextConfig(), steps=1)
     with pytest.raises(UserError, match=r"x holds a ViT, which writes no text; name a run that does\.$"):
         Run(tmp_path / "x", config, config.model.build(), {}, None, step=1).language()
+
+
+def test_a_loss_of_next_tokens_is_of_models_that_predict_them(tmp_path):
+    config = Config("x", EncoderConfig(9, 8, 4, n_heads=1, n_blocks=1), TextConfig(), steps=1)
+    run = Run(tmp_path / "x", config, config.model.build(), {}, None, step=1)
+    with pytest.raises(UserError, match=r"x holds a MaskedLanguageModel, which predicts no next token; see"):
+        run.loss({}, [1, 2, 3])
 
 
 @dataclass(frozen=True)

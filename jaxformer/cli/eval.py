@@ -109,7 +109,7 @@ def _text(run: Run, asked: Arguments, path: str) -> tuple[HeldOutText, str]:
     from jaxformer.data.corpus import TextConfig, tokenize
     from jaxformer.data.text import read_documents
     from jaxformer.data.windows import HeldOutText
-    from jaxformer.decode import can_continue
+    from jaxformer.models.objective import can_continue
 
     model, tokenizer = run.language()
     if not can_continue(run.model):

@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, evenly
 from jaxformer.data.pairs import Pairs
-from jaxformer.decode import Sampling, can_continue, generate
+from jaxformer.decode import Sampling, generate
 from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
 from jaxformer.inspect import alignment, attention_entropy, draw_alignment, router_report
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
-from jaxformer.models.objective import Params
+from jaxformer.models.objective import Params, can_continue
 from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters
 from jaxformer.sharding import local_copy, replicated
 from jaxformer.train.log import say

@@ -34,7 +34,6 @@ from jaxformer.decode import (
     StopStrings,
     Text,
     beam_search,
-    can_continue,
     follow,
     generate,
     speculate,
@@ -42,6 +41,7 @@ from jaxformer.decode import (
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.decode.texts import Search, batches
 from jaxformer.errors import UserError
+from jaxformer.models.objective import can_continue
 from jaxformer.sharding import make_mesh
 
 if TYPE_CHECKING:

@@ -176,8 +176,8 @@ def prompt_to_try(config: Config, data: Dataset) -> str | None:
     """What a new user may give to `sample.py`; None for a model that writes no text."""
     from jaxformer.cli.filling import GAP
     from jaxformer.data.pairs import Pairs
-    from jaxformer.decode.generate import can_continue
     from jaxformer.models.encoder import MaskedLanguageModel
+    from jaxformer.models.objective import can_continue
 
     model = config.model.build()
     if can_continue(model):

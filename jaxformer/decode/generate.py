@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxformer.config import TokenModelConfig
 from jaxformer.decode import programs
 from jaxformer.decode.programs import CHUNK, Made
 from jaxformer.decode.samplers import Sampling
@@ -48,12 +47,6 @@ LEAST_READ = 128
 """Slots: reading fewer saves no time that one would notice."""
 FEW_SLOTS = 1024
 """Up to so many there are at once as many as may ever be used: programs are compiled for their number."""
-
-
-def can_continue(model: nn.Module) -> bool:
-    """Whether it is a language model, that gives the next tokens of a text it is called with."""
-    config = model.config
-    return hasattr(model, "init_cache") or (isinstance(config, TokenModelConfig) and len(config.example()) == 1)
 
 
 class Piece(NamedTuple):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.nn.execution import ROUTER
@@ -257,6 +257,12 @@ def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
     for found in routers(routing).values():
         total += model.config.balance_weight * balance_loss(found) + model.config.router_z_weight * found.z
     return total
+
+
+def can_continue(model: nn.Module) -> bool:
+    """Whether it is a language model, that gives the next tokens of a text it is called with."""
+    config = model.config
+    return hasattr(model, "init_cache") or (isinstance(config, TokenModelConfig) and len(config.example()) == 1)
 
 
 def next_token_nll(
