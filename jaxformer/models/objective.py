@@ -261,7 +261,7 @@ def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
 
 def can_continue(model: nn.Module) -> bool:
     """Whether it is a language model, that gives the next tokens of a text it is called with."""
-    config = model.config
+    config = getattr(model, "config", None)
     return hasattr(model, "init_cache") or (isinstance(config, TokenModelConfig) and len(config.example()) == 1)
 
 

@@ -91,7 +91,7 @@ def assert_equals_full_passes(
     texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, piece.tokens_BN.tolist(), strict=True)]
     longest = max(padded, *map(len, texts))
     tokens_BT = jnp.array([text + [0] * (longest - len(text)) for text in texts])
-    prefixes = [jnp.array([len(prompt) for prompt in prompts])] if model[0].config.prefix else []
+    prefixes = [jnp.array([len(prompt) for prompt in prompts])] if getattr(model[0], "prompt_is_prefix", False) else []
     logits_BTV = jax.jit(jax.vmap(partial(model[0].apply, {"params": model[1]})))(tokens_BT, *prefixes)
     wanted_BTV = np.asarray(jax.nn.log_softmax(logits_BTV))
     wanted = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
