@@ -214,7 +214,7 @@ def of_each_target(
       A tree of arrays of the targets' shape, with B first, and another with B first; `{}` where there are no experts.
     """
     targets_B = jnp.asarray(batch.targets)
-    pieces = pieces_of(targets_B.size, model.config.vocab_size) if hasattr(model, "features") else 1
+    pieces = pieces_of(targets_B.size, model.config.vocab_size) if hasattr(model, "unembed") else 1
     call = partial(model.apply, {"params": params}, mutable=[ROUTER])
 
     def of_one(inputs: tuple, targets: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
