@@ -16,14 +16,13 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.images import MODES
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
-MODES = {1: "L", 3: "RGB"}
-"""What Pillow calls images of so many channels."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ def read_image(content: bytes, name: str, shape: tuple[int, ...]) -> np.ndarray:
     Raises:
       UserError: Pillow cannot read it, or it has another size.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     height, width, channels = shape
     try:
@@ -231,7 +230,7 @@ def read_image(content: bytes, name: str, shape: tuple[int, ...]) -> np.ndarray:
                 )
             white = Image.new("RGBA", image.size, "white")
             pixels = np.asarray(Image.alpha_composite(white, image.convert("RGBA")).convert(MODES[channels]))
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{name} cannot be read as an image: {error}; replace it.") from error
     return pixels.reshape(shape)
 

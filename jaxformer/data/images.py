@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
-from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.dataset import Batch, Dataset, drawing, evenly, order
 from jaxformer.errors import UserError
 
 IDX = ("train", "t10k")
@@ -199,7 +199,7 @@ def shifted(images: np.ndarray, moves: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=2)
 def uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
     """`(n, k)` numbers from 0 to below 1: what an epoch draws for each of n examples, apart from their order."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, 1])).random((n, k))
+    return drawing(seed, epoch).random((n, k))
 
 
 def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
@@ -217,7 +217,7 @@ def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
             "data.path is empty; give a folder of images with --data.path, such as one with the four files of "
             "Fashion-MNIST or with train/LABEL/*.png in it."
         )
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"data.path is {path}, but there is no such folder; give one with images.")
     if _idx_file(folder, IDX[0], "images"):
@@ -294,6 +294,8 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file} cannot be unpacked: {error}; get it anew.") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
     if content[:4] != bytes([0, 0, UBYTE, axes]):
         raise UserError(
             f"{file} begins with {content[:4].hex(' ') or 'nothing'}, but an IDX file of bytes with {axes} "

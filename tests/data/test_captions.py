@@ -251,6 +251,14 @@ def test_a_zip_that_cannot_be_read_is_the_users_error(tmp_path: Path, damage) ->
         load(str(tmp_path))
 
 
+def test_an_image_too_large_to_open_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow refuses what has more than twice as many pixels as it takes: 16 and 7."""
+    path = write(tmp_path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
+    with pytest.raises(UserError, match=r"0\.png in .* cannot be read as an image: Image size \(16 pixels\)"):
+        load(path)
+
+
 def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
     path = write(tmp_path)
     with pytest.raises(UserError, match=r"data\.path is empty"):

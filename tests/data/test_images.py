@@ -240,6 +240,16 @@ def test_a_broken_archive_is_named(tmp_path: Path, content: bytes) -> None:
         read_idx(file, 3)
 
 
+def test_a_file_that_the_system_does_not_give_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be read: Is a directory"):
+        read_idx(tmp_path, 3)
+
+
+def test_home_is_understood(idx_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(idx_folder.parent))
+    assert len(read_stills("~/idx", 0.1, 1).train.images) == N
+
+
 def test_idx_files_that_do_not_belong_together_are_refused(idx_folder: Path) -> None:
     file = idx_folder / "train-labels-idx1-ubyte.gz"
     file.write_bytes(gzip.compress(idx(labels(N + 1))))
