@@ -89,7 +89,10 @@ class ViT(nn.Module):
         self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
         if c.final_norm:
             self.final_norm = c.make_norm()
-        init = uniform_fan_in(c.d_model)
+        self._make_head()
+
+    def _make_head(self) -> None:
+        c, init = self.config, uniform_fan_in(self.config.d_model)
         self.W_out = self.param("W_out", init, (c.d_model, c.n_classes))
         self.b_out = self.param("b_out", init, (c.n_classes,))
 
