@@ -291,6 +291,28 @@ def test_a_broken_picture_is_named(tmp_path: Path, content: bytes | None) -> Non
         read_stills(str(tmp_path), 0.1, 1)
 
 
+def test_transparent_pictures_are_white_where_nothing_is(tmp_path: Path) -> None:
+    """Whatever colour stands there; half of black over white is grey, with alpha and with a palette's transparency."""
+    place = tmp_path / "train" / "a"
+    place.mkdir(parents=True)
+    colours = [(200, 0, 0, 0), (0, 0, 0, 128), (9, 9, 9, 255)]
+    for i, colour in enumerate(colours * 10):
+        Image.new("RGBA", (WIDTH, HEIGHT), colour).save(place / f"{i:02}.png")
+    Image.new("P", (WIDTH, HEIGHT), 0).save(place / "30.png", transparency=0)
+    write_pictures(tmp_path / "val", images(1))
+    found = read_stills(str(tmp_path), 0.1, 3).train.images
+    assert found[:3, 0, 0].tolist() == [[255] * 3, [127] * 3, [9] * 3]
+    assert (found[30] == 255).all()
+
+
+def test_more_than_8_bits_are_refused(tmp_path: Path) -> None:
+    """Pillow would make white of all that is above 255."""
+    write_pictures(tmp_path / "train", images(N))
+    Image.fromarray(np.full((HEIGHT, WIDTH), 40_000, np.uint16)).save(tmp_path / "train" / "a" / "16.png")
+    with pytest.raises(UserError, match=r"16\.png has more than 8 bits a channel; convert it to 8"):
+        read_stills(str(tmp_path), 0.1, 1)
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     for path, said in (
         ("", "data.path is empty; give a folder of images with --data.path"),
