@@ -49,7 +49,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in (1, self.channels):
                 raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one a channel.")
-        if min(self.std) <= 0:
+        if not all(std > 0 for std in self.std):
             raise UserError(f"std is {self.std}; it must be above 0.")
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
