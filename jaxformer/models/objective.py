@@ -78,7 +78,11 @@ class CrossEntropy:
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
         across: Across = WHOLE,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """Nats a target, the mean over all of them as weighted; what routers of experts add is minimised, too."""
+        """Nats a target, the mean over all of them as weighted; what routers of experts add is minimised, too.
+
+        They are to send tokens evenly over all that is computed at once: the batch of all devices, or with
+        `compute.accumulate` a part of it.
+        """
 
         def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
             nll = negative_log_likelihood(logits, targets)
