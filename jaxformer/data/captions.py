@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, evenly, order
-from jaxformer.data.images import MODES
+from jaxformer.data.images import MODES, read_picture
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -183,7 +183,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
-    """Images of a zip file by their names, `(N, H, W, C)` uint8; what is transparent in them is white.
+    """Images of a zip file by their names, `(N, H, W, C)` uint8; see `read_picture`.
 
     Args:
       shape: `(H, W, C)`, which all must have; C is 1 for grey and 3 for colours.
@@ -205,33 +205,16 @@ def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndar
                 raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
             images = np.empty((len(names), *shape), np.uint8)
             for image, name in zip(images, names, strict=True):
-                image[:] = read_image(file.read(name), f"{name} in {path}", shape)
+                picture = read_picture(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2])
+                if picture.shape != shape:
+                    raise UserError(
+                        f"{name} in {path} has {picture.shape[1]} x {picture.shape[0]} pixels, but the model reads "
+                        f"{shape[1]} x {shape[0]}; change model.vision.image_size or the images."
+                    )
+                image[:] = picture
             return images
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:
         raise UserError(f"{path} cannot be read as a zip file: {error}; make it anew.") from error
-
-
-def read_image(content: bytes, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """What is in an image's file, `(H, W, C)` uint8.
-
-    Raises:
-      UserError: Pillow cannot read it, or it has another size.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    height, width, channels = shape
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            if image.size != (width, height):
-                raise UserError(
-                    f"{name} has {image.width} x {image.height} pixels, but the model reads {width} x {height}; "
-                    "change model.vision.image_size or the images."
-                )
-            white = Image.new("RGBA", image.size, "white")
-            pixels = np.asarray(Image.alpha_composite(white, image.convert("RGBA")).convert(MODES[channels]))
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{name} cannot be read as an image: {error}; replace it.") from error
-    return pixels.reshape(shape)
 
 
 def as_tokens(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:

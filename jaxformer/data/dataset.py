@@ -39,7 +39,7 @@ class Dataset(ABC):
     steps_per_epoch: int
     """Whole batches."""
     fingerprint: str
-    """SHA-256 over all that shapes the batches but batch size and seed."""
+    """SHA-256 over what was read, by which one sees that it has changed; how it is cut stands in the run's config."""
     tokenizer: Tokenizer | None = None
     """Of the tokens in it, where there are any; a run keeps it."""
     token_lengths: np.ndarray | None = None
@@ -95,9 +95,9 @@ def order(n: int, seed: int, epoch: int) -> np.ndarray:
     return numbers
 
 
-def drawing(seed: int, step: int) -> np.random.Generator:
-    """For what is drawn to make a step's batch; independent of what `order` draws."""
-    return np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, 0, 0, 1]))
+def drawing(seed: int, when: int) -> np.random.Generator:
+    """For what is drawn to make the batch of a step, or those of an epoch; independent of what `order` draws."""
+    return np.random.Generator(np.random.Philox(key=[seed, when], counter=[0, 0, 0, 1]))
 
 
 def evenly(n: int, wanted: int | None) -> np.ndarray:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
-from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.dataset import Batch, Dataset, drawing, evenly, order
 from jaxformer.errors import UserError
 
 IDX = ("train", "t10k")
@@ -199,7 +199,7 @@ def shifted(images: np.ndarray, moves: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=2)
 def uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
     """`(n, k)` numbers from 0 to below 1: what an epoch draws for each of n examples, apart from their order."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, 1])).random((n, k))
+    return drawing(seed, epoch).random((n, k))
 
 
 def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
@@ -207,7 +207,7 @@ def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
 
     Args:
       val_fraction: see `StillsConfig`.
-      channels: PNG and JPEG files become grey (1) or colour (3), whatever they were.
+      channels: PNG and JPEG files become grey (1) or colour (3), whatever they were; see `read_picture`.
 
     Raises:
       UserError: no such folder, nothing in it, a broken file, or images of several sizes.
@@ -294,6 +294,8 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file} cannot be unpacked: {error}; get it anew.") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
     if content[:4] != bytes([0, 0, UBYTE, axes]):
         raise UserError(
             f"{file} begins with {content[:4].hex(' ') or 'nothing'}, but an IDX file of bytes with {axes} "
@@ -327,7 +329,7 @@ def _read_folders(folder: Path, names: Sequence[str], channels: int) -> Labelled
         return None
     images: list[np.ndarray] = []
     for file, _ in files:
-        image = read_picture(file, channels)
+        image = read_picture(file, str(file), channels)
         if images and image.shape != images[0].shape:
             raise UserError(
                 f"{file} is {_sized(image.shape)}, but {files[0][0]} is {_sized(images[0].shape)}; resize it, for all "
@@ -337,21 +339,26 @@ def _read_folders(folder: Path, names: Sequence[str], channels: int) -> Labelled
     return Labelled(np.stack(images), np.array([label for _, label in files], np.int32))
 
 
-def read_picture(file: Path, channels: int) -> np.ndarray:
-    """A PNG or JPEG file as `(height, width, C)` uint8, made grey or coloured.
+def read_picture(file: Path | IO[bytes], name: str, channels: int) -> np.ndarray:
+    """A PNG or JPEG file as `(height, width, C)` uint8, made grey or coloured; what is transparent is white.
 
     Raises:
-      UserError: it cannot be read, or C is neither 1 nor 3.
+      UserError: it cannot be read, has more than 8 bits a channel, or C is neither 1 nor 3.
     """
     from PIL import Image  # it takes a moment
 
     if channels not in MODES:
         raise UserError(f"model.channels is {channels}, but pictures can be read as 1 (grey) or 3 (colour); set one.")
     try:
-        with Image.open(file) as picture:
+        with Image.open(file) as opened:
+            if opened.mode.startswith(("I", "F")):  # Pillow would make white of all above 255
+                raise UserError(f"{name} has more than 8 bits a channel; convert it to 8.")
+            picture = opened.convert("RGBA" if opened.has_transparency_data else MODES[channels])
+            if picture.mode == "RGBA":
+                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
             pixels = np.asarray(picture.convert(MODES[channels]))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{file} cannot be read as a picture: {error}; remove it, or get it anew.") from error
+        raise UserError(f"{name} cannot be read as a picture: {error}; remove it, or get it anew.") from error
     return pixels.reshape(*pixels.shape[:2], channels)
 
 

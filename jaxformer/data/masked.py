@@ -36,6 +36,8 @@ class MaskedTextConfig(TextConfig):
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> MaskedText:
         model = token_model(model)
+        if model.vocab_size < 258:
+            raise UserError(f"vocab_size is {model.vocab_size}; bytes, end-of-text and the mask need at least 258.")
         return MaskedText(self, model, load_corpus(self, model.vocab_size - 1, tokenizer), batch_size, seed)
 
 

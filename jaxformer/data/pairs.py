@@ -204,9 +204,9 @@ class _Tokens:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], tokenizer: Tokenizer) -> _Tokens:
-        sources, targets = (tokenizer.encode_batch(side) for side in zip(*pairs, strict=True))
+        sources, targets = (tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1))
         lengths = [(len(source), len(target) + 1) for source, target in zip(sources, targets, strict=True)]
-        return cls(sources, targets, np.array(lengths))
+        return cls(sources, targets, np.array(lengths, int).reshape(-1, 2))
 
     def __len__(self) -> int:
         return len(self.sources)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxformer.config import ModelConfig, at_least
-from jaxformer.data.dataset import Dataset
+from jaxformer.data.dataset import HELD_OUT, Dataset
 from jaxformer.data.images import (
     PixelDataset,
     Stills,
@@ -25,8 +25,6 @@ DIRECTIONS = {
     "left": (0, -1), "up left": (-1, -1),
 }  # fmt: skip
 """Rows and columns that a picture moves on at a speed of one, by the names of the classes."""
-HELD_OUT_SEED = 2**32
-"""Of the motion in held-out videos; no run has it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,8 @@ class MovingImagesConfig(StillsConfig):
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None) -> Dataset:
         """See `DataConfig`; the model's canvas must have room for the motion, and as many channels and classes."""
         n_frames, *canvas, channels = pixels_of(model, 4)
+        if n_frames == 1 and self.label == "direction":
+            raise UserError("model.n_frames is 1, but where something moves takes at least 2 to tell; raise it.")
         stills = read_stills(self.path, self.val_fraction, channels)
         *size, found = stills.train.images.shape[1:]
         if found != channels:
@@ -82,7 +82,7 @@ class MovingImages(PixelDataset):
         return self._videos(self.stills.train.images[numbers], self.stills.train.labels[numbers], drawn)
 
     def measured(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        drawn = uniforms(len(self.stills.val.images), 4, HELD_OUT_SEED, 0)[numbers]
+        drawn = uniforms(len(self.stills.val.images), 4, HELD_OUT, 0)[numbers]
         return self._videos(self.stills.val.images[numbers], self.stills.val.labels[numbers], drawn)
 
     def describe(self) -> str:

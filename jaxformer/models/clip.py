@@ -66,7 +66,7 @@ class ImageTowerConfig(TowerConfig):
                 f"image_size is {self.image_size}; it must be a multiple of patch_size {self.patch_size}, of which "
                 "whole squares fill an image."
             )
-        if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
+        if not self.mean or len(self.mean) != len(self.std) or not all(std > 0 for std in self.std):
             raise UserError(f"mean is {self.mean} and std {self.std}; give one of each for every channel, std above 0.")
 
     @property

@@ -78,7 +78,11 @@ class CrossEntropy:
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
         across: Across = WHOLE,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """Nats a target, the mean over all of them as weighted; what routers of experts add is minimised, too."""
+        """Nats a target, the mean over all of them as weighted; what routers of experts add is minimised, too.
+
+        They are to send tokens evenly over all that is computed at once: the batch of all devices, or with
+        `compute.accumulate` a part of it.
+        """
 
         def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
             nll = negative_log_likelihood(logits, targets)
@@ -214,7 +218,7 @@ def of_each_target(
       A tree of arrays of the targets' shape, with B first, and another with B first; `{}` where there are no experts.
     """
     targets_B = jnp.asarray(batch.targets)
-    pieces = pieces_of(targets_B.size, model.config.vocab_size) if hasattr(model, "features") else 1
+    pieces = pieces_of(targets_B.size, model.config.vocab_size) if hasattr(model, "unembed") else 1
     call = partial(model.apply, {"params": params}, mutable=[ROUTER])
 
     def of_one(inputs: tuple, targets: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:

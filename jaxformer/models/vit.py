@@ -49,7 +49,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in (1, self.channels):
                 raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one a channel.")
-        if min(self.std) <= 0:
+        if not all(std > 0 for std in self.std):
             raise UserError(f"std is {self.std}; it must be above 0.")
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
@@ -89,7 +89,10 @@ class ViT(nn.Module):
         self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
         if c.final_norm:
             self.final_norm = c.make_norm()
-        init = uniform_fan_in(c.d_model)
+        self._make_head()
+
+    def _make_head(self) -> None:
+        c, init = self.config, uniform_fan_in(self.config.d_model)
         self.W_out = self.param("W_out", init, (c.d_model, c.n_classes))
         self.b_out = self.param("b_out", init, (c.n_classes,))
 

@@ -15,7 +15,6 @@ from jaxformer.config import at_least
 from jaxformer.errors import UserError
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
-from jaxformer.nn.mlp import uniform_fan_in
 from jaxformer.nn.patches import PatchEmbedding
 from jaxformer.ops import masks
 from jaxformer.ops.attention import in_segments
@@ -61,7 +60,7 @@ class ViViT(ViT):
     config: ViViTConfig
 
 
-class FactorisedViViT(nn.Module):
+class FactorisedViViT(ViT):
     """The factorised encoder (model 2, figure 4): a ViT for each time, without a head, and then a transformer of what
     those say, `(frames, height, width, C)` uint8 to logits `(n_classes,)`.
 
@@ -69,7 +68,6 @@ class FactorisedViViT(nn.Module):
     """
 
     config: ViViTConfig
-    execution: Execution = PLAIN
 
     def setup(self) -> None:
         c = self.config
@@ -83,13 +81,7 @@ class FactorisedViViT(nn.Module):
         self.temporal_blocks = [c.make_block(self.execution) for _ in range(c.n_temporal_blocks)]
         if c.final_norm:
             self.spatial_norm, self.temporal_norm = c.make_norm(), c.make_norm()
-        init = uniform_fan_in(c.d_model)
-        self.W_out = self.param("W_out", init, (c.d_model, c.n_classes))
-        self.b_out = self.param("b_out", init, (c.n_classes,))
-
-    def __call__(self, pixels: jax.Array) -> jax.Array:
-        """Logits `(n_classes,)`; floats in place of uint8 are taken as parts of white."""
-        return self.encode(pixels) @ self.W_out + self.b_out
+        self._make_head()
 
     def encode(self, pixels: jax.Array) -> jax.Array:
         """What the video is to the head, `(D,)`."""
@@ -107,8 +99,6 @@ class FactorisedViViT(nn.Module):
         seen_TT = masks.segment(time_T, time_T)
         x_TD = run_blocks(self.spatial_blocks, self.execution, x_TD, time_T, seen_TT, keys=spatial_keys)
         x_TD = self.spatial_norm(x_TD) if c.final_norm else x_TD
-        times_D = self.temporal_placement(c.pool(x_TD.reshape(n_times, -1, c.d_model)))
-        times_D = run_blocks(
-            self.temporal_blocks, self.execution, times_D, jnp.arange(len(times_D)), None, keys=temporal_keys
-        )
-        return c.pool(self.temporal_norm(times_D) if c.final_norm else times_D)
+        x_TD = self.temporal_placement(c.pool(x_TD.reshape(n_times, -1, c.d_model)))
+        x_TD = run_blocks(self.temporal_blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=temporal_keys)
+        return c.pool(self.temporal_norm(x_TD) if c.final_norm else x_TD)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
     """-log softmax(logits)[target] in nats, `(T,)` float32, for integer targets."""
     logits_TV = logits_TV.astype(jnp.float32)
-    return jax.nn.logsumexp(logits_TV, axis=-1) - _chosen(logits_TV, targets_T)
+    chosen_T = jnp.take_along_axis(logits_TV, targets_T[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits_TV, axis=-1) - chosen_T
 
 
 def smoothing_cost(logits_TV: jax.Array) -> jax.Array:
@@ -22,8 +23,8 @@ def smoothing_cost(logits_TV: jax.Array) -> jax.Array:
 
 
 def is_largest(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
-    """Whether the target's logit is the largest, or one of those, `(T,)` bool."""
-    return _chosen(logits_TV, targets_T) >= jnp.max(logits_TV, axis=-1)
+    """Whether the target would be guessed, `(T,)` bool: its logit is the largest, and the first of several that are."""
+    return jnp.argmax(logits_TV, axis=-1) == targets_T
 
 
 def pair_nll(
@@ -46,10 +47,6 @@ def pair_nll(
     own = scale * dot(image_E, text_E)
     among = lambda all_NE, one_E: jax.nn.logsumexp(scale * dot(all_NE, one_E), where=counts_N) - own  # noqa: E731
     return (among(texts_NE, image_E) + among(images_NE, text_E)) / 2
-
-
-def _chosen(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(logits_TV, targets_T[..., None], axis=-1)[..., 0]
 
 
 def cross_entropy(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Array | None = None) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxformer.config import Config
 from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES, Params
 from jaxformer.sharding import batch_split, place
 from jaxformer.train.step import make_eval_step
@@ -71,7 +72,11 @@ class Evaluator:
         self._objective = OBJECTIVES[config.model.objective]
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
-        """On all held-out examples, or on `n` evenly spread ones."""
+        """On all held-out examples, or on `n` evenly spread ones.
+
+        Raises:
+          UserError: nothing in them is to be predicted, as may be of a short text that few tokens are masked in.
+        """
         targets = n_bytes = 0.0
         unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
         read = lambda: measures.append({name: np.asarray(x) for name, x in unread.popleft().items()})  # noqa: E731
@@ -84,6 +89,8 @@ class Evaluator:
                 n_bytes += (self._data.token_lengths[batch.targets] * batch.weights).sum()
         while unread:
             read()
+        if not targets:
+            raise UserError("the held-out examples have 0 targets; hold out more data, or raise train.eval_examples.")
         joined = {name: np.concatenate([m[name] for m in measures]) for name in measures[0]}
         others = self._objective.summary(joined)
         loss = others.pop("loss")

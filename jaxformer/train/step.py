@@ -184,34 +184,34 @@ def check_split(config: Config, mesh: Mesh) -> None:
 
 def abstract_batch(config: Config, mesh: Mesh) -> Batch:
     """Shapes and dtypes of a batch of the longest examples, without data."""
-    example = Batch(config.model.example(), _targets(config.model))
     B, split = config.train.batch_size, batch_split(mesh)
+    example = Batch(config.model.example(), abstract_targets(config.model))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split), example)
 
 
-def _targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
-    """The classes that a model predicts of its longest example; None where it predicts none."""
+def abstract_targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
+    """Shape and dtype of the classes that a model predicts in an example of the largest size; None if it has none."""
     if config.objective != "cross_entropy":
         return None
     model = config.build()
-    call = lambda params, *example: model.apply({"params": params}, *example)  # noqa: E731
-    logits: Any = jax.eval_shape(call, abstract_params(model, config), *config.example())
+    call: Callable[..., Any] = lambda params, *example: model.apply({"params": params}, *example)  # noqa: E731
+    logits = jax.eval_shape(call, abstract_params(model, config), *config.example())
     return jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
 
 
 def check_fit(model: ModelConfig, batch: Batch) -> None:
-    """Raise `UserError` where a batch does not hold what a model is called with, or is to predict."""
+    """Raise `UserError` where a batch does not hold what a model is called with, or what it predicts."""
     takes, gets = model.example(), batch.inputs
     if [(x.dtype, x.ndim + 1) for x in takes] != [(x.dtype, x.ndim) for x in gets]:
         told = [", ".join(f"{x.dtype} {x.shape[skip:]}" for x in xs) for skip, xs in ((0, takes), (1, gets))]
         raise UserError(
             f"{type(model).__name__} takes {told[0]} for an example, but the data gives {told[1]}; change one of them."
         )
-    classes = _targets(model)
-    if classes is not None and classes.ndim + 1 != batch.targets.ndim:
+    predicts = abstract_targets(model)
+    if predicts is not None and predicts.ndim + 1 != batch.targets.ndim:
         raise UserError(
-            f"{type(model).__name__} predicts classes of shape {classes.shape} for an example, but the data has "
-            f"targets of shape {batch.targets.shape[1:]}; change one of them."
+            f"{type(model).__name__} predicts classes of shape {predicts.shape} for an example, but the data gives "
+            f"{batch.targets.shape[1:]} to predict; change one of them."
         )
 
 

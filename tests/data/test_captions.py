@@ -218,8 +218,8 @@ def test_the_config_comes_back_from_json() -> None:
         ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip has no 5\.png, which a caption is for"),
         ({"images": {**IMAGES, "x.png": b""}}, r"x\.png in .*images\.zip has no caption; add a line to captions\.tsv"),
         ({"images": {**IMAGES, "1.png": png((0, 0, 0), (4, 5))}}, "has 4 x 5 pixels, but the model reads 4 x 4"),
-        ({"images": {**IMAGES, "1.png": b"no image"}}, r"1\.png in .* cannot be read as an image"),
-        ({"images": {**IMAGES, "1.png": IMAGES["1.png"][:40]}}, r"1\.png in .* cannot be read as an image"),
+        ({"images": {**IMAGES, "1.png": b"no image"}}, r"1\.png in .* cannot be read as a picture"),
+        ({"images": {**IMAGES, "1.png": IMAGES["1.png"][:40]}}, r"1\.png in .* cannot be read as a picture"),
         ({"header": "image\ttext"}, r"the first line of .*captions\.tsv is 'image\\ttext'"),
         ({"lines": [*LINES, "5.png\tpink"]}, r"line 7 of .* is '5\.png\\tpink'; it must have a file"),
         ({"lines": [*LINES, "5.png\t \ttrain"]}, "line 7 of .* must have a file, a caption, a split with tabs"),
@@ -249,6 +249,14 @@ def test_a_zip_that_cannot_be_read_is_the_users_error(tmp_path: Path, damage) ->
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(UserError, match=r"images\.zip cannot be read as a zip file: .*; make it anew"):
         load(str(tmp_path))
+
+
+def test_an_image_too_large_to_open_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow refuses what has more than twice as many pixels as it takes: 16 and 7."""
+    path = write(tmp_path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
+    with pytest.raises(UserError, match=r"0\.png in .* cannot be read as a picture: Image size \(16 pixels\)"):
+        load(path)
 
 
 def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:

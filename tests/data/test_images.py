@@ -240,6 +240,16 @@ def test_a_broken_archive_is_named(tmp_path: Path, content: bytes) -> None:
         read_idx(file, 3)
 
 
+def test_a_file_that_the_system_does_not_give_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be read: Is a directory"):
+        read_idx(tmp_path, 3)
+
+
+def test_home_is_understood(idx_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(idx_folder.parent))
+    assert len(read_stills("~/idx", 0.1, 1).train.images) == N
+
+
 def test_idx_files_that_do_not_belong_together_are_refused(idx_folder: Path) -> None:
     file = idx_folder / "train-labels-idx1-ubyte.gz"
     file.write_bytes(gzip.compress(idx(labels(N + 1))))
@@ -278,6 +288,28 @@ def test_a_broken_picture_is_named(tmp_path: Path, content: bytes | None) -> Non
     file = tmp_path / "train" / "a" / "00.png"
     file.write_bytes(file.read_bytes()[:60] if content is None else content)
     with pytest.raises(UserError, match=f"{file} cannot be read as a picture"):
+        read_stills(str(tmp_path), 0.1, 1)
+
+
+def test_transparent_pictures_are_white_where_nothing_is(tmp_path: Path) -> None:
+    """Whatever colour stands there; half of black over white is grey, with alpha and with a palette's transparency."""
+    place = tmp_path / "train" / "a"
+    place.mkdir(parents=True)
+    colours = [(200, 0, 0, 0), (0, 0, 0, 128), (9, 9, 9, 255)]
+    for i, colour in enumerate(colours * 10):
+        Image.new("RGBA", (WIDTH, HEIGHT), colour).save(place / f"{i:02}.png")
+    Image.new("P", (WIDTH, HEIGHT), 0).save(place / "30.png", transparency=0)
+    write_pictures(tmp_path / "val", images(1))
+    found = read_stills(str(tmp_path), 0.1, 3).train.images
+    assert found[:3, 0, 0].tolist() == [[255] * 3, [127] * 3, [9] * 3]
+    assert (found[30] == 255).all()
+
+
+def test_more_than_8_bits_are_refused(tmp_path: Path) -> None:
+    """Pillow would make white of all that is above 255."""
+    write_pictures(tmp_path / "train", images(N))
+    Image.fromarray(np.full((HEIGHT, WIDTH), 40_000, np.uint16)).save(tmp_path / "train" / "a" / "16.png")
+    with pytest.raises(UserError, match=r"16\.png has more than 8 bits a channel; convert it to 8"):
         read_stills(str(tmp_path), 0.1, 1)
 
 

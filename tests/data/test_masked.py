@@ -98,5 +98,11 @@ def test_a_share_that_cannot_be_is_refused() -> None:
             replace(MaskedTextConfig(), masked_fraction=share)
 
 
+def test_a_vocabulary_without_room_for_the_mask_is_refused(config: MaskedTextConfig) -> None:
+    """256 bytes, end-of-text and the mask are 258."""
+    with pytest.raises(UserError, match=r"vocab_size is 257; .* the mask need at least 258"):
+        config.load(TokenModelConfig(257, T), B, seed=0)
+
+
 def _arrays(batch) -> list[np.ndarray]:
     return [*batch.inputs, batch.targets, batch.weights]

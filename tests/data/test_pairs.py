@@ -154,6 +154,11 @@ def test_pairs_that_are_too_long_are_left_out_and_said_to_be() -> None:
         pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)], batch_size=51)
 
 
+def test_no_pairs_at_all_are_too_few() -> None:
+    with pytest.raises(UserError, match="of 0 training pairs, 0 have at most 16 tokens"):
+        pairs([])
+
+
 def test_the_fingerprint_is_that_of_the_texts_and_the_context() -> None:
     changed = [pairs(TRAIN[1:]), pairs(val=VAL[1:]), pairs([Pair("00 ", TRAIN[0].target), *TRAIN[1:]])]
     moved = pairs([TRAIN[0], Pair(TRAIN[1].source + TRAIN[1].target[:1], TRAIN[1].target[1:]), *TRAIN[2:]])

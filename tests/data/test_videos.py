@@ -129,6 +129,7 @@ def test_the_fingerprint_is_of_all_that_shapes_a_batch(config: MovingImagesConfi
         ({}, replace(MODEL, channels=3), "have 1 channel.*, but model.channels is 3"),
         ({}, replace(MODEL, n_classes=4), "of 8 classes, but model.n_classes is 4"),
         ({"label": "class"}, MODEL, "of 3 classes, but model.n_classes is 8"),
+        ({}, replace(MODEL, n_frames=1, tubelet_frames=1), "n_frames is 1, but where something moves takes at least 2"),
         ({}, ViTConfig(), "the data is videos, but ViTConfig describes no model of videos"),
     ],
 )

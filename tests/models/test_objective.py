@@ -57,19 +57,19 @@ def test_what_parts_add_is_the_loss_of_the_whole(batch, weighted):
 
 
 def test_one_class_an_example_is_measured_by_hand():
-    """Logits that are given: the target is the largest, is not, is one of two that are, and does not count."""
+    """Logits that are given: the target is the largest, is not, is the second of two that are, and does not count."""
     model, params = Linear(), {"W": jnp.eye(D, V)}
     x = np.array([[2.0, 0, 0], [0, 0, 1], [0, 3, 3], [1, 1, 1]], np.float32)
     batch = Batch((x, np.zeros(4)), np.array([0, 1, 2, 0], np.int32), np.array([1, 1, 1, 0], np.float32))
     measures = jax.device_get(OBJECTIVE.measure(model, params, batch))
     total = np.log([np.e**2 + 10, np.e + 10, 2 * np.e**3 + 9])
     np.testing.assert_allclose(measures["nats"][:3], total - [2, 0, 3], rtol=1e-6)
-    np.testing.assert_array_equal(measures["correct"], [1, 0, 1, 0])
+    np.testing.assert_array_equal(measures["correct"], [1, 0, 0, 0])
     np.testing.assert_array_equal(measures["weight"], [1, 1, 1, 0])
     assert measures["nats"][3] == 0
     summary = OBJECTIVE.summary(measures)
     np.testing.assert_allclose(summary["loss"], np.mean(total - [2, 0, 3]), rtol=1e-6)
-    assert summary["accuracy"] == 2 / 3
+    assert summary["accuracy"] == 1 / 3
 
 
 def test_a_module_without_a_config_of_ours_has_logits():

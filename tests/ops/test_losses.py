@@ -33,7 +33,8 @@ def test_smoothing_and_the_largest_logit_by_hand() -> None:
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
     assert_close(smoothing_cost(logits), [log(2) * 5 / 3, -(2 * log(0.1) + log(0.8)) / 3], 1e-6)
     ties = jnp.array([[2.0, 1, 2], [0, 0, 1]])
-    np.testing.assert_array_equal(is_largest(ties, jnp.array([2, 0])), [True, False])
+    np.testing.assert_array_equal(is_largest(ties, jnp.array([0, 2])), [True, True])
+    np.testing.assert_array_equal(is_largest(ties, jnp.array([2, 0])), [False, False])  # one guess, though two tie
     assert is_largest(ties[0], jnp.array(0))  # one class, no positions
 
 

@@ -1,5 +1,7 @@
 """Evaluation of a text."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.corpus import TextConfig
+from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import HeldOutText
+from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
@@ -63,6 +67,22 @@ def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     found = evaluate({})
     assert (found.loss, found.others, found.targets) == (2 / 4, {"accuracy": 1 / 4}, 100)
     assert events == ["begin"] * AHEAD + ["begin", "read"] * (n - AHEAD) + ["read"] * AHEAD
+
+
+def test_nothing_to_predict_is_the_users_error(monkeypatch):
+    """And no loss that is not a number, which would look as if training had gone wrong."""
+
+    class Nothing:
+        token_lengths = None
+
+        def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+            yield Batch((), np.zeros((2, 7), np.int32), np.zeros((2, 7), np.float32))
+
+    config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
+    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), Nothing())
+    monkeypatch.setattr(evaluate, "_step", lambda *_: {"nats": np.zeros(2)})
+    with pytest.raises(UserError, match="have 0 targets; hold out more data"):
+        evaluate({})
 
 
 @pytest.mark.parametrize("stride", [1, 3, 7])

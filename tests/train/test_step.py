@@ -20,10 +20,11 @@ from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.encoder import ClassifierConfig
+from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.objective import CrossEntropy, Params, next_token_nll, of_each_target
 from jaxformer.nn.experts import routers
 from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
 from jaxformer.train import memory, step
 from jaxformer.train.optimizer import make_optimizer
@@ -347,6 +348,33 @@ def test_an_evaluation_in_pieces_is_the_same(monkeypatch):
     np.testing.assert_allclose(run(), whole, rtol=1e-6)
 
 
+def test_a_class_of_the_whole_sequence_is_never_cut_into_pieces(monkeypatch):
+    """A classifier has features of each token, but logits of none."""
+    config = ClassifierConfig(V, T, 8, n_heads=2, d_ff=(12,), n_blocks=1, n_classes=3)
+    inputs = BATCHES[0].inputs[0], np.ones((B, T), bool)
+    batch, model = Batch(inputs, np.arange(B, dtype=np.int32) % 3), config.build()
+    params = abstract_params(model, config)
+    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", V)
+    call = lambda params: of_each_target(negative_log_likelihood, model, params, batch)[0]  # noqa: E731
+    assert jax.eval_shape(call, params).shape == (B,)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (DecoderConfig(V, T), r"DecoderConfig takes int32 \(12,\) for an example, but .* int32 \(12,\), bool \(12,\)"),
+        (ClassifierConfig(V, T), r"ClassifierConfig predicts classes of shape \(\) for .* gives \(12,\) to predict"),
+    ],
+    ids=["inputs", "targets"],
+)
+def test_a_batch_of_something_else_is_refused(model, said):
+    """Of masked text, which fits an encoder."""
+    batch = Batch((np.zeros((B, T), np.int32), np.ones((B, T), bool)), np.zeros((B, T), np.int32))
+    check_fit(EncoderConfig(V, T), batch)
+    with pytest.raises(UserError, match=said):
+        check_fit(model, batch)
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_logits_of_the_batch():
     """Windows as short as the ladder's in batches too large for their logits, on one device."""
@@ -477,14 +505,3 @@ def test_processes_that_chose_different_attention_are_told_which(monkeypatch):
     assert str(caught.value) == (
         f"processes differ ({line}; attention: other); set compute.attention to xla or blockwise."
     )
-
-
-def test_a_batch_that_is_not_what_a_model_reads_or_predicts_is_refused():
-    tokens_BT, valid_BT = np.zeros((1, T), np.int32), np.ones((1, T), bool)
-    check_fit(MODEL, Batch((tokens_BT,), tokens_BT))
-    with pytest.raises(UserError, match=r"^DecoderConfig takes int32 \(12,\) for an example, but .* bool \(12,\);"):
-        check_fit(MODEL, Batch((tokens_BT, valid_BT), tokens_BT))
-    classifier = ClassifierConfig(V, T, 16, n_blocks=1)
-    check_fit(classifier, Batch((tokens_BT, valid_BT), np.zeros(1, np.int32)))
-    with pytest.raises(UserError, match=r"^ClassifierConfig predicts classes of shape \(\) .* of shape \(12,\);"):
-        check_fit(classifier, Batch((tokens_BT, valid_BT), tokens_BT))
