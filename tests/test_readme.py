@@ -26,10 +26,21 @@ def here(tmp_path_factory):
     """A folder as a reader has it after the first command, with a smaller model."""
     folder = tmp_path_factory.mktemp("reader")
     write_books(folder / "books")
-    few = ["--steps", "2", "--optimizer.warmup-steps", "0", "--train.batch-size", "4", "--model.d-model", "8"]
+    few = [
+        "--steps",
+        "2",
+        "--optimizer.warmup-steps",
+        "0",
+        "--train.batch-size",
+        "4",
+        "--model.d-model",
+        "8",
+        "--train.eval-examples",
+        "4",
+    ]
     dates = ["--config", f"{ROOT}/configs/dates.py:bahdanau", *few, "--data.n-pairs", "64", "--data.n-held-out", "8"]
     books = ["--data.path", str(folder / "books"), "--model.vocab-size", "281"]
-    gaps = ["--config", f"{ROOT}/configs/mlm.py", *few, *books]
+    gaps = ["--config", f"{ROOT}/configs/mlm.py", *few, *books, "--model.n-blocks", "1"]
     for options in (dates, gaps, tiny(folder / "books", steps=2)):  # the newest is what commands without --run take
         result = run("train.py", *options, cwd=folder)
         assert result.returncode == 0, result.stderr
