@@ -32,7 +32,7 @@ STEPS_A_KILL = 150
 OPTIONS = (
     "--config configs/quick.py --model.vocab-size 280 --model.context-length 16 --model.d-model 32 --model.n-blocks 2 "
     "--model.n-heads 2 --model.d-ff 64 --train.batch-size 4 --train.log-every 10 --train.eval-every 50 "
-    "--train.eval-windows 8 --train.report-every 500 --train.sample-tokens 16 --train.checkpoint-every 25 "
+    "--train.eval-examples 8 --train.report-every 500 --train.sample-tokens 16 --train.checkpoint-every 25 "
     "--optimizer.learning-rate 0.1"
 )
 

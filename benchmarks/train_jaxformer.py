@@ -22,11 +22,19 @@ from processes import serve
 
 from jaxformer.cli import machine
 from jaxformer.config import Config, from_dict, to_dict
+from jaxformer.data.windows import next_token
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.memory import needed
 from jaxformer.train.optimizer import make_schedule
-from jaxformer.train.step import abstract_state, choose_attention, compute_dtype, init_state, make_train_step
+from jaxformer.train.step import (
+    abstract_batch,
+    abstract_state,
+    choose_attention,
+    compute_dtype,
+    init_state,
+    make_train_step,
+)
 
 BATCHES = 8
 """Different batches; the steps go round them."""
@@ -64,14 +72,14 @@ def main(folder: Path) -> None:
     np.save(folder / "batches.npy", batches)
     (folder / "config.json").write_text(json.dumps(to_dict(config) | {"learning_rates": rates, "dtype": dtype}))
 
-    batch = jax.ShapeDtypeStruct(batches.shape[1:], np.int32, sharding=split)
+    batch = abstract_batch(config, mesh)
     step_number = jax.ShapeDtypeStruct((), np.int32)
     compiled = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch, step_number).compile()
     cost = compiled.cost_analysis() or {}
 
     def step(taken: int) -> jax.Array:
         nonlocal state
-        state, loss = compiled(state, place(batches[taken % BATCHES], split), np.int32(taken))
+        state, loss = compiled(state, place(next_token(batches[taken % BATCHES]), split), np.int32(taken))
         return loss
 
     device = jax.devices()[0]

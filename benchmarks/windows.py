@@ -12,12 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 import grain
 import numpy as np
 import record
 
-from jaxformer.data.windows import Windows
+from jaxformer.config import TokenModelConfig
+from jaxformer.data.corpus import Corpus, Split, TextConfig
+from jaxformer.data.dataset import Batch
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import Text
 
 TOKENS, LENGTH, BATCH = 15_000_000, 33, 4096
 
@@ -35,18 +40,25 @@ class Record:
         return self.tokens[i : i + LENGTH].astype(np.int32)
 
 
-def tokens_per_second(stream: Iterator[np.ndarray], batches: int) -> float:
+def size(batch: Batch | np.ndarray) -> int:
+    """Tokens in a batch's windows."""
+    return batch.targets.size + len(batch.targets) if isinstance(batch, Batch) else batch.size
+
+
+def tokens_per_second(stream: Iterator[Any], batches: int) -> float:
     """Over so many batches, after the first."""
     next(stream)
     began = time.perf_counter()
-    total = sum(next(stream).size for _ in range(batches))
+    total = sum(size(next(stream)) for _ in range(batches))
     return total / (time.perf_counter() - began)
 
 
 def main() -> None:
     """Measure, print, and write the result."""
     tokens = np.random.default_rng(0).integers(0, 2048, TOKENS).astype(np.uint16)
-    ours = Windows(tokens, LENGTH, 1, BATCH, seed=0)
+    split = Split(tokens, 1, TOKENS)
+    corpus = Corpus(split, split, Tokenizer.train(["a"], 257), "")
+    ours = Text(TextConfig(stride=1), TokenModelConfig(2048, LENGTH - 1), corpus, BATCH, seed=0)
     here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # its threads only make Python records slower
     peer = grain.MapDataset.source(Record(tokens)).seed(0).shuffle().to_iter_dataset(here).batch(BATCH)
     speeds: dict[str, list[float]] = {"jaxformer": [], "grain_record_a_window": []}

@@ -9,6 +9,7 @@ run needs.
 from dataclasses import replace
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 adamw = OptimizerConfig(
@@ -23,9 +24,9 @@ gpt2_124m = Config(
         attention_bias=True, d_ff=(3072,), activation="gelu", norm="layernorm", final_norm=True,
         positions="learned", unembedding="tied", embedding_std=0.02,
     ),
-    steps=100_000,
+    data=TextConfig(), steps=100_000,
     optimizer=adamw,
-    train=TrainConfig(batch_size=32, eval_windows=256, eval_every=1000, report_every=5000, checkpoint_every=1000),
+    train=TrainConfig(batch_size=32, eval_examples=256, eval_every=1000, report_every=5000, checkpoint_every=1000),
 )  # fmt: skip
 
 llama = DecoderConfig(
@@ -37,9 +38,10 @@ llama = DecoderConfig(
 llama_7b = Config(
     name="llama_7b",
     model=llama,
+    data=TextConfig(),
     steps=500_000,
     optimizer=replace(adamw, learning_rate=3e-4),
-    train=TrainConfig(batch_size=512, eval_windows=1024, eval_every=1000, report_every=5000, checkpoint_every=1000),
+    train=TrainConfig(batch_size=512, eval_examples=1024, eval_every=1000, report_every=5000, checkpoint_every=1000),
     compute=ComputeConfig(remat="block", scan_blocks=True),
     mesh="fsdp=256",
 )

@@ -7,7 +7,8 @@ stands beside each rung.
 
 from dataclasses import replace
 
-from jaxformer.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jaxformer.config import Config, ModelConfig, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 
@@ -18,9 +19,9 @@ def rung(name: str, model: ModelConfig) -> Config:
         name=name,
         model=model,
         steps=10_644,
-        data=DataConfig(stride=1),
+        data=TextConfig(stride=1),
         optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=0.05, momentum=0.9),
-        train=TrainConfig(batch_size=4096, eval_windows=512),
+        train=TrainConfig(batch_size=4096, eval_examples=512),
     )
 
 

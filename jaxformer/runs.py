@@ -9,21 +9,25 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import StoredCheckpoints
-from jaxformer.config import Config, ModelConfig, from_dict, to_dict
+from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, from_dict, to_dict
+from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.models.objective import Params, can_continue, next_token_nll
 from jaxformer.sharding import abstract, shardings
 
+T = TypeVar("T")
 CONFIG, TOKENIZER, METRICS, SAMPLES = "config.json", "tokenizer.json", "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
 
@@ -36,12 +40,31 @@ class Run:
     config: Config
     model: nn.Module
     params: Params
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None where there is no text in its data."""
     step: int
     """Optimizer steps that made the parameters."""
 
+    def language(self) -> tuple[TokenModelConfig, Tokenizer]:
+        """The config and the tokenizer of a model of text.
+
+        Raises:
+          UserError: it is none.
+        """
+        if self.tokenizer is None or not isinstance(self.config.model, TokenModelConfig):
+            kind = type(self.model).__name__
+            raise UserError(f"{self.path} holds a {kind}, which writes no text; name a run that does.")
+        return self.config.model, self.tokenizer
+
     def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
-        """Mean next-token loss in nats of one sequence, a float32 scalar; made for `jax.grad`."""
+        """Mean next-token loss in nats of one sequence, a float32 scalar; made for `jax.grad`.
+
+        Raises:
+          UserError: the model predicts no next tokens.
+        """
+        if not can_continue(self.model):
+            kind = type(self.model).__name__
+            raise UserError(f"{self.path} holds a {kind}, which predicts no next token; see models.objective.")
         return jnp.mean(next_token_nll(self.model, params, jnp.asarray(tokens_T)))
 
 
@@ -66,13 +89,28 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, mesh))
     params = checkpoints.restore_params(step, shapes)
-    return Run(folder, config, model, params, Tokenizer.load(folder / TOKENIZER), step)
+    has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
+    tokenizer = Tokenizer.load(folder / TOKENIZER) if has_text else None
+    return Run(folder, config, model, params, tokenizer, step)
+
+
+def load_data(folder: Path, config: Config) -> Dataset:
+    """The data of a run's config, read with the run's own tokenizer if it has tokens.
+
+    Raises:
+      UserError: the tokenizer is missing or cannot be read, or see `DataConfig.load`.
+    """
+    file = folder / TOKENIZER
+    tokenizer = Tokenizer.load(file) if file.exists() else None
+    data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
+    if tokenizer is None and data.tokenizer is not None:
+        raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train anew.")
+    return data
 
 
 def abstract_params(model: nn.Module, config: ModelConfig) -> Params:
     """Shapes and dtypes of the parameters, without making them."""
-    tokens_T = jax.ShapeDtypeStruct((config.context_length,), jnp.int32)
-    return jax.eval_shape(lambda t: model.init(jax.random.key(0), t), tokens_T)["params"]
+    return jax.eval_shape(lambda *example: model.init(jax.random.key(0), *example), *config.example())["params"]
 
 
 def count_parameters(params: Params) -> int:
@@ -80,8 +118,8 @@ def count_parameters(params: Params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def create_run(folder: Path, config: Config, tokenizer: Tokenizer, may_number: bool) -> Path:
-    """Make a run's folder with its config and tokenizer; the place where it came to lie.
+def create_run(folder: Path, config: Config, tokenizer: Tokenizer | None, may_number: bool) -> Path:
+    """Make a run's folder with its config and tokenizer, if there is one; the place where it came to lie.
 
     It appears whole, by a rename. A folder that another process made meanwhile is left alone: the next free
     number is appended, if that is allowed.
@@ -94,7 +132,8 @@ def create_run(folder: Path, config: Config, tokenizer: Tokenizer, may_number: b
     try:
         scratch.chmod(0o755)
         write_config(scratch, config)
-        tokenizer.save(scratch / TOKENIZER)
+        if tokenizer is not None:
+            tokenizer.save(scratch / TOKENIZER)
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
         place, number = folder, 1
@@ -142,11 +181,19 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"{folder} {what}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        model = dict(values["model"])
-        model_class = _model_class(model.pop("kind"))
+        model, data, train = dict(values["model"]), dict(values["data"]), dict(values.get("train", {}))
+        model_class = _class_of(model.pop("kind"), jaxformer.models, ModelConfig)
+        data_class = _class_of(data.pop("kind", "corpus.TextConfig"), jaxformer.data, DataConfig)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} cannot be read as a run's config ({type(error).__name__}: {error}).") from error
-    return from_dict(Config, {**values, "model": from_dict(model_class, model, f"{file}: model")}, str(file))
+    if "eval_windows" in train:  # of a run from when all data was text, and had no kind either
+        train["eval_examples"] = train.pop("eval_windows")
+    parts = {
+        "train": train,
+        "model": from_dict(model_class, model, f"{file}: model"),
+        "data": from_dict(data_class, data, f"{file}: data"),
+    }
+    return from_dict(Config, {**values, **parts}, str(file))
 
 
 def latest_run(parent: Path) -> Path:
@@ -164,12 +211,12 @@ def latest_run(parent: Path) -> Path:
     return newest.parent
 
 
-def _model_class(kind: Any) -> type[ModelConfig]:
-    """The config class that `file.Class` names; only `jaxformer.models` is searched."""
+def _class_of(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
+    """The config class that `file.Class` names; only one package is searched."""
     module_name, _, class_name = str(kind).partition(".")
-    if module_name not in {m.name for m in pkgutil.iter_modules(jaxformer.models.__path__)}:
-        raise ValueError(f"no model file {module_name!r}")
-    found = getattr(importlib.import_module(f"jaxformer.models.{module_name}"), class_name, None)
-    if not (isinstance(found, type) and issubclass(found, ModelConfig)):
-        raise ValueError(f"{kind!r} is no model")
+    if module_name not in {m.name for m in pkgutil.iter_modules(package.__path__)}:
+        raise ValueError(f"no file {module_name!r} in {package.__name__}")
+    found = getattr(importlib.import_module(f"{package.__name__}.{module_name}"), class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{kind!r} is no {base.__name__}")
     return found

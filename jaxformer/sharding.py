@@ -2,7 +2,8 @@
 
 The batch is split over all axes but `tensor`. `fsdp` also splits the parameters and the optimizer's state, which
 are gathered where they are used (Rajbhandari et al. 2020, stage 3); `tensor` splits heads and hidden layers
-(Shoeybi et al. 2019); `expert` the experts. XLA's partitioner puts in the communication.
+(Shoeybi et al. 2019), for which XLA's partitioner puts in the communication; `expert` splits experts, and tokens travel
+to them (Lepikhin et al. 2020).
 """
 
 from __future__ import annotations
@@ -29,16 +30,25 @@ WHOLE = PartitionSpec()
 """Split over nothing."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"W_E$", ("tensor", "fsdp")),  # (V, D)
-    (r"W_pos$", (None, "fsdp")),  # (T, D)
-    (r"W_out$", ("fsdp", "tensor")),  # (D, V)
+    (r"W_(E|patch)$", ("tensor", "fsdp")),  # (V, D), (P, D)
+    (r"W_(pos|segment)$", (None, "fsdp")),  # (T, D), and a row a kind of segment
+    (r"W_out$|W_[it]$", ("fsdp", "tensor")),  # (D, V), and (D, E) into a joint space
     (r"W_[QKV]$", ("fsdp", "tensor", None)),  # (D, H, K)
     (r"b_[QKV]$", ("tensor", None, None)),  # (H, 1, K)
     (r"W_O$", ("tensor", None, "fsdp")),  # (H, K, D)
+    (r"(^|\.)[WUC]$|W_s_\d+$", (None, "fsdp", "tensor")),  # (C, I, D): into the gates of a cell, or its first state
+    (r"b_W$", (None, "tensor")),  # (C, D)
+    (r"[WU]_a$|W_o$", ("fsdp", "tensor")),  # (D, A), (E, A), (D, F)
+    (r"v_a$", ("tensor", None)),  # (A, 1)
+    (r"W_router$", ("fsdp", None)),  # (D, E)
+    (r"experts\.W_(gate_)?\d*[13579]$", ("expert", "fsdp", "tensor")),  # (E, D, F)
+    (r"experts\.W_(gate_)?\d*[02468]$", ("expert", "tensor", "fsdp")),  # (E, F, D)
+    (r"experts\.b_\d*[13579]$", ("expert", "tensor")),  # (E, F)
+    (r"experts\.b_\d*[02468]$", ("expert", None)),  # (E, D)
     (r"W_(gate_)?\d*[13579]$", ("fsdp", "tensor")),  # (D, F): into a hidden layer
     (r"W_(gate_)?\d*[02468]$", ("tensor", "fsdp")),  # (F, D): out of it
     (r"b_\d*[13579]$", ("tensor",)),
-    (r"b_\d*[02468]$|b_O$|gamma\w*$|beta$", ()),
+    (r"b_\d*[02468]$|b_[OUo]$|b_(out|patch)$|gamma\w*$|beta$|x_class$|(^|\.)t$", ()),
 )
 """The first pattern found in a parameter's name decides. An axis that does not divide a dimension is left out."""
 
@@ -126,7 +136,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Parameters whole but for `tensor`, from this device's shards; to be called inside `jax.shard_map`.
+    """Parameters whole but for `expert` and `tensor`, from this device's shards; to be called inside `jax.shard_map`.
 
     Differentiated, it sums the gradient over `fsdp` and leaves each device its shard: a reduce-scatter.
     """
@@ -184,11 +194,12 @@ def sum_over_batch(tree: Any, specs: Any = WHOLE) -> Any:
     return jax.tree.map(lambda spec, part: jax.tree.map(lambda leaf: one(leaf, spec), part), specs, tree)
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has whole, as one array over all devices."""
+def place(tree: Any, sharding: NamedSharding) -> Any:
+    """Arrays that every process has whole, as arrays over all devices."""
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.device_put(tree, sharding)
+    one = lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])  # noqa: E731
+    return jax.tree.map(one, tree)
 
 
 def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
@@ -197,12 +208,17 @@ def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(n_rows)[index] for index in held]))
 
 
-def assemble(rows: np.ndarray, held: np.ndarray, n_rows: int, sharding: NamedSharding) -> jax.Array:
-    """The whole batch over all devices, of which each process gives the rows `held`, see `local_rows`."""
+def assemble(rows: Any, held: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
+    """The whole batch over all devices, a tree of arrays of which each process gives the rows `held`; see
+    `local_rows`."""
     if len(held) == n_rows:
         return place(rows, sharding)
-    at = lambda index: rows[np.searchsorted(held, np.arange(n_rows)[index[0]])]  # noqa: E731
-    return jax.make_array_from_callback((n_rows, *rows.shape[1:]), sharding, at)
+
+    def one(leaf: np.ndarray) -> jax.Array:
+        at = lambda index: leaf[np.searchsorted(held, np.arange(n_rows)[index[0]])]  # noqa: E731
+        return jax.make_array_from_callback((n_rows, *leaf.shape[1:]), sharding, at)
+
+    return jax.tree.map(one, rows)
 
 
 @lru_cache(maxsize=4)

@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import next_token
 from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, wait_for_all
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh
@@ -16,7 +18,7 @@ from jaxformer.train.step import init_state, make_train_step
 
 MODEL = DecoderConfig(40, 12, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
-    "test", MODEL, steps=20, optimizer=OptimizerConfig("adamw", learning_rate=3e-3, clip_norm=1.0),
+    "test", MODEL, data=TextConfig(), steps=20, optimizer=OptimizerConfig("adamw", learning_rate=3e-3, clip_norm=1.0),
     train=TrainConfig(batch_size=16),
 )  # fmt: skip
 BATCHES = np.random.default_rng(0).integers(0, 40, (20, 16, 13)).astype(np.int32)
@@ -35,7 +37,7 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
         for k, batch in enumerate(BATCHES):
             if k == SAVED:
                 checkpoints.save(k, state.params, state.opt_state, {"step": k}, None)
-            state, loss = step(state, assemble(batch[held], held, len(batch), split), np.int32(k))
+            state, loss = step(state, assemble(next_token(batch[held]), held, len(batch), split), np.int32(k))
             losses.append(float(loss))
     told = {
         "losses": losses,

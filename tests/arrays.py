@@ -47,7 +47,7 @@ def random_params(module: nn.Module, *args: Any) -> Params:
         name, values = path[-1].key, draw.normal(size=shape.shape)
         if name.startswith("gamma"):
             return jnp.asarray(1 + 0.3 * values, jnp.float32)
-        fan_in = prod(shape.shape[:2]) if name == "W_O" else shape.shape[0]
+        fan_in = prod(shape.shape[: 2 if name == "W_O" else 1])  # 1 for a single number
         return jnp.asarray(values / (1 if name in ("W_E", "W_pos") else sqrt(fan_in)), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, shapes)

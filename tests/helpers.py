@@ -16,6 +16,7 @@ import pytest
 
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config
+from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
@@ -44,7 +45,7 @@ def tiny(data: Path, steps: int = 20) -> list[str]:
         "--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16", "--model.n-blocks", "2",
         "--model.n-heads", "2", "--model.d-ff", "32", "--train.batch-size", "4", "--train.sample-tokens", "20",
         "--train.eval-every", "10", "--train.report-every", "10", "--train.checkpoint-every", "5",
-        "--train.eval-windows", "8", "--train.log-every", "3", "--optimizer.learning-rate", "0.1",
+        "--train.eval-examples", "8", "--train.log-every", "3", "--optimizer.learning-rate", "0.1",
         "--optimizer.warmup-steps", "0",
     ]  # fmt: skip
 
@@ -55,7 +56,10 @@ def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
         vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,),
         norm="rmsnorm",
     )  # fmt: skip
-    config, tokenizer = Config(folder.name, model, steps=max(1, steps)), Tokenizer.train(texts, model.vocab_size)
+    config, tokenizer = (
+        Config(folder.name, model, data=TextConfig(), steps=max(1, steps)),
+        Tokenizer.train(texts, model.vocab_size),
+    )
     place, built = create_run(folder, config, tokenizer, may_number=False), model.build()
     params = jax.jit(built.init)(jax.random.key(0), jnp.zeros(model.context_length, jnp.int32))["params"]
     if steps:

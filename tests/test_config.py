@@ -1,26 +1,30 @@
 """Configs: bounds, JSON and differences."""
 
 import json
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from jaxformer.config import Config, DataConfig, OptimizerConfig, TrainConfig, differences, from_dict, to_dict
+from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TrainConfig, differences, from_dict, to_dict
+from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 
-CONFIG = Config("test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), steps=3)
+CONFIG = Config("test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), data=TextConfig(), steps=3)
 
 
 def test_json_and_back_is_the_same():
     values = json.loads(json.dumps(to_dict(CONFIG)))
     assert values["model"].pop("kind") == "decoder.DecoderConfig"
-    model = from_dict(DecoderConfig, values["model"])
-    assert from_dict(Config, {**values, "model": model}) == CONFIG
+    assert values["data"].pop("kind") == "corpus.TextConfig"
+    kinds = {"model": from_dict(DecoderConfig, values["model"]), "data": from_dict(TextConfig, values["data"])}
+    assert from_dict(Config, {**values, **kinds}) == CONFIG
 
 
 def test_fields_left_out_keep_their_default():
-    assert from_dict(DataConfig, {"stride": 5}) == DataConfig(stride=5)
+    assert from_dict(TextConfig, {"stride": 5}) == TextConfig(stride=5)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,15 @@ def test_fields_left_out_keep_their_default():
 )
 def test_unknown_names_and_wrong_types_are_refused(values, said):
     with pytest.raises(UserError, match=said):
-        from_dict(DataConfig, values)
+        from_dict(TextConfig, values)
+
+
+def test_models_of_images_take_uint8_of_a_size_that_can_be():
+    (pixels,) = ImageModelConfig((4, 6), 3).example()
+    assert pixels.shape == (4, 6, 3) and pixels.dtype == np.uint8
+    for name, value in (("image_size", (4,)), ("image_size", (4, 0)), ("channels", 0), ("n_classes", 0)):
+        with pytest.raises(UserError, match=rf"{name} is {re.escape(str(value))}"):
+            ImageModelConfig(**{name: value})
 
 
 def test_a_missing_field_without_default_is_named():
@@ -45,9 +57,9 @@ def test_a_missing_field_without_default_is_named():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataConfig(val_fraction=0.0),
-        lambda: DataConfig(val_fraction=1.0),
-        lambda: DataConfig(stride=0),
+        lambda: TextConfig(val_fraction=0.0),
+        lambda: TextConfig(val_fraction=1.0),
+        lambda: TextConfig(stride=0),
         lambda: OptimizerConfig(learning_rate=0.0),
         lambda: OptimizerConfig(learning_rate=float("nan")),
         lambda: OptimizerConfig(momentum=1.0),

@@ -19,6 +19,7 @@ import pytest
 
 from jaxformer import distributed
 from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
+from jaxformer.data.windows import next_token
 from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, processes_around
 from jaxformer.errors import UserError
 from jaxformer.sharding import batch_split, make_mesh, place
@@ -215,7 +216,7 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
     def losses_from(state, start: int) -> list[float]:
         losses = []
         for k in range(start, CONFIG.steps):
-            state, loss = step(state, place(BATCHES[k], batch_split(mesh)), np.int32(k))
+            state, loss = step(state, place(next_token(BATCHES[k]), batch_split(mesh)), np.int32(k))
             losses.append(float(loss))
         return losses
 

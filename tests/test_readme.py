@@ -26,8 +26,24 @@ def here(tmp_path_factory):
     """A folder as a reader has it after the first command, with a smaller model."""
     folder = tmp_path_factory.mktemp("reader")
     write_books(folder / "books")
-    result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)
-    assert result.returncode == 0, result.stderr
+    few = [
+        "--steps",
+        "2",
+        "--optimizer.warmup-steps",
+        "0",
+        "--train.batch-size",
+        "4",
+        "--model.d-model",
+        "8",
+        "--train.eval-examples",
+        "4",
+    ]
+    dates = ["--config", f"{ROOT}/configs/dates.py:bahdanau", *few, "--data.n-pairs", "64", "--data.n-held-out", "8"]
+    books = ["--data.path", str(folder / "books"), "--model.vocab-size", "281"]
+    gaps = ["--config", f"{ROOT}/configs/mlm.py", *few, *books, "--model.n-blocks", "1"]
+    for options in (dates, gaps, tiny(folder / "books", steps=2)):  # the newest is what commands without --run take
+        result = run("train.py", *options, cwd=folder)
+        assert result.returncode == 0, result.stderr
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
@@ -94,5 +110,7 @@ def test_every_config_and_rung_the_readme_names_is_there():
     assert len(rungs) == 10
     for name in rungs:
         assert load_config(f"{ROOT}/configs/ladder.py:{name}").name == name
-    for spec in set(re.findall(r"`(configs/quick\.py[:\w]*)`", README)):
+    specs = set(re.findall(r"configs/\w+\.py(?::\w+)?", README))
+    assert len(specs) >= 12
+    for spec in specs - {"configs/ladder.py", "configs/gpt.py"}:
         assert load_config(str(ROOT / spec)).steps > 0

@@ -2,28 +2,44 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from jaxformer.config import Config, ModelConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.runs import create_run, latest_run, load_run, read_config, write_config
+from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.models.vit import ViTConfig
+from jaxformer.runs import Run, create_run, latest_run, load_data, load_run, read_config, write_config
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
 def test_a_config_comes_back_as_it_was(tmp_path, model):
-    config = Config("x", model, steps=7)
+    config = Config("x", model, data=TextConfig(), steps=7)
     write_config(tmp_path, config)
+    assert read_config(tmp_path) == config
+
+
+def test_a_run_from_when_all_data_was_text_still_opens(tmp_path):
+    config = Config("x", DecoderConfig(), data=TextConfig(path="books"), steps=7)
+    config = replace(config, train=replace(config.train, eval_examples=8))
+    write_config(tmp_path, config)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["data"]["kind"]
+    values["train"]["eval_windows"] = values["train"].pop("eval_examples")
+    (tmp_path / "config.json").write_text(json.dumps(values))
     assert read_config(tmp_path) == config
 
 
 def test_a_missing_run_names_those_that_are_there(tmp_path):
     (tmp_path / "quick").mkdir()
-    write_config(tmp_path / "quick", Config("x", DecoderConfig(), steps=1))
+    write_config(tmp_path / "quick", Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     with pytest.raises(UserError, match=r"quik does not exist; runs there: .*quick"):
         load_run(tmp_path / "quik")
     (tmp_path / "empty").mkdir()
@@ -38,7 +54,7 @@ def test_a_missing_run_names_those_that_are_there(tmp_path):
 def test_a_run_that_a_kill_left_half_made_is_none(tmp_path):
     for name in ("quick", ".new-abc"):  # the second is what create_run renames at its end
         (tmp_path / name).mkdir()
-        write_config(tmp_path / name, Config("x", DecoderConfig(), steps=1))
+        write_config(tmp_path / name, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     os.utime(tmp_path / "quick/config.json", (0, 0))  # the older one
     assert latest_run(tmp_path) == tmp_path / "quick"
 
@@ -47,7 +63,7 @@ def test_a_run_that_a_kill_left_half_made_is_none(tmp_path):
     "kind", ["os.system", "decoder.Decoder", "decoder.Anything", "../decoder.DecoderConfig", "", None, 3]
 )
 def test_a_config_names_a_model_of_this_package_or_nothing(tmp_path, kind):
-    write_config(tmp_path, Config("x", DecoderConfig(), steps=1))
+    write_config(tmp_path, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"]["kind"] = kind
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -63,7 +79,7 @@ def test_a_broken_config_is_one_sentence(tmp_path, text):
 
 
 def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
-    tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), steps=1)
+    tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), data=TextConfig(), steps=1)
     places = [create_run(tmp_path / "runs/x", config, tokenizer, may_number=True) for _ in range(3)]
     assert [p.name for p in places] == ["x", "x-2", "x-3"]
     for place in places:
@@ -74,12 +90,40 @@ def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
+def test_a_run_reads_its_data_with_its_own_tokenizer_or_not_at_all(tmp_path):
+    data = DatesConfig(n_pairs=4, n_held_out=1)
+    config = Config("x", RecurrentConfig(vocab_size=257, context_length=64), data, steps=1)
+    config = replace(config, train=replace(config.train, batch_size=2))
+    tokenizer = Tokenizer.train(["2023"] * 9, 259)  # two tokens more than the data itself would learn
+    folder = create_run(tmp_path / "x", config, tokenizer, may_number=False)
+    found = load_data(folder, config).tokenizer
+    assert found is not None and found.as_json() == tokenizer.as_json()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; put it back, or train anew\.$"):
+        load_data(folder, config)
+
+
+def test_what_is_no_model_of_text_says_so(tmp_path):
+    config = Config("x", ViTConfig(), TextConfig(), steps=1)
+    with pytest.raises(UserError, match=r"x holds a ViT, which writes no text; name a run that does\.$"):
+        Run(tmp_path / "x", config, config.model.build(), {}, None, step=1).language()
+
+
+def test_a_loss_of_next_tokens_is_of_models_that_predict_them(tmp_path):
+    config = Config("x", EncoderConfig(9, 8, 4, n_heads=1, n_blocks=1), TextConfig(), steps=1)
+    run = Run(tmp_path / "x", config, config.model.build(), {}, None, step=1)
+    with pytest.raises(UserError, match=r"x holds a MaskedLanguageModel, which predicts no next token; see"):
+        run.loss({}, [1, 2, 3])
+
+
 @dataclass(frozen=True)
 class Elsewhere(ModelConfig):
     """A model of a user's own file."""
 
 
 def test_a_model_that_could_not_be_reopened_is_refused_before_training(tmp_path):
-    with pytest.raises(UserError, match="no model file 'test_runs'"):
-        create_run(tmp_path / "x", Config("x", Elsewhere(), steps=1), Tokenizer.train(["a"], 257), False)
+    with pytest.raises(UserError, match=r"no file 'test_runs' in jaxformer\.models"):
+        create_run(
+            tmp_path / "x", Config("x", Elsewhere(), data=TextConfig(), steps=1), Tokenizer.train(["a"], 257), False
+        )
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import sharding
 from jaxformer.config import Config, OptimizerConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import (
     assemble,
@@ -143,6 +146,82 @@ def test_the_parameters_of_a_decoder_lie_as_written_here():
     assert {name: where.spec for name, where in placed.items()} == wanted
 
 
+def test_the_parameters_of_a_recurrent_model_lie_as_written_here():
+    """Gates beside each other on every device, so that a step multiplies them without moving any."""
+    model = RecurrentConfig(12, 6, d_embedding=8, d_model=4, n_layers=2)
+    recurrence = {
+        "W": P(None, "fsdp", "tensor"),
+        "U": P(None, "fsdp", "tensor"),
+        "b_W": P(None, "tensor"),
+        "b_U": P(),
+    }
+    layers = ("encoder_0", "encoder_1", "backward_encoder_0", "backward_encoder_1", "decoder_0", "reader.recurrence")
+    wanted = {f"{layer}.{name}": where for layer in layers for name, where in recurrence.items()} | {
+        "embedding.W_E": P("tensor", "fsdp"),
+        "target_embedding.W_E": P("tensor", "fsdp"),
+        "reader.C": P(None, "fsdp", "tensor"),
+        "reader.W_a": P("fsdp", "tensor"),
+        "reader.U_a": P("fsdp", "tensor"),
+        "reader.v_a": P("tensor", None),
+        "W_s_0": P(None, "fsdp", "tensor"),
+        "W_s_1": P(None, "fsdp", "tensor"),
+        "W_o": P("fsdp", "tensor"),
+        "b_o": P(),
+        "W_out": P("fsdp", "tensor"),
+    }
+    init = lambda: model.build().init(jax.random.key(0), jnp.zeros(3, int), jnp.ones(3, bool), jnp.zeros(2, int))  # noqa: E731
+    placed = flatten_dict(shardings(jax.eval_shape(init)["params"], make_mesh(CUBE)), sep=".")
+    assert {name: where.spec for name, where in placed.items()} == wanted
+
+
+def test_the_parameters_of_experts_lie_as_written_here():
+    """Experts over `expert`; what is within one, and the one that all share, as an MLP."""
+    model = DecoderConfig(12, 6, 8, d_ff=(16,), activation="swiglu", n_experts=4, shared_expert=True)
+    wanted = {
+        "W_router": P("fsdp", None),
+        "experts.W_1": P("expert", "fsdp", "tensor"),
+        "experts.W_gate_1": P("expert", "fsdp", "tensor"),
+        "experts.b_1": P("expert", "tensor"),
+        "experts.W_2": P("expert", "tensor", "fsdp"),
+        "experts.b_2": P("expert", None),
+        "shared.W_1": P("fsdp", "tensor"),
+        "shared.W_gate_1": P("fsdp", "tensor"),
+        "shared.b_1": P("tensor"),
+        "shared.W_2": P("tensor", "fsdp"),
+        "shared.b_2": P(),
+    }
+    placed = shardings(abstract_params(model.build(), model), make_mesh("fsdp=2,expert=2,tensor=2"))
+    placed = flatten_dict(placed["blocks_0"]["mlp"], sep=".")
+    assert {name: where.spec for name, where in placed.items()} == wanted
+
+
+def test_the_parameters_of_clip_lie_as_written_here():
+    """What is its own, beside the blocks of its towers."""
+    model = CLIPConfig(
+        vision=ImageTowerConfig(image_size=8, patch_size=4, d_model=8, n_heads=2, n_blocks=1),
+        text=TextTowerConfig(12, 6, d_model=8, n_heads=2, n_blocks=1),
+        d_joint=4,
+    )
+    wanted = {
+        "vision_embedding.x_class": P(),
+        "vision_embedding.W_E": P("tensor", "fsdp"),
+        "vision_embedding.W_pos": P(None, "fsdp"),
+        "vision_embedding_norm.gamma": P(),
+        "vision_embedding_norm.beta": P(),
+        "vision_norm.gamma": P(),
+        "vision_norm.beta": P(),
+        "text_embedding.W_E": P("tensor", "fsdp"),
+        "text_embedding.W_pos": P(None, "fsdp"),
+        "text_norm.gamma": P(),
+        "text_norm.beta": P(),
+        "W_i": P("fsdp", "tensor"),
+        "W_t": P("fsdp", "tensor"),
+        "t": P(),
+    }
+    placed = flatten_dict(shardings(abstract_params(model.build(), model), make_mesh(CUBE)), sep=".")
+    assert {name: where.spec for name, where in placed.items() if "_blocks_" not in name} == wanted
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rule_names_every_parameter_of_every_config(name):
     """And splits every matrix over both axes: a device holds a fourth of it, and hardly more of all parameters."""
@@ -155,8 +234,11 @@ def test_a_rule_names_every_parameter_of_every_config(name):
         shard = NamedSharding(mesh, spec(path, leaf.shape, mesh)).shard_shape(leaf.shape)
         held += np.prod(shard)
         if leaf.ndim > 1 and not path.endswith(("W_pos", "b_Q", "b_K", "b_V")):
-            even = [size for size, axis in zip(leaf.shape, matched[0], strict=True) if axis and size % 2 == 0]
-            assert np.prod(shard) == leaf.size / 2 ** len(even), path
+            split = [
+                axis and mesh.shape[axis] == 2 and size % 2 == 0
+                for size, axis in zip(leaf.shape, matched[0], strict=True)
+            ]
+            assert np.prod(shard) == leaf.size / 2 ** sum(map(bool, split)), path
     # Heads of the first rungs are one and cannot be split; a vocabulary of 50,257 is odd.
     assert held <= sum(leaf.size for leaf in params.values()) / 2
 
@@ -181,7 +263,7 @@ def test_an_axis_that_does_not_divide_or_has_one_device_is_left_out():
 @pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
 def test_an_optimizers_state_lies_as_the_parameters_it_is_about(name):
     model = DecoderConfig(16, 4, 8, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm")
-    config = Config("test", model, steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
+    config = Config("test", model, data=TextConfig(), steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
     state = abstract_state(config, make_mesh("fsdp=4,tensor=2"))
     params = flatten_dict(state.params, sep=".")
     seen = set()

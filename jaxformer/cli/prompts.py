@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxformer.errors import UserError
 
+T = TypeVar("T")
 FIELDS = ("prompt", "seed", "id")
 MOST_SEED = 2**32 - 1
 
@@ -42,6 +45,25 @@ class Prompt:
 def seeds(seed: int, n_samples: int) -> list[int]:
     """One for each sample of a prompt: that of sample k is what sample 0 has where the seed is k more."""
     return [(seed + k) % (MOST_SEED + 1) for k in range(n_samples)]
+
+
+def prepared(prompts: Sequence[Prompt | UserError], prepare: Callable[[Prompt], T], from_file: bool) -> list[T]:
+    """What `prepare` makes of each prompt; those of a file that are wrong are named, and the others kept.
+
+    Raises:
+      UserError: one that is not of a file is wrong.
+    """
+    found = []
+    for prompt in prompts:
+        try:
+            if isinstance(prompt, UserError):
+                raise prompt
+            found.append(prepare(prompt))
+        except UserError as error:
+            if not from_file:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+    return found
 
 
 def read_prompts(path: str) -> list[Prompt | UserError]:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import jax
 import tyro
 
-from jaxformer.cli import machine
+from jaxformer.cli import machine, translating
 from jaxformer.cli.arguments import options_given, parse, run_command
-from jaxformer.cli.opening import RunOptions, open_run
-from jaxformer.cli.prompts import MOST_SEED, Prompt, read_prompts, seeds
+from jaxformer.cli.filling import fill_prompts
+from jaxformer.cli.opening import RunOptions, model_of, open_run
+from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts, seeds
 from jaxformer.decode import (
     Generation,
     LookUp,
@@ -40,6 +41,7 @@ from jaxformer.decode import (
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.decode.texts import Search, batches
 from jaxformer.errors import UserError
+from jaxformer.models.objective import can_continue
 from jaxformer.sharding import make_mesh
 
 if TYPE_CHECKING:
@@ -53,7 +55,10 @@ DESCRIPTION = """Continue texts with a trained model.
 What follows a prompt depends on the prompt, the options and the seed alone, and not on what else is continued beside
 it, but for rounding: that can decide between two tokens that are as good as equally likely. A text ends with the
 document (the end-of-text token), at a stop token or stop string, which are not shown, or after
---max-new-tokens."""
+--max-new-tokens.
+
+A masked language model fills gaps instead, one token each: --prompt "The [MASK] of the people". A model that makes
+one text of another, such as a translation, does so with each prompt, greedily or with --num-beams."""
 
 
 @dataclass(frozen=True)
@@ -151,28 +156,25 @@ def _main(arguments: list[str]) -> int:
     _check(asked, given)
     prompts = _prompts(asked)
     machine.set_up(mesh=asked.opening.mesh)
+    from jaxformer.models.encoder import MaskedLanguageModel
+
+    model = model_of(asked.opening)
+    if isinstance(model, MaskedLanguageModel):
+        return fill_prompts(asked.opening, prompts, given, asked.sampling.top_logprobs, asked.jsonl)
+    if hasattr(model, "start"):
+        return translating.main(asked, given, prompts)
     sampler = Sampler(asked, given)
     if asked.interactive:
         return _converse(sampler)
-    fitting: list[tuple[Prompt, list[int]]] = []
-    n_wrong = 0
-    for prompt in prompts:
-        try:
-            if isinstance(prompt, UserError):
-                raise prompt
-            fitting.append((prompt, sampler.encode(prompt)))
-        except UserError as error:
-            if asked.prompts_file is None:
-                raise
-            print(f"error: {error}", file=sys.stderr)
-            n_wrong += 1
+    encode = lambda prompt: (prompt, sampler.encode(prompt))  # noqa: E731
+    fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
     if fitting:
         with _noticing_ctrl_c() as pressed:
             sampler.show(fitting, pressed)
         print(sampler.speed, file=sys.stderr)
         if pressed.is_set():
             raise KeyboardInterrupt
-    return 2 if n_wrong else 0
+    return 2 if len(fitting) < len(prompts) else 0
 
 
 def _check(asked: Arguments, given: set[str]) -> None:
@@ -264,7 +266,11 @@ class Sampler:
         """Raises UserError where the run cannot be opened, or options do not fit it; some only if they were given."""
         self._mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
         self._asked, self._run = asked, open_run(asked.opening, self._mesh)
-        tokenizer = self._run.tokenizer
+        self._config, self._tokenizer = self._run.language()
+        if not can_continue(self._run.model):
+            kind = type(self._run.model).__name__
+            raise UserError(f"{self._run.path} holds a {kind}, which writes no text; name a run that does.")
+        tokenizer = self._tokenizer
         self._sampling = asked.sampling.completed(
             tokenizer.end_of_text, biases(asked.logit_bias, tokenizer), words(asked.bad_words, tokenizer)
         )
@@ -274,6 +280,8 @@ class Sampler:
         need_cache += ["--num-beams"] if asked.num_beams > 1 else []
         if need_cache and not hasattr(self._run.model, "extend"):
             raise UserError(f"{self._run.path} has a model without a cache, which {need_cache[0]} needs; leave it out.")
+        if "--prefill-chunk" in given and getattr(self._run.model, "prompt_is_prefix", False):
+            raise UserError(f"{self._run.path} reads a prompt at once, in both directions; leave out --prefill-chunk.")
         self._ends: list[int] = []
         """Contexts that a text cannot go past."""
         self._draft: tuple[Draft, Params] | None = None
@@ -287,33 +295,34 @@ class Sampler:
     def _open_draft(self, name: str) -> tuple[Draft, Params]:
         """What proposes, and its parameters."""
         if name == "lookup":
-            return LookUp(self._run.config.model.vocab_size), None
+            return LookUp(self._config.vocab_size), None
         draft = open_run(RunOptions(run=name), self._mesh)
-        if draft.tokenizer.as_json() != self._run.tokenizer.as_json():
+        config, tokenizer = draft.language()
+        if tokenizer.as_json() != self._tokenizer.as_json():
             raise UserError(
                 f"the draft {name} has another tokenizer than {self._run.path}; use one trained on its text."
             )
         if not hasattr(draft.model, "extend"):
             raise UserError(f"the draft {name} has a model without a cache; use another, or 'lookup'.")
         self._note_end(draft)
-        return ModelDraft(draft.model, draft.config.model.context_length), draft.params
+        return ModelDraft(draft.model, config.context_length), draft.params
 
     def _note_end(self, run: Run) -> None:
         if getattr(run.model, "reach", None) is None:
-            self._ends.append(run.config.model.context_length)
+            self._ends.append(run.language()[0].context_length)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt; raises UserError if there are too many, or it has a seed that nothing draws with."""
         if self._asked.num_beams > 1 and prompt.seed is not None:
             raise UserError(f"{prompt.where} has a seed, but beam search draws nothing; leave it out.")
-        most = self._run.config.model.context_length
+        most = self._config.context_length
         why = f"the context's {most}"
         for end in self._ends:
             room = max(0, end - (self._asked.max_new_tokens - 1))  # nothing reads the last one
             if room < most:
                 special = "a draft" if self._draft else "beam search"
                 most, why = room, f"{room}, for {special} does not go past the context's {end}; lower --max-new-tokens"
-        tokens = self._run.tokenizer.encode(prompt.text)
+        tokens = self._tokenizer.encode(prompt.text)
         if len(tokens) > most:
             raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
         return tokens
@@ -353,12 +362,12 @@ class Sampler:
         asked, run = self._asked, self._run
         filled = prompts + prompts[-1:] * (n_prompts - len(prompts))
         answers = [
-            Answer(prompt, k, seed, Text(run.tokenizer, asked.stop))
+            Answer(prompt, k, seed, Text(self._tokenizer, asked.stop))
             for prompt, _ in filled
             for k, seed in enumerate(seeds(asked.seed if prompt.seed is None else prompt.seed, asked.num_samples))
         ]
         token_lists, drawn_seeds = [tokens for _, tokens in filled], [answer.seed for answer in answers]
-        sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": run.config.model.context_length}
+        sizes = {"max_new_tokens": asked.max_new_tokens, "context_length": self._config.context_length}
         generation: Generation | Search | Speculation
         if asked.num_beams > 1:
             call = partial(
@@ -377,7 +386,7 @@ class Sampler:
             generation = generate(
                 run.model, run.params, token_lists, self._sampling, drawn_seeds,
                 n_samples=asked.num_samples, cache_dtype=asked.cache_dtype, prefill_chunk=asked.prefill_chunk,
-                fill_token=run.tokenizer.end_of_text, **sizes,
+                fill_token=self._tokenizer.end_of_text, **sizes,
             )  # fmt: skip
         n_wanted = len(prompts) * asked.num_samples
         for row in range(n_wanted, len(answers)):

@@ -34,12 +34,13 @@ from jaxformer.errors import UserError, writing
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jaxformer.data.dataset import Dataset
     from jaxformer.train.loop import Outcome
 
 DEFAULT_CONFIG = "configs/quick.py"
 RUNS = Path("runs")
 MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips"}
-"""Fields that may differ on resuming, with all of `compute`: the text is compared by its content."""
+"""Fields that may differ on resuming, with all of `compute`: the data is compared by its content."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Arguments:
     resume: bool = False
     """Go on from the last checkpoint of --run, or of the newest run below runs/."""
     allow_changed_data: bool = False
-    """With --resume: go on even if the text has changed since, with the run's own tokenizer. The log notes it."""
+    """With --resume: go on even if the data has changed since, with the run's own tokenizer. The log notes it."""
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
 
@@ -92,7 +93,7 @@ def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, defaults, "train.py", "Train a model; sample from it with sample.py.")
     config = asked.fields
     if asked.allow_changed_data and stored is None:
-        raise UserError("--allow-changed-data goes with --resume; a new run learns from the text as it is.")
+        raise UserError("--allow-changed-data goes with --resume; a new run learns from the data as it is.")
     if stored is not None:
         _must_be_same(folder, stored, config)
     elif asked.run is not None and Path(asked.run).exists():
@@ -108,50 +109,43 @@ def _main(arguments: list[str]) -> int:
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
     from jaxformer.cli.hooks import make_hooks
-    from jaxformer.data.corpus import load_corpus
-    from jaxformer.data.tokenizer import Tokenizer
-    from jaxformer.runs import METRICS, PLOTS, TOKENIZER, abstract_params, count_parameters, create_run
+    from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
-    from jaxformer.train.loop import make_windows, train
-    from jaxformer.train.step import check_split, choose_attention, compute_dtype
+    from jaxformer.train.loop import train
+    from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
     console.quiet = not is_first()
     mesh = make_mesh(config.mesh)
     check_split(config, mesh)
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
-    model = config.model.build()
-    parameters = count_parameters(abstract_params(model, config.model))
-    tokenizer = Tokenizer.load(folder / TOKENIZER) if resume else None
-    corpus = load_corpus(config.data, config.model.vocab_size, tokenizer)
-    windows = make_windows(config, corpus)  # as above, what cannot be is refused before anything is written
+    parameters = count_parameters(abstract_params(config.model.build(), config.model))
+    # As above, what cannot be is refused before anything is written.
+    data = load_data(folder, config) if resume else config.data.load(config.model, config.train.batch_size, config.seed)
+    check_fit(config.model, data.rows(0, slice(1)))
     wait_for_all()  # if one of several processes has no data, no run is made
 
     if not resume:
-        folder = Path(from_first(str(create_run(folder, config, corpus.tokenizer, may_number)) if is_first() else ""))
+        folder = Path(from_first(str(create_run(folder, config, data.tokenizer, may_number)) if is_first() else ""))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
-    train_text, val_text = corpus.train, corpus.val
-    say(
-        f"data {config.data.path}: {train_text.documents:,} documents, {len(train_text.tokens):,} tokens, "
-        f"{train_text.n_bytes / len(train_text.tokens):.2f} bytes a token; "
-        f"held out: {val_text.documents:,} documents, {len(val_text.tokens):,} tokens"
-    )
+    say(f"data {data.describe()}")
     say(f"parameters {parameters:,}")
+    counted = f"{data.per_step:,.0f} tokens in " if data.unit == "tokens" else ""
     say(
-        f"steps {config.steps:,} of {config.train.batch_size:,} x {config.model.context_length:,} tokens, "
-        f"{config.steps / windows.steps_per_epoch:.2f} epochs; "
+        f"steps {config.steps:,} of {counted}{config.train.batch_size:,} examples, "
+        f"{config.steps / data.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name} at {config.optimizer.learning_rate}"
     )
     axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
     say(f"mesh: {axes}; processes: {jax.process_count()}; products in {precision}; {attention}")
 
     place = shlex.quote(str(folder))
-    hooks = make_hooks(config, mesh, corpus, folder)
+    hooks = make_hooks(config, mesh, data, folder)
     try:
         with relying_on_others(f"go on from the last checkpoint with: python train.py --resume --run {place}"):
-            outcome = train(config, corpus, folder, mesh, hooks, resume, allow_changed_data)
+            outcome = train(config, data, folder, mesh, hooks, resume, allow_changed_data)
     except UserError:
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
@@ -170,12 +164,27 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
         return 1
     evaluation = outcome.evaluation
     assert evaluation is not None
-    say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(config.train.sample_prompt)}")
-    say(
-        f"final: step={outcome.step} val_loss={evaluation.loss:.4f} val_ppl={evaluation.perplexity:.3f} "
-        f"val_bpb={evaluation.bits_per_byte:.4f}"
-    )
+    if (prompt := prompt_to_try(config, data)) is not None:
+        say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(prompt)}")
+    figures = {name: value for name, value in evaluation.as_row().items() if isinstance(value, float)}
+    told = " ".join(f"{name}={value:.{3 if name == 'val_ppl' else 4}f}" for name, value in figures.items())
+    say(f"final: step={outcome.step} {told}")
     return 0
+
+
+def prompt_to_try(config: Config, data: Dataset) -> str | None:
+    """What a new user may give to `sample.py`; None for a model that writes no text."""
+    from jaxformer.cli.filling import GAP
+    from jaxformer.data.pairs import Pairs
+    from jaxformer.models.encoder import MaskedLanguageModel
+    from jaxformer.models.objective import can_continue
+
+    model = config.model.build()
+    if can_continue(model):
+        return config.train.sample_prompt
+    if isinstance(model, MaskedLanguageModel):
+        return f"The {GAP} of"
+    return data.val[0].source if isinstance(data, Pairs) else None
 
 
 def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tuple[str, Path]:
@@ -194,14 +203,15 @@ def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tupl
     if isinstance(attend, FusedAttention):
         attend = dataclasses.replace(attend, tensor=1)  # here one device has all heads
     params = local_copy(gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state), mesh)
-    batch_BT, keys_B = local_copy(outcome.batch, mesh), example_keys(config.seed, outcome.step - 1, len(outcome.batch))
+    keys_B = example_keys(config.seed, outcome.step - 1, config.train.batch_size)
+    batch = local_copy(outcome.batch, mesh)
     dtype = compute_dtype(config.compute, mesh)
     model = config.model.build(Execution(attention=attend))
-    report = first_non_finite(model, params, batch_BT, keys_B, dtype)
+    report = first_non_finite(model, params, batch, keys_B, dtype)
     evidence = folder / "autopsy"
     if is_first():
         evidence = save_autopsy(
-            folder, outcome.step, np.asarray(batch_BT), np.asarray(jax.random.key_data(keys_B)), report,
+            folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
             f"{how}, precision: {dtype}",
         )  # fmt: skip
     return "nothing when computed again" if report is None else report.culprit, evidence

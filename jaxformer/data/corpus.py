@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxformer.config import DataConfig
+from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
+from jaxformer.data.dataset import Dataset
 from jaxformer.data.text import Document, hold_out, read_documents
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -23,6 +24,42 @@ FORMAT = 1
 """Raise it when the same text and settings are to give other tokens."""
 BUILDING = ".building-"
 DAY = 24 * 60 * 60
+
+
+@dataclass(frozen=True)
+class TextConfig(DataConfig):
+    """Which text, and how it is cut into windows whose every token is to be predicted from those before it."""
+
+    path: str = "sotu"
+    """A file, a folder (every .txt below it), a glob, or 'sotu' (the State of the Union addresses)."""
+    val_path: str | None = None
+    """Held-out text, named like path; without it whole documents are held out."""
+    val_fraction: float = 0.05
+    """Share of the bytes to hold out where there is no val_path."""
+    unwrap: bool = True
+    """Join lines that were broken only to fit a page's width."""
+    stride: int | None = None
+    """Tokens between the starts of two windows; without it, the context length."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"data.val_fraction is {self.val_fraction}; it must lie between 0 and 1, such as 0.05.")
+        if self.stride is not None:
+            at_least(self, 1, "stride")
+
+    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
+        from jaxformer.data.windows import Text
+
+        model = token_model(model)
+        return Text(self, model, load_corpus(self, model.vocab_size, tokenizer), batch_size, seed)
+
+
+def token_model(model: ModelConfig) -> TokenModelConfig:
+    """The model, or `UserError` if it is none of tokens."""
+    if not isinstance(model, TokenModelConfig):
+        raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
+    return model
 
 
 @dataclass(frozen=True)
@@ -54,7 +91,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
 
 
-def load_corpus(config: DataConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
+def load_corpus(config: TextConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read, split and tokenize the text, or find the result of an earlier time.
 
     Without a tokenizer, one learns from the training split only. A run that goes on brings its own: to its model the

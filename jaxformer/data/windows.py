@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
-import grain
 import numpy as np
 
+from jaxformer.config import TokenModelConfig
+from jaxformer.data.corpus import Corpus, TextConfig
+from jaxformer.data.dataset import Batch, Dataset, evenly, order
 from jaxformer.errors import UserError
 
 
@@ -57,39 +58,10 @@ class Windows:
     def rows(self, step: int, which: slice | np.ndarray) -> np.ndarray:
         """Some rows of the batch at a step: what one of several processes needs of it."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = _order(self.n_windows, self.seed, epoch)
-        batch = order[place * self.batch_size : (place + 1) * self.batch_size]
+        batch = order(self.n_windows, self.seed, epoch)[place * self.batch_size : (place + 1) * self.batch_size]
         starts = batch[which].astype(np.int64) * self.stride
         # One vectorised gather a batch; a record a window is fifty times slower.
         return np.lib.stride_tricks.sliding_window_view(self.tokens, self.length)[starts].astype(np.int32)
-
-    def stream(self, start: int, stop: int, which: slice | np.ndarray = slice(None)) -> Iterator[np.ndarray]:
-        """Rows of the batches start, …, stop - 1, made ahead of need by grain in the background."""
-        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        return iter(grain.MapDataset.source(_Steps(self, start, stop, which)).to_iter_dataset(ahead))
-
-
-@lru_cache(maxsize=2)
-def _order(n_windows: int, seed: int, epoch: int) -> np.ndarray:
-    order = np.arange(n_windows, dtype=np.uint32 if n_windows < 2**32 else np.uint64)
-    np.random.Generator(np.random.Philox(key=[seed, epoch])).shuffle(order)
-    return order
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """A range of steps as what grain reads from: something with a length and items."""
-
-    windows: Windows
-    start: int
-    stop: int
-    which: slice | np.ndarray
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.windows.rows(self.start + i, self.which)
 
 
 def eval_batches(
@@ -115,9 +87,7 @@ def eval_batches(
     """
     stride = stride or n_predicted
     n_all = max(1, -(-(len(tokens) - length) // stride) + 1)
-    chosen = np.arange(n_all)
-    if n_windows is not None and n_windows < n_all:
-        chosen = np.linspace(0, n_all - 1, n_windows).astype(np.int64)
+    chosen = evenly(n_all, n_windows)
     for first in range(0, len(chosen), batch_size):
         part = chosen[first : first + batch_size]
         at = part[:, None] * stride + np.arange(length)
@@ -127,3 +97,70 @@ def eval_batches(
         counted_before = (part > 0)[:, None] & (np.arange(n_predicted) < n_predicted - stride)
         weights[: len(part)] = (at < len(tokens))[:, -n_predicted:] & ~counted_before
         yield batch, weights
+
+
+def next_token(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.ndarray | None = None) -> Batch:
+    """Windows as what is read of them, and their last tokens, or all that follow one, as what is predicted."""
+    return Batch((windows_BT[:, :-1],), windows_BT[:, 1:][:, -n_predicted:], weights)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutText:
+    """A text that a model is measured on, each token of which is predicted once; see `eval_batches`.
+
+    Raises:
+      UserError: it is too short.
+    """
+
+    tokens: np.ndarray
+    token_lengths: np.ndarray
+    """Bytes of each token, `(V,)`."""
+    context_length: int
+    n_predicted: int
+    """How many of its last tokens a window predicts."""
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) <= (before := self.context_length + 1 - self.n_predicted):
+            raise UserError(
+                f"the held-out text has {len(self.tokens)} tokens, too few to predict one, which takes {before} before "
+                "it; give more text to measure on."
+            )
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        """As of a `Dataset`."""
+        length = self.context_length + 1
+        for windows_BT, weights in eval_batches(
+            self.tokens, length, self.n_predicted, batch_size, n, self.stride
+        ):  # fmt: skip
+            yield next_token(windows_BT, self.n_predicted, weights)
+
+
+class Text(Dataset):
+    """A corpus in windows of which every token is to be predicted from those before it."""
+
+    unit = "tokens"
+
+    def __init__(self, config: TextConfig, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
+        """Raises `UserError` where one of its parts is too short."""
+        length, stride = model.context_length + 1, config.stride or model.context_length
+        self.windows = Windows(corpus.train.tokens, length, stride, batch_size, seed)
+        self.name, self.corpus, self.model = config.path, corpus, model
+        self.per_step, self.steps_per_epoch = batch_size * model.context_length, self.windows.steps_per_epoch
+        self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
+        self.token_lengths = corpus.tokenizer.token_lengths
+        self.val = HeldOutText(corpus.val.tokens, self.token_lengths, model.context_length, model.n_predicted)
+
+    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+        return next_token(self.windows.rows(step, which), self.model.n_predicted)
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        return self.val.held_out(batch_size, n)
+
+    def describe(self) -> str:
+        train, val = self.corpus.train, self.corpus.val
+        return (
+            f"{self.name}: {train.documents:,} documents, {len(train.tokens):,} tokens, "
+            f"{train.n_bytes / len(train.tokens):.2f} bytes a token; "
+            f"held out: {val.documents:,} documents, {len(val.tokens):,} tokens"
+        )

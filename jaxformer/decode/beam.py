@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.decode.generate import check_prompts, prompt_bucket
-from jaxformer.decode.programs import call
+from jaxformer.decode.programs import begin_text, call
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
@@ -89,7 +89,7 @@ def _beam_search(
     def read(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
         place_T = jnp.arange(T) - (T - length)
         cache = model.init_cache(T + max_new_tokens - 1, dtype)
-        x_TD, cache = run("extend", tokens_T, jnp.where(place_T >= 0, place_T, EMPTY), cache, 0)
+        x_TD, cache = begin_text(model, params, tokens_T, jnp.where(place_T >= 0, place_T, EMPTY), cache)
         return run("unembed", x_TD[-1]), cache
 
     def advance(i: jax.Array, tokens_R: jax.Array, cache: Any) -> tuple[jax.Array, Any]:

@@ -1,6 +1,6 @@
 """Continue prompts with any model, a few tokens at a time.
 
-A model offers three methods (see `models.decoder.Decoder`), each on one sequence, and may offer a property:
+A model offers three methods (see `models.decoder.Decoder`), each on one sequence, and may offer two properties:
 
 - `init_cache(n_slots, dtype)`: an empty cache, any pytree. What does not depend on `n_slots` is a state.
 - `extend(tokens_T, positions_T, cache, slot)`: the features `(T, D)` of tokens that follow what the cache holds, and
@@ -8,6 +8,8 @@ A model offers three methods (see `models.decoder.Decoder`), each on one sequenc
 - `unembed(x_D)`: features to logits `(V,)`.
 - `reach`: the most last positions that a query sees in a text of any length. Where it is None or missing, texts end
   with the context, and are gone on with from its last half.
+- `prompt_is_prefix`: where it is True, `extend` gets a prompt at once, and, as its last argument, how many
+  positions are the prompt's.
 
 A model without them is run on a sliding window of its context instead.
 """
@@ -81,7 +83,7 @@ def generate(
       max_new_tokens: the most to make for each row.
       context_length: the longest sequence the model was made for.
       cache_dtype: what keys and values are kept in: float32, bfloat16 or int8.
-      prefill_chunk: prompts are read this many tokens at a time.
+      prefill_chunk: prompts are read this many tokens at a time; at once, where the model says that they are a prefix.
       fill_token: for models without a cache: what stands in a window where no token is yet.
 
     Raises:
@@ -92,10 +94,11 @@ def generate(
         model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples, prefill_chunk=prefill_chunk
     )
     check_seeds(seeds, len(prompts), n_samples)
+    whole = prompt_bucket(context_length)
     run = _Run(
         model, params, [list(prompt) for prompt in prompts], sampling, np.array(seeds, np.uint32), max_new_tokens,
-        context_length, n_samples, jnp.dtype(cache_dtype), min(prefill_chunk, prompt_bucket(context_length)),
-        fill_token,
+        context_length, n_samples, jnp.dtype(cache_dtype),
+        whole if getattr(model, "prompt_is_prefix", False) else min(prefill_chunk, whole), fill_token,
     )  # fmt: skip
     return Generation(run)
 
@@ -189,7 +192,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.ended_B = np.zeros(len(self.seeds_R), bool)
-        self.place = _placement(self.params)
+        self.place = placement(self.params)
 
     @property
     def goes_on(self) -> bool:
@@ -326,7 +329,7 @@ class _Run:
             yield piece._replace(tokens_BN=tokens_BN)
 
 
-def _placement(params: Params) -> Callable[[np.ndarray], Any]:
+def placement(params: Params) -> Callable[[np.ndarray], Any]:
     """How an array of rows comes to the devices that hold the parameters: split, if the rows can be shared evenly."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding):

@@ -61,9 +61,10 @@ def _read(
     def one(tokens_T: jax.Array, positions_T: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         if cache is None:  # what comes first sees nothing but itself, and no empty slots
             whole, used = model.init_cache(n_slots, dtype), model.init_cache(len(tokens_T), dtype)
+            x_TD, used = begin_text(model, params, tokens_T, positions_T, used)
         else:
             whole, used = cache, first_slots(model, cache, n_read, dtype)
-        x_TD, used = call(model, params, "extend", tokens_T, positions_T, used, 0 if cache is None else slot)
+            x_TD, used = call(model, params, "extend", tokens_T, positions_T, used, slot)
         return x_TD, put_first_slots(whole, used)
 
     return jax.vmap(one)(tokens_BT, positions_BT, cache)
@@ -222,6 +223,14 @@ def first_parts(tree: Any, shapes: Any) -> Any:
 def put_first_slots(cache: Any, part: Any) -> Any:
     """The cache with what `first_slots` took put back."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y, (0,) * x.ndim), cache, part)
+
+
+def begin_text(
+    model: Any, params: Params, tokens_T: jax.Array, positions_T: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
+    """`extend` of an empty cache with a prompt, or with its first part where it may come in parts."""
+    prefix = (len(tokens_T),) if getattr(model, "prompt_is_prefix", False) else ()
+    return call(model, params, "extend", tokens_T, positions_T, cache, 0, *prefix)
 
 
 def call(model: nn.Module, params: Params, method: str, *args: Any) -> Any:

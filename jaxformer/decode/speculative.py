@@ -198,8 +198,8 @@ def speculate(
       n_proposed: tokens that the draft proposes at a time, 1 to 64.
 
     Raises:
-      UserError: as `generate`; or the draft has another vocabulary, or a text would outgrow a context with an end,
-        the model's or the draft's.
+      UserError: as `generate`; or the draft has another vocabulary, a text would outgrow a context with an end, the
+        model's or the draft's, or the model's prompts are prefixes.
     """
     if not 1 <= n_proposed <= MOST_PROPOSED:
         raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MOST_PROPOSED}.")
@@ -209,6 +209,8 @@ def speculate(
         raise UserError(
             f"the draft knows {draft.vocab_size} tokens and the model {known}; use a draft of its vocabulary."
         )
+    if getattr(model, "prompt_is_prefix", False):
+        raise UserError("the model sees its prompt in both directions, which a draft is not made for; leave it out.")
     contexts = [(model, context_length)]
     if isinstance(draft, ModelDraft):
         contexts.append((draft.model, draft.context_length or context_length))

@@ -15,6 +15,9 @@ Format = Literal["float32", "bfloat16", "int8"]
 
 SUMMED: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"W_pos$", ()),  # looked up, never multiplied
+    (r"W_(a$|s_)", ()),  # within a loop, or read once a source
+    (r"W_router$", ()),  # small, and rounding would send tokens elsewhere
+    (r"experts\.W_", (1,)),  # (E, D, F), (E, F, D)
     (r"W_E$", (1,)),  # (V, D): a row is a token's channel, where it is looked up and where logits are made
     (r"W_O$", (0, 1)),  # (H, K, D)
     (r"W_", (0,)),  # (D, H, K), (D, F), (F, D), (D, V)
@@ -29,8 +32,8 @@ def store(params: Params, weights: Format) -> Params:
     def one(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         if weights == "bfloat16":
             return leaf.astype(jnp.bfloat16)
-        name = str(path[-1].key)
-        summed = next((axes for pattern, axes in SUMMED if re.match(pattern, name)), ())
+        name = ".".join(str(key.key) for key in path)
+        summed = next((axes for pattern, axes in SUMMED if re.search(pattern, name)), ())
         return quantize(leaf, summed) if summed else leaf
 
     if weights == "float32":

@@ -1,15 +1,21 @@
 """Looking at a model: probes that read, and reports that print. Nothing here is in the training step."""
 
-from jaxformer.inspect.attention import attention_entropy, attention_maps
+from jaxformer.inspect.alignment import alignment, draw_alignment
+from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
+from jaxformer.inspect.routing import router_report
 
 __all__ = [
     "Autopsy",
     "GradientReport",
+    "alignment",
     "attention_entropy",
     "attention_maps",
+    "draw_alignment",
     "first_non_finite",
     "gradient_report",
+    "named_attention_maps",
+    "router_report",
     "save_autopsy",
 ]

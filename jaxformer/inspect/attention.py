@@ -10,39 +10,54 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.inspect.names import dotted
 from jaxformer.models.objective import Params
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.ops.attention import attention_weights, row_entropy
 
 
-def attention_maps(model: nn.Module, params: Params, tokens_T: jax.Array) -> list[jax.Array]:
-    """The attention weights of one sequence, `(H, T, S)` float32 a block, from the first block on.
+def attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> list[jax.Array]:
+    """The attention weights of one example, `(H, T, S)` float32 a layer of attention, in the order of the computation:
+    for a `Decoder`, a map a block."""
+    return list(named_attention_maps(model, params, *inputs).values())
+
+
+def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> dict[str, jax.Array]:
+    """The same by the layers' names: `decoder_blocks.0.cross_attention` is where an `EncoderDecoder` looks at its
+    source.
 
     The model runs as ever; its calls of `MultiHeadAttention.attend` are listened to, and the weights are made
     from the same queries, keys and mask.
+
+    Args:
+      inputs: what the model is called with, such as tokens.
     """
-    maps: list[jax.Array] = []
+    maps: dict[str, jax.Array] = {}
 
     def listen(attend: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
             q_HTK, k_GSK, _, mask_TS = args
-            maps.append(attention_weights(q_HTK, k_GSK, mask_TS, context.module.scale))
+            maps[dotted(context.module.path)] = attention_weights(q_HTK, k_GSK, mask_TS, context.module.scale)
         return attend(*args, **kwargs)
 
     with nn.intercept_methods(listen):
-        model.apply({"params": params}, tokens_T)
+        model.apply({"params": params}, *inputs)
     return maps
 
 
 @partial(jax.jit, static_argnums=0)
-def attention_entropy(model: nn.Module, params: Params, tokens_BT: jax.Array) -> list[jax.Array]:
-    """Mean entropy of the rows of attention in nats, `(H,)` a block; empty for a model without attention.
+def attention_entropy(model: nn.Module, params: Params, *inputs_B: jax.Array) -> list[jax.Array]:
+    """Mean entropy of the rows of attention in nats, `(H,)` a layer of attention; empty for a model without any.
 
     log t is the most that row t can have, 0 means that every query looks at one place.
+
+    Args:
+      inputs_B: what the model is called with, of several examples.
     """
 
-    def one(tokens_T: jax.Array) -> list[jax.Array]:
-        return [row_entropy(weights_HTS).mean(axis=-1) for weights_HTS in attention_maps(model, params, tokens_T)]
+    def one(inputs: tuple[jax.Array, ...]) -> list[jax.Array]:
+        return [row_entropy(weights_HTS).mean(axis=-1) for weights_HTS in attention_maps(model, params, *inputs)]
 
-    # One sequence after the other: the weights are as large as the square of its length.
-    return [entropy_BH.mean(axis=0) for entropy_BH in jax.lax.map(one, jnp.asarray(tokens_BT))]
+    # One example after the other: the weights are as large as the square of its length.
+    found = jax.lax.map(one, jax.tree.map(jnp.asarray, inputs_B))
+    return [entropy_BH.mean(axis=0) for entropy_BH in found]

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.data.dataset import Batch
 from jaxformer.inspect.names import dotted
-from jaxformer.models.objective import Params, next_token_nll, pieces_of
+from jaxformer.models.objective import Params, objective_of, pieces_of
 
 MODEL, LOSS = "the model (logits)", "the loss"
 AT_ONCE = 8
@@ -76,7 +77,7 @@ class Autopsy:
 def first_non_finite(
     model: nn.Module,
     params: Params,
-    batch_BT: jax.Array,
+    batch: Batch,
     keys_B: jax.Array | None = None,
     compute_dtype: Any = None,
 ) -> Autopsy | None:
@@ -86,7 +87,7 @@ def first_non_finite(
     from the loss through the gradients with respect to the same outputs and, module by module, its parameters.
     The arguments are those of `replay`.
     """
-    modules, parameters = replay(model, params, batch_BT, keys_B, compute_dtype)
+    modules, parameters = replay(model, params, batch, keys_B, compute_dtype)
     found = partial(Autopsy, modules=modules, parameters=parameters)
     for parameter in parameters:
         if parameter.value.non_finite:
@@ -110,16 +111,19 @@ def first_non_finite(
 def replay(
     model: nn.Module,
     params: Params,
-    batch_BT: jax.Array,
+    batch: Batch,
     keys_B: jax.Array | None = None,
     compute_dtype: Any = None,
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Compute the mean loss of a batch and its gradient, as a step does, and measure everything on the way.
+    """Compute the mean loss of a batch and its gradient, and measure everything on the way.
+
+    The loss is that of each example by itself, see `example_loss` of an objective: what a step adds to it, for smooth
+    labels, routers, or the other pairs of a batch, is not looked at.
 
     Args:
       model: unrolled; blocks that a scan runs would be added up into one row. Its attention should be the step's.
       params: the parameters as the step was given them.
-      batch_BT: tokens, `(B, T + 1)`.
+      batch: what the step was given.
       keys_B: a dropout key an example; dropout is off without them.
       compute_dtype: what the parameters are cast to first; None for no cast.
 
@@ -128,12 +132,12 @@ def replay(
     """
     if compute_dtype is not None:
         params = jax.tree.map(lambda p: p.astype(compute_dtype), params)
-    batch_BT = jnp.asarray(batch_BT)
+    batch = jax.tree.map(jnp.asarray, batch)
     # Once without numbers, for the names of the modules in their order.
     found: dict[str, Any] = {}
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_BT, keys_B))
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch, keys_B))
     jax.eval_shape(lambda params, example: _tapped_loss(model, params, found, *example), params, example)
-    modules, parameters = jax.device_get(_measure_all(model, tuple(found), params, batch_BT, keys_B))
+    modules, parameters = jax.device_get(_measure_all(model, tuple(found), params, batch, keys_B))
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     return (
         tuple(_row(name, measured) for name, measured in zip(found, modules, strict=True)),
@@ -142,7 +146,7 @@ def replay(
 
 
 def save_autopsy(
-    folder: Path, step: int, batch_BT: np.ndarray, key_data: np.ndarray | None, report: Autopsy | None, how: str
+    folder: Path, step: int, batch: Batch, key_data: np.ndarray | None, report: Autopsy | None, how: str
 ) -> Path:
     """Keep what it takes to repeat a step that broke, in `autopsy/step-N/` below a run's folder; that place.
 
@@ -150,7 +154,7 @@ def save_autopsy(
 
     Args:
       step: N, counted from 1: the parameters it started from are checkpoint N - 1.
-      batch_BT: the tokens it was given.
+      batch: what it was given.
       key_data: `jax.random.key_data` of its dropout keys, one an example.
       report: what `first_non_finite` found; None if all was finite when computed again.
       how: with what it was computed again, such as 'attention: xla'.
@@ -163,13 +167,15 @@ def save_autopsy(
         f"Step {step} gave a loss or a gradient that is not finite. First: {told}\n\n"
         f"Computed again with the step's {how}. "
         f"Largest magnitudes and root mean squares leave out what is not finite. The parameters from before the step "
-        f"are checkpoint {step - 1}, in checkpoints/{step - 1}. batch.npy holds the tokens it was given, (B, T + 1)"
+        f"are checkpoint {step - 1}, in checkpoints/{step - 1}. batch.npz holds what it was given"
         + (".\n" if key_data is None else "; key.npy the data of the dropout keys, one an example.\n")
     )
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
     try:
         scratch.chmod(0o755)
-        np.save(scratch / "batch.npy", batch_BT, allow_pickle=False)
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+        np.savez(scratch / "batch.npz", **named)
         if key_data is not None:
             np.save(scratch / "key.npy", key_data, allow_pickle=False)
         (scratch / "report.txt").write_text(text, encoding="utf-8")
@@ -185,29 +191,32 @@ def save_autopsy(
 
 @partial(jax.jit, static_argnames=("model", "names"))
 def _measure_all(
-    model: nn.Module, names: tuple[str, ...], params: Params, batch_BT: jax.Array, keys_B: jax.Array | None
+    model: nn.Module, names: tuple[str, ...], params: Params, batch: Batch, keys_B: jax.Array | None
 ) -> tuple[jax.Array, Params]:
     """`_measure` of outputs and their gradients, `(modules, 2, 4)`, and of each parameter and its, `(2, 4)`."""
 
-    logits = jax.eval_shape(lambda tokens_T: model.apply({"params": params}, tokens_T[:-1]), batch_BT[0])
-    assert isinstance(logits, jax.ShapeDtypeStruct)
-    at_once = max(1, AT_ONCE // pieces_of(AT_ONCE * logits.shape[0], logits.shape[1]))
+    call = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
+    made = jax.eval_shape(call, params, *jax.tree.map(lambda x: x[0], batch.inputs))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(made))  # logits, mostly
+    at_once = max(1, AT_ONCE // pieces_of(AT_ONCE, numbers))
+    # Weighted targets add up; without weights each example has its own mean.
+    together = jnp.mean if batch.weights is None else jnp.sum
 
     def mean_loss(params: Params, records_B: dict[str, jax.Array]) -> jax.Array:
         # Recomputed going back, so that nothing of an example is kept but what it is computed from.
         one = jax.checkpoint(lambda example: _tapped_loss(model, params, *example))
-        return jnp.mean(jax.lax.map(one, (records_B, batch_BT, keys_B), batch_size=at_once))
+        return together(jax.lax.map(one, (records_B, batch, keys_B), batch_size=at_once))
 
-    records_B = dict.fromkeys(names, jnp.zeros((len(batch_BT), *EMPTY.shape)))
+    records_B = dict.fromkeys(names, jnp.zeros((len(jax.tree.leaves(batch)[0]), *EMPTY.shape)))
     grads, measured_B = jax.grad(mean_loss, argnums=(0, 1))(params, records_B)
     modules = _over_batch(jnp.stack([measured_B[name] for name in names], axis=1))
     return modules, jax.tree.map(lambda p, g: jnp.stack([_measure(p), _measure(g)]), params, grads)
 
 
 def _tapped_loss(
-    model: nn.Module, params: Params, record: dict[str, Any], tokens_T: jax.Array, key: jax.Array | None
+    model: nn.Module, params: Params, record: dict[str, Any], example: Batch, key: jax.Array | None
 ) -> jax.Array:
-    """Mean loss of one example, with a tap at the output of every module; names that have no record get one."""
+    """The loss of one example, with a tap at the output of every module; names that have no record get one."""
     calls: list[str] = []
 
     def listen(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -220,8 +229,8 @@ def _tapped_loss(
         return tap(out, record.setdefault(path if again == 1 else f"{path} (call {again})", EMPTY))
 
     with nn.intercept_methods(listen):
-        mean = jnp.mean(next_token_nll(model, params, tokens_T, key))
-    return tap(mean, record.setdefault(LOSS, EMPTY))
+        loss = objective_of(model).example_loss(model, params, example, key)
+    return tap(loss, record.setdefault(LOSS, EMPTY))
 
 
 EMPTY = np.zeros((2, 4), np.float32)

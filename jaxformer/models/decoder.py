@@ -9,22 +9,24 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxformer.config import ModelConfig, at_least
+from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block
+from jaxformer.nn.block import Block, Make
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import NORMS
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
-from jaxformer.ops.masks import Causal
+from jaxformer.ops.masks import Causal, Mask
 
 
 @dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(TokenModelConfig):
     """The shape of a `Decoder`. The defaults are the `residual` rung."""
 
     d_model: int = 256
@@ -46,11 +48,27 @@ class DecoderConfig(ModelConfig):
     """RMS-normalise queries and keys."""
     window: int | None = None
     """Positions a query looks back at, itself included; without it, all."""
+    prefix: bool = False
+    """Each sequence begins with a prefix that all of it sees, also what comes before (a prefix language model, Raffel
+    et al. 2020); how long it is the model is told with the sequence. Of a text that is continued, it is the prompt."""
     d_ff: tuple[int, ...] = (2048, 2048)
     """Widths of the MLP's hidden layers."""
     activation: Literal["relu", "squared_relu", "gelu", "swiglu"] = "relu"
     bias: bool = True
     """Biases in the MLP."""
+    n_experts: int | None = None
+    """MLPs in each block, each with hidden layers as wide as d_ff, of which a token goes through some; without it, one
+    that all go through."""
+    experts_per_token: int = 2
+    """Of them, those that a token goes through."""
+    capacity_factor: float | None = None
+    """In training, tokens that an expert has room for, in even shares; without it, room for all: slower, exact."""
+    shared_expert: bool = False
+    """One more expert in each block, that all tokens go through."""
+    balance_weight: float = 0.01
+    """Of the loss that spreads tokens evenly over experts; each block adds its own."""
+    router_z_weight: float = 0.001
+    """Of the loss that keeps the logits of routers small; each block adds its own."""
     residual: bool = True
     norm: Literal["none", "rmsnorm", "layernorm"] = "none"
     norm_placement: Literal["pre", "post"] = "pre"
@@ -58,6 +76,8 @@ class DecoderConfig(ModelConfig):
     """One more norm before the logits."""
     positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
     rope_base: float = 10_000.0
+    rope_scaling: float = 1.0
+    """What RoPE divides positions by; above 1 for texts longer than those a model was trained on."""
     embedding_std: float = 1.0
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
@@ -89,6 +109,8 @@ class DecoderConfig(ModelConfig):
             )
         if self.positions == "rope" and self.width_of_head % 2:
             raise UserError(f"RoPE turns pairs of features; a head of width {self.width_of_head} must be even.")
+        if self.prefix and self.window is not None:
+            raise UserError(f"window is {self.window}, but a prefix is seen from everywhere; leave one of them out.")
         if self.unembedding == "mlp" and self.residual:
             raise UserError(
                 "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
@@ -98,12 +120,32 @@ class DecoderConfig(ModelConfig):
             raise UserError(
                 "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
             )
-        at_least(self, 1, "rope_base")
+        self._check_experts()
+        at_least(self, 1, "rope_base", "rope_scaling")
         at_least(self, 0, "embedding_std")
         if self.projection_std is not None:
             at_least(self, 0, "projection_std")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    def _check_experts(self) -> None:
+        at_least(self, 0, "balance_weight", "router_z_weight")
+        if self.n_experts is None:
+            if self.capacity_factor is not None or self.shared_expert:
+                raise UserError("capacity_factor and shared_expert are for experts; set n_experts to their number.")
+            return
+        at_least(self, 1, "n_experts", "experts_per_token")
+        if self.experts_per_token > self.n_experts:
+            raise UserError(
+                f"experts_per_token is {self.experts_per_token}, but n_experts is {self.n_experts}; "
+                "a token goes through each at most once."
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise UserError(
+                f"capacity_factor is {self.capacity_factor}; it must be above 0, such as 1.25, or none to drop nothing."
+            )
+        if self.unembedding == "mlp":
+            raise UserError(f"unembedding 'mlp' takes one MLP a block, not n_experts {self.n_experts}; use 'linear'.")
 
     @property
     def kv_heads(self) -> int:
@@ -126,6 +168,9 @@ class DecoderConfig(ModelConfig):
         """Whether there are positions past the context length: all but learned ones."""
         return self.positions != "learned"
 
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (*super().example(), np.zeros((), np.int32)) if self.prefix else super().example()
+
     def build(self, execution: Execution = PLAIN) -> Decoder:
         return Decoder(self, execution)
 
@@ -141,55 +186,69 @@ class Decoder(nn.Module):
         attention = partial(
             MultiHeadAttention, c.n_heads, c.kv_heads, c.width_of_head, c.scaled, c.projection_std,
             c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
-            self.execution.attention,
+            self.execution.attention, c.rope_scaling,
         )  # fmt: skip
         norm = NORMS.get(c.norm)
         widths = [c.d_model] * c.n_blocks
         if c.unembedding == "mlp":
             widths[-1] = c.vocab_size
+
+        def make_mlp(width: int) -> Make:
+            mlp = partial(MLP, c.d_ff, width, c.activation, c.bias)
+            if c.n_experts is None:
+                return mlp
+            return partial(
+                Experts, mlp, c.n_experts, c.experts_per_token, c.capacity_factor, c.shared_expert,
+                self.execution.expert_shards,
+            )  # fmt: skip
+
         self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model, c.positions, c.embedding_std)
         self.blocks = [
-            Block(
-                attention, partial(MLP, c.d_ff, width, c.activation, c.bias), norm, c.norm_placement,
-                c.residual, c.dropout,
-            )
-            for width in widths
-        ]  # fmt: skip
+            Block(attention, make_mlp(width), norm, c.norm_placement, c.residual, c.dropout) for width in widths
+        ]
         if norm is not None and c.final_norm:
             self.final_norm = norm()
         if c.unembedding == "linear":
             init = nn.initializers.normal(c.d_model**-0.5)
             self.W_out = self.param("W_out", init, (c.d_model, c.vocab_size))
 
-    def __call__(self, tokens_T: jax.Array) -> jax.Array:
+    def __call__(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """Logits `(T, V)`.
+
+        Args:
+          prefix: how many of the first tokens every token sees, also those before it (Raffel et al. 2020, figure 3);
+            None for a model that is causal throughout.
 
         Raises:
           ValueError: T is beyond the context length, and positions are learned.
         """
-        return self.unembed(self.features(tokens_T))
+        return self.unembed(self.features(tokens_T, prefix))
 
-    def features(self, tokens_T: jax.Array) -> jax.Array:
+    def features(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """The residual stream after the last block, `(T, D)`: what `unembed` makes logits of."""
         c = self.config
         if c.positions == "learned" and len(tokens_T) > c.context_length:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
         positions_T = jnp.arange(len(tokens_T))
-        mask = Causal(c.reach if len(tokens_T) > c.reach else None)
+        mask: Mask = Causal(c.reach if len(tokens_T) > c.reach else None)
+        if prefix is not None:
+            mask = self.mask(positions_T, positions_T, prefix)
         x_TD = self.embedding(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         return run_blocks(self.blocks, self.execution, x_TD, positions_T, mask, keys=keys)
 
     def extend(
-        self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int
-    ) -> tuple[jax.Array, KVCache]:
+        self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int,
+        prefix: jax.Array | int | None = None,
+    ) -> tuple[jax.Array, KVCache]:  # fmt: skip
         """The features `(T, D)` of tokens that follow what the cache holds, and the cache with them added at `slot`.
 
         Prefill is T tokens at slot 0, a decode step is one token. A place whose position is `masks.EMPTY` is
-        padding: nothing ever sees it, and its own features mean nothing.
+        padding: nothing ever sees it, and its own features mean nothing. A `prefix` must come in one call; later
+        ones need to be told of it only where a window would hide it.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
-        mask_TS = self.mask(positions_T, position_S)
+        mask_TS = self.mask(positions_T, position_S, prefix)
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer in zip(self.blocks, cache.layers, strict=True):
@@ -207,14 +266,22 @@ class Decoder(nn.Module):
             return x_TD
         return self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
 
-    def mask(self, query_T: jax.Array, key_S: jax.Array) -> jax.Array:
+    def mask(self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """Who sees whom, `(T, S)`, from positions."""
-        return Causal(self.config.reach)(query_T, key_S) & masks.padding(query_T, key_S)
+        seen_TS = Causal(self.config.reach)(query_T, key_S)
+        if prefix is not None:
+            seen_TS |= key_S < prefix
+        return seen_TS & masks.padding(query_T, key_S)
 
     @property
     def reach(self) -> int | None:
         """The most last positions a query sees in a text of any length; None where text must end with the context."""
         return self.config.reach if self.config.goes_on else None
+
+    @property
+    def prompt_is_prefix(self) -> bool:
+        """Whether a prompt is seen in both directions, so that it must come in one call, and as its `prefix`."""
+        return self.config.prefix
 
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
         """An empty cache for one sequence."""

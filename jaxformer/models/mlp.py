@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ModelConfig, at_least
+from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
@@ -16,7 +16,7 @@ from jaxformer.nn.mlp import MLP
 
 
 @dataclass(frozen=True)
-class MLPConfig(ModelConfig):
+class MLPConfig(TokenModelConfig):
     """The shape of an `MLPLanguageModel`."""
 
     d_model: int = 256
@@ -30,6 +30,10 @@ class MLPConfig(ModelConfig):
         at_least(self, 1, "d_model")
         if any(width < 1 for width in self.d_ff):
             raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
+
+    @property
+    def n_predicted(self) -> int:
+        return 1 if self.concatenate else self.context_length
 
     def build(self, execution: Execution = PLAIN) -> MLPLanguageModel:
         """It has no blocks and no attention: `execution` changes nothing."""

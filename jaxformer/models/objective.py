@@ -1,12 +1,31 @@
-"""What a language model is trained on."""
+"""What models are trained on, and what is measured of them.
 
-from typing import Any
+An objective has four functions:
+  `loss(model, params, batch, keys_B, smoothing, across)`: what a part of a batch adds to what is minimised, and to the
+    loss that people read (it lacks what only regularises), float32 scalars. Dropout is on where keys are given.
+  `example_loss(model, params, example, key)`: what one example alone adds, for looking at how it is made.
+  `measure(model, params, batch)`: what evaluation has to know of each example, arrays with B first.
+  `summary(measures)`: metrics, by name, of what `measure` gave for all examples, joined; one is `loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
+from jaxformer.nn.execution import ROUTER
+from jaxformer.nn.experts import routers
+from jaxformer.ops.experts import balance_loss
+from jaxformer.ops.losses import is_largest, negative_log_likelihood, pair_nll, smoothing_cost
 
 Params = Any
 """A pytree of arrays: what `model.init(…)["params"]` gives."""
@@ -17,10 +36,243 @@ again for the gradient. Each piece adds to the gradient of the whole unembedding
 a piece of a few hundred tokens: with 128,256 tokens in the vocabulary a piece still has 523."""
 
 
+class Across(NamedTuple):
+    """The parts that a batch is computed in.
+
+    Attributes:
+      n: how many there are.
+      mean: of a tree that each part has, over all that are computed at once.
+      gather: rows that each part has, one after the other, of all that are computed at once.
+    """
+
+    n: int = 1
+    mean: Callable[[Any], Any] = lambda tree: tree
+    gather: Callable[[jax.Array], jax.Array] = lambda rows: rows
+
+
+WHOLE = Across()
+"""A batch in one piece."""
+
+
+class Objective(Protocol):
+    """See above."""
+
+    def loss(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        across: Across = WHOLE,
+    ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+    def example_loss(
+        self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None
+    ) -> jax.Array: ...
+
+    def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]: ...
+
+    def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]: ...
+
+
+class CrossEntropy:
+    """The model gives logits of classes: of each next token, of masked ones, of what an image shows."""
+
+    def loss(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        across: Across = WHOLE,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """Nats a target, the mean over all of them as weighted; what routers of experts add is minimised, too.
+
+        They are to send tokens evenly over all that is computed at once: the batch of all devices, or with
+        `compute.accumulate` a part of it.
+        """
+
+        def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            nll = negative_log_likelihood(logits, targets)
+            return nll, (1 - smoothing) * nll + smoothing * smoothing_cost(logits) if smoothing else nll
+
+        costs_B, routing_B = of_each_target(costs, model, params, batch, keys_B)
+        routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), routing_B))
+        if batch.weights is None:
+            nll, smoothed = (jnp.mean(cost) / across.n for cost in costs_B)
+        else:
+            nll, smoothed = (jnp.sum(cost * batch.weights) for cost in costs_B)
+        return smoothed + auxiliary_loss(model, routing) / across.n, nll
+
+    def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Nats: the weighted sum, or the mean where there are no weights."""
+        logits = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))
+        assert isinstance(logits, jax.Array)
+        nll = negative_log_likelihood(logits, example.targets)
+        return jnp.mean(nll) if example.weights is None else jnp.sum(nll * example.weights)
+
+    def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
+        """Of each example the weighted sums of nats, of targets whose logit is the largest, and of weights."""
+
+        def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return negative_log_likelihood(logits, targets), is_largest(logits, targets)
+
+        (nll_B, correct_B), _ = of_each_target(costs, model, params, batch)
+        weights_B = jnp.ones(nll_B.shape) if batch.weights is None else batch.weights
+        total = lambda x_B: jnp.sum((x_B * weights_B).reshape(len(x_B), -1), axis=1)  # noqa: E731
+        return {"nats": total(nll_B), "correct": total(correct_B), "weight": total(jnp.ones_like(nll_B))}
+
+    def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Nats a target, and the share of targets that would be guessed right."""
+        # In float64, so that the batch's size does not show.
+        nats, correct, weight = (measures[name].sum(dtype=np.float64) for name in ("nats", "correct", "weight"))
+        return {"loss": float(nats / weight), "accuracy": float(correct / weight)}
+
+
+class Contrastive:
+    """The model gives places in one space to the two halves of a pair, and what cosines are scaled by, as `CLIP`; each
+    half is to be told from all others of the batch by the other one (Radford et al. 2021, figure 3).
+
+    A batch's targets say which caption each pair has, int32 `(B,)`: in `summary`, all that are equal are right.
+    """
+
+    def loss(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        across: Across = WHOLE,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """Nats a pair, the mean over the batch, each told from all pairs that are computed at once.
+
+        These are those of all devices. With `compute.accumulate` the parts of a batch are computed one after the
+        other, and each is told from fewer: another loss. Pairs of weight 0 are nobody's wrong answer.
+
+        Raises:
+          UserError: for label smoothing, as there are no classes.
+        """
+        if smoothing:
+            raise UserError(f"train.label_smoothing is {smoothing}, but pairs have no labels to smooth; set it to 0.")
+        image_BE, text_BE, log_scale = self._pairs(model, params, batch, keys_B)
+        counts_N = None if batch.weights is None else across.gather(jnp.asarray(batch.weights)) > 0
+        among = (across.gather(image_BE), across.gather(text_BE), log_scale, counts_N)
+        nll_B = jax.vmap(lambda image_E, text_E: pair_nll(image_E, text_E, *among))(image_BE, text_BE)
+        nll = jnp.mean(nll_B) / across.n if batch.weights is None else jnp.sum(nll_B * batch.weights)
+        return nll, nll
+
+    def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
+        """Of each pair the two places, which caption it has, whether it counts, and the scale of all."""
+        image_BE, text_BE, log_scale = self._pairs(model, params, batch)
+        weights_B = jnp.ones(len(image_BE)) if batch.weights is None else jnp.asarray(batch.weights)
+        return {
+            "image": image_BE, "text": text_BE, "log_scale": jnp.full(len(image_BE), log_scale),
+            "caption": jnp.asarray(batch.targets), "weight": weights_B,
+        }  # fmt: skip
+
+    def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """The loss of all pairs as one batch, and how often what is right is among the first 1 and 5 found: of all
+        texts for an image, and of all images for a text."""
+        counts = measures["weight"] > 0
+        image_NE, text_NE = (measures[name][counts].astype(np.float64) for name in ("image", "text"))
+        captions = measures["caption"][counts]
+        cosine_NN, right_NN = image_NE @ text_NE.T, captions[:, None] == captions
+        logits_NN = np.exp(np.float64(measures["log_scale"][0])) * cosine_NN
+        nll = [np.logaddexp.reduce(logits_NN, axis=axis) - np.diag(logits_NN) for axis in (0, 1)]
+        found = {"loss": float(np.mean(nll))}
+        for k in (1, 5):
+            found[f"image_to_text_recall_at_{k}"] = recall(cosine_NN, right_NN, k)
+            found[f"text_to_image_recall_at_{k}"] = recall(cosine_NN.T, right_NN, k)
+        return found
+
+    def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
+        """Minus the logit of a pair: with no others to tell it from, its loss is what draws the two together."""
+        image_E, text_E, log_scale = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))  # type: ignore[misc]
+        return -jnp.exp(log_scale) * (image_E @ text_E)
+
+    def _pairs(
+        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Places `(B, E)` of both halves, and the logarithm of the scale."""
+        of_one = lambda inputs, key: model.apply({"params": params}, *inputs, rngs=_rngs(key))  # noqa: E731
+        found: tuple = jax.vmap(of_one, out_axes=(0, 0, None))(batch.inputs, keys_B)
+        return found
+
+
+def recall(scores_NM: np.ndarray, right_NM: np.ndarray, k: int) -> float:
+    """Share of the N queries for which a right answer is among the k of highest score; a wrong one of equal score
+    stands before it. Each query has a right answer."""
+    best_N = np.where(right_NM, scores_NM, -np.inf).max(axis=1)
+    before_N = (~right_NM & (scores_NM >= best_N[:, None])).sum(axis=1)
+    return float((before_N < k).mean())
+
+
+OBJECTIVES: dict[str, Objective] = {"cross_entropy": CrossEntropy(), "contrastive": Contrastive()}
+"""By the names that `ModelConfig.objective` gives them."""
+
+
+def objective_of(model: nn.Module) -> Objective:
+    """What a model is trained on: as its config says, and the cross-entropy for one without."""
+    return OBJECTIVES[getattr(model, "config", ModelConfig).objective]
+
+
+def of_each_target(
+    function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, batch: Batch,
+    keys_B: jax.Array | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """`function(logits, targets)` of each example, with about `LOGITS_AT_ONCE` logits at a time where the model has
+    `features` and `unembed`, as `Decoder`; and of each what `nn.experts` sows into the collection `ROUTER`.
+
+    Args:
+      function: of logits `(…, V)` and int32 targets `(…,)`, for each target by itself.
+
+    Returns:
+      A tree of arrays of the targets' shape, with B first, and another with B first; `{}` where there are no experts.
+    """
+    targets_B = jnp.asarray(batch.targets)
+    pieces = pieces_of(targets_B.size, model.config.vocab_size) if hasattr(model, "unembed") else 1
+    call = partial(model.apply, {"params": params}, mutable=[ROUTER])
+
+    def of_one(inputs: tuple, targets: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
+        logits, sown = call(*inputs, rngs=_rngs(key))
+        return function(logits, targets), sown.get(ROUTER, {})
+
+    if pieces == 1:
+        return jax.vmap(of_one)(batch.inputs, targets_B, keys_B)
+
+    def features(inputs: tuple, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        x_TD, sown = call(*inputs, method="features", rngs=_rngs(key))
+        return x_TD, sown.get(ROUTER, {})
+
+    # From here on each token is for itself, whatever sequence it is of.
+    x_BTD, routing_B = jax.vmap(features)(batch.inputs, keys_B)
+    x_ND, targets_N = x_BTD.reshape(targets_B.size, -1), targets_B.reshape(-1)
+    filling = -len(x_ND) % pieces  # what is predicted from it is cut off again
+    x_ND, targets_N = jnp.pad(x_ND, ((0, filling), (0, 0))), jnp.pad(targets_N, (0, filling))
+    # What the pieces add up to, the gradient of these parameters, is summed in float32.
+    wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+
+    @jax.checkpoint
+    def one(piece: tuple[jax.Array, jax.Array]) -> Any:
+        narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, params)
+        logits: Any = model.apply({"params": narrow}, piece[0], method="unembed")
+        return function(logits, piece[1])
+
+    found = jax.lax.map(one, (x_ND.reshape(pieces, -1, x_ND.shape[-1]), targets_N.reshape(pieces, -1)))
+    return jax.tree.map(lambda x: x.reshape(-1)[: targets_B.size].reshape(targets_B.shape), found), routing_B
+
+
+def pieces_of(n_tokens: int, vocab_size: int) -> int:
+    """Into how many pieces tokens are cut so that the logits of each stay at about `LOGITS_AT_ONCE`."""
+    return min(n_tokens, -(-n_tokens * vocab_size // LOGITS_AT_ONCE))
+
+
+def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
+    """What the routers of experts add to the loss, as its config weighs it; from statistics averaged over the batch."""
+    total = jnp.float32(0)
+    for found in routers(routing).values():
+        total += model.config.balance_weight * balance_loss(found) + model.config.router_z_weight * found.z
+    return total
+
+
+def can_continue(model: nn.Module) -> bool:
+    """Whether it is a language model, that gives the next tokens of a text it is called with."""
+    config = getattr(model, "config", None)
+    return hasattr(model, "init_cache") or (isinstance(config, TokenModelConfig) and len(config.example()) == 1)
+
+
 def next_token_nll(
     model: nn.Module, params: Params, tokens_T: jax.Array, dropout_key: jax.Array | None = None
 ) -> jax.Array:
-    """Nats that each token of one sequence costs given those before it, `(T - 1,)` float32.
+    """Nats that each token of one sequence costs a language model given those before it, `(T - 1,)` float32.
 
     A model that predicts only the end of the window (`mlp_concat`) gives that much: `(1,)`. Dropout is on
     where a key is given.
@@ -28,42 +280,6 @@ def next_token_nll(
     logits = model.apply({"params": params}, tokens_T[:-1], rngs=_rngs(dropout_key))
     assert isinstance(logits, jax.Array)
     return negative_log_likelihood(logits, tokens_T[1:][-logits.shape[0] :])
-
-
-def batch_nll(model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-    """`next_token_nll` of each sequence of a batch, `(B, T - 1)`, with about `LOGITS_AT_ONCE` logits at a time.
-
-    For that the model must have `features` and `unembed`, as `Decoder`.
-    """
-    B, T = batch_BT.shape[0], batch_BT.shape[1] - 1
-    pieces = pieces_of(B * T, model.config.vocab_size) if hasattr(model, "features") else 1
-    if pieces == 1:
-        return jax.vmap(lambda tokens_T, key: next_token_nll(model, params, tokens_T, key))(batch_BT, keys_B)
-
-    def features(tokens_T: jax.Array, key: jax.Array | None) -> Any:
-        return model.apply({"params": params}, tokens_T, method="features", rngs=_rngs(key))
-
-    # From here on each token is for itself, whatever sequence it is of.
-    x_ND = jax.vmap(features)(batch_BT[:, :-1], keys_B).reshape(B * T, -1)
-    targets_N = batch_BT[:, 1:].reshape(-1)
-    filling = -B * T % pieces  # what is predicted from it is cut off again
-    x_ND, targets_N = jnp.pad(x_ND, ((0, filling), (0, 0))), jnp.pad(targets_N, (0, filling))
-    # What the pieces add up to, the gradient of these parameters, is summed in float32.
-    wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
-
-    @jax.checkpoint
-    def one(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
-        narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, params)
-        logits: Any = model.apply({"params": narrow}, piece[0], method="unembed")
-        return negative_log_likelihood(logits, piece[1])
-
-    nll_N = jax.lax.map(one, (x_ND.reshape(pieces, -1, x_ND.shape[-1]), targets_N.reshape(pieces, -1)))
-    return nll_N.reshape(-1)[: B * T].reshape(B, T)
-
-
-def pieces_of(n_tokens: int, vocab_size: int) -> int:
-    """Into how many pieces tokens are cut so that the logits of each stay at about `LOGITS_AT_ONCE`."""
-    return min(n_tokens, -(-n_tokens * vocab_size // LOGITS_AT_ONCE))
 
 
 def _rngs(dropout_key: jax.Array | None) -> dict[str, jax.Array] | None:

@@ -1,10 +1,11 @@
-"""Multi-head attention with its parameters."""
+"""Multi-head attention with its parameters, of a sequence to itself or to another."""
 
 from collections.abc import Callable
 from math import sqrt
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxformer.ops.attention import attention, from_heads, to_heads
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
@@ -14,7 +15,8 @@ from jaxformer.ops.positions import rope
 
 
 class MultiHeadAttention(nn.Module):
-    """Self-attention over one sequence (Vaswani et al. 2017, section 3.2.2).
+    """Attention in its form of four products with weights (Vaswani et al. 2017, section 3.2.2): queries, keys, values,
+    output. Self-attention has all of one sequence; cross-attention has its keys and values of another, the source.
 
     Attributes:
       n_heads, n_kv_heads: query heads H, and key/value heads G that they share; G divides H.
@@ -27,6 +29,7 @@ class MultiHeadAttention(nn.Module):
       rope_base: rotate queries and keys by their position; None for no rotation.
       attention: what computes it, with the signature of `ops.attention.attention`. For that one itself, a step of one
         token with a cache has a faster way, `ops.cache.decode_step`.
+      rope_scaling: what positions are divided by for the rotation.
     """
 
     n_heads: int
@@ -39,8 +42,8 @@ class MultiHeadAttention(nn.Module):
     qk_norm: bool = False
     rope_base: float | None = None
     attention: Callable[..., jax.Array] = attention
+    rope_scaling: float = 1.0
 
-    @nn.compact
     def __call__(
         self,
         x_TD: jax.Array,
@@ -48,17 +51,24 @@ class MultiHeadAttention(nn.Module):
         mask: Mask,
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
+        source: jax.Array | LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """`(T, D)` to `(T, D)`. With a cache, keys and values are written to it at `slot` and read from it."""
+        """`(T, D)` to `(T, D)`. With a cache, keys and values are written to it at `slot` and read from it.
+
+        Args:
+          source: what to attend to in place of x_TD itself: a sequence `(S, D)`, or a cache that holds its
+            `keys_values`. Then there is nothing to write, and no other cache.
+        """
         T, D = x_TD.shape
-        H, G, K = self.n_heads, self.n_kv_heads, self.head_dim
-        q_HTK, k_GTK, v_GTK = (self._project(x_TD, name, n) for name, n in (("Q", H), ("K", G), ("V", G)))
-        if self.qk_norm:
-            q_HTK = rms_norm(q_HTK, self.param("gamma_Q", nn.initializers.ones, (K,)))
-            k_GTK = rms_norm(k_GTK, self.param("gamma_K", nn.initializers.ones, (K,)))
-        if self.rope_base is not None:
-            q_HTK = rope(q_HTK, positions_T, self.rope_base)
-            k_GTK = rope(k_GTK, positions_T, self.rope_base)
+        H, K = self.n_heads, self.head_dim
+        q_HTK = self._project(x_TD, "Q", H)
+        if isinstance(source, LayerCache):
+            k_GTK, v_GTK = read_layer(source, x_TD.dtype)
+        elif source is not None:
+            k_GTK, v_GTK = self.keys_values(source, jnp.arange(len(source)))
+        else:
+            k_GTK, v_GTK = self.keys_values(x_TD, positions_T)
+        q_HTK = self._place(q_HTK, "Q", positions_T)
         if cache is not None and T == 1 and self.attention is attention:
             assert isinstance(mask, jax.Array)  # of the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GTK, v_GTK, cache, slot, mask, self.scale)
@@ -69,16 +79,33 @@ class MultiHeadAttention(nn.Module):
             y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
             return y_HTK.swapaxes(0, 1).reshape(T, H * K), cache
-        W_HKD = self.param("W_O", self._init(D), (H, K, D))
+        W_HKD = self._weight("W_O", self._init(D), H, K, D)
         y_TD = from_heads(y_HTK, W_HKD)
-        return y_TD + self.param("b_O", nn.initializers.zeros, (D,)) if self.bias else y_TD, cache
+        return y_TD + self._weight("b_O", nn.initializers.zeros, D) if self.bias else y_TD, cache
+
+    def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What there is to attend to in a sequence, each `(G, S, K)`."""
+        k_GSK, v_GSK = (self._project(x_SD, name, self.n_kv_heads) for name in "KV")
+        return self._place(k_GSK, "K", positions_S), v_GSK
 
     def _project(self, x_TD: jax.Array, name: str, n_heads: int) -> jax.Array:
         """Queries, keys or values."""
         D, K = x_TD.shape[-1], self.head_dim
-        W_DHK = self.param(f"W_{name}", self._init(D), (D, n_heads, K))
+        W_DHK = self._weight(f"W_{name}", self._init(D), D, n_heads, K)
         y_HTK = to_heads(x_TD, W_DHK)
-        return y_HTK + self.param(f"b_{name}", nn.initializers.zeros, (n_heads, 1, K)) if self.bias else y_HTK
+        return y_HTK + self._weight(f"b_{name}", nn.initializers.zeros, n_heads, 1, K) if self.bias else y_HTK
+
+    def _place(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
+        """Queries or keys, normalised and then turned, where that is asked for."""
+        if self.qk_norm:
+            x_HTK = rms_norm(x_HTK, self._weight(f"gamma_{name}", nn.initializers.ones, self.head_dim))
+        return x_HTK if self.rope_base is None else rope(x_HTK, positions_T, self.rope_base, self.rope_scaling)
+
+    @nn.compact
+    def _weight(self, name: str, init: nn.initializers.Initializer, *shape: int) -> jax.Array:
+        """A parameter. Linen lets one method of a class make them as their shapes are known, and `keys_values` is
+        also called alone."""
+        return self.param(name, init, shape)
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)

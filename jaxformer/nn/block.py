@@ -4,23 +4,25 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxformer.ops.cache import LayerCache
 from jaxformer.ops.masks import Mask
 
 Make = Callable[..., nn.Module]
-"""Makes a module when given its name: `functools.partial(MLP, hidden=…, d_out=…)`."""
+"""Makes a module: `functools.partial(MLP, hidden=…, d_out=…)`."""
 
 
 class Block(nn.Module):
     """Attention, then an MLP, each optionally normalised before ('pre', Xiong et al. 2020) or after ('post',
-    Vaswani et al. 2017) and added to what it read.
+    Vaswani et al. 2017) and added to what it read. In between, where asked for, attention to another sequence.
 
     Attributes:
       make_attention, make_mlp, make_norm: makers of the parts; no norm without `make_norm`.
       norm_placement: 'pre' or 'post'.
       residual: x + f(x) instead of f(x).
       dropout: share of each part's output set to zero, where a key is given.
+      make_cross_attention: maker of the part that attends to a source.
     """
 
     make_attention: Make
@@ -29,8 +31,19 @@ class Block(nn.Module):
     norm_placement: str = "pre"
     residual: bool = True
     dropout: float = 0.0
+    make_cross_attention: Make | None = None
 
-    @nn.compact
+    def setup(self) -> None:
+        parts = {"attention": self.make_attention, "cross_attention": self.make_cross_attention, "mlp": self.make_mlp}
+        for part, make in parts.items():
+            if make is None:
+                continue
+            setattr(self, part, make())
+            if self.make_norm is not None:
+                setattr(self, f"{part}_norm", self.make_norm())
+            if self.dropout:
+                setattr(self, f"{part}_dropout", nn.Dropout(self.dropout, deterministic=False))
+
     def __call__(
         self,
         x_TD: jax.Array,
@@ -38,28 +51,43 @@ class Block(nn.Module):
         mask: Mask,
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
+        source: jax.Array | LayerCache | None = None,
+        source_mask: Mask = None,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """`(T, D)` to `(T, D)`, and the layer's cache, if one was given, with the new keys and values.
 
-        Dropout is on where it gets a key.
+        Args:
+          source, source_mask: for cross-attention: a sequence `(S, D)`, or a cache with its `keys_values`; who sees
+            what of it.
+          key: switches dropout on.
         """
-        keys = (None, None) if key is None else jax.random.split(key)
-        y_TD, cache = self.make_attention(name="attention")(
-            self._before(x_TD, "attention"), positions_T, mask, cache, slot
-        )
+        cross = self.make_cross_attention is not None
+        keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if cross else 2))
+        y_TD, cache = self.attention(self._before(x_TD, "attention"), positions_T, mask, cache, slot)
         x_TD = self._after(x_TD, y_TD, "attention", keys[0])
-        y_TD = self.make_mlp(name="mlp")(self._before(x_TD, "mlp"))
-        return self._after(x_TD, y_TD, "mlp", keys[1]), cache
+        if cross:
+            read_TD = self._before(x_TD, "cross_attention")
+            y_TD, _ = self.cross_attention(read_TD, positions_T, source_mask, source=source)
+            x_TD = self._after(x_TD, y_TD, "cross_attention", keys[1])
+        y_TD = self.mlp(self._before(x_TD, "mlp"))
+        return self._after(x_TD, y_TD, "mlp", keys[-1]), cache
+
+    def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What cross-attention looks at in a source, each `(G, S, K)`."""
+        keys_values: tuple[jax.Array, jax.Array] = self.cross_attention.keys_values(
+            source_SD, jnp.arange(len(source_SD))
+        )
+        return keys_values
 
     def _before(self, x_TD: jax.Array, part: str) -> jax.Array:
         return self._norm(x_TD, part) if self.norm_placement == "pre" else x_TD
 
     def _after(self, x_TD: jax.Array, y_TD: jax.Array, part: str, key: jax.Array | None) -> jax.Array:
         if self.dropout and key is not None:
-            y_TD = nn.Dropout(self.dropout, deterministic=False, name=f"{part}_dropout")(y_TD, rng=key)
+            y_TD = getattr(self, f"{part}_dropout")(y_TD, rng=key)
         x_TD = x_TD + y_TD if self.residual else y_TD
         return self._norm(x_TD, part) if self.norm_placement == "post" else x_TD
 
     def _norm(self, x_TD: jax.Array, part: str) -> jax.Array:
-        return x_TD if self.make_norm is None else self.make_norm(name=f"{part}_norm")(x_TD)
+        return x_TD if self.make_norm is None else getattr(self, f"{part}_norm")(x_TD)

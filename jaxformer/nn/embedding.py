@@ -14,6 +14,7 @@ class Embedding(nn.Module):
       n_positions: rows of `W_pos`.
       positions: 'learned', 'sinusoidal', or anything else for none here ('none', 'rope').
       init_std: standard deviation of both tables at first.
+      scale: what a row of `W_E` is multiplied by before the position is added; √D in Vaswani et al. 2017, section 3.4.
     """
 
     vocab_size: int
@@ -21,6 +22,7 @@ class Embedding(nn.Module):
     d_model: int
     positions: str = "learned"
     init_std: float = 1.0
+    scale: float = 1.0
 
     def setup(self) -> None:
         init = nn.initializers.normal(self.init_std)
@@ -30,7 +32,7 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """`(T,)` int32 to `(T, D)`."""
-        x_TD = rows(self.W_E, tokens_T)
+        x_TD = self.scale * rows(self.W_E, tokens_T)
         if self.positions == "learned":
             return x_TD + rows(self.W_pos, positions_T)
         if self.positions == "sinusoidal":

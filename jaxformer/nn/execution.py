@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(DOTS, ATTENDED), "block": ATTENDED}
 
 
+ROUTER = "router"
+"""The collection into which mixtures of experts sow what their routers did; see `nn.experts`."""
+
+
 def unchanged(name: str, params: Any) -> Any:
     """The parameters as they are."""
     return params
@@ -39,12 +43,14 @@ class Execution:
         stacked on the way in.
       gather: given a block's name and its parameters where the block begins, and with remat once more in the
         backward pass: what is stored in shards is put together here.
+      expert_shards: over how many devices experts are split; see `nn.experts.Experts`.
     """
 
     attention: Callable[..., jax.Array] = attention
     remat: Remat = "none"
     scan: bool = False
     gather: Callable[[str, Any], Any] = unchanged
+    expert_shards: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -59,6 +65,8 @@ def run_blocks(
     blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, *inputs: Any, keys: jax.Array | None = None
 ) -> jax.Array:
     """The residual stream `(T, D)` after all blocks; each is called as `block(x_TD, *inputs, key=…)`.
+
+    What a block sows into the collection `ROUTER`, if that is mutable, stands in it as if blocks were simply called.
 
     Args:
       blocks: bound modules of one shape, whose calls give `(x_TD, cache)`.
@@ -75,14 +83,17 @@ def run_blocks(
 
     # A transformation of JAX must not see bound modules: take their parameters out, and apply them as functions.
     params = [block.variables["params"] for block in blocks]
+    mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
 
-    def function(block: nn.Module) -> Callable[[jax.Array, Any, jax.Array | None], jax.Array]:
+    def function(block: nn.Module) -> Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]:
         unbound = block.clone(parent=None, name=None)
 
-        def run(x_TD: jax.Array, params: Any, key: jax.Array | None) -> jax.Array:
+        def run(x_TD: jax.Array, params: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
             gathered = execution.gather(str(block.name), params)
-            out: Any = unbound.apply({"params": gathered}, x_TD, *inputs, key=key)
-            return out[0]
+            rngs = None if key is None else {"dropout": key}
+            out: Any = unbound.apply({"params": gathered}, x_TD, *inputs, key=key, rngs=rngs, mutable=mutable)
+            (x_TD, _), sown = out
+            return x_TD, sown.get(ROUTER, {})
 
         if execution.remat == "none":
             return run
@@ -91,11 +102,21 @@ def run_blocks(
 
     if not execution.scan:
         for i, block in enumerate(blocks):
-            x_TD = function(block)(x_TD, params[i], None if keys is None else keys[i])
+            x_TD, sown = function(block)(x_TD, params[i], None if keys is None else keys[i])
+            _sow(block, sown)
         return x_TD
     shapes = [jax.tree.map(jnp.shape, p) for p in params]
     if any(shape != shapes[0] for shape in shapes):
         raise UserError("the blocks differ in shape and cannot be scanned; set compute.scan_blocks to false.")
     run = function(blocks[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
-    return jax.lax.scan(lambda x_TD, xs: (run(x_TD, *xs), None), x_TD, (stacked, keys))[0]
+    x_TD, sown_L = jax.lax.scan(lambda x_TD, xs: run(x_TD, *xs), x_TD, (stacked, keys))
+    for i, block in enumerate(blocks):
+        _sow(block, jax.tree.map(lambda leaf, i=i: leaf[i], sown_L))
+    return x_TD
+
+
+def _sow(block: nn.Module, sown: Mapping[str, Any]) -> None:
+    """Put what a block sowed where it was applied as a function into the block."""
+    for name, value in sown.items():
+        block.put_variable(ROUTER, name, value)

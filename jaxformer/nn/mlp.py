@@ -1,6 +1,7 @@
 """The multi-layer perceptron."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 
 import flax.linen as nn
@@ -11,9 +12,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "swiglu": jax.nn.silu,
+    "tanh": jnp.tanh,
 }
-"""Activations by the names that configs use. 'swiglu' gates: silu(x W_gate) · (x W) (Shazeer 2020)."""
+"""Activations by the names that configs use. 'swiglu' gates: silu(x W_gate) · (x W) (Shazeer 2020); 'gelu' is the
+approximation by tanh of GPT-2, 'gelu_exact' that by the normal distribution itself, as in BERT, and 'quick_gelu' the
+approximation by a sigmoid of CLIP (Hendrycks and Gimpel 2016)."""
 
 
 def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:

@@ -3,6 +3,8 @@
 Query heads may share key/value heads (Ainslie et al. 2023): head h reads group h // (H / G).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -54,6 +56,23 @@ def attention(
     return mixed.reshape(H, T, v_GSK.shape[-1])
 
 
+def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Callable[..., jax.Array]:
+    """Attention for a sequence of n equally long segments that do not see each other: each by itself, so that what a
+    mask would hide costs nothing.
+
+    The mask it is called with must be that of `masks.segment`; it is not looked at.
+    """
+
+    def attend(
+        q_HTK: jax.Array, k_GTK: jax.Array, v_GTK: jax.Array, mask: Mask = None, scale: float = 1.0
+    ) -> jax.Array:
+        apart = (x.reshape(x.shape[0], n, -1, x.shape[-1]) for x in (q_HTK, k_GTK, v_GTK))
+        each = jax.vmap(lambda q, k, v: attention(q, k, v, None, scale), in_axes=1, out_axes=1)
+        return each(*apart).reshape(q_HTK.shape[0], q_HTK.shape[1], -1)
+
+    return attend
+
+
 def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
     """Queries, keys or values, `(H, T, K)`: heads first is what attention multiplies fastest."""
     D, H, K = W_DHK.shape
@@ -69,6 +88,35 @@ def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
     if isinstance(W_HKD, Quantized):
         return y_HTK.swapaxes(0, 1).reshape(-1, H * K) @ W_HKD.reshape(H * K, D)
     return jnp.einsum("htk,hkd->td", y_HTK, W_HKD)
+
+
+def cross_attention(
+    q_HTK: jax.Array, x_SD: jax.Array, W_K_DGK: jax.Array, W_V_DGK: jax.Array, mask: Mask = None, scale: float = 1.0
+) -> jax.Array:
+    """Queries are given, keys and values are of the data: softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
+
+    Self-attention is the case Q = X W_Q.
+    """
+    return attention(q_HTK, to_heads(x_SD, W_K_DGK), to_heads(x_SD, W_V_DGK), mask, scale)
+
+
+def multi_head_attention(
+    x_TD: jax.Array,
+    source_SD: jax.Array,
+    W_Q_DHK: jax.Array,
+    W_K_DGK: jax.Array,
+    W_V_DGK: jax.Array,
+    W_O_HKD: jax.Array,
+    mask: Mask = None,
+) -> jax.Array:
+    """Four products with weights, all heads in each, `(T, D)` (Vaswani et al. 2017, section 3.2.2).
+
+    Args:
+      x_TD: what the queries are of.
+      source_SD: what the keys and values are of; x_TD itself in self-attention.
+    """
+    scale = W_Q_DHK.shape[-1] ** -0.5
+    return from_heads(cross_attention(to_heads(x_TD, W_Q_DHK), source_SD, W_K_DGK, W_V_DGK, mask, scale), W_O_HKD)
 
 
 def row_entropy(weights: jax.Array) -> jax.Array:

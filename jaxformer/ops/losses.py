@@ -1,4 +1,6 @@
-"""Losses of one example."""
+"""Losses of one example. Axes before the last are as the targets have them: T, or none for one class."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,44 @@ import jax.numpy as jnp
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
     """-log softmax(logits)[target] in nats, `(T,)` float32, for integer targets."""
     logits_TV = logits_TV.astype(jnp.float32)
-    chosen_T1 = jnp.take_along_axis(logits_TV, targets_T[:, None], axis=-1)
-    return jax.nn.logsumexp(logits_TV, axis=-1) - chosen_T1[:, 0]
+    chosen_T = jnp.take_along_axis(logits_TV, targets_T[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits_TV, axis=-1) - chosen_T
+
+
+def smoothing_cost(logits_TV: jax.Array) -> jax.Array:
+    """Nats that a target costs which is every class alike, `(T,)` float32: the mean of -log softmax(logits).
+
+    Label smoothing ε (Szegedy et al. 2016, section 7) minimises 1 - ε of the target's likelihood and ε of this.
+    """
+    logits_TV = logits_TV.astype(jnp.float32)
+    return jax.nn.logsumexp(logits_TV, axis=-1) - jnp.mean(logits_TV, axis=-1)
+
+
+def is_largest(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
+    """Whether the target would be guessed, `(T,)` bool: its logit is the largest, and the first of several that are."""
+    return jnp.argmax(logits_TV, axis=-1) == targets_T
+
+
+def pair_nll(
+    image_E: jax.Array, text_E: jax.Array, images_NE: jax.Array, texts_NE: jax.Array, log_scale: jax.Array,
+    counts_N: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Nats that it costs to tell a pair's text among N by its image, and its image among N by its text: the mean of
+    both, a float32 scalar (Radford et al. 2021, figure 3; the objective InfoNCE of van den Oord et al. 2018).
+
+    The pair is one of the N; which one does not matter, as its own logit is made of itself.
+
+    Args:
+      image_E, text_E: of length 1, as are `images_NE` and `texts_NE`.
+      log_scale: logits are cosines times its exponential.
+      counts_N: bool, which of the N there are; None for all.
+    """
+    # Scaled by up to 100 and then exponentiated: products rounded to TF32 or bfloat16 would be wrong by a tenth.
+    dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    scale = jnp.exp(log_scale.astype(jnp.float32))
+    own = scale * dot(image_E, text_E)
+    among = lambda all_NE, one_E: jax.nn.logsumexp(scale * dot(all_NE, one_E), where=counts_N) - own  # noqa: E731
+    return (among(texts_NE, image_E) + among(images_NE, text_E)) / 2
 
 
 def cross_entropy(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Array | None = None) -> jax.Array:

@@ -37,6 +37,11 @@ def padding(query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     return jnp.broadcast_to((key_S != EMPTY)[None, :], (query_T.shape[0], key_S.shape[0]))
 
 
+def tokens(n_queries: int, valid_S: jax.Array | None) -> jax.Array | None:
+    """All see every key that is a token, `(T, S)` from one boolean a key; None, where all are, hides nothing."""
+    return None if valid_S is None else jnp.broadcast_to(valid_S, (n_queries, len(valid_S)))
+
+
 def segment(query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     """Given segment numbers in place of positions: a query sees its own segment (packed documents)."""
     return query_T[:, None] == key_S[None, :]

@@ -13,14 +13,15 @@ def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
     return both.reshape(len(positions_T), -1)[:, :d_model]
 
 
-def rope(x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0) -> jax.Array:
+def rope(x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0, scaling: float = 1.0) -> jax.Array:
     """Rotary embedding (Su et al. 2021, equation 34): feature i is turned with feature i + K/2 by the angle
     position · base^(-2i/K), so that scores depend on distances only. K must be even.
 
-    Features are paired across halves, as in GPT-NeoX and Llama checkpoints of Hugging Face.
+    Features are paired across halves, as in GPT-NeoX and Llama checkpoints of Hugging Face. Positions are divided by
+    `scaling`, to fit a longer text into the angles of a shorter one (Chen et al. 2023, equation 4).
     """
     half = x_HTK.shape[-1] // 2
-    angles_TK = positions_T[:, None] * base ** (-jnp.arange(half) / half)[None, :]
+    angles_TK = positions_T[:, None] / scaling * base ** (-jnp.arange(half) / half)[None, :]
     cos, sin = jnp.cos(angles_TK).astype(x_HTK.dtype), jnp.sin(angles_TK).astype(x_HTK.dtype)
     a, b = x_HTK[..., :half], x_HTK[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

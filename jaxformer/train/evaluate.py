@@ -1,20 +1,21 @@
-"""How well a model predicts a text."""
+"""How good a model is on examples that it need not have seen."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import exp, inf, log
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.config import Config, ModelConfig
-from jaxformer.data.windows import eval_batches
+from jaxformer.config import Config
+from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, next_token_nll
-from jaxformer.runs import abstract_params
+from jaxformer.models.objective import OBJECTIVES, Params
 from jaxformer.sharding import batch_split, place
 from jaxformer.train.step import make_eval_step
 
@@ -22,16 +23,28 @@ AHEAD = 2
 """Batches that the devices may be busy with while the next is prepared: one to compute, one to follow at once."""
 
 
+class HeldOut(Protocol):
+    """What is measured on: a `Dataset`, or a text."""
+
+    @property
+    def token_lengths(self) -> np.ndarray | None: ...
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]: ...
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Result of an evaluation."""
 
     loss: float
-    """Nats a token, the mean over all predicted tokens."""
-    bits_per_byte: float
+    """Nats a target, the mean over all."""
+    targets: int
+    """How many there were; tokens, images."""
+    bits_per_byte: float | None = None
     """All bits over all UTF-8 bytes of the predicted tokens; comparable between tokenizers. The bits of the
-    end-of-text tokens count, their bytes are none."""
-    tokens: int
+    end-of-text tokens count, their bytes are none. None where the targets are no text."""
+    others: dict[str, float] = field(default_factory=dict)
+    """What else the objective says, such as the accuracy."""
 
     @property
     def perplexity(self) -> float:
@@ -40,10 +53,9 @@ class Evaluation:
 
     def as_row(self) -> dict[str, float]:
         """By the names of the log."""
-        return {
-            "val_loss": self.loss, "val_ppl": self.perplexity, "val_bpb": self.bits_per_byte,
-            "val_tokens": self.tokens,
-        }  # fmt: skip
+        text = {} if self.bits_per_byte is None else {"ppl": self.perplexity, "bpb": self.bits_per_byte}
+        row = {"loss": self.loss, **text, **self.others, "targets": self.targets}
+        return {f"val_{name}": value for name, value in row.items()}
 
 
 def perplexity(loss: float) -> float:
@@ -51,45 +63,36 @@ def perplexity(loss: float) -> float:
     return exp(loss) if loss < 700 else inf
 
 
-def n_predicted(config: ModelConfig) -> int:
-    """How many tokens of a window of `context_length + 1` the model predicts: the last ones."""
-    model, window = config.build(), jax.ShapeDtypeStruct((config.context_length + 1,), np.int32)
-    shapes = abstract_params(model, config)
-    return jax.eval_shape(lambda p, t: next_token_nll(model, p, t), shapes, window).shape[0]
-
-
 class Evaluator:
-    """Measures parameters on one text, with one compiled step.
+    """Measures parameters on held-out examples, with one compiled step for each shape of a batch."""
 
-    Windows follow each other, or with a stride overlap, so that each token but the first ones is predicted with at
-    least `context_length - stride` before it. Each counts once.
-    """
-
-    def __init__(
-        self, config: Config, mesh: Mesh, tokens: np.ndarray, token_lengths: np.ndarray, stride: int | None = None
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, data: HeldOut) -> None:
         self._step, self._split = make_eval_step(config, mesh), batch_split(mesh)
-        self._tokens, self._token_lengths = tokens, token_lengths
-        self._batch_size, self._length = config.train.batch_size, config.model.context_length + 1
-        self._n_predicted = n_predicted(config.model)
-        self._stride = min(stride or self._n_predicted, self._n_predicted)
-        if len(tokens) <= (before := self._length - self._n_predicted):
-            raise UserError(
-                f"the held-out text has {len(tokens)} tokens, too few to predict one, which takes {before} before it; "
-                "give more text to measure on."
-            )
+        self._data, self._batch_size = data, config.train.batch_size
+        self._objective = OBJECTIVES[config.model.objective]
 
-    def __call__(self, params: Params, n_windows: int | None = None) -> Evaluation:
-        """On the whole text, each token predicted once, or on `n_windows` evenly spread windows of it."""
-        nats = tokens = n_bytes = 0.0
-        unread = deque[jax.Array]()
-        total = lambda nats_B: np.asarray(nats_B).sum(dtype=np.float64)  # so that the batch's size does not show  # noqa: E731
-        batches = eval_batches(self._tokens, self._length, self._n_predicted, self._batch_size, n_windows, self._stride)
-        for batch, weights in batches:
-            unread.append(self._step(params, place(batch, self._split), place(weights, self._split)))
+    def __call__(self, params: Params, n: int | None = None) -> Evaluation:
+        """On all held-out examples, or on `n` evenly spread ones.
+
+        Raises:
+          UserError: nothing in them is to be predicted, as may be of a short text that few tokens are masked in.
+        """
+        targets = n_bytes = 0.0
+        unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
+        read = lambda: measures.append({name: np.asarray(x) for name, x in unread.popleft().items()})  # noqa: E731
+        for batch in self._data.held_out(self._batch_size, n):
+            unread.append(self._step(params, place(batch, self._split)))
             if len(unread) > AHEAD:
-                nats += total(unread.popleft())
-            tokens += float(weights.sum())  # summed in float32, tokens would be lost beyond 2^24
-            n_bytes += (self._token_lengths[batch[:, -self._n_predicted :]] * weights).sum()
-        nats += sum(map(total, unread))
-        return Evaluation(float(nats / tokens), float(nats / log(2) / max(n_bytes, 1)), int(tokens))
+                read()
+            targets += float(batch.weights.sum())  # summed in float32, targets would be lost beyond 2^24
+            if self._data.token_lengths is not None:
+                n_bytes += (self._data.token_lengths[batch.targets] * batch.weights).sum()
+        while unread:
+            read()
+        if not targets:
+            raise UserError("the held-out examples have 0 targets; hold out more data, or raise train.eval_examples.")
+        joined = {name: np.concatenate([m[name] for m in measures]) for name in measures[0]}
+        others = self._objective.summary(joined)
+        loss = others.pop("loss")
+        bits = None if self._data.token_lengths is None else loss * targets / log(2) / max(n_bytes, 1)
+        return Evaluation(loss, int(targets), bits, others)

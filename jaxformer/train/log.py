@@ -15,6 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxformer.errors import vanished, writing
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 
+UNITS = ("tokens", "examples")
+"""What a `Dataset` may count."""
+SHOWN = {
+    "val_ppl": "ppl {:.2f}",
+    "val_bpb": "{:.3f} bits/byte",
+    "val_accuracy": "{:.1%} right",
+    "val_image_to_text_recall_at_5": "{:.1%} of images find their text among 5",
+}
+"""How a validation's metrics are told, beside the loss."""
+
 console = Console(highlight=False, soft_wrap=True)
 """Where training talks to people; of several processes only the first does."""
 
@@ -66,8 +76,8 @@ class Log:
         with writing(self._folder, METRICS):
             self._file.write(json.dumps(_finite(row)) + "\n")
             self._file.flush()
-        if "tokens_per_s" in row:
-            self._progress.update(self._task, note=f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s")
+        if "step_ms" in row:
+            self._progress.update(self._task, note=f"loss {row['loss']:.3f}  {_speed(row)}")
         if "val_loss" in row:
             console.print(line(row), markup=False)
         if "note" in row:
@@ -76,16 +86,25 @@ class Log:
 
 def line(row: dict[str, Any]) -> str:
     """One row of the log as the sources print it."""
-    parts = [f"step {row['step']:>6,}", f"epoch {row['epoch']:.2f}", f"{row['tokens']:>12,} tokens"]
+    parts = [f"step {row['step']:>6,}", f"epoch {row['epoch']:.2f}"]
+    parts += [f"{row[unit]:>12,} {unit}" for unit in UNITS if unit in row]
     if "loss" in row:
-        parts.append(f"train {row['loss']:.3f} (ppl {row['ppl']:.2f})")
-    parts.append(f"val {row['val_loss']:.3f} (ppl {row['val_ppl']:.2f}, {row['val_bpb']:.3f} bits/byte)")
+        parts.append(f"train {row['loss']:.3f}" + (f" (ppl {row['ppl']:.2f})" if "ppl" in row else ""))
+    shown = [text.format(row[name]) for name, text in SHOWN.items() if name in row]
+    parts.append(f"val {row['val_loss']:.3f}" + (f" ({', '.join(shown)})" if shown else ""))
     if "entropy" in row:
-        blocks = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
-        parts.append(f"entropy {blocks}")
+        layers = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
+        parts.append(f"entropy {layers}")
+    if "router" in row:
+        spans = [f"{100 * min(layer['share']):.1f}-{100 * max(layer['share']):.1f}" for layer in row["router"].values()]
+        parts.append(f"tokens an expert {' '.join(spans)} %")
     if "step_ms" in row:
-        parts.append(f"{row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tokens/s")
+        parts.append(f"{row['step_ms']:.0f} ms  {_speed(row)}")
     return "  ".join(parts)
+
+
+def _speed(row: dict[str, Any]) -> str:
+    return "  ".join(f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in UNITS if f"{unit}_per_s" in row)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -126,10 +145,10 @@ def plot(folder: Path) -> None:
     (folder / PLOTS).mkdir(exist_ok=True)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for key, label in (("loss", "training batch"), ("val_loss", "held-out text")):
+    for key, label in (("loss", "training batch"), ("val_loss", "held out")):
         points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1 if key == "loss" else 2)
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel="loss (nats)")
     axes.legend()
     figure.savefig(folder / PLOTS / "loss.png", dpi=120)
     traced = [r for r in rows if r.get("entropy")]
@@ -137,11 +156,11 @@ def plot(folder: Path) -> None:
         return
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for block, heads in enumerate(traced[0]["entropy"]):
+    for layer, heads in enumerate(traced[0]["entropy"]):
         for head in range(len(heads)):
             axes.plot(
-                [r["step"] for r in traced], [r["entropy"][block][head] for r in traced],
-                color=f"C{block % 10}", label=f"block {block}" if head == 0 else None,
+                [r["step"] for r in traced], [r["entropy"][layer][head] for r in traced],
+                color=f"C{layer % 10}", label=f"layer {layer}" if head == 0 else None,
             )  # fmt: skip
     axes.set(xlabel="step", ylabel="mean attention entropy (nats), a line a head")
     axes.legend()

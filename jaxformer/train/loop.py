@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config
-from jaxformer.data.corpus import Corpus
-from jaxformer.data.windows import Windows
+from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.distributed import Agreement, is_first, wait_for_all
 from jaxformer.errors import UserError
 from jaxformer.runs import write_config
@@ -33,11 +31,11 @@ from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allow
 @dataclass(frozen=True)
 class Hook:
     """Something to do on the way: `call(step, state, batch)` after every `every`-th step, and after the last;
-    `at_start` also before the first. What it returns joins the step's row of metrics. The batch, `(B, T + 1)`, is
-    the one that the step learned from, on the devices."""
+    `at_start` also before the first. What it returns joins the step's row of metrics. The batch is the one that the
+    step learned from, on the devices."""
 
     every: int
-    call: Callable[[int, TrainState, jax.Array], dict[str, Any] | None]
+    call: Callable[[int, TrainState, Batch], dict[str, Any] | None]
     at_start: bool = False
 
 
@@ -49,29 +47,22 @@ class Outcome:
     step: int
     """Steps taken; for 'non_finite', of which the last was not applied."""
     state: TrainState
-    batch: jax.Array
-    """What that step was given, `(B, T + 1)`."""
+    batch: Batch
+    """What that step was given."""
     evaluation: Evaluation | None = None
-    """On the whole held-out text, once done."""
+    """On all that is held out, once done."""
     signal: int = 0
     """The signal that interrupted."""
 
 
-def make_windows(config: Config, corpus: Corpus) -> Windows:
-    """The training windows that a config asks for."""
-    length = config.model.context_length + 1
-    stride = config.data.stride or config.model.context_length
-    return Windows(corpus.train.tokens, length, stride, config.train.batch_size, config.seed)
-
-
 def train(
-    config: Config, corpus: Corpus, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False,
+    config: Config, data: Dataset, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False,
     allow_changed_data: bool = False,
 ) -> Outcome:  # fmt: skip
     """Train until `config.steps`, an interruption, or a loss that is not finite. Saves on every way out.
 
     With `resume` it goes on from the folder's last checkpoint, or from the start if there is none, and everything
-    after that is the same to the last bit as if the run had never stopped. Text that has changed since is refused,
+    after that is the same to the last bit as if the run had never stopped. Data that has changed since is refused,
     or with `allow_changed_data` noted in the log.
 
     Of several processes, all call this; only the first writes, but for checkpoints, which they write together.
@@ -80,12 +71,11 @@ def train(
       UserError: data or config do not fit each other, the devices or, with `resume`, the run; the run's folder
         cannot be written, or another process trains in it.
     """
-    t, windows, split = config.train, make_windows(config, corpus), batch_split(mesh)
+    t, split = config.train, batch_split(mesh)
     schedule = make_schedule(config.optimizer, config.steps)
-    tokens_per_step = t.batch_size * config.model.context_length
-    train_step = CompiledStep(config, mesh, say)
-    evaluate = Evaluator(config, mesh, corpus.val.tokens, corpus.tokenizer.token_lengths)
     held, agreement = local_rows(split, t.batch_size), Agreement(mesh)
+    train_step = CompiledStep(config, mesh, data.rows(0, held), say)
+    evaluate = Evaluator(config, mesh, data)
     whole: Evaluation | None = None
     wait_for_all()  # some may have found the compiled step in their cache
 
@@ -95,11 +85,11 @@ def train(
         if resumed:
             start, state, position = _restore(checkpoints, config, mesh)
             skipped = position.get("skipped", 0)  # as long as there was none, it was not stored
-            changed = position["fingerprint"] != corpus.fingerprint
+            changed = position["fingerprint"] != data.fingerprint
             if changed and not allow_changed_data:
                 raise UserError(
-                    f"the text at {config.data.path} is not what this run was trained on: its content or split has "
-                    "changed since; restore it, start a new run, or go on regardless with --allow-changed-data."
+                    f"the data is not what this run was trained on: its content or split has changed since, it is "
+                    f"{data.describe()}; restore it, start a new run, or go on regardless with --allow-changed-data."
                 )
             if is_first():
                 write_config(folder, config)
@@ -111,10 +101,10 @@ def train(
         def save(step: int, val_loss: float | None = None) -> None:
             # A run that stopped at such a step may try it again, with other options.
             failures = min(int(state.failures), allowed_failures(config))
-            position = {"step": step, "fingerprint": corpus.fingerprint, "failures": failures, "skipped": skipped}
+            position = {"step": step, "fingerprint": data.fingerprint, "failures": failures, "skipped": skipped}
             checkpoints.save(step, state.params, state.opt_state, position, val_loss)
 
-        def measure(step: int, batch: jax.Array) -> dict[str, Any]:
+        def measure(step: int, batch: Batch) -> dict[str, Any]:
             """Validation and hooks, where they are due."""
             nonlocal whole
             row: dict[str, Any] = {}
@@ -123,7 +113,7 @@ def train(
                 whole = evaluate(state.params)
                 row |= whole.as_row()
             elif step % t.eval_every == 0:
-                row |= evaluate(state.params, t.eval_windows).as_row()
+                row |= evaluate(state.params, t.eval_examples).as_row()
             for hook in hooks:
                 if (step % hook.every == 0 and (step or hook.at_start)) or last:
                     row |= hook.call(step, state, batch) or {}
@@ -131,13 +121,13 @@ def train(
 
         with Log(folder if is_first() else None, start, config.steps) as log:
             if changed:
-                log.row({"step": start, "note": f"the text at {config.data.path} is not what it was before"})
-            batch = assemble(windows.rows(start, held), held, t.batch_size, split)
+                log.row({"step": start, "note": f"the data is not what it was before; now it is {data.describe()}"})
+            batch = assemble(data.rows(start, held), held, t.batch_size, split)
             if not resumed:
-                log.row({"step": 0, "epoch": 0.0, "tokens": 0, **measure(0, batch)})
+                log.row({"step": 0, "epoch": 0.0, data.unit: 0, **measure(0, batch)})
             paces = [t.log_every, t.eval_every, t.checkpoint_every, *(hook.every for hook in hooks)]
-            stream = windows.stream(start, config.steps, held)
-            pace, unchecked = Pace(start), deque[tuple]()
+            stream = data.stream(start, config.steps, held)
+            pace, unchecked = Pace(start, data), deque[tuple]()
             in_a_row, stop = int(state.failures), 0
             for step in range(start + 1, config.steps + 1):
                 with pace.waiting():
@@ -165,21 +155,21 @@ def train(
                 if due:
                     row = {
                         "step": step,
-                        "epoch": round(step / windows.steps_per_epoch, 4),
-                        "tokens": step * tokens_per_step,
+                        "epoch": round(step / data.steps_per_epoch, 4),
+                        data.unit: round(step * data.per_step),
                         "loss": float(loss),
-                        "ppl": perplexity(float(loss)),
+                        **({} if data.token_lengths is None else {"ppl": perplexity(float(loss))}),
                         # A step that was left out leaves its rate to the next.
                         "lr": float(schedule(int(updates_taken(state.opt_state)) - bool(np.isfinite(loss)))),
                         **({"skipped": skipped} if skipped else {}),
-                        **pace.lap(step, tokens_per_step),
+                        **pace.lap(step),
                     }
                     row |= measure(step, batch)
                     log.row(row)
                     skipped = 0
                 if last or stop or step % t.checkpoint_every == 0:
-                    # The last row holds the loss on all of the text; checkpoints are ranked by the same part.
-                    save(step, evaluate(state.params, t.eval_windows).loss if last else row.get("val_loss"))
+                    # The last row holds the loss on all that is held out; checkpoints are ranked by the same part.
+                    save(step, evaluate(state.params, t.eval_examples).loss if last else row.get("val_loss"))
                 if stop and not last:
                     return Outcome("interrupted", step, state, batch, signal=stop)
                 if due:
@@ -190,7 +180,8 @@ def train(
 class Pace:
     """Times steps, without what is measured between them."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, data: Dataset) -> None:
+        self._data = data
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -204,12 +195,12 @@ class Pace:
         yield
         self._waited += time.perf_counter() - before
 
-    def lap(self, step: int, tokens_per_step: int) -> dict[str, float]:
+    def lap(self, step: int) -> dict[str, float]:
         """Means over the steps of this lap."""
         n, elapsed = step - self._step, time.perf_counter() - self._began
         return {
             "step_ms": 1e3 * elapsed / n,
-            "tokens_per_s": tokens_per_step * n / elapsed,
+            f"{self._data.unit}_per_s": self._data.per_step * n / elapsed,
             "data_wait_ms": 1e3 * self._waited / n,
         }
 

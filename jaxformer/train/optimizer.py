@@ -47,7 +47,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     - `nesterov_sgd`: Sutskever et al. 2013 as torch has it: v ← m·v + g, w ← w - lr·(g + m·v).
     - `adamw`: Loshchilov and Hutter 2019.
-    - `muon`: Jordan et al. 2024 for the matrices inside the blocks, `adamw` for embeddings, unembedding, positions,
+    - `muon`: Jordan et al. 2024 for the hidden matrices, `adamw` for embeddings of tokens, logits, positions,
       gains and biases. Its updates are given the size of AdamW's (Liu et al. 2025, equation 4), so that one learning
       rate and one weight decay serve both. optax corrects the bias of the momentum, as Adam does and the authors do
       not: for the first 1/(1 - momentum) steps or so the newest gradient counts for more.
@@ -152,12 +152,13 @@ def _schedule_free(config: OptimizerConfig, rate: optax.Schedule, clip: list[Any
 
 def _muon_or_adamw(params: Params) -> Params:
     """Muon's are the matrices between the embedding and the unembedding."""
-    outer = ("W_E", "W_out")
+    outer = ("W_E", "W_segment", "W_out")
     hidden = lambda path, matrix: "muon" if matrix and path[-1].key not in outer else "adamw"  # noqa: E731
     return jax.tree_util.tree_map_with_path(hidden, _is_matrix(params))
 
 
 def _is_matrix(params: Params) -> Params:
-    """Which parameters are matrices, told by name: biases of heads have several dimensions, too."""
+    """Which parameters are matrices: those of several dimensions, but for biases of heads, and positions."""
     others = ("b_", "gamma", "beta", "W_pos")
-    return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.startswith(others), params)
+    is_matrix = lambda path, leaf: leaf.ndim > 1 and not path[-1].key.startswith(others)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(is_matrix, params)

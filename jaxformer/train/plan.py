@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxformer.config import Config
 from jaxformer.runs import count_parameters
-from jaxformer.sharding import batch_shards, batch_split
+from jaxformer.sharding import batch_shards
 from jaxformer.train.hlo import Collective, parse
 from jaxformer.train.memory import capacity, needed
 from jaxformer.train.roofline import (
@@ -24,7 +25,7 @@ from jaxformer.train.roofline import (
     product_operations,
     used,
 )
-from jaxformer.train.step import abstract_state, choose_attention, compute_dtype, make_train_step
+from jaxformer.train.step import abstract_batch, abstract_state, choose_attention, compute_dtype, make_train_step
 
 FREE = 0.1
 """Share of the memory that a plan leaves to the runtime, to fragments and to what else is on the device."""
@@ -40,7 +41,7 @@ class Plan:
       device: what the devices are called.
       attention: what computes it.
       parameters: of the whole model.
-      tokens: in a batch.
+      shape: of the targets of a batch: examples, or these and the tokens of each.
       needs, has: bytes of memory; `has` is None where it is not known.
       model_operations: what the model needs, see `roofline.model_operations`.
       on_paper: bytes that must be sent, see `roofline.bytes_on_paper`.
@@ -54,7 +55,7 @@ class Plan:
     device: str
     attention: str
     parameters: int
-    tokens: int
+    shape: tuple[int, ...]
     needs: float
     has: float | None
     model_operations: float
@@ -64,6 +65,11 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     unknown_loops: int = 0
     estimate: Estimate | None = None
+
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in."""
+        return "tokens" if len(self.shape) > 1 else "examples"
 
     @property
     def sent(self) -> float:
@@ -83,8 +89,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
       UserError: the batch does not split evenly, or attention cannot be what is asked for.
     """
     state, device, n = abstract_state(config, mesh), mesh.devices.flat[0], mesh.size
-    shape = (config.train.batch_size, config.model.context_length + 1)
-    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_split(mesh))
+    batch = abstract_batch(config, mesh)
     traced = make_train_step(config, mesh).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
     chip = CHIPS.get(device.device_kind)
     has = capacity(device) if device in jax.local_devices() else chip and chip.memory
@@ -93,7 +98,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
         "device": device.device_kind,
         "attention": choose_attention(config, mesh)[1],
         "parameters": count_parameters(state.params),
-        "tokens": config.train.batch_size * config.model.context_length,
+        "shape": (config.train.batch_size,) if batch.targets is None else batch.targets.shape,
         "has": has,
         "model_operations": model / n,
         "on_paper": bytes_on_paper(config, mesh),
@@ -128,12 +133,12 @@ def asked_for(error: str) -> float | None:
 
 def describe(plan: Plan, config: Config, mesh: Mesh) -> list[str]:
     """The plan in lines for people."""
-    shape = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
+    axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
+    size = " x ".join(f"{n:,}" for n in plan.shape) + (f" = {prod(plan.shape):,}" if len(plan.shape) > 1 else "")
     lines = [
-        f"{config.name} on {mesh.size} x {plan.device}, mesh {shape}",
+        f"{config.name} on {mesh.size} x {plan.device}, mesh {axes}",
         f"{plan.attention}, precision: {compute_dtype(config.compute, mesh)}",
-        f"{plan.parameters:,} parameters; a step of {config.train.batch_size:,} x {config.model.context_length:,} = "
-        f"{plan.tokens:,} tokens",
+        f"{plan.parameters:,} parameters; a step of {size} {plan.unit}",
         "a device and step:",
     ]
     room = "of unknown memory" if plan.has is None else f"of {plan.has / 1e9:.1f} GB"
@@ -153,7 +158,8 @@ def describe(plan: Plan, config: Config, mesh: Mesh) -> list[str]:
         lines += [
             f"estimate, from published rates ({e.chip.source}):",
             f"  compute {e.compute:.3g} s, memory {e.memory:.3g} s, network {e.network:.3g} s a step",
-            f"  step time {e.seconds:.3g} s, bound by {e.bound}; {plan.tokens / e.seconds:,.0f} tokens a second",
+            f"  step time {e.seconds:.3g} s, bound by {e.bound}; "
+            f"{prod(plan.shape) / e.seconds:,.0f} {plan.unit} a second",
             f"  utilisation {e.utilisation:.2f} if these overlap, {e.utilisation_in_turn:.2f} if they come in turn",
         ]
     elif plan.operations:

@@ -14,10 +14,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxformer.config import ComputeConfig, Config
+from jaxformer.config import ComputeConfig, Config, ModelConfig
+from jaxformer.data.dataset import Batch
 from jaxformer.distributed import from_all
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, batch_nll
+from jaxformer.models.objective import Across, Params, objective_of
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
@@ -81,17 +82,17 @@ def choose_attention(config: Config, mesh: Mesh) -> tuple[Callable[..., jax.Arra
             seen.append((*args[:2], args[3]))
         return call(*args, **kwargs)
 
-    def trace(params: Params, tokens_T: jax.Array) -> Any:
+    def trace(params: Params, *example: jax.Array) -> Any:
         with nn.intercept_methods(listen):
-            return config.model.build().apply({"params": params}, tokens_T)
+            return config.model.build().apply({"params": params}, *example)
 
     dtype = compute_dtype(config.compute, mesh)
     shapes = abstract_params(config.model.build(), config.model)
-    tokens_T = jax.ShapeDtypeStruct((config.model.context_length,), jnp.int32)
-    jax.eval_shape(trace, jax.tree.map(lambda x: x.update(dtype=dtype), shapes), tokens_T)
+    jax.eval_shape(trace, jax.tree.map(lambda x: x.update(dtype=dtype), shapes), *config.model.example())
     if not seen:
-        return attention, "attention: none"
-    q_HTK, k_GSK, mask = seen[0]
+        return attention, "attention: no multi-head layers"
+    # A mask that is an array takes every fused kernel out of the choice; each call is looked at again, when it comes.
+    q_HTK, k_GSK, mask = next((call for call in seen if not isinstance(call[2], jax.Array)), seen[0])
     here = set(mesh.devices.flat) & set(jax.local_devices())
     chosen, line = make_attention(
         config.compute.attention, mesh.devices.flat[0].platform, _shaped(q_HTK), _shaped(k_GSK), mask,
@@ -114,7 +115,9 @@ def build_model(config: Config, mesh: Mesh) -> nn.Module:
         choose_attention(config, mesh)[0],
         c.remat,
         c.scan_blocks,
-        lambda name, params: gather(params, specs[name], mesh),
+        # What is not found is a part of something that was gathered whole, as `to_compute` does.
+        lambda name, params: gather(params, specs[name], mesh) if name in specs else params,
+        mesh.shape["expert"] if any("expert" in axes for axes in jax.tree.leaves(specs)) else 1,
     )
     return config.model.build(execution)
 
@@ -160,14 +163,8 @@ def init_state(config: Config, mesh: Mesh) -> TrainState:
 
 
 def _init(config: Config) -> TrainState:
-    tokens_T = jnp.zeros((config.model.context_length,), jnp.int32)
-    params = config.model.build().init(jax.random.key(config.seed), tokens_T)["params"]
+    params = config.model.build().init(jax.random.key(config.seed), *config.model.example())["params"]
     return TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), jnp.int32(0))
-
-
-def mean_loss(model: nn.Module, params: Params, batch_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-    """Mean nats over all predicted tokens of a batch, a float32 scalar. Dropout is on where keys are given."""
-    return jnp.mean(batch_nll(model, params, batch_BT, keys_B))
 
 
 def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array:
@@ -185,33 +182,69 @@ def check_split(config: Config, mesh: Mesh) -> None:
         raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
 
 
-def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array, Any], tuple[jax.Array, Params]]:
-    """`(state, batch (B, T + 1), step)` to the mean loss, a float32 scalar, and its gradient, as the parameters lie.
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+    """Shapes and dtypes of a batch of the longest examples, without data."""
+    B, split = config.train.batch_size, batch_split(mesh)
+    example = Batch(config.model.example(), abstract_targets(config.model))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split), example)
 
-    Both are of the whole batch, whatever the devices and parts it is split into: each takes as many tokens, and
-    what it adds to the mean is differentiated. (The gradient of a sum, divided at the end, would overflow sooner.)
+
+def abstract_targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
+    """Shape and dtype of the classes that a model predicts in an example of the largest size; None if it has none."""
+    if config.objective != "cross_entropy":
+        return None
+    model = config.build()
+    call: Callable[..., Any] = lambda params, *example: model.apply({"params": params}, *example)  # noqa: E731
+    logits = jax.eval_shape(call, abstract_params(model, config), *config.example())
+    return jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
+
+
+def check_fit(model: ModelConfig, batch: Batch) -> None:
+    """Raise `UserError` where a batch does not hold what a model is called with, or what it predicts."""
+    takes, gets = model.example(), batch.inputs
+    if [(x.dtype, x.ndim + 1) for x in takes] != [(x.dtype, x.ndim) for x in gets]:
+        told = [", ".join(f"{x.dtype} {x.shape[skip:]}" for x in xs) for skip, xs in ((0, takes), (1, gets))]
+        raise UserError(
+            f"{type(model).__name__} takes {told[0]} for an example, but the data gives {told[1]}; change one of them."
+        )
+    predicts = abstract_targets(model)
+    if predicts is not None and predicts.ndim + 1 != batch.targets.ndim:
+        raise UserError(
+            f"{type(model).__name__} predicts classes of shape {predicts.shape} for an example, but the data gives "
+            f"{batch.targets.shape[1:]} to predict; change one of them."
+        )
+
+
+def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch, Any], tuple[jax.Array, Params]]:
+    """`(state, batch, step)` to the mean loss, a float32 scalar, and the gradient of what is minimised, as the
+    parameters lie.
+
+    Both are of the whole batch, whatever the devices and parts it is split into: what each adds to the mean is
+    differentiated. (The gradient of a sum, divided at the end, would overflow sooner.)
 
     Raises:
       UserError: the batch does not split evenly.
     """
     check_split(config, mesh)
     B, parts = config.train.batch_size, config.compute.accumulate
-    model, specs = build_model(config, mesh), param_specs(config, mesh)
+    model, specs, across = build_model(config, mesh), param_specs(config, mesh), across_devices(mesh, parts)
+    objective, smoothing = objective_of(model), config.train.label_smoothing
 
-    def share(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, Params]:
-        """What that which one device takes at once adds to the mean loss, and the gradient of this."""
+    def share(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, Params]:
+        """What that which one device takes at once adds to the mean loss, and the gradient of what is minimised."""
 
-        def loss(params: Params) -> jax.Array:
-            return mean_loss(model, to_compute(params, config, mesh), batch_BT, keys_B) / (parts * batch_shards(mesh))
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            return objective.loss(model, to_compute(params, config, mesh), batch, keys_B, smoothing, across)
 
-        return jax.value_and_grad(loss)(params)
+        grads, told = jax.grad(loss, has_aux=True)(params)
+        return told, grads
 
-    def on_one(params: Params, batch_BT: jax.Array, keys_B: jax.Array) -> tuple[jax.Array, Params]:
+    def on_one(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, Params]:
         """From a device's shards of the parameters and its part of the batch; the same loss on all devices."""
         if parts == 1:
-            loss, grads = share(params, batch_BT, keys_B)
+            loss, grads = share(params, batch, keys_B)
         else:
-            split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch_BT, keys_B))
+            split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch, keys_B))
             zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
             add = lambda so_far, part: (jax.tree.map(jnp.add, so_far, share(params, *part)), None)  # noqa: E731
             (loss, grads), _ = jax.lax.scan(add, zeros, split)
@@ -219,15 +252,26 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, jax.Array
 
     everywhere = on_each_shard(on_one, mesh, (specs, *2 * [PartitionSpec(BATCH)]), (PartitionSpec(), specs))
 
-    def gradient(state: TrainState, batch_BT: jax.Array, step: Any) -> tuple[jax.Array, Params]:
+    def gradient(state: TrainState, batch: Batch, step: Any) -> tuple[jax.Array, Params]:
         point = gradient_point(config.optimizer, state.params, state.opt_state)
-        return everywhere(point, batch_BT, example_keys(config.seed, step, B))
+        return everywhere(point, batch, example_keys(config.seed, step, B))
 
     return gradient
 
 
+def across_devices(mesh: Mesh, parts: int = 1) -> Across:
+    """How a part of a batch sees the others, one on each device and `parts` after one another; inside
+    `on_each_shard`."""
+    n, axes = batch_shards(mesh), tuple(axis for axis in BATCH if mesh.shape[axis] > 1)
+    return Across(
+        n * parts,
+        mean=lambda tree: jax.tree.map(lambda x: x / n, sum_over_batch(tree)),
+        gather=lambda rows: jax.lax.all_gather(rows, axes, axis=0, tiled=True) if axes else rows,
+    )
+
+
 def make_train_step(config: Config, mesh: Mesh) -> Any:
-    """The jitted `(state, batch (B, T + 1), step)` to `(state, loss)`; the state given is donated.
+    """The jitted `(state, batch, step)` to `(state, loss)`; the state given is donated.
 
     The loss, a float32 scalar, is NaN where the step was left out; see `TrainState`.
 
@@ -237,8 +281,8 @@ def make_train_step(config: Config, mesh: Mesh) -> Any:
     gradient, optimizer = make_gradient(config, mesh), make_optimizer(config.optimizer, config.steps)
     allowed = allowed_failures(config)
 
-    def train_step(state: TrainState, batch_BT: jax.Array, step: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, grads = gradient(state, batch_BT, step)
+    def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, jax.Array]:
+        loss, grads = gradient(state, batch, step)
         finite = jnp.isfinite(loss) & all_finite(grads) & (state.failures <= allowed)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         learned = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
@@ -251,37 +295,46 @@ def make_train_step(config: Config, mesh: Mesh) -> Any:
 
 
 class CompiledStep:
-    """The train step, compiled when this is made, so that what it needs is known before it runs."""
+    """The train step, compiled for one batch when this is made, so that what it needs is known before it runs, and for
+    each batch of another shape when it comes."""
 
-    def __init__(self, config: Config, mesh: Mesh, say: Callable[[str], None]) -> None:
-        """`say` is told what memory a step takes, and why, if ever, it had to be compiled again.
+    def __init__(self, config: Config, mesh: Mesh, batch: Batch, say: Callable[[str], None]) -> None:
+        """`batch` may be of shapes and dtypes; its first axis is `train.batch_size`. `say` is told what memory a step
+        takes, and for which other batches it is compiled again.
 
         Raises:
           UserError: the batch does not split evenly, or the step does not fit into memory.
         """
         self._step, self._state = make_train_step(config, mesh), abstract_state(config, mesh)
-        self._split, self._say = batch_split(mesh), say
-        self._shape: tuple[int, ...] = (config.train.batch_size, config.model.context_length + 1)
-        self._compiled = self._compile()
-        say(check_memory(self._compiled, mesh.local_devices[0]))
+        self._split, self._say, self._device = batch_split(mesh), say, mesh.local_devices[0]
+        self._compiled: dict[Any, Any] = {}
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((config.train.batch_size, *x.shape[1:]), x.dtype), batch)
+        say(check_memory(self._compile(shapes), self._device))
 
-    def __call__(self, state: TrainState, batch_BT: jax.Array, step: int) -> tuple[TrainState, jax.Array]:
+    def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, jax.Array]:
         """As `make_train_step`."""
-        if batch_BT.shape != self._shape:
-            self._say(f"step {step + 1:,} is compiled again: its batch is {batch_BT.shape}, and was {self._shape}")
-            self._shape = batch_BT.shape
-            self._compiled = self._compile()
-        return self._compiled(state, batch_BT, np.int32(step))
+        compiled = self._compiled.get(_shapes(batch))
+        if compiled is None:
+            sizes = " and ".join(dict.fromkeys(str(x.shape) for x in jax.tree.leaves(batch)))
+            self._say(f"step {step + 1:,} is compiled again, for a batch of {sizes}")
+            compiled = self._compile(batch)
+            check_memory(compiled, self._device)
+        return compiled(state, batch, np.int32(step))
 
-    def _compile(self) -> Any:
-        batch = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._split)
-        lowered = self._step.lower(self._state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+    def _compile(self, batch: Batch) -> Any:
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._split), batch)
+        lowered = self._step.lower(self._state, placed, jax.ShapeDtypeStruct((), jnp.int32))
         try:
-            return lowered.compile()
+            compiled = self._compiled[_shapes(batch)] = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise UserError(f"a step needs more memory than a device has; {REMEDY}.") from error
+        return compiled
+
+
+def _shapes(batch: Batch) -> tuple:
+    return tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
 
 
 def allowed_failures(config: Config) -> int:
@@ -294,14 +347,13 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
 
 
-def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    """`(params, batch (B, T + 1), weights (B, n_predicted))` to the weighted sum of nats of each window, `(B,)`."""
+def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, Batch], dict[str, jax.Array]]:
+    """`(params, batch)` to what the objective measures of each example."""
     model, specs = build_model(config, mesh), param_specs(config, mesh)
 
-    def eval_step(params: Params, batch_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-        nll_BT = batch_nll(model, to_compute(params, config, mesh), batch_BT)
-        return jnp.sum(nll_BT * weights_BT, axis=1)
+    def eval_step(params: Params, batch: Batch) -> dict[str, jax.Array]:
+        return objective_of(model).measure(model, to_compute(params, config, mesh), batch)
 
     split = PartitionSpec(BATCH)
-    everywhere = on_each_shard(eval_step, mesh, (specs, split, split), split)
+    everywhere = on_each_shard(eval_step, mesh, (specs, split), split)
     return jax.jit(everywhere, out_shardings=replicated(mesh))

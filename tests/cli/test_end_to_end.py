@@ -14,6 +14,7 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.checkpoints import StoredCheckpoints, damage
+from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.train.log import read_metrics
@@ -79,7 +80,8 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     rows = read_metrics(here / "runs/quick")
     last = rows[-1]
     assert lines[-1] == (
-        f"final: step=20 val_loss={last['val_loss']:.4f} val_ppl={last['val_ppl']:.3f} val_bpb={last['val_bpb']:.4f}"
+        f"final: step=20 val_loss={last['val_loss']:.4f} val_ppl={last['val_ppl']:.3f} val_bpb={last['val_bpb']:.4f} "
+        f"val_accuracy={last['val_accuracy']:.4f}"
     )
     assert [row["step"] for row in rows] == [0, 3, 5, 6, 9, 10, 12, 15, 18, 20]  # every 3, 5 or 10 steps
     keys = "step epoch tokens loss ppl val_loss val_ppl val_bpb entropy lr step_ms tokens_per_s data_wait_ms"
@@ -246,8 +248,9 @@ def test_changed_text_can_be_allowed_and_is_read_with_the_runs_own_tokenizer(her
     result = run("train.py", *options, "--steps", "22", "--allow-changed-data", cwd=here)
     assert result.returncode == 0, result.stderr
     notes = [row for row in read_metrics(here / "allowed") if "note" in row]
-    assert [(row["step"], row["note"]) for row in notes] == [(20, "the text at other is not what it was before")]
-    assert "step 20  note: the text" in result.stdout
+    assert [row["step"] for row in notes] == [20]
+    assert notes[0]["note"].startswith("the data is not what it was before; now it is other: 5 documents, ")
+    assert "step 20  note: the data" in result.stdout
     result = run("train.py", *options, "--steps", "24", cwd=here)  # from here on it is the run's text
     assert result.returncode == 0, result.stderr
     tokenizer = (here / "runs/quick/tokenizer.json").read_bytes()
@@ -269,7 +272,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     assert str(evidence.relative_to(here)) in last[0]
     broken = load_run(here / "broken")
     keys = jax.random.wrap_key_data(np.load(evidence / "key.npy"))
-    found = first_non_finite(broken.model, broken.params, np.load(evidence / "batch.npy"), keys)
+    stored = np.load(evidence / "batch.npz")
+    batch = Batch((stored["inputs.0"],), stored["targets"])
+    found = first_non_finite(broken.model, broken.params, batch, keys)
     assert f"first {found.culprit};" in last[0]
     report = (evidence / "report.txt").read_text()
     assert found.culprit in report and "with the step's attention: xla" in report and "float32" in report
@@ -298,7 +303,7 @@ def test_four_blocks_without_a_norm_blow_up_and_say_where(tmp_path, monkeypatch)
     monkeypatch.delenv("XLA_FLAGS")  # at these sizes, computing takes longer than compiling
     write_books(tmp_path / "books", words=20_000)
     options = ["--config", f"{ROOT}/configs/ladder.py:four_blocks", "--data.path", "books", "--train.batch-size", "2"]
-    small = ["--model.vocab-size", "280", "--train.eval-windows", "2", "--train.sample-tokens", "1"]
+    small = ["--model.vocab-size", "280", "--train.eval-examples", "2", "--train.sample-tokens", "1"]
     small += ["--steps", "100", "--run", "four"]
     result = run("train.py", *options, *small, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr

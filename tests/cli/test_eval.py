@@ -10,8 +10,8 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import eval as command
-from jaxformer.config import Config, DataConfig
-from jaxformer.data.corpus import load_corpus
+from jaxformer.config import Config
+from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import Run
@@ -52,10 +52,10 @@ def evaluate(here, monkeypatch, capsys):
 def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh(here, evaluate):
     mesh = make_mesh()
     run = load_run(here / "runs/quick", mesh=mesh)
-    corpus = load_corpus(DataConfig(path="books", val_path="books"), 280, run.tokenizer)
-    validation = Evaluator(run.config, mesh, corpus.val.tokens, run.tokenizer.token_lengths)(run.params)
+    data = TextConfig(path="books", val_path="books").load(run.config.model, 4, 0, run.tokenizer)
+    validation = Evaluator(run.config, mesh, data)(run.params)
     found = evaluate("--run", "runs/quick", "--data.path", "books")
-    assert found["tokens"] == validation.tokens == len(corpus.val.tokens) - 1
+    assert found["targets"] == validation.targets == len(data.val.tokens) - 1
     np.testing.assert_allclose(found["loss"], validation.loss, rtol=1e-6)
     np.testing.assert_allclose(found["bpb"], validation.bits_per_byte, rtol=1e-6)
     np.testing.assert_allclose(found["ppl"], validation.perplexity, rtol=1e-5)  # six digits are shown
@@ -67,7 +67,7 @@ def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh
 @pytest.mark.slow
 def test_a_stride_changes_the_context_and_not_what_is_counted(here, evaluate):
     plain, wide = evaluate("--data.path", "books"), evaluate("--data.path", "books", "--stride", "4")
-    assert plain["tokens"] == wide["tokens"]
+    assert plain["targets"] == wide["targets"]
     assert evaluate("--data.path", "books", "--stride", "16") == plain  # the context length
     assert wide["loss"] != plain["loss"]
 
@@ -76,7 +76,7 @@ def test_a_model_of_one_prediction_a_window_has_a_stride_of_one(here, monkeypatc
     monkeypatch.chdir(here)
     tokenizer = Tokenizer.train(["a b"], 257)
     model = MLPConfig(vocab_size=257, context_length=8, d_model=4, d_ff=(4,), concatenate=True)
-    config = Config("a", model, steps=1)
+    config = Config("a", model, data=TextConfig(), steps=1)
     params = model.build().init(jax.random.key(0), jnp.zeros(8, jnp.int32))["params"]
     run = Run(Path("it"), config, model.build(), params, tokenizer, 0)
     monkeypatch.setattr(command, "open_run", lambda options, mesh: run)
@@ -103,8 +103,8 @@ def test_characters_that_the_run_never_saw_count_as_their_bytes(here, evaluate):
     found = evaluate("--data.path", "other.txt")
     run = load_run(here / "runs/quick")
     text = UNKNOWN.strip() + "\n"  # as documents are read
-    assert found["tokens"] == len(run.tokenizer.encode(text)) + 1  # and the end of text
-    bits = found["loss"] / np.log(2) * found["tokens"]
+    assert found["targets"] == len(run.tokenizer.encode(text)) + 1  # and the end of text
+    bits = found["loss"] / np.log(2) * found["targets"]
     np.testing.assert_allclose(found["bpb"], bits / len(text.encode()), rtol=1e-5)
 
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(here, monkeypatch, capsys, opt
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("", "there is no text to evaluate on; name a file, a folder or a glob with --data.path"),
+        ("--stride 4", "--stride and --data.unwrap are for a text; name one with --data.path"),
         ("--data.path x --stride 0", "stride is 0; it must be at least 1"),
         ("--data.path x --batch-size 0", "batch_size is 0; it must be at least 1"),
         ("--data.pth x", "unknown option --data.pth; did you mean --data.path?"),

@@ -6,6 +6,8 @@ import pytest
 
 from jaxformer.cli.hooks import _gradients
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import next_token
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train.step import init_state, make_train_step
@@ -19,8 +21,9 @@ def test_the_gradient_table_has_the_rate_of_the_next_update_whatever_was_left_ou
     """Without momentum the true update is lr·g, so that u and the update over w are the same."""
     optimizer = OptimizerConfig("nesterov_sgd", learning_rate=0.1, momentum=0.0, warmup_steps=50)
     train = TrainConfig(batch_size=4, non_finite="skip")
-    config, mesh = Config("test", MODEL, 100, optimizer=optimizer, train=train), make_mesh("", jax.devices()[:1])
-    batch, step = random_tokens(24, 4, 8), make_train_step(config, mesh)
+    config = Config("test", MODEL, TextConfig(), 100, optimizer=optimizer, train=train)
+    mesh = make_mesh("", jax.devices()[:1])
+    batch, step = next_token(random_tokens(24, 4, 8)), make_train_step(config, mesh)
     state, _ = step(init_state(config, mesh), batch, 0)
     gamma = state.params["blocks_0"]["mlp_norm"]["gamma"]
     state.params["blocks_0"]["mlp_norm"]["gamma"] = gamma * np.nan

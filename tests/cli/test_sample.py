@@ -23,6 +23,7 @@ from jaxformer import load_run
 from jaxformer.cli import sample
 from jaxformer.cli.prompts import Prompt
 from jaxformer.config import Config
+from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import Text
 from jaxformer.errors import UserError
@@ -223,7 +224,9 @@ def test_a_draft_changes_how_fast_it_is_and_no_token(rows, capsys, draft):
 def test_a_prompt_that_a_draft_or_search_has_no_room_for_is_refused_by_itself(monkeypatch, run, options, most):
     def open_run(options, mesh):
         length, positions = (16, "rope") if options.run == "endless" else (int(options.run), "learned")
-        config = Config("a", DecoderConfig(vocab_size=257, context_length=length, positions=positions), steps=1)
+        config = Config(
+            "a", DecoderConfig(vocab_size=257, context_length=length, positions=positions), data=TextConfig(), steps=1
+        )
         return Run(Path(options.run), config, config.model.build(), {}, BYTES, 0)
 
     monkeypatch.setattr(sample, "open_run", open_run)
@@ -273,7 +276,8 @@ def test_what_does_not_fit_the_run_is_one_sentence(capsys, options, said):
     ids=lambda options: options[0],
 )
 def test_what_needs_a_cache_is_refused_without_one(monkeypatch, capsys, options):
-    config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), steps=1)
+    config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), data=TextConfig(), steps=1)
+    monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
     monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
     assert sample.main(["--prompt", "a", *options]) == 2
     assert f"it has a model without a cache, which {options[0]} needs; leave it out." in capsys.readouterr().err

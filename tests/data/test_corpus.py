@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxformer.config import DataConfig
 from jaxformer.data import corpus as module
-from jaxformer.data.corpus import load_corpus
+from jaxformer.data.corpus import TextConfig, load_corpus
 from jaxformer.errors import UserError
 
 
@@ -22,7 +21,7 @@ def config(tmp_path, monkeypatch):
     for i in range(5):
         words = " ".join(f"word{i}{j % 7} the and of" for j in range(40))
         (tmp_path / "texts" / f"{i}.txt").write_text(words)
-    return DataConfig(path=str(tmp_path / "texts"))
+    return TextConfig(path=str(tmp_path / "texts"))
 
 
 def test_documents_stand_between_end_of_text_tokens(config):

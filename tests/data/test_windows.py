@@ -1,9 +1,13 @@
 """Batches of windows."""
 
+import jax
 import numpy as np
 import pytest
 
-from jaxformer.data.windows import Windows, eval_batches
+from jaxformer.config import TokenModelConfig
+from jaxformer.data.corpus import Corpus, Split, TextConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import HeldOutText, Text, Windows, eval_batches, next_token
 from jaxformer.errors import UserError
 
 TOKENS = np.arange(103, dtype=np.uint16)  # each token is its own place, so windows tell where they start
@@ -36,11 +40,13 @@ def test_a_batch_depends_on_tokens_seed_and_step_alone():
 
 @pytest.mark.parametrize("start", [0, 5, 23])
 def test_the_stream_is_the_batches_in_order_across_epochs(start):
-    windows = Windows(TOKENS, 5, 2, 7, seed=0)  # 7 steps an epoch
-    streamed = list(windows.stream(start, 30))
+    split = Split(TOKENS, 1, 103)
+    corpus = Corpus(split, split, Tokenizer.train(["a"], 257), "")
+    text = Text(TextConfig(stride=2), TokenModelConfig(257, 4), corpus, batch_size=7, seed=0)  # 7 steps an epoch
+    streamed = list(text.stream(start, 30))
     assert len(streamed) == 30 - start
     for i, batch in enumerate(streamed):
-        np.testing.assert_array_equal(batch, windows[start + i])
+        jax.tree.map(np.testing.assert_array_equal, batch, text.rows(start + i))
 
 
 def test_text_shorter_than_a_window_or_a_batch_is_refused():
@@ -77,3 +83,18 @@ def test_with_a_stride_each_token_is_predicted_once_and_from_enough_before_it(n,
 def test_some_windows_of_an_evaluation_are_spread_over_all_of_the_text():
     starts = [b[:, 0][w[:, 0] > 0] for b, w in eval_batches(TOKENS, 6, 5, 2, n_windows=4)]
     assert np.concatenate(starts).tolist() == [0, 30, 65, 100]  # of windows 0, …, 20: numbers 0, 6, 13, 20
+
+
+def test_targets_are_the_tokens_that_follow_or_the_last_of_them():
+    windows = np.arange(10).reshape(2, 5)
+    whole, last = next_token(windows), next_token(windows, 1)
+    np.testing.assert_array_equal(whole.inputs[0], [[0, 1, 2, 3], [5, 6, 7, 8]])
+    np.testing.assert_array_equal(whole.targets, [[1, 2, 3, 4], [6, 7, 8, 9]])
+    np.testing.assert_array_equal(last.inputs[0], whole.inputs[0])
+    np.testing.assert_array_equal(last.targets, [[4], [9]])
+    assert whole.weights is None
+
+
+def test_a_held_out_text_of_one_token_is_refused():
+    with pytest.raises(UserError, match="the held-out text has 1 tokens, too few to predict one, which takes 1 before"):
+        HeldOutText(TOKENS[:1], np.ones(103), 4, 4)

@@ -14,6 +14,8 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from jaxformer.decode.beam import _beam_search, beam_search, search
+from jaxformer.decode.generate import generate
+from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
@@ -96,6 +98,16 @@ def test_scores_are_those_of_full_passes_over_the_texts(rope: tuple, dtype: Any)
             assert_close(score, sum_of_them / len(made) ** penalty, 1e-5 if dtype == jnp.float32 else 1e-2)
     ends = (found.tokens_PNT == EMPTY).any(axis=2)
     assert ends.any() and not ends.all()
+
+
+def test_a_prompt_that_is_a_prefix_is_read_as_by_generate() -> None:
+    config = DecoderConfig(23, 16, 12, n_blocks=2, d_ff=(17,), norm="rmsnorm", positions="rope", prefix=True)
+    model, params = build(config)
+    asked = {"max_new_tokens": 5, "context_length": 16}
+    found = beam_search(model, params, PROMPTS, n_beams=1, **asked)
+    pieces = list(generate(model, params, PROMPTS, Sampling(0), [0] * len(PROMPTS), **asked))
+    np.testing.assert_array_equal(found.tokens_PNT[:, 0], np.concatenate([p.tokens_BN for p in pieces], axis=1))
+    assert_close(found.scores_PN[:, 0], np.concatenate([p.logprobs_BN for p in pieces], axis=1).mean(axis=1))
 
 
 def markov(table_VV: jax.Array, starts: list[int], stops: tuple[int, ...] = (), **asked: Any) -> tuple[list, list]:

@@ -2,6 +2,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -90,7 +91,8 @@ def assert_equals_full_passes(
     texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, piece.tokens_BN.tolist(), strict=True)]
     longest = max(padded, *map(len, texts))
     tokens_BT = jnp.array([text + [0] * (longest - len(text)) for text in texts])
-    logits_BTV = jax.jit(jax.vmap(lambda tokens_T: model[0].apply({"params": model[1]}, tokens_T)))(tokens_BT)
+    prefixes = [jnp.array([len(prompt) for prompt in prompts])] if getattr(model[0], "prompt_is_prefix", False) else []
+    logits_BTV = jax.jit(jax.vmap(partial(model[0].apply, {"params": model[1]})))(tokens_BT, *prefixes)
     wanted_BTV = np.asarray(jax.nn.log_softmax(logits_BTV))
     wanted = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
     assert_close(distributions(piece), wanted, 1e-5 * max(1, float(jnp.abs(logits_BTV).max()) / np.abs(wanted).max()))
@@ -116,6 +118,12 @@ def test_a_prompt_can_be_cut_into_chunks_anywhere() -> None:
     for length in range(1, CONTEXT + 1):
         prompt = random_tokens(V, length, seed=length).tolist()
         assert_equals_full_passes(model, [prompt], 12, prefill_chunk=4, padded=CONTEXT + 12)
+
+
+def test_a_prompt_may_be_a_prefix_which_no_chunk_cuts() -> None:
+    """Seen in both directions, as in training; what follows it is not."""
+    model = build(replace(ROPE, window=None, prefix=True, n_blocks=2))
+    assert_equals_full_passes(model, [[3], [5, 1, 4, 1, 5], [2, 7]], 7, prefill_chunk=2)
 
 
 def test_a_ring_of_slots_is_gone_round_while_the_prompt_is_read() -> None:

@@ -166,6 +166,13 @@ def test_what_cannot_be_is_one_sentence(changes, said):
         speculate(MODEL, PARAMS, draft_params=None, sampling=Sampling(), **arguments | changes)
 
 
+def test_a_prompt_that_is_a_prefix_is_refused():
+    model = replace(SHAPE, prefix=True).build()
+    asked = {"max_new_tokens": 5, "context_length": CONTEXT}
+    with pytest.raises(UserError, match="sees its prompt in both directions"):
+        speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **asked)
+
+
 def test_a_draft_is_not_used_past_its_own_context():
     small = DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,))
     drafts = [ModelDraft(replace(small, positions=positions).build(), 16) for positions in ("learned", "rope")]

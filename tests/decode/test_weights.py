@@ -20,6 +20,10 @@ MODELS = {
         40, 16, 32, n_blocks=2, n_heads=4, output_projection=True, attention_bias=True, d_ff=(48,),
         activation="gelu", norm="layernorm", final_norm=True,
     ),
+    "experts": DecoderConfig(
+        40, 16, 32, n_blocks=2, n_heads=4, output_projection=True, d_ff=(24,), activation="swiglu", norm="rmsnorm",
+        n_experts=4, shared_expert=True,
+    ),
     "no W_O": DecoderConfig(40, 16, 32, n_heads=4, d_ff=(24, 24)),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 40, 16).astype(np.int32)
@@ -42,7 +46,7 @@ def test_int8_holds_every_matrix_in_a_quarter_and_changes_logits_little(made):
     flat = jax.tree_util.tree_leaves_with_path(small, is_leaf=lambda x: isinstance(x, Quantized))
     for path, leaf in flat:
         name = path[-1].key
-        assert isinstance(leaf, Quantized) == (name.startswith("W_") and name != "W_pos"), name
+        assert isinstance(leaf, Quantized) == (name.startswith("W_") and name not in ("W_pos", "W_router")), name
     assert n_bytes(small) < 0.4 * n_bytes(params)
     exact, rounded = (model.apply({"params": p}, TOKENS) for p in (params, small))
     off = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.data.windows import next_token
 from jaxformer.inspect import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.autopsy import AROUND, AT_ONCE, Row, Size, _measure_all, replay
 from jaxformer.inspect.names import dotted
@@ -20,7 +21,9 @@ from tests.arrays import build, normal, random_tokens
 CONFIG = DecoderConfig(
     23, 7, 13, n_blocks=2, n_heads=3, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm", final_norm=True
 )
-BATCH = random_tokens(23, 3, 8)
+TOKENS = random_tokens(23, 3, 8)
+BATCH = next_token(TOKENS)
+FIRST = jax.tree.map(lambda x: x[:1], BATCH)
 each_dtype = pytest.mark.parametrize(
     "dtype", [None, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )
@@ -53,7 +56,7 @@ def test_rows_are_what_the_model_gives_with_the_same_dropout_keys_in_the_order_o
     model, params = build(replace(CONFIG, n_blocks=1, dropout=0.5))
     n = AT_ONCE + 3
     batch, keys = random_tokens(23, n, 8), jax.random.split(jax.random.key(5), n)
-    modules, parameters = replay(model, params, batch, keys)
+    modules, parameters = replay(model, params, next_token(batch), keys)
 
     @jax.jit
     @jax.vmap
@@ -106,7 +109,7 @@ def test_gradients_of_outputs_are_those_of_the_mean_loss_of_the_batch():
     """By hand: (softmax - one-hot) / (B·T) at the logits, and back through the matrices."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
     params = {name: {"W": normal(11, 11, seed=i) / 3} for i, name in enumerate(("square", "out"))}
-    modules, _ = replay(model, params, tokens)
+    modules, _ = replay(model, params, next_token(tokens))
     W, W_out = (np.asarray(params[name]["W"], np.float64) for name in ("square", "out"))
     logits = np.eye(11)[tokens[:, :-1]] @ W @ W @ W_out
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -140,9 +143,11 @@ def test_sizes_are_right_where_squares_overflow_and_what_is_not_finite_is_only_c
 def test_memory_does_not_grow_with_the_batch():
     """But for the records: 2 · 4 numbers a module and example, and the tokens."""
     model, params = TwoLayers(), {name: {"W": normal(11, 11)} for name in ("square", "out")}
-    names = tuple(row.name for row in replay(model, params, random_tokens(11, 4, 6))[0])
+    names = tuple(row.name for row in replay(model, params, next_token(random_tokens(11, 4, 6)))[0])
     few, many = (
-        _measure_all.lower(model, names, params, random_tokens(11, n, 200), None).compile().memory_analysis()
+        _measure_all.lower(model, names, params, next_token(random_tokens(11, n, 200)), None)
+        .compile()
+        .memory_analysis()
         for n in (2 * AT_ONCE, 20 * AT_ONCE)
     )
     records = 18 * AT_ONCE * (len(names) * 2 * 4 + 200) * 4
@@ -153,7 +158,7 @@ def test_memory_does_not_grow_with_the_batch():
 @pytest.mark.slow
 def test_examples_with_many_logits_are_computed_one_by_one(monkeypatch):
     model, params = build(replace(CONFIG, vocab_size=29, n_blocks=1))  # no other test has compiled this
-    batch = random_tokens(29, 3, 8)
+    batch = next_token(random_tokens(29, 3, 8))
     names = tuple(row.name for row in replay(model, params, batch)[0])
     together = _measure_all(model, names, params, batch, None)
     monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 7 * 29)
@@ -198,12 +203,12 @@ def test_the_dtype_of_the_step_decides():
     """Beyond 65,504 float16 ends."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
     params = {"square": {"W": jnp.full((11, 11), 200.0)}, "out": {"W": normal(11, 11) / 1e6}}
-    assert first_non_finite(model, params, tokens, compute_dtype=jnp.bfloat16) is None
-    found = first_non_finite(model, params, tokens, compute_dtype=jnp.float16)
+    assert first_non_finite(model, params, next_token(tokens), compute_dtype=jnp.bfloat16) is None
+    found = first_non_finite(model, params, next_token(tokens), compute_dtype=jnp.float16)
     assert found.culprit == "the output of square (call 2)"  # 11 · 200²
     params["square"]["W"] *= 400  # now the matrix itself
-    assert first_non_finite(model, params, tokens) is None
-    found = first_non_finite(model, params, tokens, compute_dtype=jnp.float16)
+    assert first_non_finite(model, params, next_token(tokens)) is None
+    found = first_non_finite(model, params, next_token(tokens), compute_dtype=jnp.float16)
     assert found.culprit == "the parameter square.W"
 
 
@@ -221,7 +226,7 @@ class Table(nn.Module):
 
 def test_a_loss_that_overflows_alone_is_named():
     model = Table(3e38)  # logits of ±3e38 are finite, their differences are not
-    params = model.init(jax.random.key(0), BATCH[0])["params"]
+    params = model.init(jax.random.key(0), TOKENS[0])["params"]
     found = first_non_finite(model, params, BATCH)
     assert (found.culprit, found.direction) == ("the loss", "forward")
     np.testing.assert_allclose(found.modules[found.at - 1].value.largest, 3e38, rtol=1e-6)
@@ -229,7 +234,7 @@ def test_a_loss_that_overflows_alone_is_named():
 
 def test_a_gradient_of_a_parameter_that_is_infinite_alone_is_named():
     model = Table(0.0, root=True)  # √0 is 0, its slope is infinite
-    params = model.init(jax.random.key(0), BATCH[0])["params"]
+    params = model.init(jax.random.key(0), TOKENS[0])["params"]
     found = first_non_finite(model, params, BATCH)
     assert (found.culprit, found.direction) == ("the gradient of W", "backward")
     assert found.modules[found.at].name == "the model (logits)"
@@ -260,7 +265,7 @@ class Layers(nn.Module):
 def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
     """The model, with the vector of a token set to zero."""
     model = Layers()
-    params = model.init(jax.random.key(0), BATCH[0])["params"]
+    params = model.init(jax.random.key(0), TOKENS[0])["params"]
     if zeroed is not None:
         table = params["embedding"]["embedding"]
         params["embedding"]["embedding"] = table.at[zeroed].set(0.0)
@@ -269,7 +274,7 @@ def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
 
 @each_dtype
 def test_what_is_finite_forward_alone_is_named_with_the_module_whose_backward_pass_broke(dtype):
-    model, params = layers(zeroed=int(BATCH[1, 2]))
+    model, params = layers(zeroed=int(TOKENS[1, 2]))
     found = first_non_finite(model, params, BATCH, compute_dtype=dtype)
     assert (found.culprit, found.direction) == ("the gradient that norm passes back to first", "backward")
     assert found.modules[found.at].name == "norm"
@@ -285,7 +290,7 @@ def test_dropout_is_that_of_the_keys():
     """At 0.9 of 5 numbers a whole vector is dropped now and then, and its length has no slope."""
     model, params = layers(zeroed=None)
     keep = lambda key: jnp.any(  # noqa: E731
-        model.apply({"params": params}, BATCH[0, :-1], rngs={"dropout": key}, capture_intermediates=True)[1][
+        model.apply({"params": params}, TOKENS[0, :-1], rngs={"dropout": key}, capture_intermediates=True)[1][
             "intermediates"
         ]["dropout"]["__call__"][0] != 0, axis=-1,
     ).all()  # fmt: skip
@@ -293,9 +298,9 @@ def test_dropout_is_that_of_the_keys():
     whole = np.asarray(jax.jit(jax.vmap(keep))(keys))
     assert 0 < whole.sum() < 4000  # 7 positions survive with probability 0.41^7 = 0.2 %
     good, bad = (keys[int(np.flatnonzero(whole == wanted)[0])][None] for wanted in (True, False))
-    assert first_non_finite(model, params, BATCH[:1]) is None
-    assert first_non_finite(model, params, BATCH[:1], good) is None
-    assert first_non_finite(model, params, BATCH[:1], bad).culprit == "the gradient that norm passes back to dropout"
+    assert first_non_finite(model, params, FIRST) is None
+    assert first_non_finite(model, params, FIRST, good) is None
+    assert first_non_finite(model, params, FIRST, bad).culprit == "the gradient that norm passes back to dropout"
 
 
 def test_the_table_shows_rows_around_the_culprit_and_its_parameters():
@@ -320,11 +325,14 @@ REPORT = Autopsy("the loss", "forward", 1, (Row("the model (logits)", SIZE, SIZE
 
 def test_the_evidence_lies_whole_in_the_folder_of_the_step(tmp_path):
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 3)))
-    batch = np.asarray(BATCH)
+    batch = jax.tree.map(np.asarray, BATCH)
     place = save_autopsy(tmp_path, 7, batch, keys, REPORT, "attention: xla")
     assert place == tmp_path / "autopsy/step-7"
     assert [p.name for p in place.parent.iterdir()] == ["step-7"]
-    np.testing.assert_array_equal(np.load(place / "batch.npy"), batch)
+    stored = np.load(place / "batch.npz")
+    assert sorted(stored) == ["inputs.0", "targets"]
+    np.testing.assert_array_equal(stored["inputs.0"], batch.inputs[0])
+    np.testing.assert_array_equal(stored["targets"], batch.targets)
     np.testing.assert_array_equal(np.load(place / "key.npy"), keys)
     text = (place / "report.txt").read_text()
     assert "First: the loss, forward" in text and "checkpoint 6" in text and str(REPORT) in text
@@ -334,16 +342,16 @@ def test_the_evidence_lies_whole_in_the_folder_of_the_step(tmp_path):
 
 
 def test_a_second_try_at_a_step_replaces_the_first_and_one_that_fails_leaves_it(tmp_path, monkeypatch):
-    save_autopsy(tmp_path, 7, np.asarray(BATCH), np.zeros((3, 2), np.uint32), REPORT, "")
-    place = save_autopsy(tmp_path, 7, np.asarray(BATCH) + 1, None, None, "")
-    assert sorted(p.name for p in place.iterdir()) == ["batch.npy", "report.json", "report.txt"]
+    save_autopsy(tmp_path, 7, BATCH, np.zeros((3, 2), np.uint32), REPORT, "")
+    place = save_autopsy(tmp_path, 7, jax.tree.map(lambda x: x + 1, BATCH), None, None, "")
+    assert sorted(p.name for p in place.iterdir()) == ["batch.npz", "report.json", "report.txt"]
     assert json.loads((place / "report.json").read_text()) == {"step": 7, "how": "", "autopsy": None}
 
     def full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr(np, "savez", full)
     with pytest.raises(OSError, match="no space"):
-        save_autopsy(tmp_path, 7, np.asarray(BATCH), None, REPORT, "")
+        save_autopsy(tmp_path, 7, BATCH, None, REPORT, "")
     assert [p.name for p in place.parent.iterdir()] == ["step-7"]
-    np.testing.assert_array_equal(np.load(place / "batch.npy"), np.asarray(BATCH) + 1)
+    np.testing.assert_array_equal(np.load(place / "batch.npz")["targets"], BATCH.targets + 1)

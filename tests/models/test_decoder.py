@@ -13,6 +13,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import ROUTER, Execution
+from jaxformer.nn.experts import routers
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import batch_split, make_mesh, replicated
@@ -44,6 +46,7 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
     "modern": MODERN,
     "vaswani": replace(PLAIN, positions="sinusoidal", norm="layernorm", norm_placement="post", activation="gelu"),
     "window": replace(PLAIN, window=3, positions="rope", head_dim=4),
+    "experts": replace(MODERN, n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
 }
 
@@ -181,12 +184,83 @@ def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
         np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
 
 
+@pytest.mark.parametrize("name", ["modern", "window"])
+def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(name: str) -> None:
+    """By the gradient of each output with respect to each embedding. A window bounds what is not in the prefix."""
+    config, n = replace(CONFIGS[name], n_blocks=1), 3
+    model, params = build(config)
+    weights_TV = normal(T, V)
+
+    def mixed_logits(nudge_TD: jax.Array, prefix: jax.Array) -> jax.Array:
+        def add(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> jax.Array:
+            out = call(*args, **kwargs)
+            is_embedding = isinstance(context.module, Embedding) and context.method_name == "__call__"
+            return out + nudge_TD if is_embedding else out
+
+        with nn.intercept_methods(add):
+            return (weights_TV * model.apply({"params": params}, TOKENS_T, prefix)).sum(-1)
+
+    felt_TS = (jax.jit(jax.jacrev(mixed_logits))(jnp.zeros((T, D)), jnp.int32(n)) != 0).any(-1)
+    wanted = [[s < n or 0 <= t - s < (config.window or T) for s in range(T)] for t in range(T)]
+    np.testing.assert_array_equal(felt_TS, wanted)
+
+
+def test_a_prefix_language_model_is_called_with_the_length_of_a_prefix() -> None:
+    config = replace(PLAIN, prefix=True)
+    assert [(x.shape, x.dtype) for x in config.example()] == [((T,), jnp.int32), ((), jnp.int32)]
+    assert len(PLAIN.example()) == 1
+    assert config.build().prompt_is_prefix and not PLAIN.build().prompt_is_prefix
+
+
+@pytest.mark.slow
+def test_decoding_after_a_prefix_equals_the_full_forward() -> None:
+    """The prefix, padded, in one call, then a token at a time; a prefix of no tokens is no prefix."""
+    model, params = build(MODERN)
+    n = 3
+
+    @jax.jit
+    def decode() -> jax.Array:
+        positions_T = jnp.where(jnp.arange(T) < n, jnp.arange(T), EMPTY)
+        prefilled, cache = extend(model, params, TOKENS_T, positions_T, model.init_cache(2 * T), 0, n)
+        out = [prefilled[:n]]
+        for t in range(n, T):
+            step, cache = extend(model, params, TOKENS_T[t : t + 1], jnp.array([t]), cache, T + t)
+            out.append(step)
+        return jnp.concatenate(out)
+
+    assert_close(decode(), apply(model, params, TOKENS_T, n))
+    assert_close(apply(model, params, TOKENS_T, 0), apply(model, params, TOKENS_T))
+
+
 def test_dropout_acts_only_with_a_key() -> None:
     model, params = build(replace(PLAIN, dropout=0.3))
     tokens_T = random_tokens(V, T)
     without = apply(model, params, tokens_T)
     assert_close(without, apply(PLAIN.build(), params, tokens_T), 0)
     assert jnp.abs(apply(model, params, tokens_T, rngs={"dropout": jax.random.key(0)}) - without).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"scan": True}, {"remat": "dots"}, {"remat": "block", "scan": True}], ids=str)
+def test_routers_tell_the_same_however_blocks_are_run(fields: dict) -> None:
+    """And their statistics are differentiated."""
+    config = CONFIGS["experts"]
+    params = build(config)[1]
+
+    def told(execution: Execution) -> tuple:
+        def loss(params: Params) -> tuple:
+            rngs = {"dropout": jax.random.key(0)}
+            model = config.build(execution)
+            logits, sown = model.apply({"params": params}, TOKENS_T, rngs=rngs, mutable=[ROUTER])
+            total = sum(jnp.sum(s.probability_E**2) + s.z for s in routers(sown[ROUTER]).values())
+            return total, (logits, routers(sown[ROUTER]))
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    got, wanted = told(Execution(**fields)), told(Execution())
+    assert list(wanted[0][1][1]) == ["blocks_0.mlp", "blocks_1.mlp"]
+    jax.tree.map(assert_close, got, wanted)
+    assert wanted[0][1][1]["blocks_0.mlp"].dropped > 0  # capacity was limited
 
 
 @pytest.mark.parametrize(("name", "count"), [("residual", 6_500_608), ("rmsnorm", 23_096_320)])
@@ -232,7 +306,17 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"n_heads": -3}, ["n_heads", "-3"]),
         ({"head_dim": -5}, ["head_dim", "-5"]),
         ({"window": 0}, ["window", "0"]),
+        ({"window": 5, "prefix": True}, ["window", "5", "prefix"]),
         ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
+        ({"n_experts": 0}, ["n_experts", "0"]),
+        ({"n_experts": 4, "experts_per_token": 5}, ["experts_per_token", "5", "4"]),
+        ({"n_experts": 4, "experts_per_token": 0}, ["experts_per_token", "0"]),
+        ({"n_experts": 4, "capacity_factor": 0.0}, ["capacity_factor", "0.0", "1.25"]),
+        ({"n_experts": 4, "balance_weight": -0.5}, ["balance_weight", "-0.5"]),
+        ({"n_experts": 4, "unembedding": "mlp", "residual": False}, ["mlp", "4"]),
+        ({"capacity_factor": 1.5}, ["capacity_factor", "n_experts"]),
+        ({"shared_expert": True}, ["shared_expert", "n_experts"]),
+        ({"rope_scaling": 0.5}, ["rope_scaling", "0.5"]),
         ({"vocab_size": 0}, ["vocab_size", "0"]),
         ({"context_length": -7}, ["context_length", "-7"]),
     ],

@@ -13,8 +13,9 @@ from numpy.testing import assert_allclose
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
+from jaxformer.data.windows import next_token
 from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import batch_split, make_mesh
+from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.optimizer import make_optimizer
 from jaxformer.train.step import TrainState, abstract_state, make_train_step
 from tests.fixtures import rmsnorm_weights as source
@@ -83,7 +84,7 @@ def test_five_steps_of_training(drawn: tuple, torch_says: dict[str, np.ndarray])
 
     losses = []
     for step, batch_BT in enumerate(tokens):
-        state, loss = train_step(state, jax.device_put(batch_BT, batch_split(mesh)), step)
+        state, loss = train_step(state, place(next_token(batch_BT), batch_split(mesh)), step)
         losses.append(float(loss))
     assert_allclose(losses, torch_says["losses"], rtol=1e-5)
 

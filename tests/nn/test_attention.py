@@ -10,8 +10,8 @@ import pytest
 
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.ops import masks
-from jaxformer.ops.attention import attention
-from jaxformer.ops.cache import init_cache
+from jaxformer.ops.attention import attention, multi_head_attention
+from jaxformer.ops.cache import init_cache, write_layer
 from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import rope
 from tests.arrays import apply, assert_close, first_params, normal, random_params
@@ -109,6 +109,27 @@ def test_with_a_cache_it_reads_what_it_wrote(attend: Callable[..., jax.Array]) -
         y, layer = apply(module, params, X_TD[step], POSITIONS_T[step], CAUSAL_TT[step], layer, t)
         out.append(y)
     assert_close(jnp.concatenate(out), apply(module, params, *INPUTS)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "qk_norm": True, "rope_base": 100.0}], ids=["plain", "all"])
+def test_a_source_that_is_the_sequence_itself_is_self_attention(options: dict) -> None:
+    module = MultiHeadAttention(H, 2, K, **options)
+    params = random_params(module, *INPUTS)
+    assert_close(apply(module, params, *INPUTS, source=X_TD)[0], apply(module, params, *INPUTS)[0])
+
+
+def test_cross_attention_is_four_products_and_reads_keys_and_values_made_before() -> None:
+    S = 5
+    module, source_SD, mask = MultiHeadAttention(H, 2, K), normal(S, D, seed=1), normal(T, S, seed=2) > 0
+    params = random_params(module, *INPUTS)
+    wanted = multi_head_attention(X_TD, source_SD, *(params[f"W_{name}"] for name in "QKVO"), mask)
+    assert_close(apply(module, params, X_TD, POSITIONS_T, mask, source=source_SD)[0], wanted)
+    k_GSK, v_GSK = apply(module, params, source_SD, jnp.arange(S), method="keys_values")
+    layer = write_layer(init_cache(1, 2, S, K, jnp.float32).layers[0], k_GSK, v_GSK, 0)
+    for t in (slice(0, T), slice(2, 3)):  # also of one query, as in a decode step
+        y_TD, cache = apply(module, params, X_TD[t], POSITIONS_T[t], mask[t], source=layer)
+        assert_close(y_TD, wanted[t])
+        assert cache is None
 
 
 @pytest.mark.parametrize(("std", "wanted"), [(None, 1 / sqrt(101)), (0.3, 0.3), (0.0, 0.0)])

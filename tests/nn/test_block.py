@@ -44,6 +44,25 @@ def test_agrees_with_the_parts_put_together_by_hand(norm: type | None, placement
     assert set(params) == {"attention", "mlp"} | ({"attention_norm", "mlp_norm"} if norm else set())
 
 
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_a_block_with_a_source_attends_to_it_between_attention_and_mlp(placement: str) -> None:
+    block = Block(ATTENTION, FEED_FORWARD, LayerNorm, placement, make_cross_attention=ATTENTION)
+    source, source_mask = normal(5, D, seed=1), normal(T, 5, seed=2) > 0
+    inputs = (*INPUTS, None, 0, source, source_mask)
+    params = random_params(block, *inputs)
+    x, positions, mask = INPUTS
+    parts = {
+        "attention": lambda read, p: apply(ATTENTION(), p, read, positions, mask)[0],
+        "cross_attention": lambda read, p: apply(ATTENTION(), p, read, positions, source_mask, source=source)[0],
+        "mlp": lambda read, p: apply(FEED_FORWARD(), p, read),
+    }
+    for part, f in parts.items():
+        norm = partial(apply, LayerNorm(), params[f"{part}_norm"])
+        x = x + f(norm(x), params[part]) if placement == "pre" else norm(x + f(x, params[part]))
+    assert_close(apply(block, params, *inputs)[0], x)
+    assert set(params) == {*parts, *(f"{part}_norm" for part in parts)}
+
+
 class Ones(nn.Module):
     """Stands for a part whose output is all ones."""
 

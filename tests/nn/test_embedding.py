@@ -25,6 +25,14 @@ def test_is_a_row_a_token_plus_its_position(positions: str) -> None:
     assert positions != "learned" or params["W_pos"].shape == (N, D)
 
 
+def test_the_scale_is_of_the_tokens_row_alone() -> None:
+    module = Embedding(V, N, D, scale=3.0)
+    params = random_params(module, TOKENS_T, POSITIONS_T)
+    wanted = 3 * np.asarray(params["W_E"])[TOKENS_T] + np.asarray(params["W_pos"])[POSITIONS_T]
+    assert_close(apply(module, params, TOKENS_T, POSITIONS_T), wanted, 1e-6)
+    assert_close(apply(module, params, normal(4, D), method="unembed"), normal(4, D) @ params["W_E"].T)
+
+
 def test_unembedding_is_the_product_with_the_same_table() -> None:
     module, x_TD = Embedding(V, N, D), normal(4, D)
     params = random_params(module, TOKENS_T, POSITIONS_T)

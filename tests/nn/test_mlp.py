@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from math import sqrt
+from math import erf, sqrt
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ NUMPY: dict[str, Callable] = {
     "relu": lambda x: np.maximum(x, 0),
     "squared_relu": lambda x: np.maximum(x, 0) ** 2,
     "gelu": lambda x: 0.5 * x * (1 + np.tanh(sqrt(2 / np.pi) * (x + 0.044715 * x**3))),  # Hendrycks and Gimpel 2016
+    "gelu_exact": lambda x: 0.5 * x * (1 + np.vectorize(erf)(x / sqrt(2))),
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
+    "tanh": np.tanh,
 }
 
 

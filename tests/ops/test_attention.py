@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import partial
 from math import log
 
@@ -35,6 +36,43 @@ def test_agrees_with_jax_nn(G: int, scale: float, causal: bool) -> None:
     q, k, v = qkv(G, S=T if causal else S)
     wanted = jax.nn.dot_product_attention(*map(length_first, (q, k, v)), is_causal=causal, scale=scale)
     assert_close(attention(q, k, v, CAUSAL_TT if causal else None, scale), length_first(wanted))
+
+
+@pytest.mark.parametrize("G", [1, 2, 6])
+def test_segments_apart_are_what_their_mask_says(G: int) -> None:
+    """Three segments of four; output and gradients."""
+    q, k, v = (normal(heads, 12, K, seed=seed) for heads, seed in ((H, 1), (G, 2), (G, 3)))
+    mask = masks.segment(jnp.arange(12) // 4, jnp.arange(12) // 4)
+
+    def both(attend: Callable) -> tuple:
+        loss = lambda q, k, v: (attend(q, k, v, mask, 0.3) * normal(H, 12, K, seed=4)).sum()  # noqa: E731
+        return attend(q, k, v, mask, 0.3), *jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    apart, masked = jax.jit(lambda: (both(ops.in_segments(3)), both(ops.attention)))()
+    for ours, wanted in zip(apart, masked, strict=True):
+        assert_close(ours, wanted)
+
+
+def test_layers_by_name_are_their_formulas() -> None:
+    """In NumPy and float64, a head at a time: queries given; queries of the data; and four products with weights."""
+    D = 13
+    x_TD, source_SD, given_HTK = normal(T, D, seed=4), normal(S, D, seed=5), normal(H, T, K, seed=6)
+    W_Q, W_K, W_V = (normal(D, H, K, seed=seed) / D**0.5 for seed in (7, 8, 9))
+    W_O, mask = normal(H, K, D, seed=10), normal(T, S, seed=11) > -1
+    x, source, given, to_q, to_k, to_v, out = (
+        np.asarray(a, np.float64) for a in (x_TD, source_SD, given_HTK, W_Q, W_K, W_V, W_O)
+    )
+
+    def head(q_TK: np.ndarray, data: np.ndarray, h: int, seen: np.ndarray, scale: float) -> np.ndarray:
+        weights = np.where(seen, np.exp(scale * q_TK @ (data @ to_k[:, h]).T), 0)
+        return weights / weights.sum(-1, keepdims=True) @ (data @ to_v[:, h])
+
+    wanted = [head(given[h], source, h, np.asarray(mask), 0.2) for h in range(H)]
+    assert_close(ops.cross_attention(given_HTK, source_SD, W_K, W_V, mask, 0.2), wanted)
+    wanted = [head(x @ to_q[:, h], x, h, np.ones((T, T), bool), 1.0) for h in range(H)]
+    assert_close(ops.cross_attention(ops.to_heads(x_TD, W_Q), x_TD, W_K, W_V), wanted)
+    wanted = sum(head(x @ to_q[:, h], source, h, np.asarray(mask), K**-0.5) @ out[h] for h in range(H))
+    assert_close(ops.multi_head_attention(x_TD, source_SD, W_Q, W_K, W_V, W_O, mask), wanted)
 
 
 def test_weights_agree_with_flax() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer.ops.losses import cross_entropy, negative_log_likelihood
+from jaxformer.ops.losses import cross_entropy, is_largest, negative_log_likelihood, pair_nll, smoothing_cost
 from tests.arrays import assert_close, normal, random_tokens
 
 T, V = 7, 11
@@ -27,6 +27,15 @@ def test_value_and_gradient_agree_with_optax(size: float) -> None:
     wanted, wanted_grad = jax.value_and_grad(lambda x: optax_nll(x, TARGETS).mean())(logits)
     assert_close(value, wanted)
     assert_close(grad, wanted_grad)
+
+
+def test_smoothing_and_the_largest_logit_by_hand() -> None:
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    assert_close(smoothing_cost(logits), [log(2) * 5 / 3, -(2 * log(0.1) + log(0.8)) / 3], 1e-6)
+    ties = jnp.array([[2.0, 1, 2], [0, 0, 1]])
+    np.testing.assert_array_equal(is_largest(ties, jnp.array([0, 2])), [True, True])
+    np.testing.assert_array_equal(is_largest(ties, jnp.array([2, 0])), [False, False])  # one guess, though two tie
+    assert is_largest(ties[0], jnp.array(0))  # one class, no positions
 
 
 def test_hessian_vector_product_is_the_softmax_covariance() -> None:
@@ -56,3 +65,14 @@ def test_bfloat16_logits_give_a_float32_loss() -> None:
     loss = negative_log_likelihood(LOGITS.astype(jnp.bfloat16), TARGETS)
     assert loss.dtype == jnp.float32
     assert_close(loss, negative_log_likelihood(LOGITS, TARGETS), 2**-7)  # logits rounded to 8 bits
+
+
+def test_a_pair_is_told_from_others_by_hand() -> None:
+    """Of two images and two texts at right angles, scaled by 2: log(1 + e^-2) each way; alone, nothing."""
+    one, two = jnp.eye(2)
+    scale = jnp.float32(log(2))
+    assert_close(pair_nll(one, one, jnp.eye(2), jnp.eye(2), scale), np.log1p(np.exp(-2)), 1e-6)
+    # Its text is told from a second like it, its image from a second at a right angle.
+    wanted = (log(2) + np.log1p(np.exp(-2))) / 2
+    assert_close(pair_nll(one, one, jnp.stack([two, one]), jnp.stack([one, one]), scale), wanted, 1e-6)
+    assert_close(pair_nll(one, one, jnp.eye(2), jnp.eye(2), scale, jnp.array([True, False])), 0.0, 1e-6)

@@ -45,6 +45,11 @@ def test_rule_by_hand(rule: Callable, wanted: np.ndarray) -> None:
     np.testing.assert_array_equal(rule(QUERIES, KEYS), wanted)
 
 
+def test_tokens_are_seen_by_all_and_padding_by_none() -> None:
+    np.testing.assert_array_equal(masks.tokens(2, jnp.array([True, True, False])), matrix("xx.", "xx."))
+    assert masks.tokens(2, None) is None
+
+
 def test_segments_keep_packed_documents_apart() -> None:
     segment_T, position_T = jnp.array([0, 0, 1, 1, 1]), jnp.array([0, 1, 0, 1, 2])
     both = masks.segment(segment_T, segment_T) & masks.causal(position_T, position_T)

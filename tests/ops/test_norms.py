@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.norms import layer_norm, rms_norm
+from jaxformer.ops.norms import l2_normalize, layer_norm, rms_norm
 from tests.arrays import assert_close, normal
 
 T, D = 5, 13
@@ -25,10 +25,11 @@ def test_by_hand() -> None:
     x = jnp.array([3.0, 4.0])  # mean square 12.5; mean 3.5, variance 0.25
     np.testing.assert_allclose(rms_norm(x, jnp.array([1.0, 2.0]), 0.0), [3 / 12.5**0.5, 8 / 12.5**0.5], rtol=1e-6)
     np.testing.assert_allclose(layer_norm(x, jnp.ones(2), jnp.array([0.0, 5.0]), 0.0), [-1, 6], rtol=1e-6)
+    np.testing.assert_allclose(l2_normalize(x), [0.6, 0.8], rtol=1e-6)
 
 
 def test_zero_rows_give_finite_gradients() -> None:
-    for norm in (lambda x: rms_norm(x, GAMMA), lambda x: layer_norm(x, GAMMA, BETA)):
+    for norm in (lambda x: rms_norm(x, GAMMA), lambda x: layer_norm(x, GAMMA, BETA), l2_normalize):
         assert jnp.isfinite(jax.grad(lambda x, norm=norm: norm(x).sum())(jnp.zeros((T, D)))).all()
 
 

@@ -41,6 +41,13 @@ def test_rope_agrees_with_complex_numbers_in_float64(base: float) -> None:
     assert_close(rope(x, jnp.asarray(positions), base), complex_rope(np.float64(x), positions, base), 3e-5)
 
 
+def test_scaled_rope_turns_as_at_the_position_divided() -> None:
+    x, positions = normal(H, T, K), jnp.arange(T)
+    assert_close(rope(x, 4 * positions, scaling=4.0), rope(x, positions))
+    half = np.arange(T) / 2  # between positions, too
+    assert_close(rope(x, positions, scaling=2.0), complex_rope(np.float64(x), half, 10_000.0))
+
+
 def test_rope_keeps_norms_and_leaves_position_zero_alone() -> None:
     x = normal(H, T, K)
     turned = rope(x, jnp.arange(T))

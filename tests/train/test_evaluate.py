@@ -1,11 +1,17 @@
 """Evaluation of a text."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxformer.config import Config, TrainConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.dataset import Batch
+from jaxformer.data.windows import HeldOutText
+from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
@@ -32,18 +38,19 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
         nll += part.tolist()
         n_bytes += LENGTHS[window[-len(part) :]].sum()
     for batch_size, mesh in ((8, "data=8"), (16, "data=2,fsdp=2,tensor=2")):
-        asked = Config("test", config, steps=1, train=TrainConfig(batch_size=batch_size))
-        found = Evaluator(asked, make_mesh(mesh), TOKENS, LENGTHS)(params)
-        assert found.tokens == len(nll) == (94 if every == 1 else 100)
+        asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
+        found = Evaluator(asked, make_mesh(mesh), HeldOutText(TOKENS, LENGTHS, 7, config.n_predicted))(params)
+        assert found.targets == len(nll) == (94 if every == 1 else 100)
         np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
+        assert 0 < found.others["accuracy"] < 0.3
         np.testing.assert_allclose(found.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)
         np.testing.assert_allclose(found.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
 
 
 def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
-    config = Config("test", DecoderConfig(**SHAPE), steps=1, train=TrainConfig(batch_size=2))
-    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), TOKENS, LENGTHS)
+    config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
+    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), HeldOutText(TOKENS, LENGTHS, 7, 7))
     events: list[str] = []
 
     class Nats:
@@ -51,14 +58,31 @@ def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
             events.append("read")
             return np.array([0.5, 1.5])
 
-    def step(*_: object) -> Nats:
+    def step(*_: object) -> dict[str, object]:
         events.append("begin")
-        return Nats()
+        return {"nats": Nats(), "correct": np.array([0, 1]), "weight": np.array([2, 2])}
 
     monkeypatch.setattr(evaluate, "_step", step)
     n = 8  # of 100 tokens, 14 in a batch
-    assert evaluate({}).loss == 2.0 * n / 100
+    found = evaluate({})
+    assert (found.loss, found.others, found.targets) == (2 / 4, {"accuracy": 1 / 4}, 100)
     assert events == ["begin"] * AHEAD + ["begin", "read"] * (n - AHEAD) + ["read"] * AHEAD
+
+
+def test_nothing_to_predict_is_the_users_error(monkeypatch):
+    """And no loss that is not a number, which would look as if training had gone wrong."""
+
+    class Nothing:
+        token_lengths = None
+
+        def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+            yield Batch((), np.zeros((2, 7), np.int32), np.zeros((2, 7), np.float32))
+
+    config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
+    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), Nothing())
+    monkeypatch.setattr(evaluate, "_step", lambda *_: {"nats": np.zeros(2)})
+    with pytest.raises(UserError, match="have 0 targets; hold out more data"):
+        evaluate({})
 
 
 @pytest.mark.parametrize("stride", [1, 3, 7])
@@ -71,9 +95,9 @@ def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most
         first = max(0, -(-(place - 7) // stride) * stride)  # the first window, at a multiple of stride, that has it
         window = np.resize(TOKENS[first : first + 8], 8)  # what comes after a token does not change its loss
         nll.append(float(windows(window)[place - first - 1]))
-    asked = Config("test", config, steps=1, train=TrainConfig(batch_size=8))
-    found = Evaluator(asked, make_mesh("data=8"), TOKENS, LENGTHS, stride)(params)
-    assert found.tokens == 100
+    asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=8))
+    found = Evaluator(asked, make_mesh("data=8"), HeldOutText(TOKENS, LENGTHS, 7, 7, stride))(params)
+    assert found.targets == 100
     np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
 
 
@@ -84,9 +108,9 @@ def test_the_batch_and_the_devices_do_not_show_in_the_result():
     tokens = np.random.default_rng(1).integers(0, 37, 2_000)  # 32 windows, or 123: no batch size below divides them
 
     def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
-        asked = Config("test", config, steps=1, train=TrainConfig(batch_size=batch_size))
+        asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         mesh = make_mesh(devices=jax.devices()[:n_devices])
-        return Evaluator(asked, mesh, tokens, LENGTHS, stride)(params).loss
+        return Evaluator(asked, mesh, HeldOutText(tokens, LENGTHS, 64, 64, stride))(params).loss
 
     for stride in (None, 16):
         one = loss(1, 1, stride)

@@ -3,10 +3,13 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
+from jaxformer.data.captions import Captions
 from jaxformer.errors import UserError
-from jaxformer.train.log import Log, cut_log, plot, read_metrics
+from jaxformer.models.objective import OBJECTIVES
+from jaxformer.train.log import Log, cut_log, line, plot, read_metrics
 from tests.helpers import mounted
 
 ROW = {"step": 0, "epoch": 0.0, "tokens": 0, "val_loss": 2.0, "val_ppl": 7.4, "val_bpb": 1.0, "entropy": [[1.0, 0.5]]}
@@ -17,6 +20,29 @@ def test_rows_come_back_and_numbers_json_cannot_hold_are_null(tmp_path):
         log.row(ROW)
         log.row({"step": 1, "loss": float("inf")})
     assert read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None}]
+
+
+def test_a_line_tells_of_each_row_what_is_in_it():
+    text = {**ROW, "loss": 1.5, "ppl": 4.48, "val_accuracy": 0.25, "step_ms": 12.3, "tokens_per_s": 1234.5}
+    assert line(text) == (
+        "step      0  epoch 0.00             0 tokens  train 1.500 (ppl 4.48)  "
+        "val 2.000 (ppl 7.40, 1.000 bits/byte, 25.0% right)  entropy 1 0.5  12 ms  1,234 tokens/s"
+    )
+    share = {"blocks.0.mlp": {"share": [0.5, 0.2, 0.3], "dropped": 0.0}}
+    images = {"step": 1200, "epoch": 1.5, "examples": 9600, "val_loss": 0.5, "val_accuracy": 0.9, "router": share}
+    assert line(images) == (
+        "step  1,200  epoch 1.50         9,600 examples  val 0.500 (90.0% right)  tokens an expert 20.0-50.0 %"
+    )
+
+
+def test_a_line_tells_how_many_images_find_their_text_by_the_name_that_the_objective_gives_it():
+    # Of two pairs whose image and text lie in one place each, all find theirs.
+    half = np.eye(2, dtype=np.float32)
+    measures = {"image": half, "text": half, "log_scale": np.zeros(2), "caption": np.arange(2), "weight": np.ones(2)}
+    found = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
+    assert line({"step": 0, "epoch": 0.0, Captions.unit: 0, **found}) == (
+        "step      0  epoch 0.00             0 examples  val 0.313 (100.0% of images find their text among 5)"
+    )  # log(1 + 1/e)
 
 
 def test_cutting_keeps_rows_and_samples_up_to_the_step_and_drops_a_torn_line(tmp_path):

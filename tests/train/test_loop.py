@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.config import Config, DataConfig, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import load_corpus
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.dataset import Batch
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train import loop
@@ -24,7 +25,7 @@ from tests.arrays import assert_close
 from tests.helpers import write_books
 
 MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
-TRAIN = TrainConfig(batch_size=8, log_every=1, eval_every=10, eval_windows=16, checkpoint_every=5)
+TRAIN = TrainConfig(batch_size=8, log_every=1, eval_every=10, eval_examples=16, checkpoint_every=5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,15 +39,15 @@ def compiled_in_half_the_time() -> Iterator[None]:
 def test_a_run_goes_on_on_fewer_devices(tmp_path):
     """Eight devices, then two, then one, against a run that never stopped."""
     config = Config(
-        "test", MODEL, steps=20, data=DataConfig(str(write_books(tmp_path / "books"))), train=TRAIN,
+        "test", MODEL, steps=20, data=TextConfig(str(write_books(tmp_path / "books"))), train=TRAIN,
         optimizer=OptimizerConfig("adamw", learning_rate=3e-3, warmup_steps=4, weight_decay=0.1, clip_norm=1.0),
     )  # fmt: skip
-    corpus = load_corpus(config.data, MODEL.vocab_size)
+    data = config.data.load(MODEL, config.train.batch_size, config.seed)
 
     def run(name: str, steps: int, mesh: str, n_devices: int, resume: bool = False) -> Outcome:
         folder, on = tmp_path / name, make_mesh(mesh, jax.devices()[:n_devices])
         folder.mkdir(exist_ok=True)
-        outcome = train(replace(config, steps=steps, mesh=mesh), corpus, folder, on, [], resume)
+        outcome = train(replace(config, steps=steps, mesh=mesh), data, folder, on, [], resume)
         assert (outcome.status, outcome.step) == ("done", steps)
         return outcome
 
@@ -80,7 +81,7 @@ def caught(monkeypatch) -> Caught:
 def skipping(data: Path, **fields: object) -> Config:
     """Ten steps that leave out what is not finite, at a rate that falls with every step."""
     return Config(
-        "test", MODEL, steps=10, data=DataConfig(str(write_books(data))),
+        "test", MODEL, steps=10, data=TextConfig(str(write_books(data))),
         train=replace(TRAIN, non_finite="skip", eval_every=20, checkpoint_every=20, **fields),
         optimizer=OptimizerConfig(learning_rate=0.1, schedule="cosine"),
     )  # fmt: skip
@@ -90,13 +91,13 @@ def breaking(monkeypatch, steps: set[int], caught: Caught, interrupted: int | No
     """Let some steps meet a parameter that is not finite, and one a signal."""
 
     class Breaking(CompiledStep):
-        def __call__(self, state: TrainState, batch_BT: jax.Array, step: int) -> tuple[TrainState, jax.Array]:
+        def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, jax.Array]:
             caught.number = 2 if step + 1 == interrupted else 0
             if step + 1 not in steps:
-                return super().__call__(state, batch_BT, step)
+                return super().__call__(state, batch, step)
             params = jax.tree.map(jnp.copy, state.params)
             broken = {**state.params, "W_out": state.params["W_out"] * jnp.nan}
-            state, loss = super().__call__(state._replace(params=broken), batch_BT, step)
+            state, loss = super().__call__(state._replace(params=broken), batch, step)
             return state._replace(params=params), loss
 
     monkeypatch.setattr(loop, "CompiledStep", Breaking)
@@ -104,8 +105,8 @@ def breaking(monkeypatch, steps: set[int], caught: Caught, interrupted: int | No
 
 def run_on_one(config: Config, folder: Path, resume: bool = False) -> Outcome:
     folder.mkdir(exist_ok=True)
-    corpus = load_corpus(config.data, MODEL.vocab_size)
-    return train(config, corpus, folder, make_mesh("", jax.devices()[:1]), [], resume)
+    data = config.data.load(MODEL, config.train.batch_size, config.seed)
+    return train(config, data, folder, make_mesh("", jax.devices()[:1]), [], resume)
 
 
 @pytest.mark.slow

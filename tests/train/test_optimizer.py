@@ -161,6 +161,7 @@ def test_muon_moves_each_matrix_along_its_orthogonal_factor_with_the_rms_of_adam
 def test_muon_leaves_what_is_no_hidden_matrix_to_adamw():
     params = {
         "embedding": {"W_E": normal(5, 4), "W_pos": normal(3, 4)},
+        "W_segment": normal(2, 4),
         "blocks_0": {"mlp": {"W_1": normal(4, 6), "b_1": normal(6)}, "mlp_norm": {"gamma": normal(4)}},
         "W_out": normal(4, 5),
     }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.kernels import BLOCK, splash_attention
 from jaxformer.ops.masks import Causal
@@ -27,7 +28,7 @@ MODEL = DecoderConfig(
     vocab_size=48, context_length=12, d_model=16, n_blocks=3, n_heads=4, output_projection=True, d_ff=(32,),
     bias=False, norm="rmsnorm", positions="rope",
 )  # fmt: skip
-CONFIG = Config("t", MODEL, steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=16))
+CONFIG = Config("t", MODEL, data=TextConfig(), steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=16))
 
 
 def test_the_slowest_of_three_decides_and_what_is_needed_counts_as_use():

@@ -13,11 +13,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.dataset import Batch
+from jaxformer.data.windows import next_token
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
+from jaxformer.models.objective import CrossEntropy, Params, next_token_nll, of_each_target
+from jaxformer.nn.experts import routers
+from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
 from jaxformer.train import memory, step
 from jaxformer.train.optimizer import make_optimizer
@@ -26,22 +33,36 @@ from jaxformer.train.step import (
     TrainState,
     abstract_state,
     build_model,
+    check_fit,
     check_split,
     choose_attention,
     init_state,
     make_eval_step,
     make_gradient,
     make_train_step,
-    mean_loss,
 )
 from tests.arrays import assert_close
 
 V, T, B = 40, 12, 16
 MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, output_projection=True, d_ff=(24,), norm="rmsnorm")
-CONFIG = Config("test", MODEL, steps=20, optimizer=OptimizerConfig(learning_rate=0.1), train=TrainConfig(batch_size=B))
+CONFIG = Config(
+    "test",
+    MODEL,
+    data=TextConfig(),
+    steps=20,
+    optimizer=OptimizerConfig(learning_rate=0.1),
+    train=TrainConfig(batch_size=B),
+)
 TWO_BLOCKS = replace(CONFIG, model=replace(MODEL, n_blocks=2))
 DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
-BATCHES = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
+EXPERTS = replace(
+    CONFIG,
+    model=replace(
+        MODEL, n_blocks=2, n_experts=4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5
+    ),
+)
+TOKENS = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
+BATCHES = [next_token(tokens) for tokens in TOKENS]
 CUBE = "data=2,fsdp=2,tensor=2"
 HIGHER_RATES = {"adamw": 3e-3, "muon": 3e-3, "lion": 1e-3, "schedule_free": 3e-3, "nesterov_sgd": 0.1}
 
@@ -138,6 +159,60 @@ def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
     assert np.abs(trained("data=1", DROPOUT)[0] / trained("data=1", TWO_BLOCKS)[0] - 1).max() > 1e-3
 
 
+@lru_cache
+def gradient_of_experts(mesh: str, **fields: object) -> tuple[jax.Array, Params]:
+    """Loss and gradient of the first batch, with experts that are often full and weights at which balancing counts."""
+    config, on = computed(EXPERTS, **fields), mesh_of(mesh)
+    return jax.device_get(jax.jit(make_gradient(config, on))(init_state(config, on), BATCHES[0], 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("expert=4", {}),
+        ("data=8", {}),
+        ("fsdp=2,expert=2,tensor=2", {}),
+        ("expert=4", {"remat": "block", "scan_blocks": True}),
+    ],
+    ids=str,
+)
+def test_experts_are_the_same_on_every_mesh(mesh, fields):
+    """Balancing sees all that the devices take, not a part: its loss is no mean of its parts'."""
+    jax.tree.map(assert_close, gradient_of_experts(mesh, **fields), gradient_of_experts("data=1"))
+
+
+@pytest.mark.slow
+def test_balancing_is_minimised_and_not_reported():
+    """The loss is that of the batch without it, and the gradient is that with it, of the whole batch at once."""
+    model, params = EXPERTS.model.build(), init_state(EXPERTS, mesh_of("data=1")).params
+    keys = step.example_keys(EXPERTS.seed, 0, B)
+
+    def both(params: Params) -> tuple[jax.Array, jax.Array]:
+        nll, routing = of_each_target(negative_log_likelihood, model, params, BATCHES[0], keys)
+        added = 0.0
+        for layer in routers(routing).values():
+            share_E, probability_E = layer.share_E.mean(0), layer.probability_E.mean(0)
+            added += 2.0 * 4 * jnp.sum(share_E * probability_E) + 0.5 * layer.z.mean()
+        return nll.mean() + added, nll.mean()
+
+    wanted, nll = jax.jit(jax.grad(both, has_aux=True))(params)
+    loss, grads = gradient_of_experts("data=1")
+    np.testing.assert_allclose(loss, nll, rtol=1e-6)
+    jax.tree.map(assert_close, grads, wanted)
+    assert wanted["blocks_0"]["mlp"]["W_router"].any()
+
+
+@pytest.mark.slow
+def test_the_routers_of_logits_in_pieces_tell_the_same(monkeypatch):
+    model, params = EXPERTS.model.build(), init_state(EXPERTS, mesh_of("data=1")).params
+    whole = jax.jit(lambda: of_each_target(negative_log_likelihood, model, params, BATCHES[0]))()
+    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 5 * V)
+    jax.tree.map(
+        assert_close, jax.jit(lambda: of_each_target(negative_log_likelihood, model, params, BATCHES[0]))(), whole
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=2"])
 def test_bfloat16_is_close_and_stores_float32(mesh):
@@ -184,7 +259,7 @@ def test_names_and_shapes_do_not_depend_on_how_it_is_computed():
 def test_dropout_differs_between_examples():
     model = DROPOUT.model.build()
     params = first_params(2)
-    same = jnp.broadcast_to(BATCHES[0, 0], (8, T + 1))
+    same = jnp.broadcast_to(TOKENS[0, 0], (8, T + 1))
     keys = jax.random.split(jax.random.key(0), 8)
     nll = jax.jit(jax.vmap(lambda t, k: next_token_nll(model, params, t, k).mean()))(same, keys)
     assert len(np.unique(nll)) == 8
@@ -193,8 +268,8 @@ def test_dropout_differs_between_examples():
 def test_the_batch_loss_is_the_mean_of_its_examples():
     model, params = MODEL.build(), first_params()
     one = jax.jit(lambda tokens: next_token_nll(model, params, tokens))
-    loop = [float(one(tokens).mean()) for tokens in BATCHES[0]]
-    whole = jax.jit(lambda batch: mean_loss(model, params, batch))
+    loop = [float(one(tokens).mean()) for tokens in TOKENS[0]]
+    whole = jax.jit(lambda batch: CrossEntropy().loss(model, params, batch)[0])
     np.testing.assert_allclose(whole(BATCHES[0]), np.mean(loop), rtol=1e-6)
 
 
@@ -202,7 +277,7 @@ def test_the_batch_loss_is_the_mean_of_its_examples():
 def test_the_step_is_optax_on_the_gradient_of_the_loss():
     mesh, optimizer = mesh_of("data=2,fsdp=4"), make_optimizer(CONFIG.optimizer, CONFIG.steps)
     params = first_params()
-    grads = jax.jit(jax.grad(lambda p: mean_loss(MODEL.build(), p, jnp.array(BATCHES[0]))))(params)
+    grads = jax.jit(jax.grad(lambda p: CrossEntropy().loss(MODEL.build(), p, BATCHES[0])[0]))(params)
     expected = optax.apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])
     state, _ = make_train_step(CONFIG, mesh)(state_on(mesh, CONFIG), BATCHES[0], 0)
     jax.tree.map(assert_close, state.params, expected)
@@ -217,7 +292,7 @@ def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(parts):
     state = init_state(config, mesh)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     zeros["embedding"]["W_E"] = jnp.full((V, 16), 3e37)
-    batch = jnp.zeros((B, T + 1), jnp.int32)
+    batch = next_token(np.zeros((B, T + 1), np.int32))
     loss, grads = jax.jit(make_gradient(config, mesh))(state._replace(params=zeros), batch, 0)
     np.testing.assert_allclose(loss, np.log(V), rtol=1e-6)
     wanted = 3e37 * (1 / V - np.eye(V)[0])
@@ -265,11 +340,39 @@ def test_an_evaluation_in_pieces_is_the_same(monkeypatch):
     weights_BT = np.random.default_rng(1).random((B, T)).astype(np.float32)
 
     def run() -> jax.Array:
-        return make_eval_step(CONFIG, mesh)(first_params(), BATCHES[0], weights_BT)
+        batch = BATCHES[0]._replace(weights=weights_BT)
+        return make_eval_step(CONFIG, mesh)(first_params(), batch)["nats"]
 
     whole = run()
     monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 5 * V)
     np.testing.assert_allclose(run(), whole, rtol=1e-6)
+
+
+def test_a_class_of_the_whole_sequence_is_never_cut_into_pieces(monkeypatch):
+    """A classifier has features of each token, but logits of none."""
+    config = ClassifierConfig(V, T, 8, n_heads=2, d_ff=(12,), n_blocks=1, n_classes=3)
+    inputs = BATCHES[0].inputs[0], np.ones((B, T), bool)
+    batch, model = Batch(inputs, np.arange(B, dtype=np.int32) % 3), config.build()
+    params = abstract_params(model, config)
+    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", V)
+    call = lambda params: of_each_target(negative_log_likelihood, model, params, batch)[0]  # noqa: E731
+    assert jax.eval_shape(call, params).shape == (B,)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (DecoderConfig(V, T), r"DecoderConfig takes int32 \(12,\) for an example, but .* int32 \(12,\), bool \(12,\)"),
+        (ClassifierConfig(V, T), r"ClassifierConfig predicts classes of shape \(\) for .* gives \(12,\) to predict"),
+    ],
+    ids=["inputs", "targets"],
+)
+def test_a_batch_of_something_else_is_refused(model, said):
+    """Of masked text, which fits an encoder."""
+    batch = Batch((np.zeros((B, T), np.int32), np.ones((B, T), bool)), np.zeros((B, T), np.int32))
+    check_fit(EncoderConfig(V, T), batch)
+    with pytest.raises(UserError, match=said):
+        check_fit(model, batch)
 
 
 @pytest.mark.slow
@@ -279,12 +382,11 @@ def test_memory_does_not_grow_with_the_logits_of_the_batch():
 
     def temporary(batch_size: int) -> int:
         config, mesh = replace(CONFIG, model=model, train=TrainConfig(batch_size=batch_size)), mesh_of("data=1")
-        batch = jax.ShapeDtypeStruct((batch_size, 33), jnp.int32)
-        step = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch, 0)
-        evaluation = make_eval_step(config, mesh).lower(
-            abstract_state(config, mesh).params, batch, batch.update(shape=(batch_size, 32), dtype=jnp.float32)
-        )
-        return np.array([x.compile().memory_analysis().temp_size_in_bytes for x in (step, evaluation)])
+        batch = step.abstract_batch(config, mesh)
+        weighed = batch._replace(weights=batch.targets.update(dtype=jnp.float32))
+        learning = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch, 0)
+        evaluation = make_eval_step(config, mesh).lower(abstract_state(config, mesh).params, weighed)
+        return np.array([x.compile().memory_analysis().temp_size_in_bytes for x in (learning, evaluation)])
 
     small, large = 128, 1024  # 2^26 logits, as many as are made at once, and eight times as many
     assert objective.pieces_of(32 * small, 2**14) == 1 and objective.pieces_of(32 * large, 2**14) == 8
@@ -308,9 +410,9 @@ INFINITE = V - 1
 
 
 @pytest.fixture(scope="module")
-def good_and_bad() -> tuple[np.ndarray, np.ndarray]:
-    good = np.where(BATCHES[0] == INFINITE, 0, BATCHES[0])
-    return good, np.where(np.arange(T + 1) == 3, INFINITE, good)
+def good_and_bad() -> tuple[Batch, Batch]:
+    good = np.where(TOKENS[0] == INFINITE, 0, TOKENS[0])
+    return next_token(good), next_token(np.where(np.arange(T + 1) == 3, INFINITE, good))
 
 
 @pytest.mark.slow
@@ -324,7 +426,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_lea
     W_E = state.params["embedding"]["W_E"]
     state.params["embedding"]["W_E"] = W_E.at[INFINITE, 0].set(jnp.inf)
 
-    def take(batch: np.ndarray) -> tuple[float, bool, int]:
+    def take(batch: Batch) -> tuple[float, bool, int]:
         """The loss, whether anything was learned, and the count of failures."""
         nonlocal state
         before = jax.device_get((state.params, state.opt_state))
@@ -351,22 +453,23 @@ def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_lea
 def test_a_compiled_step_says_when_it_is_compiled_again():
     said: list[str] = []
     mesh = mesh_of("data=2")
-    step, state = CompiledStep(CONFIG, mesh, said.append), state_on(mesh, CONFIG)
+    step, state = CompiledStep(CONFIG, mesh, BATCHES[0], said.append), state_on(mesh, CONFIG)
     assert said.pop().startswith("memory ")
     for k in range(2):
         state, _ = step(state, place(BATCHES[k], batch_split(mesh)), k)
     assert not said
-    state, loss = step(state, place(BATCHES[2][:, :8], batch_split(mesh)), 2)
-    assert said == ["step 3 is compiled again: its batch is (16, 8), and was (16, 13)"]
+    state, loss = step(state, place(next_token(TOKENS[2][:, :8]), batch_split(mesh)), 2)
+    assert said == ["step 3 is compiled again, for a batch of (16, 7)"]
     assert np.isfinite(loss)
-    step(state, place(BATCHES[3][:, :8], batch_split(mesh)), 3)
+    state, _ = step(state, place(next_token(TOKENS[3][:, :8]), batch_split(mesh)), 3)
+    step(state, place(BATCHES[4], batch_split(mesh)), 4)  # both programs are kept
     assert len(said) == 1
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(monkeypatch):
     monkeypatch.setattr(memory, "capacity", lambda device: 10_000)
     with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory a device, and there are 9.77 KiB; lower"):
-        CompiledStep(CONFIG, mesh_of("data=1"), print)
+        CompiledStep(CONFIG, mesh_of("data=1"), BATCHES[0], print)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Translation from pairs of sentences: three models of about 8.3 million parameters on the same pairs, and the
+Transformer of 2017 in its own size.
+
+`python train.py --config configs/translation.py:transformer --data.path data/en-fr` reads data/en-fr.train.tsv and
+data/en-fr.val.tsv, a pair SOURCE<TAB>TARGET a line. On two CPU cores each of the three is meant for some 34,000 pairs
+of a dozen words, and takes half an hour; `base` is for millions of pairs, and an accelerator.
+"""
+
+from dataclasses import replace
+
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.pairs import PairsConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.models.recurrent import RecurrentConfig
+
+# Section 5.3 of Vaswani et al. 2017, with a shorter warm-up for fewer steps.
+optimizer = OptimizerConfig(
+    name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=400, b2=0.98, clip_norm=1.0
+)
+
+# One vector of the source for the whole of its translation (Cho et al. 2014).
+one_vector = RecurrentConfig(
+    vocab_size=4096, context_length=64, d_embedding=256, d_model=544, attention="none", tied=True, dropout=0.1
+)  # fmt: skip
+gru = Config(
+    name="translation-gru",
+    model=one_vector,
+    data=PairsConfig(),
+    steps=3000,
+    optimizer=optimizer,
+    train=TrainConfig(
+        batch_size=64, log_every=50, eval_every=500, eval_examples=256, report_every=3000, checkpoint_every=250,
+        label_smoothing=0.1,
+    ),
+)  # fmt: skip
+
+# Attends to the source anew for each token (Bahdanau et al. 2015); its states are narrower for that.
+attending = replace(one_vector, d_model=512, attention="additive")
+bahdanau = replace(gru, name="translation-bahdanau", model=attending)
+
+# Nothing but attention; pre-norm, which needs no long warm-up.
+transformer = replace(
+    gru,
+    name="translation-transformer",
+    model=EncoderDecoderConfig(
+        vocab_size=4096, context_length=64, d_model=256, n_heads=4, d_ff=(1024,), n_encoder_blocks=4,
+        n_decoder_blocks=4, norm_placement="pre",
+    ),
+)  # fmt: skip
+
+# `base` of the paper: 65 million parameters in its table 3. About 25,000 tokens a side in a batch of sentences.
+base = Config(
+    name="translation-base",
+    model=EncoderDecoderConfig(vocab_size=37_000, context_length=256),
+    data=PairsConfig(),
+    steps=100_000,
+    optimizer=OptimizerConfig(
+        name="adamw", learning_rate=(512 * 4000) ** -0.5, schedule="inverse_sqrt", warmup_steps=4000, b2=0.98
+    ),
+    train=TrainConfig(
+        batch_size=1024, log_every=100, eval_every=1000, eval_examples=2048, report_every=10_000,
+        checkpoint_every=1000, label_smoothing=0.1,
+    ),
+)  # fmt: skip

@@ -1,0 +1,258 @@
+"""Images with captions: pairs to learn from, read into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
+from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.images import MODES, read_picture
+from jaxformer.data.text import read_text
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+
+IMAGES, CAPTIONS = "images.zip", "captions.tsv"
+COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
+
+
+@dataclass(frozen=True)
+class CaptionsConfig(DataConfig):
+    """Which images and captions, and how images are varied in training."""
+
+    path: str = ""
+    """A folder with images.zip, and captions.tsv: file, caption and split (train or val) of each, under these words."""
+    shift: int = 0
+    """Pixels by which an image is moved at most, down or up and to a side, anew in each epoch; its edge is repeated."""
+    flip: bool = False
+    """Mirror half of the images, others in each epoch; not where captions tell left from right."""
+    drop_words: float = 0.0
+    """Share of the words that are left out of captions in training, others in each epoch; one is always kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "shift")
+        if not 0 <= self.drop_words < 1:
+            raise UserError(f"data.drop_words is {self.drop_words}; it must be at least 0 and below 1.")
+
+    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
+        if not isinstance(model, Towers):
+            raise UserError(
+                f"the data is images with captions, but {type(model).__name__} does not describe a model of both; "
+                "change one."
+            )
+        return Captions(self, model, batch_size, seed, tokenizer)
+
+
+@runtime_checkable
+class Towers(Protocol):
+    """What there is to know of a model of images and texts."""
+
+    @property
+    def text(self) -> TokenModelConfig:
+        """Of the texts."""
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        """An image `(H, W, C)`, tokens `(T,)`, and where these are tokens."""
+
+
+class Pair(NamedTuple):
+    """A line of the captions."""
+
+    file: str
+    caption: str
+    split: str
+
+
+class Captions(Dataset):
+    """Pairs of an image and its caption: one of them is to be told from others by the other.
+
+    Inputs are images, `(B, H, W, C)` uint8, tokens, `(B, T)` int32, with an end-of-text token at their start and at
+    their end, padded on the right, and where there are tokens, `(B, T)`. Targets, `(B,)` int32, are numbers of
+    captions, equal where these are. Each epoch takes the pairs in another order, without replacement; those that do
+    not fill a last batch are left for the next epoch's draw.
+    """
+
+    tokenizer: Tokenizer
+
+    def __init__(
+        self, config: CaptionsConfig, model: Towers, batch_size: int, seed: int, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Read everything.
+
+        Raises:
+          UserError: a file is missing or cannot be read, an image has no caption or a caption no image, an image has
+            another size than the model's, or there are fewer pairs for training than in a batch.
+        """
+        self.config, self.batch_size, self.seed = config, batch_size, seed
+        shape, length = model.example()[0].shape, model.text.context_length
+        if length < 3:
+            raise UserError(f"model.text.context_length is {length}; a token between start and end needs at least 3.")
+        if not config.path:
+            raise UserError(f"data.path is empty; give a folder with {IMAGES} and {CAPTIONS}.")
+        folder = Path(config.path).expanduser()
+        pairs = read_pairs(folder / CAPTIONS)
+        self.images = read_images(folder / IMAGES, [pair.file for pair in pairs], shape)
+        is_train = np.array([pair.split == "train" for pair in pairs])
+        self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
+        if len(self.train) < batch_size:
+            raise UserError(
+                f"{folder / CAPTIONS} has {len(self.train)} pair(s) for training, fewer than train.batch_size "
+                f"{batch_size}; lower it."
+            )
+        self.texts = texts = [pair.caption for pair in pairs]
+        self.tokenizer = tokenizer or Tokenizer.train([texts[i] for i in self.train], model.text.vocab_size)
+        self.tokens, self.valid, self.n_shortened = as_tokens(texts, self.tokenizer, length)
+        self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
+        self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
+        settings = (length, model.text.vocab_size, shape, config.shift, config.flip, config.drop_words)
+        digest = hashlib.sha256(repr((settings, pairs)).encode())
+        digest.update(self.images.tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        n, first = len(self.train), place * self.batch_size
+        numbers = order(n, self.seed, epoch)[first : first + self.batch_size][which].astype(np.int64)
+        chosen = self.train[numbers]
+        down, right, mirrored = (drawn[numbers] for drawn in draw_moves(n, self.seed, epoch, self.config.shift))
+        batch = self._batch(chosen, move(self.images[chosen], down, right, mirrored & self.config.flip))
+        if not self.config.drop_words:
+            return batch
+        kept = draw_kept(n, self.seed, epoch, self.config.drop_words)[numbers]
+        texts = [keep_words(self.texts[i], words) for i, words in zip(chosen, kept, strict=True)]
+        tokens, valid, _ = as_tokens(texts, self.tokenizer, self.tokens.shape[1])
+        return batch._replace(inputs=(batch.inputs[0], tokens, valid))
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        chosen = self.val[evenly(len(self.val), n)]
+        for first in range(0, len(chosen), batch_size):
+            part = chosen[first : first + batch_size]
+            filled = np.concatenate([part, np.repeat(part[:1], batch_size - len(part))])
+            weights = (np.arange(batch_size) < len(part)).astype(np.float32)
+            yield self._batch(filled, self.images[filled], weights)
+
+    def describe(self) -> str:
+        H, W, _ = self.images.shape[1:]
+        shortened = f", {self.n_shortened:,} shortened" if self.n_shortened else ""
+        return (
+            f"{self.config.path}: {len(self.train):,} images of {H} x {W} pixels with captions, "
+            f"{self.valid.sum(1).mean():.1f} tokens each{shortened}; held out: {len(self.val):,}"
+        )
+
+    def _batch(self, chosen: np.ndarray, images: np.ndarray, weights: np.ndarray | None = None) -> Batch:
+        return Batch((images, self.tokens[chosen], self.valid[chosen]), self.numbers[chosen], weights)
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """The lines of a file of captions, in its order.
+
+    Raises:
+      UserError: it is missing or no UTF-8 text, its first line does not name the columns, a line has other columns, an
+        empty caption or another split, an image has two captions, or a split has none.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
+    header, *lines = read_text(path).removesuffix("\n").split("\n")
+    if tuple(header.split("\t")) != COLUMNS:
+        raise UserError(f"the first line of {path} is {header!r}; it must be the words {', '.join(COLUMNS)} with tabs.")
+    pairs: dict[str, Pair] = {}
+    for number, line in enumerate(lines, 2):
+        columns = line.split("\t")
+        if len(columns) != len(COLUMNS) or not all(column.strip() for column in columns):
+            raise UserError(f"line {number} of {path} is {line!r}; it must have a {', a '.join(COLUMNS)} with tabs.")
+        pair = Pair(*columns)
+        if pair.split not in SPLITS:
+            raise UserError(f"line {number} of {path} has the split {pair.split!r}; it must be {' or '.join(SPLITS)}.")
+        if pair.file in pairs:
+            raise UserError(f"line {number} of {path} is a second caption for {pair.file}; keep one of them.")
+        pairs[pair.file] = pair
+    for split in SPLITS:
+        if all(pair.split != split for pair in pairs.values()):
+            raise UserError(f"{path} has no line of the split {split}; both train and val are needed.")
+    return list(pairs.values())
+
+
+def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
+    """Images of a zip file by their names, `(N, H, W, C)` uint8; see `read_picture`.
+
+    Args:
+      shape: `(H, W, C)`, which all must have; C is 1 for grey and 3 for colours.
+
+    Raises:
+      UserError: the file is missing or no zip file; an image is missing in it, is there without a name, cannot be read,
+        or has another size.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
+    if shape[2] not in MODES:
+        raise UserError(f"the model reads images of {shape[2]} channels; from {path} it can have 1 or 3.")
+    try:
+        with zipfile.ZipFile(path) as file:
+            there = {name for name in file.namelist() if not name.endswith("/")}
+            if missing := [name for name in names if name not in there]:
+                raise UserError(f"{path} has no {missing[0]}, which a caption is for; add it, or remove its line.")
+            if unknown := sorted(there.difference(names)):
+                raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
+            images = np.empty((len(names), *shape), np.uint8)
+            for image, name in zip(images, names, strict=True):
+                picture = read_picture(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2])
+                if picture.shape != shape:
+                    raise UserError(
+                        f"{name} in {path} has {picture.shape[1]} x {picture.shape[0]} pixels, but the model reads "
+                        f"{shape[1]} x {shape[0]}; change model.vision.image_size or the images."
+                    )
+                image[:] = picture
+            return images
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:
+        raise UserError(f"{path} cannot be read as a zip file: {error}; make it anew.") from error
+
+
+def as_tokens(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Texts between two end-of-text tokens, `(N, length)` int32 and padded with 0; where there are tokens, as booleans;
+    and how many texts were too long, and lost their end."""
+    tokens, valid = np.zeros((len(texts), length), np.int32), np.zeros((len(texts), length), bool)
+    encoded = tokenizer.encode_batch(texts)
+    for i, inner in enumerate(encoded):
+        row = [tokenizer.end_of_text, *inner[: length - 2], tokenizer.end_of_text]
+        tokens[i, : len(row)], valid[i, : len(row)] = row, True
+    return tokens, valid, sum(len(inner) > length - 2 for inner in encoded)
+
+
+@lru_cache(maxsize=2)
+def draw_moves(n: int, seed: int, epoch: int, shift: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How each of n images is moved in an epoch, each `(n,)`: pixels down, pixels right, and whether it is mirrored."""
+    draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # the start of the stream is the `order`
+    down, right = draw.integers(-shift, shift, (2, n), endpoint=True)
+    return down, right, draw.random(n) < 0.5
+
+
+@lru_cache(maxsize=2)
+def draw_kept(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
+    """Which words of n captions are kept in an epoch, `(n, 64)`; the same again for every 64 words."""
+    draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
+    return draw.random((n, 64)) >= dropped
+
+
+def keep_words(text: str, kept: np.ndarray) -> str:
+    """Some of a text's words, in their order; the first alone, where none is kept."""
+    words = text.split()
+    return " ".join([word for i, word in enumerate(words) if kept[i % len(kept)]] or words[:1])
+
+
+def move(images_BHWC: np.ndarray, down_B: np.ndarray, right_B: np.ndarray, mirrored_B: np.ndarray) -> np.ndarray:
+    """Images moved by so many pixels, their edges repeated, and then mirrored, left for right."""
+    B, H, W, _ = images_BHWC.shape
+    y_BH = np.clip(np.arange(H) - down_B[:, None], 0, H - 1)
+    x_BW = np.clip(np.arange(W) - right_B[:, None], 0, W - 1)
+    x_BW = np.where(mirrored_B[:, None], x_BW[:, ::-1], x_BW)
+    return images_BHWC[np.arange(B)[:, None, None], y_BH[:, :, None], x_BW[:, None, :]]

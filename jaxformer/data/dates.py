@@ -1,0 +1,102 @@
+"""Dates as people of many languages write them, to ISO 8601: pairs to learn from, made and not downloaded.
+
+How a language writes dates is from the Unicode Common Locale Data Repository, which comes with Babel; another version
+of Babel may write some differently. Tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from babel import Locale, UnknownLocaleError
+from babel.dates import format_date
+
+from jaxformer.config import DataConfig, ModelConfig, at_least
+from jaxformer.data.pairs import Pair, Pairs, sequence_to_sequence
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+
+FORMS = ("short", "medium", "long", "full")
+"""From 27/9/23 to Wednesday, 27 September 2023."""
+LOCALES = (
+    "af", "bg", "ca", "cs", "cy", "da", "de", "el", "en_AU", "en_CA", "en_GB", "en_US", "es", "et", "eu", "fi",
+    "fr", "fr_CA", "ga", "gl", "he", "hr", "hu", "id", "is", "it", "ja", "ko", "lt", "lv", "ms", "nb", "nl", "pl",
+    "pt_BR", "pt_PT", "ro", "ru", "sk", "sl", "sr", "sv", "sw", "tr", "uk", "vi", "zh", "zh_Hant",
+)  # fmt: skip
+"""Whose longest dates have no more than 64 bytes."""
+FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
+"""A hundred years, so that two digits name one of them."""
+HELD_OUT = 0.1
+"""Share of these days that are not for training, in whatever language or form."""
+
+
+@dataclass(frozen=True)
+class DatesConfig(DataConfig):
+    """Dates to write in ISO 8601. They are the same whatever the run's seed, and no held-out day is trained on."""
+
+    n_pairs: int = 20_000
+    """To train on."""
+    n_held_out: int = 1000
+    locales: tuple[str, ...] = LOCALES
+    """Names that Babel knows, each drawn as often."""
+    forms: tuple[str, ...] = FORMS
+    """Some of short, medium, long and full, each taken as often."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "n_pairs", "n_held_out")
+        for name in ("locales", "forms"):
+            if not getattr(self, name):
+                raise UserError(f"data.{name} is empty; give at least 1.")
+        for locale in self.locales:
+            _locale(locale)
+        for form in self.forms:
+            if form not in FORMS:
+                raise UserError(f"data.forms has {form!r}; each must be one of {', '.join(FORMS)}.")
+
+    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Pairs:
+        shape = sequence_to_sequence(model)
+        tokenizer = tokenizer or Tokenizer.train([], shape.vocab_size)
+        train, val = (self.draw(days, n) for days, n in zip(split_days(), (self.n_pairs, self.n_held_out), strict=True))
+        name = f"dates in {len(self.locales)} locales"
+        return Pairs(name, train, val, tokenizer, shape, batch_size, seed)
+
+    def draw(self, days: np.ndarray, n: int) -> list[Pair]:
+        """Dates of some days, as ordinals: as many in each form, one form after the other; always the same."""
+        draw = np.random.Generator(np.random.Philox(key=[0, 1]))
+        days_N, locales_N = days[draw.integers(len(days), size=n)], draw.integers(len(self.locales), size=n)
+        forms_N = np.arange(n) * len(self.forms) // n
+        return [
+            write_date(datetime.date.fromordinal(int(day)), self.locales[locale], self.forms[form])
+            for day, locale, form in zip(days_N, locales_N, forms_N, strict=True)
+        ]
+
+
+def split_days() -> tuple[np.ndarray, np.ndarray]:
+    """The days to train on and those held out, as ordinals; always the same."""
+    days = np.arange(FIRST.toordinal(), LAST.toordinal() + 1)
+    np.random.Generator(np.random.Philox(key=[0, 0])).shuffle(days)
+    n_held_out = round(HELD_OUT * len(days))
+    return days[n_held_out:], days[:n_held_out]
+
+
+def write_date(day: datetime.date, locale: str, form: str) -> Pair:
+    """A day in one locale's form, such as ('de 27. September 2023', '2023-09-27').
+
+    The locale's name stands first: by 3/4/2021 alone, one means March and another April.
+
+    Raises:
+      UserError: Babel knows no such locale.
+    """
+    return Pair(f"{locale} {format_date(day, form, locale=_locale(locale))}", day.isoformat())
+
+
+@cache
+def _locale(name: str) -> Locale:
+    try:
+        return Locale.parse(name)
+    except (UnknownLocaleError, ValueError) as error:
+        raise UserError(f"the locale {name!r} is not known to Babel; give one such as {LOCALES[0]}.") from error

@@ -1,0 +1,42 @@
+"""How good translations are, against one reference each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxformer.errors import UserError
+
+
+def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """The share of hypotheses that are their reference, letter for letter.
+
+    Raises:
+      UserError: there is none, or not one reference for each.
+    """
+    _check(hypotheses, references)
+    return sum(map(str.__eq__, hypotheses, references)) / len(references)
+
+
+def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """BLEU (Papineni et al. 2002) and chrF (Popović 2015) of a whole corpus, from 0 to 100, as sacrebleu has them by
+    default (Post 2018): BLEU of the words as mteval-v13a cuts them, with case.
+
+    Raises:
+      UserError: sacrebleu is not installed, there is no hypothesis, or not one reference for each.
+    """
+    _check(hypotheses, references)
+    try:
+        from sacrebleu import corpus_bleu, corpus_chrf
+    except ImportError as error:
+        raise UserError("BLEU and chrF need sacrebleu; get it by pip install 'jaxformer[translation]'.") from error
+    return {
+        "bleu": corpus_bleu(list(hypotheses), [list(references)]).score,
+        "chrf": corpus_chrf(list(hypotheses), [list(references)]).score,
+    }
+
+
+def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    if not hypotheses or len(hypotheses) != len(references):
+        raise UserError(
+            f"there are {len(hypotheses)} texts and {len(references)} references; give at least 1, and as many of each."
+        )

@@ -1,0 +1,95 @@
+"""What the models that are stacks of `Block` around an encoder have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import flax.linen as nn
+
+from jaxformer.config import ModelConfig, TokenModelConfig, at_least
+from jaxformer.errors import UserError
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.block import Block
+from jaxformer.nn.execution import Execution
+from jaxformer.nn.mlp import MLP
+from jaxformer.nn.norms import NORMS
+
+
+@dataclass(frozen=True)
+class BlocksConfig(ModelConfig):
+    """The shape of a block, and what stands before and after all of them. The defaults are `base` of Vaswani et al.
+    2017, table 3."""
+
+    d_model: int = 512
+    n_heads: int = 8
+    head_dim: int | None = None
+    """Width of a head; without it, d_model / n_heads."""
+    attention_bias: bool = False
+    """Biases in the projections of attention."""
+    d_ff: tuple[int, ...] = (2048,)
+    """Widths of the MLP's hidden layers."""
+    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "relu"
+    bias: bool = True
+    """Biases in the MLP."""
+    norm: Literal["rmsnorm", "layernorm"] = "layernorm"
+    norm_placement: Literal["pre", "post"] = "post"
+    """After what a part adds, or before what it reads, and then once more after the last block."""
+    positions: Literal["none", "learned", "sinusoidal", "rope"] = "sinusoidal"
+    rope_base: float = 10_000.0
+    dropout: float = 0.1
+    """Share of the embedding, and of what each part adds, that is set to zero in training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "d_model", "n_heads", "rope_base")
+        if self.head_dim is not None:
+            at_least(self, 1, "head_dim")
+        elif self.d_model % self.n_heads:
+            raise UserError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; set head_dim.")
+        if any(width < 1 for width in self.d_ff):
+            raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
+        if self.positions == "rope" and self.width_of_head % 2:
+            raise UserError(f"RoPE turns pairs of features; a head of width {self.width_of_head} must be even.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    @property
+    def width_of_head(self) -> int:
+        """K."""
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether a stack ends in one more norm: with pre-norm, nothing else has normalised the residual stream."""
+        return self.norm_placement == "pre"
+
+    def make_norm(self) -> nn.Module:
+        """One norm."""
+        return NORMS[self.norm]()
+
+    def make_block(self, execution: Execution, *, cross: bool = False) -> Block:
+        """One block; with `cross`, it also attends to a source, in which no distance to a query is defined."""
+        attention = partial(
+            MultiHeadAttention, self.n_heads, self.n_heads, self.width_of_head, bias=self.attention_bias,
+            attention=execution.attention,
+        )  # fmt: skip
+        return Block(
+            partial(attention, rope_base=self.rope_base if self.positions == "rope" else None),
+            partial(MLP, self.d_ff, self.d_model, self.activation, self.bias),
+            NORMS[self.norm],
+            self.norm_placement,
+            dropout=self.dropout,
+            make_cross_attention=attention if cross else None,
+        )
+
+
+@dataclass(frozen=True)
+class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
+    """The same for models of tokens."""
+
+    def check_length(self, n_tokens: int) -> None:
+        """Raise `ValueError` for more tokens than there are learned positions."""
+        if self.positions == "learned" and n_tokens > self.context_length:
+            raise ValueError(f"{n_tokens} tokens, but there are {self.context_length} learned positions")

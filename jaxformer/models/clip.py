@@ -1,0 +1,218 @@
+"""CLIP: a tower that reads images and one that reads texts, into one space (Radford et al. 2021, figure 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log
+from typing import ClassVar, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import ModelConfig, at_least
+from jaxformer.errors import UserError
+from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.norms import l2_normalize
+from jaxformer.ops.patches import patchify, standardised
+from jaxformer.ops.positions import sinusoidal
+
+LARGEST_LOG_SCALE = log(100)
+"""Logits are scaled by no more than 100 (section 2.5)."""
+
+
+@dataclass(frozen=True)
+class TowerConfig(BlocksConfig):
+    """What both towers have: blocks as those of GPT-2 (section 2.4)."""
+
+    n_blocks: int = 12
+    attention_bias: bool = True
+    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "quick_gelu"
+    norm_placement: Literal["pre", "post"] = "pre"
+    positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "n_blocks")
+
+
+@dataclass(frozen=True)
+class ImageTowerConfig(TowerConfig):
+    """The shape of the tower for images; the defaults are those of ViT-B/32."""
+
+    image_size: int = 224
+    """Pixels on each side of an image."""
+    patch_size: int = 32
+    """And on each side of the squares that stand for tokens."""
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    """Of the pixels from 0 to 1 in each channel, which is subtracted; the default is that of CLIP's own images."""
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    """By which each channel is divided then."""
+    d_model: int = 768
+    n_heads: int = 12
+    d_ff: tuple[int, ...] = (3072,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "image_size", "patch_size")
+        if self.image_size % self.patch_size:
+            raise UserError(
+                f"image_size is {self.image_size}; it must be a multiple of patch_size {self.patch_size}, of which "
+                "whole squares fill an image."
+            )
+        if not self.mean or len(self.mean) != len(self.std) or not all(std > 0 for std in self.std):
+            raise UserError(f"mean is {self.mean} and std {self.std}; give one of each for every channel, std above 0.")
+
+    @property
+    def n_patches(self) -> int:
+        """N."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True)
+class TextTowerConfig(TowerConfig, TokenBlocksConfig):
+    """The shape of the tower for texts; the defaults are those beside ViT-B/32."""
+
+    vocab_size: int = 49_408
+    context_length: int = 77
+    """Longest caption in tokens, with the ones at its start and its end."""
+    embedding_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "embedding_std")
+
+
+@dataclass(frozen=True)
+class CLIPConfig(ModelConfig):
+    """The shape of a `CLIP`; the defaults are ViT-B/32 of the paper."""
+
+    objective: ClassVar[str] = "contrastive"
+
+    vision: ImageTowerConfig = field(default_factory=ImageTowerConfig)
+    """The tower for images."""
+    text: TextTowerConfig = field(default_factory=TextTowerConfig)
+    """The tower for texts."""
+    d_joint: int = 512
+    """Width of the space that images and texts share."""
+    temperature: float = 0.07
+    """What cosines are divided by at first, to be logits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "d_joint")
+        at_least(self, 0.01, "temperature")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        side, length = self.vision.image_size, self.text.context_length
+        image_HWC = np.zeros((side, side, len(self.vision.mean)), np.uint8)
+        return image_HWC, np.zeros(length, np.int32), np.zeros(length, bool)
+
+    def build(self, execution: Execution = PLAIN) -> CLIP:
+        return CLIP(self, execution)
+
+
+class PatchEmbedding(nn.Module):
+    """An image as a residual stream: the class token, then a projection of each patch, with positions added."""
+
+    config: ImageTowerConfig
+
+    @nn.compact
+    def __call__(self, image_HWC: jax.Array) -> jax.Array:
+        """`(H, W, C)` uint8 to `(1 + N, D)`."""
+        c = self.config
+        init = nn.initializers.normal(c.d_model**-0.5)
+        x_class_D = self.param("x_class", init, (c.d_model,))
+        W_E = self.param("W_E", init, (c.patch_size**2 * len(c.mean), c.d_model))
+        patches_NP = patchify(standardised(image_HWC, c.mean, c.std), 2 * (c.patch_size,))
+        x_ND = patches_NP.astype(W_E.dtype) @ W_E
+        x_TD = jnp.concatenate([x_class_D[None], x_ND])
+        if c.positions == "learned":
+            return x_TD + self.param("W_pos", init, (1 + c.n_patches, c.d_model))
+        if c.positions == "sinusoidal":
+            return x_TD + sinusoidal(jnp.arange(len(x_TD)), c.d_model).astype(x_TD.dtype)
+        return x_TD
+
+
+class CLIP(nn.Module):
+    """An image and a text in, a place for each in one space out; the nearer they are, the better they match."""
+
+    config: CLIPConfig
+    execution: Execution = PLAIN
+
+    def setup(self) -> None:
+        vision, text, d_joint = self.config.vision, self.config.text, self.config.d_joint
+        self.vision_embedding = PatchEmbedding(vision)
+        self.vision_embedding_norm = vision.make_norm()
+        self.vision_blocks = [vision.make_block(self.execution) for _ in range(vision.n_blocks)]
+        self.text_embedding = Embedding(
+            text.vocab_size, text.context_length, text.d_model, text.positions, text.embedding_std
+        )
+        self.text_blocks = [text.make_block(self.execution) for _ in range(text.n_blocks)]
+        if vision.final_norm:
+            self.vision_norm = vision.make_norm()
+        if text.final_norm:
+            self.text_norm = text.make_norm()
+        self.W_i = self.param("W_i", nn.initializers.normal(vision.d_model**-0.5), (vision.d_model, d_joint))
+        self.W_t = self.param("W_t", nn.initializers.normal(text.d_model**-0.5), (text.d_model, d_joint))
+        self.t = self.param("t", nn.initializers.constant(-log(self.config.temperature)), ())
+        self.vision_dropout = nn.Dropout(vision.dropout, deterministic=False)
+        self.text_dropout = nn.Dropout(text.dropout, deterministic=False)
+
+    def __call__(
+        self, image_HWC: jax.Array, tokens_T: jax.Array, valid_T: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`encode_image`, `encode_text` and `log_scale`: logits are cosines times the exponential of the last."""
+        return self.encode_image(image_HWC), self.encode_text(tokens_T, valid_T), self.log_scale()
+
+    def encode_image(self, image_HWC: jax.Array) -> jax.Array:
+        """Where an image lies in the joint space, `(E,)` float32 of length 1: what its class token has become.
+
+        Args:
+          image_HWC: uint8, of the config's size.
+        """
+        x_TD = self.vision_embedding_norm(self.vision_embedding(image_HWC))
+        x_D = self._through(self.vision_blocks, self.vision_dropout, x_TD, None)[0]
+        return _joint(self.vision_norm(x_D) if self.config.vision.final_norm else x_D, self.W_i)
+
+    def encode_text(self, tokens_T: jax.Array, valid_T: jax.Array | None = None) -> jax.Array:
+        """Where a text lies in the joint space, `(E,)` float32 of length 1: what its last token has become, the only
+        one that sees all others.
+
+        Args:
+          tokens_T: int32.
+          valid_T: True where there is a token, False where there is padding, which is on the right; None if all are
+            tokens.
+
+        Raises:
+          ValueError: there are more tokens than learned positions.
+        """
+        self.config.text.check_length(len(tokens_T))
+        x_TD = self.text_embedding(tokens_T, jnp.arange(len(tokens_T)))
+        last = len(tokens_T) - 1 if valid_T is None else jnp.sum(valid_T) - 1
+        x_D = self._through(self.text_blocks, self.text_dropout, x_TD, Causal())[last]
+        return _joint(self.text_norm(x_D) if self.config.text.final_norm else x_D, self.W_t)
+
+    def log_scale(self) -> jax.Array:
+        """The logarithm of what cosines are multiplied by, a float32 scalar, at most that of 100."""
+        t = self.t.astype(jnp.float32)
+        # Its gradient is that of `t` also beyond: it would never come back otherwise.
+        return t + jax.lax.stop_gradient(jnp.minimum(t, LARGEST_LOG_SCALE) - t)
+
+    def _through(self, blocks: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:
+        """The residual stream `(T, D)` after a tower's blocks."""
+        keys = None
+        if self.has_rng("dropout"):
+            keys = jax.random.split(self.make_rng("dropout"), len(blocks) + 1)
+            x_TD, keys = dropout(x_TD, rng=keys[0]), keys[1:]
+        return run_blocks(blocks, self.execution, x_TD, jnp.arange(len(x_TD)), mask, keys=keys)
+
+
+def _joint(x_D: jax.Array, W_DE: jax.Array) -> jax.Array:
+    return l2_normalize((x_D @ W_DE).astype(jnp.float32))

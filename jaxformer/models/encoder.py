@@ -1,0 +1,158 @@
+"""The encoder-only transformer: every token sees all others (Devlin et al. 2019), and two heads for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import at_least
+from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.mlp import ACTIVATIONS, MLP
+from jaxformer.ops import masks
+from jaxformer.ops.quantized import rows
+
+
+@dataclass(frozen=True)
+class EncoderConfig(TokenBlocksConfig):
+    """The shape of a `MaskedLanguageModel`. The defaults are BERT-mini of Turc et al. 2019, without segments."""
+
+    d_model: int = 256
+    n_blocks: int = 4
+    n_heads: int = 4
+    attention_bias: bool = True
+    d_ff: tuple[int, ...] = (1024,)
+    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "gelu"
+    positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
+    embedding_std: float = 0.02
+    embedding_norm: bool = True
+    """A norm before the first block."""
+    n_segments: int = 0
+    """Kinds of segments that a token may be in, such as BERT's first and second sentence; 0 for no such embedding."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "n_blocks")
+        at_least(self, 0, "n_segments", "embedding_std")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (np.zeros(self.context_length, np.int32), np.zeros(self.context_length, bool))
+
+    def build(self, execution: Execution = PLAIN) -> Encoder:
+        return MaskedLanguageModel(self, execution)
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(EncoderConfig):
+    """The shape of a `Classifier`: an encoder, and a class for the whole sequence."""
+
+    n_classes: int = 2
+    pooling: Literal["first", "mean"] = "first"
+    """What stands for the sequence: the features of its first token, or the mean over all tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "n_classes")
+
+    def build(self, execution: Execution = PLAIN) -> Classifier:
+        return Classifier(self, execution)
+
+
+class Encoder(nn.Module):
+    """What the models of this file share: tokens in, features out."""
+
+    config: EncoderConfig
+    execution: Execution = PLAIN
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model, c.positions, c.embedding_std)
+        if c.n_segments:
+            init = nn.initializers.normal(c.embedding_std)
+            self.W_segment = self.param("W_segment", init, (c.n_segments, c.d_model))
+        if c.embedding_norm:
+            self.embedding_norm = c.make_norm()
+        self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
+        self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
+        if c.final_norm:
+            self.final_norm = c.make_norm()
+
+    def features(
+        self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
+    ) -> jax.Array:
+        """`(T, D)`, 0 at padded places.
+
+        Args:
+          tokens_T: int32.
+          valid_T: True where there is a token, False where there is padding; None if all are tokens.
+          segments_T: int32, in which segment each token is; None if all are in the first.
+
+        Raises:
+          ValueError: more tokens than learned positions, or segments for a model that has none.
+        """
+        c = self.config
+        c.check_length(len(tokens_T))
+        positions_T = jnp.arange(len(tokens_T))
+        x_TD = self.embedding(tokens_T, positions_T)
+        if c.n_segments:
+            x_TD += rows(self.W_segment, jnp.zeros_like(tokens_T) if segments_T is None else segments_T)
+        elif segments_T is not None:
+            raise ValueError("segments for a model whose n_segments is 0")
+        if c.embedding_norm:
+            x_TD = self.embedding_norm(x_TD)
+        keys = None
+        if self.has_rng("dropout"):
+            keys = jax.random.split(self.make_rng("dropout"), c.n_blocks + 1)
+            x_TD, keys = self.embedding_dropout(x_TD, rng=keys[0]), keys[1:]
+        seen_TT = masks.tokens(len(tokens_T), valid_T)
+        x_TD = run_blocks(self.blocks, self.execution, x_TD, positions_T, seen_TT, keys=keys)
+        if c.final_norm:
+            x_TD = self.final_norm(x_TD)
+        return x_TD if valid_T is None else jnp.where(valid_T[:, None], x_TD, 0)
+
+
+class MaskedLanguageModel(Encoder):
+    """The logits of the token that belongs at each place: `(T,)` int32 to `(T, V)`."""
+
+    def setup(self) -> None:
+        super().setup()
+        c = self.config
+        self.head = MLP((), c.d_model)
+        self.head_norm = c.make_norm()
+        self.b_out = self.param("b_out", nn.initializers.zeros, (c.vocab_size,))
+
+    def __call__(
+        self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits `(T, V)`; the arguments are those of `features`."""
+        return self.unembed(self.features(tokens_T, valid_T, segments_T))
+
+    def unembed(self, x_TD: jax.Array) -> jax.Array:
+        """Features `(T, D)` to logits `(T, V)`; one may give it those of the masked places alone."""
+        y_TD = self.head_norm(ACTIVATIONS[self.config.activation](self.head(x_TD)))
+        return self.embedding.unembed(y_TD) + self.b_out
+
+
+class Classifier(Encoder):
+    """The logits of a sequence's class: `(T,)` int32 to `(n_classes,)`."""
+
+    config: ClassifierConfig
+
+    def setup(self) -> None:
+        super().setup()
+        self.head = MLP((self.config.d_model,), self.config.n_classes, "tanh")
+
+    def __call__(
+        self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits `(n_classes,)`; the arguments are those of `features`. There must be a token."""
+        x_TD = self.features(tokens_T, valid_T, segments_T)
+        if self.config.pooling == "first":
+            return self.head(x_TD[0])
+        return self.head(x_TD.sum(0) / (len(tokens_T) if valid_T is None else valid_T.sum()))

@@ -1,0 +1,149 @@
+"""The Transformer of 2017: an encoder reads the source, a decoder writes the target (Vaswani et al., figure 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import at_least
+from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.ops import masks
+from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
+from jaxformer.ops.masks import Causal
+
+
+@dataclass(frozen=True)
+class EncoderDecoderConfig(TokenBlocksConfig):
+    """The shape of an `EncoderDecoder`; source and target share one vocabulary, and each may be `context_length` long.
+    The defaults are `base` of the paper."""
+
+    n_encoder_blocks: int = 6
+    n_decoder_blocks: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "n_encoder_blocks", "n_decoder_blocks")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        tokens = np.zeros(self.context_length, np.int32)
+        return (tokens, np.zeros(self.context_length, bool), tokens)
+
+    def build(self, execution: Execution = PLAIN) -> EncoderDecoder:
+        return EncoderDecoder(self, execution)
+
+
+class EncoderDecoderCache(NamedTuple):
+    """All that decoding has to know of a source and of the target so far."""
+
+    target: KVCache
+    source: tuple[LayerCache, ...]
+    """The source's keys and values in each block of the decoder."""
+    valid_S: jax.Array | None
+    """Where the source has a token."""
+
+
+class EncoderDecoder(nn.Module):
+    """A source and the target so far in, the logits of each next token of the target out.
+
+    One embedding serves the source, the target and the logits (section 3.4); it is scaled by √D where it is read.
+    """
+
+    config: EncoderDecoderConfig
+    execution: Execution = PLAIN
+
+    def setup(self) -> None:
+        c = self.config
+        # Drawn so that, scaled, it is as large as the positions that are added.
+        self.embedding = Embedding(
+            c.vocab_size, c.context_length, c.d_model, c.positions, init_std=c.d_model**-0.5, scale=sqrt(c.d_model)
+        )
+        self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
+        self.encoder_blocks = [c.make_block(self.execution) for _ in range(c.n_encoder_blocks)]
+        self.decoder_blocks = [c.make_block(self.execution, cross=True) for _ in range(c.n_decoder_blocks)]
+        if c.final_norm:
+            self.encoder_norm, self.decoder_norm = c.make_norm(), c.make_norm()
+
+    def __call__(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
+        """Logits `(T, V)` of the tokens that follow each of the target's.
+
+        Args:
+          source_S: int32 tokens.
+          valid_S: True where the source has a token, False where it is padding; None if all are tokens.
+          target_T: int32 tokens, of which the first starts the target. Padding on its right changes nothing before.
+
+        Raises:
+          ValueError: source or target is longer than the context, and positions are learned.
+        """
+        return self.unembed(self.features(source_S, valid_S, target_T))
+
+    def features(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
+        """The decoder's residual stream after its last block, `(T, D)`: what `unembed` makes logits of."""
+        source_SD = self.encode(source_S, valid_S)
+        self.config.check_length(len(target_T))
+        positions_T = jnp.arange(len(target_T))
+        x_TD, keys = self._embed(target_T, positions_T, self.config.n_decoder_blocks)
+        seen_TS = masks.tokens(len(target_T), valid_S)
+        return run_blocks(
+            self.decoder_blocks, self.execution, x_TD, positions_T, Causal(), None, 0, source_SD, seen_TS, keys=keys
+        )
+
+    def encode(self, source_S: jax.Array, valid_S: jax.Array | None = None) -> jax.Array:
+        """What the decoder sees of the source, `(S, D)`; at a padded place it means nothing, and is never seen."""
+        self.config.check_length(len(source_S))
+        positions_S = jnp.arange(len(source_S))
+        x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
+        seen_SS = masks.tokens(len(source_S), valid_S)
+        x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, positions_S, seen_SS, keys=keys)
+        return self.encoder_norm(x_SD) if self.config.final_norm else x_SD
+
+    def start(
+        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: Any = jnp.float32
+    ) -> EncoderDecoderCache:
+        """The source read, its keys and values made once for each block, and room for a target of n_slots tokens."""
+        c, source_SD = self.config, self.encode(source_S, valid_S)
+        target, empty = (
+            init_cache(c.n_decoder_blocks, c.n_heads, n, c.width_of_head, dtype) for n in (n_slots, len(source_S))
+        )
+        source = tuple(
+            write_layer(layer, *block.keys_values(source_SD), 0)
+            for block, layer in zip(self.decoder_blocks, empty.layers, strict=True)
+        )
+        return EncoderDecoderCache(target, source, valid_S)
+
+    def extend(
+        self, tokens_T: jax.Array, positions_T: jax.Array, cache: EncoderDecoderCache, slot: jax.Array | int
+    ) -> tuple[jax.Array, EncoderDecoderCache]:
+        """The features `(T, D)` of tokens that follow the target in the cache, and the cache with them added at `slot`.
+
+        As of `Decoder`: a place whose position is `masks.EMPTY` is padding.
+        """
+        position_S = write_positions(cache.target.position_S, positions_T, slot)
+        mask = masks.causal(positions_T, position_S) & masks.padding(positions_T, position_S)
+        source_mask = masks.tokens(len(tokens_T), cache.valid_S)
+        x_TD = self.embedding(tokens_T, positions_T)
+        layers: list[LayerCache] = []
+        for block, layer, source in zip(self.decoder_blocks, cache.target.layers, cache.source, strict=True):
+            x_TD, longer = block(x_TD, positions_T, mask, layer, slot, source, source_mask)
+            assert longer is not None  # a block gives a cache back where it was given one
+            layers.append(longer)
+        return x_TD, cache._replace(target=KVCache(tuple(layers), position_S))
+
+    def unembed(self, x_TD: jax.Array) -> jax.Array:
+        """Features `(T, D)` to logits `(T, V)`; of one place alone, `(D,)` to `(V,)`."""
+        return self.embedding.unembed(self.decoder_norm(x_TD) if self.config.final_norm else x_TD)
+
+    def _embed(self, tokens_T: jax.Array, positions_T: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:
+        """The residual stream before the first block, and a dropout key for each block, if dropout is on."""
+        x_TD = self.embedding(tokens_T, positions_T)
+        if not self.has_rng("dropout"):
+            return x_TD, None
+        keys = jax.random.split(self.make_rng("dropout"), n_blocks + 1)
+        return self.embedding_dropout(x_TD, rng=keys[0]), keys[1:]

@@ -1,0 +1,113 @@
+"""The Vision Transformer: an image is a sequence of patches (Dosovitskiy et al. 2021, figure 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import ImageModelConfig, at_least
+from jaxformer.errors import UserError
+from jaxformer.models.blocks import BlocksConfig
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.mlp import uniform_fan_in
+from jaxformer.nn.patches import PatchEmbedding, Placement
+from jaxformer.ops.patches import patchify, standardised
+
+
+@dataclass(frozen=True)
+class ViTConfig(BlocksConfig, ImageModelConfig):
+    """The shape of a `ViT`. The defaults are ViT-B/16 of the paper, table 1."""
+
+    patch_size: tuple[int, int] = (16, 16)
+    """Height and width in pixels; they must divide those of the image."""
+    pooling: Literal["class", "mean"] = "class"
+    """What stands for the image: the features of a token added for that, or the mean over all patches."""
+    mean: tuple[float, ...] = (0.5,)
+    """Of pixels from 0 to 1; one for all channels, or one for each. What the model sees is (pixel - mean) / std."""
+    std: tuple[float, ...] = (0.5,)
+    d_model: int = 768
+    n_blocks: int = 12
+    n_heads: int = 12
+    attention_bias: bool = True
+    d_ff: tuple[int, ...] = (3072,)
+    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "swiglu"] = "gelu"
+    norm_placement: Literal["pre", "post"] = "pre"
+    positions: Literal["learned"] = "learned"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "n_blocks")
+        if len(self.patch_size) != 2 or min(self.patch_size) < 1:
+            raise UserError(f"patch_size is {self.patch_size}; it must be a height and a width of at least 1 pixel.")
+        if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
+            raise UserError(f"patch_size {self.patch_size} does not divide image_size {self.image_size}; change one.")
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in (1, self.channels):
+                raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one a channel.")
+        if not all(std > 0 for std in self.std):
+            raise UserError(f"std is {self.std}; it must be above 0.")
+
+    def build(self, execution: Execution = PLAIN) -> nn.Module:
+        return ViT(self, execution)
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Of a patch along each axis but the channels."""
+        return self.patch_size
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """How many patches there are along each axis."""
+        return tuple(n // size for n, size in zip(self.example()[0].shape[:-1], self.patch_shape, strict=True))
+
+    def make_placement(self, length: int) -> Placement:
+        """Positions, and a class token where it stands for the image."""
+        return Placement(length, class_token=self.pooling == "class")
+
+    def pool(self, x: jax.Array) -> jax.Array:
+        """What stands for a sequence, `(…, N, D)` to `(…, D)`."""
+        return x[..., 0, :] if self.pooling == "class" else jnp.mean(x, axis=-2)
+
+
+class ViT(nn.Module):
+    """Patches, positions, blocks in which every patch sees all others, and a class: `(height, width, C)` uint8 to
+    logits `(n_classes,)`."""
+
+    config: ViTConfig
+    execution: Execution = PLAIN
+
+    def setup(self) -> None:
+        c = self.config
+        self.patch_embedding = PatchEmbedding(c.d_model)
+        self.placement = c.make_placement(prod(c.grid))
+        self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
+        self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
+        if c.final_norm:
+            self.final_norm = c.make_norm()
+        self._make_head()
+
+    def _make_head(self) -> None:
+        c, init = self.config, uniform_fan_in(self.config.d_model)
+        self.W_out = self.param("W_out", init, (c.d_model, c.n_classes))
+        self.b_out = self.param("b_out", init, (c.n_classes,))
+
+    def __call__(self, pixels: jax.Array) -> jax.Array:
+        """Logits `(n_classes,)`; floats in place of uint8 are taken as parts of white."""
+        return self.encode(pixels) @ self.W_out + self.b_out
+
+    def encode(self, pixels: jax.Array) -> jax.Array:
+        """What the image is to the head, `(D,)`."""
+        c = self.config
+        patches_NP = patchify(standardised(pixels, c.mean, c.std), c.patch_shape)
+        x_TD = self.placement(self.patch_embedding(patches_NP))
+        keys = None
+        if self.has_rng("dropout"):
+            keys = jax.random.split(self.make_rng("dropout"), c.n_blocks + 1)
+            x_TD, keys = self.embedding_dropout(x_TD, rng=keys[0]), keys[1:]
+        x_TD = run_blocks(self.blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=keys)
+        return c.pool(self.final_norm(x_TD) if c.final_norm else x_TD)

@@ -1,0 +1,104 @@
+"""The Video Vision Transformer: a video is a sequence of tubelets, patches with a duration (Arnab et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import at_least
+from jaxformer.errors import UserError
+from jaxformer.models.vit import ViT, ViTConfig
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.patches import PatchEmbedding
+from jaxformer.ops import masks
+from jaxformer.ops.attention import in_segments
+from jaxformer.ops.patches import patchify, standardised
+
+
+@dataclass(frozen=True)
+class ViViTConfig(ViTConfig):
+    """The shape of a `ViViT` or `FactorisedViViT`. The defaults are ViViT-B/16x2 of the paper."""
+
+    n_frames: int = 32
+    tubelet_frames: int = 2
+    """Duration of a tubelet; its height and width are `patch_size`. It must divide the video's."""
+    attention: Literal["joint", "factorised"] = "joint"
+    """Every tubelet sees all others (model 1), or those of its time, and then the times see each other (model 2)."""
+    n_temporal_blocks: int = 4
+    """In which the times see each other, where attention is factorised."""
+    n_classes: int = 400
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "n_frames", "tubelet_frames", "n_temporal_blocks")
+        if self.n_frames % self.tubelet_frames:
+            raise UserError(
+                f"tubelet_frames {self.tubelet_frames} does not divide n_frames {self.n_frames}; change one."
+            )
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        return (np.zeros((self.n_frames, *self.image_size, self.channels), np.uint8),)
+
+    def build(self, execution: Execution = PLAIN) -> nn.Module:
+        return (ViViT if self.attention == "joint" else FactorisedViViT)(self, execution)
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        return (self.tubelet_frames, *self.patch_size)
+
+
+class ViViT(ViT):
+    """Joint space-time attention (model 1, section 3.3): a ViT of tubelets, `(frames, height, width, C)` uint8 to
+    logits `(n_classes,)`."""
+
+    config: ViViTConfig
+
+
+class FactorisedViViT(ViT):
+    """The factorised encoder (model 2, figure 4): a ViT for each time, without a head, and then a transformer of what
+    those say, `(frames, height, width, C)` uint8 to logits `(n_classes,)`.
+
+    All times lie one after the other in one sequence: only attention has to know them apart.
+    """
+
+    config: ViViTConfig
+
+    def setup(self) -> None:
+        c = self.config
+        n_times, *within = c.grid
+        at_one_time = replace(self.execution, attention=in_segments(n_times, self.execution.attention))
+        self.patch_embedding = PatchEmbedding(c.d_model)
+        self.spatial_placement = c.make_placement(prod(within))
+        self.temporal_placement = c.make_placement(n_times)
+        self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
+        self.spatial_blocks = [c.make_block(at_one_time) for _ in range(c.n_blocks)]
+        self.temporal_blocks = [c.make_block(self.execution) for _ in range(c.n_temporal_blocks)]
+        if c.final_norm:
+            self.spatial_norm, self.temporal_norm = c.make_norm(), c.make_norm()
+        self._make_head()
+
+    def encode(self, pixels: jax.Array) -> jax.Array:
+        """What the video is to the head, `(D,)`."""
+        c = self.config
+        n_times = c.grid[0]
+        patches_NP = patchify(standardised(pixels, c.mean, c.std), c.patch_shape)
+        x_ND = self.patch_embedding(patches_NP)
+        x_TD = self.spatial_placement(x_ND.reshape(n_times, -1, c.d_model)).reshape(-1, c.d_model)
+        spatial_keys = temporal_keys = None
+        if self.has_rng("dropout"):
+            keys = jax.random.split(self.make_rng("dropout"), 1 + c.n_blocks + c.n_temporal_blocks)
+            x_TD = self.embedding_dropout(x_TD, rng=keys[0])
+            spatial_keys, temporal_keys = keys[1 : c.n_blocks + 1], keys[c.n_blocks + 1 :]
+        time_T = jnp.repeat(jnp.arange(n_times), len(x_TD) // n_times)
+        seen_TT = masks.segment(time_T, time_T)
+        x_TD = run_blocks(self.spatial_blocks, self.execution, x_TD, time_T, seen_TT, keys=spatial_keys)
+        x_TD = self.spatial_norm(x_TD) if c.final_norm else x_TD
+        x_TD = self.temporal_placement(c.pool(x_TD.reshape(n_times, -1, c.d_model)))
+        x_TD = run_blocks(self.temporal_blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=temporal_keys)
+        return c.pool(self.temporal_norm(x_TD) if c.final_norm else x_TD)

@@ -1,0 +1,43 @@
+"""Patches of images and videos into the residual stream."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.nn.mlp import uniform_fan_in
+
+
+class PatchEmbedding(nn.Module):
+    """A linear layer, `W_patch` and `b_patch`: patches `(…, P)` to `(…, D)`, in the dtype of the weights."""
+
+    d_model: int
+
+    @nn.compact
+    def __call__(self, patches: jax.Array) -> jax.Array:
+        init = uniform_fan_in(patches.shape[-1])
+        W_PD = self.param("W_patch", init, (patches.shape[-1], self.d_model))
+        b_D = self.param("b_patch", init, (self.d_model,))
+        return patches.astype(b_D.dtype) @ W_PD + b_D
+
+
+class Placement(nn.Module):
+    """A sequence with a learned position added to each of its parts: `(…, N, D)` to the same.
+
+    With a class token, what comes out is one longer, and the first is that token (Dosovitskiy et al. 2021, equation 1):
+    the first row of `W_pos`. In the paper it is the sum of a position and a vector of its own; one of them is enough.
+
+    Attributes:
+      length: N.
+      init_std: standard deviation of `W_pos` at first.
+    """
+
+    length: int
+    class_token: bool
+    init_std: float = 0.02
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shape = (self.length + self.class_token, x.shape[-1])
+        W_pos = self.param("W_pos", nn.initializers.normal(self.init_std), shape)
+        before = [(0, 0)] * (x.ndim - 2) + [(int(self.class_token), 0), (0, 0)]
+        return jnp.pad(x, before) + W_pos

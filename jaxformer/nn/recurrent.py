@@ -1,0 +1,203 @@
+"""Recurrent layers with their parameters, alone and reading a source.
+
+E is the width of the source's annotations; A the width in which attention compares; for C and D see `ops.recurrent`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.ops.alignment import additive_scores, alignment_weights, dot_scores
+from jaxformer.ops.recurrent import State, Step, gru_step, lstm_step, recur
+
+
+class Cell(NamedTuple):
+    """What layers need to know of a cell."""
+
+    n_gates: int
+    n_parts: int
+    """Of its state."""
+    step: Step
+
+
+def _gru(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> tuple[State, None]:
+    return gru_step(state, x_3D, u_3D, b_D), None
+
+
+def _lstm(state: State, x_4D: jax.Array, u_4D: jax.Array, _: None) -> tuple[State, None]:
+    return lstm_step(state, x_4D, u_4D), None
+
+
+CELLS = {"gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, _lstm)}
+"""The cells by the names that configs use. Gates are in the order of their steps: r, z, n and i, f, g, o."""
+
+
+def orthogonal_gates(key: jax.Array, shape: tuple[int, int, int], dtype: Any = jnp.float32) -> jax.Array:
+    """An orthogonal matrix a gate (Saxe et al. 2014; for U in Bahdanau et al. 2015, appendix B.1)."""
+    one = partial(nn.initializers.orthogonal(), shape=shape[1:], dtype=dtype)
+    return jnp.stack([one(key) for key in jax.random.split(key, shape[0])])
+
+
+def forget_little(key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
+    """Biases of an LSTM: 1 for the forget gate (Jozefowicz et al. 2015), 0 for the others."""
+    return jnp.zeros(shape, dtype).at[1].set(1)
+
+
+def gates_of(x_TI: jax.Array, W_CID: jax.Array) -> jax.Array:
+    """What inputs give to each gate at each step, `(T, C, D)`."""
+    return jnp.einsum("ti,cid->tcd", x_TI, W_CID)
+
+
+class Recurrence(nn.Module):
+    """One layer, in one direction.
+
+    Attributes:
+      cell: a name in `CELLS`.
+      d_input: width I of what it reads.
+      d_model: width D of its state.
+    """
+
+    cell: str
+    d_input: int
+    d_model: int
+
+    def setup(self) -> None:
+        C, D = CELLS[self.cell].n_gates, self.d_model
+        self.W = self.param("W", nn.initializers.normal(self.d_input**-0.5), (C, self.d_input, D))
+        self.U = self.param("U", orthogonal_gates, (C, D, D))
+        self.b_W = self.param("b_W", forget_little if self.cell == "lstm" else nn.initializers.zeros, (C, D))
+        self.b_U = self.param("b_U", nn.initializers.zeros, (D,)) if self.cell == "gru" else None
+
+    def project(self, x_TI: jax.Array) -> jax.Array:
+        """What each step reads of its input, `(T, C, D)`: one product for all steps."""
+        return gates_of(x_TI, self.W) + self.b_W
+
+    @property
+    def recurrent_weights(self) -> jax.Array:
+        """`(D, C, D)`, the axis that products sum over first: else it would be turned at every step."""
+        return self.U.swapaxes(0, 1)
+
+    def zeros(self) -> State:
+        """The state before anything was read."""
+        return (jnp.zeros(self.d_model, self.U.dtype),) * CELLS[self.cell].n_parts
+
+    def __call__(self, x_TI: jax.Array, state: State, valid_T: jax.Array | None = None) -> tuple[jax.Array, State]:
+        """Outputs `(T, D)` and the last state. Places that are not valid change no state."""
+        return self.run(self.project(x_TI), state, valid_T)
+
+    def run(self, x_TCD: jax.Array, state: State, valid_T: jax.Array | None) -> tuple[jax.Array, State]:
+        """The same from what `project` gave."""
+        state, h_TD, _ = recur(CELLS[self.cell].step, state, x_TCD, valid_T, self.recurrent_weights, self.b_U)
+        return h_TD, state
+
+
+class Memory(NamedTuple):
+    """The source, as the layers below read it at each step."""
+
+    annotations_SE: jax.Array
+    values_SCD: jax.Array
+    """What each annotation gives to the gates, C h: a weighted sum of these is the product with the weighted sum."""
+    keys_SA: jax.Array | None
+    """What queries are compared with; None where there is nothing to choose from."""
+    valid_S: jax.Array
+
+
+class FixedContext(nn.Module):
+    """A recurrence each step of which reads one and the same context (Cho et al. 2014, section 2.2).
+
+    Attributes:
+      cell, d_input, d_model: see `Recurrence`.
+      d_source: width E of the context.
+    """
+
+    cell: str
+    d_input: int
+    d_model: int
+    d_source: int
+
+    def setup(self) -> None:
+        self.recurrence = Recurrence(self.cell, self.d_input, self.d_model)
+        shape = (CELLS[self.cell].n_gates, self.d_source, self.d_model)
+        self.C = self.param("C", nn.initializers.normal(self.d_source**-0.5), shape)
+
+    def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
+        """The source ready for `__call__`; S must be 1."""
+        return Memory(annotations_SE, gates_of(annotations_SE, self.C), None, valid_S)
+
+    def __call__(
+        self, x_TI: jax.Array, state: State, memory: Memory, valid_T: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, State]:
+        """Outputs `(T, D)`, the weight of the context at each step, `(T, 1)`, which is 1, and the last state."""
+        x_TCD = self.recurrence.project(x_TI) + memory.values_SCD
+        h_TD, state = self.recurrence.run(x_TCD, state, valid_T)
+        return h_TD, jnp.ones((len(x_TI), 1)), state
+
+
+class Attending(nn.Module):
+    """A recurrence each step of which chooses what it reads of the source by its last output (Bahdanau et al. 2015,
+    equations 5 and 6).
+
+    Attributes:
+      cell, d_input, d_model: see `Recurrence`.
+      d_source: width E of the annotations.
+      d_attention: width A of the alignment model; None for scores that are dot products, where it is D.
+    """
+
+    cell: str
+    d_input: int
+    d_model: int
+    d_source: int
+    d_attention: int | None
+
+    def setup(self) -> None:
+        self.recurrence = Recurrence(self.cell, self.d_input, self.d_model)
+        A, D, E = self.d_attention or self.d_model, self.d_model, self.d_source
+        self.C = self.param("C", nn.initializers.normal(E**-0.5), (CELLS[self.cell].n_gates, E, D))
+        self.U_a = self.param("U_a", nn.initializers.normal(E**-0.5), (E, A))
+        if self.d_attention is not None:
+            self.W_a = self.param("W_a", nn.initializers.normal(D**-0.5), (D, A))
+            self.v_a = self.param("v_a", nn.initializers.normal(A**-0.5), (A, 1))
+
+    def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
+        """The source ready for `__call__`: what does not depend on the state, for all steps at once."""
+        return Memory(annotations_SE, gates_of(annotations_SE, self.C), annotations_SE @ self.U_a, valid_S)
+
+    def __call__(
+        self, x_TI: jax.Array, state: State, memory: Memory, valid_T: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, State]:
+        """Outputs `(T, D)`, the weights of the annotations at each step, `(T, S)` float32, and the last state."""
+        weights = {"U": self.recurrence.recurrent_weights}
+        fixed = {
+            "keys": memory.keys_SA, "values": memory.values_SCD, "valid": memory.valid_S, "b": self.recurrence.b_U,
+        }  # fmt: skip
+        if self.d_attention is not None:
+            weights["W_a"] = self.W_a
+            fixed["v_a"] = self.v_a[:, 0]
+        step = _ADDITIVE_STEPS if self.d_attention is not None else _DOT_STEPS
+        x_TCD = self.recurrence.project(x_TI)
+        state, h_TD, weights_TS = recur(step[self.cell], state, x_TCD, valid_T, weights, fixed)
+        return h_TD, weights_TS, state
+
+
+def _additive(state: State, u: dict, fixed: dict) -> jax.Array:
+    return additive_scores(u["W_a"], fixed["keys"], fixed["v_a"])
+
+
+def _dot(state: State, u: dict, fixed: dict) -> jax.Array:
+    return dot_scores(state[0], fixed["keys"])
+
+
+def _attending_step(step: Step, score: Any, state: State, x_CD: jax.Array, u: dict, fixed: dict) -> tuple:
+    weights_S = alignment_weights(score(state, u, fixed), fixed["valid"])
+    context_CD = jnp.tensordot(weights_S.astype(x_CD.dtype), fixed["values"], 1)
+    state, _ = step(state, x_CD + context_CD, u["U"], fixed["b"])
+    return state, weights_S
+
+
+_ADDITIVE_STEPS = {name: partial(_attending_step, cell.step, _additive) for name, cell in CELLS.items()}
+_DOT_STEPS = {name: partial(_attending_step, cell.step, _dot) for name, cell in CELLS.items()}

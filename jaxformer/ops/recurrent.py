@@ -1,0 +1,122 @@
+"""Recurrent networks on one sequence: gated cells, and the loop that runs them.
+
+Beside the axes of all modules, C are the gates of a cell, three or four, and D is the width of its state.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+State = tuple[jax.Array, ...]
+"""What a step hands to the next: `(h_D,)` of a GRU, `(h_D, c_D)` of an LSTM. The first is also the step's output."""
+
+Step = Callable[[State, jax.Array, Any, Any], tuple[State, Any]]
+"""`(state, x, u, fixed)` to the next state and what to keep of the step, where u is the last output times each of the
+weights; see `recur`."""
+
+
+def gru_step(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> State:
+    """A gated recurrent unit: r, z = σ(x + u), n = tanh(x + r ∘ (u + b)), h ← (1 - z) ∘ n + z ∘ h.
+
+    After Cho et al. 2014, section 2.3, with the reset gate r after the product with U, as in the first version of their
+    paper and in cuDNN, so that all three products are one.
+
+    Args:
+      state: `(h_D,)`.
+      x_3D: W x + b of the gates r, z and n.
+      u_3D: U h of the same.
+      b_D: the bias of U h in n, which alone is not one with that of W x.
+    """
+    (h_D,) = state
+    r_D, z_D = jax.nn.sigmoid(x_3D[:2] + u_3D[:2])
+    n_D = jnp.tanh(x_3D[2] + r_D * (u_3D[2] + b_D))
+    return ((1 - z_D) * n_D + z_D * h_D,)
+
+
+def lstm_step(state: State, x_4D: jax.Array, u_4D: jax.Array) -> State:
+    """Long short-term memory: i, f, o = σ(x + u), g = tanh(x + u), c ← f ∘ c + i ∘ g, h ← o ∘ tanh(c).
+
+    After Hochreiter and Schmidhuber 1997, with the forget gate f of Gers et al. 2000 and without peepholes.
+
+    Args:
+      state: `(h_D, c_D)`.
+      x_4D: W x + b of the gates i, f, g and o.
+      u_4D: U h of the same.
+    """
+    _, c_D = state
+    i_D, f_D, g_D, o_D = x_4D + u_4D
+    c_D = jax.nn.sigmoid(f_D) * c_D + jax.nn.sigmoid(i_D) * jnp.tanh(g_D)
+    return jax.nn.sigmoid(o_D) * jnp.tanh(c_D), c_D
+
+
+def recur(
+    step: Step, state: State, x_T: jax.Array, valid_T: jax.Array | None, weights: Any, fixed: Any
+) -> tuple[State, jax.Array, Any]:
+    """Run a cell over a sequence.
+
+    Products with the last output h are made here and not in the step: as the derivative with respect to a weight sums
+    over all steps, it can be had from one product after the loop, instead of one a step added to what there is.
+
+    Args:
+      step: hashable; it must use no array but its arguments.
+      state: what the first step begins with.
+      x_T: `(T, …)`, a row a step: products with inputs, made for all steps at once.
+      valid_T: False where a step must leave the state as it is; None where no step must.
+      weights: matrices `(D, …)`, any pytree; a step gets h times each.
+      fixed: any arrays that each step reads.
+
+    Returns:
+      The last state, the outputs `(T, D)`, and what the steps kept, each with a first axis T. At a place that is not
+      valid the output is the one before.
+    """
+    valid_T = jnp.ones(len(x_T), bool) if valid_T is None else valid_T
+    return _recur(step, state, x_T, valid_T, weights, fixed)
+
+
+def _advance(
+    step: Step, valid: jax.Array, state: State, x: jax.Array, u: Any, fixed: Any
+) -> tuple[State, tuple[jax.Array, Any]]:
+    after, kept = step(state, x, u, fixed)
+    after = jax.tree.map(partial(jnp.where, valid), after, state)
+    return after, (after[0], kept)
+
+
+def _product(h_D: jax.Array, weights: Any) -> Any:
+    """h times each matrix; of one step, or of all, `(T, D)`."""
+    return jax.tree.map(lambda W: jnp.tensordot(h_D, W, 1), weights)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _recur(step: Step, state: State, x_T: jax.Array, valid_T: jax.Array, weights: Any, fixed: Any) -> Any:
+    def advance(state: State, now: tuple) -> tuple[State, Any]:
+        x, valid = now
+        return _advance(step, valid, state, x, _product(state[0], weights), fixed)
+
+    last, (h_TD, kept_T) = jax.lax.scan(advance, state, (x_T, valid_T))
+    return last, h_TD, kept_T
+
+
+@_recur.defjvp
+def _recur_jvp(step: Step, primals: tuple, tangents: tuple) -> tuple:
+    state, x_T, valid_T, weights, fixed = primals
+    d_state, d_x_T, _, d_weights, d_fixed = tangents
+
+    def advance(state: State, now: tuple) -> tuple[State, Any]:
+        x, valid = now
+        u = _product(state[0], weights)
+        after, out = _advance(step, valid, state, x, u, fixed)
+        return after, (out, state, u)
+
+    last, ((h_TD, kept_T), state_T, u_T) = jax.lax.scan(advance, state, (x_T, valid_T))
+    d_u_T = _product(state_T[0], d_weights)
+
+    def advance_tangent(d_state: State, now: tuple) -> tuple[State, Any]:
+        state, x, u, valid, d_x, d_u = now
+        d_u = jax.tree.map(jnp.add, d_u, _product(d_state[0], weights))
+        return jax.jvp(partial(_advance, step, valid), (state, x, u, fixed), (d_state, d_x, d_u, d_fixed))[1]
+
+    d_last, (d_h_TD, d_kept_T) = jax.lax.scan(advance_tangent, d_state, (state_T, x_T, u_T, valid_T, d_x_T, d_u_T))
+    return (last, h_TD, kept_T), (d_last, d_h_TD, d_kept_T)

@@ -1,0 +1,74 @@
+"""`sample.py` on the run of a masked language model."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.cli import sample
+from jaxformer.config import Config
+from jaxformer.data.masked import MaskedTextConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.runs import create_run
+
+MODEL = EncoderConfig(258, 16, 12, n_heads=3, d_ff=(17,), n_blocks=1)
+BYTES = Tokenizer.train(["a b"], 257)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With parameters that know one thing: a gap is ' ', or else 'e', whatever stands around it."""
+    folder: Path = tmp_path_factory.mktemp("runs") / "mlm"
+    place = create_run(folder, Config("mlm", MODEL, MaskedTextConfig(), steps=1), BYTES, may_number=False)
+    params = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape), jax.eval_shape(MODEL.build().init, jax.random.key(0), *MODEL.example())
+    )["params"]
+    space, e = (BYTES.encode(text)[0] for text in (" ", "e"))
+    params["b_out"] = params["b_out"].at[jnp.array([space, e])].set(jnp.array([9.0, 8.0]))
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(1, params, {"none": jnp.zeros(1)}, {"step": 1}, None)
+    return str(place)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_gaps_are_filled_and_the_likeliest_named(run: str, weights: str, capsys: pytest.CaptureFixture) -> None:
+    assert sample.main(["--run", run, "--weights", weights, "--prompt", "th [MASK]", "[MASK]a[MASK][MASK]"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "th " and said[2] == " a  "  # the space before a gap is the gap's own
+    # Among 257 tokens, e^9 and e^8 of 11,339.
+    assert said[1].startswith("  ' ' 0.715, 'e' 0.263, ") and said[1].count(",") == 4
+    assert len(said) == 2 + 4
+
+
+def test_rows_of_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "a[MASK]", "id": 7}\n{"prompt": "no gap"}\n{"prompt": "[MASK]", "seed": 1}\n'
+    )
+    asked = ["--run", run, "--prompts-file", str(tmp_path / "prompts.jsonl"), "--jsonl", "--top-logprobs", "2"]
+    assert sample.main(asked) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "line": 1, "id": 7, "prompt": "a[MASK]", "text": "a ", "gaps": [[[" ", 0.7146], ["e", 0.2629]]],
+    }  # fmt: skip
+    wrong = printed.err.splitlines()
+    assert "line 2, has no [MASK]" in wrong[0] and "line 3, has a seed, but what fills a gap is not drawn" in wrong[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "the prompt has no [MASK]"),
+        (["--prompt", "a[MASK]", "--temperature", "0.5"], "--temperature"),
+        (["--interactive"], "--interactive"),
+        (["--prompt", "a[MASK]", "--top-logprobs", "258"], "--top-logprobs is 258; it must be at most 257"),
+        (["--prompt", "a[MASK]", "no gap"], "prompt 2 has no [MASK]"),
+        (["--prompt", "[MASK]" * 17], "has 17 tokens; it may have at most the context's 16"),
+    ],
+)
+def test_what_does_not_apply_is_refused(run: str, options: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert sample.main(["--run", run, *options]) == 2
+    assert said in capsys.readouterr().err

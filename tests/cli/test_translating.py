@@ -1,0 +1,107 @@
+"""`sample.py` and `eval` on a run whose model makes one text of another."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer import load_run
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.cli import eval as evaluation
+from jaxformer.cli import sample
+from jaxformer.config import Config
+from jaxformer.data.dates import DatesConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode.scores import exact_match, scores
+from jaxformer.decode.translate import translate
+from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.runs import create_run
+
+SOURCES = ["de 7.9.23", "é"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model that has learned nothing."""
+    folder = tmp_path_factory.mktemp("translating")
+    model = RecurrentConfig(257, 40, d_embedding=6, d_model=8)
+    config = Config("pairs", model, DatesConfig(n_pairs=40, n_held_out=6, locales=("sv", "de")), steps=1)
+    place = create_run(folder / "runs/pairs", config, Tokenizer.train([], 257), may_number=False)
+    built = model.build()
+    params = jax.jit(built.init)(jax.random.key(1), *map(jnp.asarray, model.example()))["params"]
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
+    return folder
+
+
+@pytest.fixture
+def made(here: Path) -> Callable:
+    """What the run makes of texts."""
+    run = load_run(here / "runs/pairs")
+
+    def call(texts: list[str], **how: object) -> list[str]:
+        return translate(run.model, run.params, run.tokenizer, texts, context_length=40, **how)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+
+
+def test_each_prompt_is_translated(made: Callable, capsys: pytest.CaptureFixture) -> None:
+    assert sample.main(["--prompt", *SOURCES]) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in made(SOURCES))
+    options = ["--num-beams", "3", "--length-penalty", "0.6", "--max-new-tokens", "9"]
+    assert sample.main(["--run", "runs/pairs", "--jsonl", *options, "--prompt", *SOURCES]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["text"] for row in rows] == made(SOURCES, n_beams=3, length_penalty=0.6, max_new_tokens=9)
+    assert [(row["line"], row["prompt"]) for row in rows] == [(1, SOURCES[0]), (2, SOURCES[1])]
+
+
+def test_a_broken_line_of_a_file_is_named_and_the_others_translated(
+    here: Path, made: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    (here / "texts.txt").write_text(f"{SOURCES[0]}\n{'x' * 41}\n{SOURCES[1]}\n")
+    assert sample.main(["--prompts-file", "texts.txt", "--jsonl"]) == 2
+    told = capsys.readouterr()
+    assert "line 2, has 41 tokens; it may have at most the context's 40" in told.err
+    rows = [json.loads(line) for line in told.out.splitlines()]
+    assert [(row["line"], row["text"]) for row in rows] == list(zip((1, 3), made(SOURCES), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", "a", "--top-k", "3"], "knows no --top-k; leave it out"),
+        (["--interactive"], "knows no --interactive"),
+        ([], "nothing to translate"),
+        (["--prompt", "x" * 41], "the prompt has 41 tokens"),
+        (["--prompt", "a", "--max-new-tokens", "41"], "max_new_tokens is 41; it must be at least 1 and at most"),
+        (["--prompt", "a", "--cache-dtype", "int8"], "cannot keep its source as int8"),
+        (["--prompts-file", "seeds.jsonl"], "has a seed, but a translation draws nothing"),
+    ],
+    ids=str,
+)
+def test_what_does_not_apply_is_refused(
+    here: Path, capsys: pytest.CaptureFixture, options: list[str], said: str
+) -> None:
+    (here / "seeds.jsonl").write_text('{"prompt": "a", "seed": 3}\n')
+    assert sample.main(options) == 2
+    told = capsys.readouterr()
+    assert said in told.err and not told.out
+
+
+def test_eval_scores_what_is_made_of_the_held_out_sources(made: Callable, capsys: pytest.CaptureFixture) -> None:
+    assert evaluation.main(["--batch-size", "8"]) == 0
+    about, loss, quality = capsys.readouterr().out.splitlines()
+    assert "dates in 2 locales" in about and "targets=66" in loss  # of six dates, ten characters and an end
+    run = load_run("runs/pairs")
+    val = run.config.data.load(run.config.model, 8, 0, run.tokenizer).val
+    texts = made([pair.source for pair in val])
+    found = scores(texts, [pair.target for pair in val]) | {"exact": exact_match(texts, [pair.target for pair in val])}
+    assert quality == " ".join(f"{name}={value:.4f}" for name, value in found.items())

@@ -1,0 +1,23 @@
+"""Two models that differ in whether they attend."""
+
+import pytest
+
+from jaxformer.cli.arguments import load_config
+from jaxformer.config import differences
+from jaxformer.data.dates import DatesConfig
+from jaxformer.data.pairs import Pairs
+from tests.helpers import ROOT
+
+
+def test_they_differ_in_attention_alone() -> None:
+    fixed, bahdanau = (load_config(f"{ROOT}/configs/dates.py:{name}") for name in ("fixed", "bahdanau"))
+    assert {field for field, *_ in differences(fixed, bahdanau)} == {"name", "model.attention"}
+
+
+@pytest.mark.slow
+def test_no_date_is_too_long_for_them() -> None:
+    config = load_config(f"{ROOT}/configs/dates.py:bahdanau")
+    data = config.data.load(config.model, config.train.batch_size, config.seed)
+    assert isinstance(data, Pairs) and isinstance(config.data, DatesConfig)
+    assert data.steps_per_epoch == config.data.n_pairs // config.train.batch_size
+    assert "longer" not in data.describe() and "cut" not in data.describe()

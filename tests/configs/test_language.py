@@ -1,0 +1,74 @@
+"""What the configs promise of themselves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxformer.cli.arguments import load_config
+from jaxformer.config import Config
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.images import StillsConfig
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.runs import abstract_params, count_parameters, read_config, write_config
+from jaxformer.train.step import check_fit
+from tests.data.test_images import idx
+from tests.helpers import ROOT, write_books
+
+
+def config_of(spec: str) -> Config:
+    return load_config(str(ROOT / "configs" / spec))
+
+
+def active_parameters(config: Config) -> int:
+    """Those that act on a token: of all experts, its own alone."""
+    model = config.model
+    assert isinstance(model, DecoderConfig)
+    params = abstract_params(model.build(), model)
+    each = {jax.tree_util.keystr(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    idle = sum(size for name, size in each.items() if "'experts'" in name)
+    if not idle:
+        return count_parameters(params)
+    assert model.n_experts is not None and idle % model.n_experts == 0
+    return count_parameters(params) - idle // model.n_experts * (model.n_experts - model.experts_per_token)
+
+
+def test_as_many_parameters_act_on_a_token_of_the_mixture_as_of_the_dense_model() -> None:
+    """Of a block's MLP: 2 · 128 · 512 = 2 · (2 · 128 · 254) + 128 · 8, the last of which are the router's."""
+    dense, moe = config_of("moe.py:dense"), config_of("moe.py:moe")
+    attention, mlp, norms = 4 * 128 * 128, 2 * 128 * 512, 2 * 128
+    assert active_parameters(dense) == 2048 * 128 + 4 * (attention + mlp + norms) + 128
+    assert active_parameters(moe) == active_parameters(dense)
+    assert replace(moe, name="dense", model=dense.model) == dense  # the same text, as often, and the same optimizer
+
+
+@pytest.mark.parametrize("name", ["vit", "vivit", "vivit_class"])
+def test_configs_of_vision_fit_images_as_fashion_mnist_has_them(name: str, tmp_path: Path) -> None:
+    """28 x 28 bytes, of 10 classes."""
+    config = config_of(f"vision.py:{name}")
+    write_config(tmp_path, config)
+    assert read_config(tmp_path) == config
+    assert isinstance(config.data, StillsConfig)
+    with pytest.raises(UserError, match=r"data\.path is empty; give a folder of images with --data\.path"):
+        config.data.load(config.model, 2, seed=0)
+    for part in ("train", "t10k"):
+        pixels, labels = np.zeros((20, 28, 28), np.uint8), np.arange(20, dtype=np.uint8) % 10
+        for what, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+            (tmp_path / f"{part}-{what}-ubyte").write_bytes(idx(array))
+    data = replace(config.data, path=str(tmp_path)).load(config.model, 2, seed=0)
+    check_fit(config.model, data.rows(0))
+
+
+@pytest.mark.parametrize("spec", ["mlm.py", "prefix.py", "moe.py:moe", "moe.py:dense"])
+def test_the_data_of_a_config_is_what_its_model_is_called_with(spec: str, tmp_path: Path) -> None:
+    config = config_of(spec)
+    write_config(tmp_path, config)
+    assert read_config(tmp_path) == config
+    assert isinstance(config.data, TextConfig) and isinstance(config.model, DecoderConfig | EncoderConfig)
+    model = replace(config.model, vocab_size=280)
+    books = replace(config.data, path=str(write_books(tmp_path / "books")))
+    check_fit(model, books.load(model, 2, seed=0).rows(0))

@@ -1,0 +1,302 @@
+"""Images with captions: what is read, what is refused, and that batches depend on nothing but data, seed and step."""
+
+import io
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxformer.config import from_dict, to_dict
+from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_kept, draw_moves, keep_words, move
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
+from jaxformer.models.mlp import MLPConfig
+
+SIDE, T = 4, 12
+MODEL = CLIPConfig(
+    vision=ImageTowerConfig(image_size=SIDE, patch_size=2, d_model=8, n_heads=2, n_blocks=1),
+    text=TextTowerConfig(259, T, d_model=8, n_heads=2, n_blocks=1),
+)  # bytes, end-of-text, and two merges: "re" and "ed", or some such
+COLOURS = {
+    "red": (255, 0, 0),
+    "green": (0, 255, 0),
+    "blue": (0, 0, 255),
+    "reddish": (200, 40, 40),
+    "teal": (0, 128, 128),
+}
+LINES = [f"{i}.png\t{name}\t{'val' if name == 'teal' else 'train'}" for i, name in enumerate(COLOURS)]
+
+
+def png(colour: tuple[int, ...], size: tuple[int, int] = (SIDE, SIDE), mode: str = "RGB", kind: str = "PNG") -> bytes:
+    """An image of one colour."""
+    with io.BytesIO() as file:
+        Image.new(mode, size, colour).save(file, kind)
+        return file.getvalue()
+
+
+IMAGES = {f"{i}.png": png(colour) for i, colour in enumerate(COLOURS.values())}
+
+
+def write(
+    folder: Path, lines: list[str] = LINES, images: dict[str, bytes] = IMAGES, header: str = "file\tcaption\tsplit"
+) -> str:
+    """A folder as `CaptionsConfig.path` names it."""
+    (folder / "captions.tsv").write_text("\n".join([header, *lines]) + "\n")
+    with zipfile.ZipFile(folder / "images.zip", "w") as file:
+        for name, content in images.items():
+            file.writestr(name, content)
+    return str(folder)
+
+
+def load(path: str, batch_size: int = 2, seed: int = 0, model: CLIPConfig = MODEL, **options) -> Captions:
+    return CaptionsConfig(path, **options).load(model, batch_size, seed)
+
+
+def equal(a, b) -> bool:
+    """Whether two batches are, in every number."""
+    flat = lambda batch: [*batch.inputs, batch.targets]  # noqa: E731
+    return all((x == y).all() for x, y in zip(flat(a), flat(b), strict=True))
+
+
+def test_a_batch_holds_what_the_model_is_called_with(tmp_path: Path) -> None:
+    data = load(write(tmp_path))
+    batch, example = data.rows(0), MODEL.example()
+    for found, wanted in zip(batch.inputs, example, strict=True):
+        assert found.shape == (2, *wanted.shape) and found.dtype == wanted.dtype
+    assert batch.targets.shape == (2,) and batch.weights is None
+
+
+def test_each_image_stands_with_its_caption(tmp_path: Path) -> None:
+    """Two batches are an epoch of the four; the held-out pair is not among them."""
+    data = load(write(tmp_path))
+    seen = {}
+    for step in (0, 1):
+        images, tokens, valid = data.rows(step).inputs
+        for image, row, is_token in zip(images, tokens, valid, strict=True):
+            assert (image == image[0, 0]).all()
+            seen[data.tokenizer.decode(row[is_token])] = tuple(map(int, image[0, 0]))
+    assert seen == {name: colour for name, colour in COLOURS.items() if name != "teal"}
+    (held,) = data.held_out(1)
+    assert data.tokenizer.decode(held.inputs[1][held.inputs[2]]) == "teal"
+    np.testing.assert_array_equal(held.inputs[0][0, 0, 0], COLOURS["teal"])
+
+
+def test_texts_stand_between_two_ends_and_lose_what_is_too_long() -> None:
+    tokenizer = Tokenizer.train(["abc"], 257)
+    a, end = tokenizer.encode("a")[0], tokenizer.end_of_text
+    tokens, valid, n_shortened = as_tokens(["a", "aa", "aaa", ""], tokenizer, 4)
+    assert tokens.tolist() == [[end, a, end, 0], [end, a, a, end], [end, a, a, end], [end, end, 0, 0]]
+    assert valid.sum(1).tolist() == [3, 4, 4, 2] and n_shortened == 1
+    assert all((np.diff(row.astype(int)) <= 0).all() for row in valid)  # padding on the right
+
+
+def test_the_tokenizer_learns_from_training_captions_or_is_given(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    data = load(path)
+    learned = [piece for piece in data.tokenizer.token_bytes if len(piece) > 1]
+    assert learned and all(any(piece in name.encode() for name in COLOURS if name != "teal") for piece in learned)
+    given = Tokenizer.train(["tealteal"], 258)
+    again = CaptionsConfig(path).load(MODEL, 2, 0, given)
+    assert again.tokenizer is given and again.fingerprint == data.fingerprint
+
+
+def test_equal_captions_have_one_number(tmp_path: Path) -> None:
+    lines = [line.replace("blue", "red").replace("teal", "red") for line in LINES]
+    data = load(write(tmp_path, lines))
+    assert data.numbers[0] == data.numbers[2] == data.numbers[4]
+    assert len(set(data.numbers.tolist())) == 3
+
+
+def test_a_batch_depends_on_data_seed_and_step_alone(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    a, b = (load(path, seed=3, shift=2, flip=True) for _ in range(2))
+    for step in (9, 0, 4):  # in any order
+        assert equal(a.rows(step), b.rows(step))
+    batches = [a.rows(step) for step in range(8)]
+    assert any(not equal(x, load(path, seed=4, shift=2, flip=True).rows(step)) for step, x in enumerate(batches))
+    assert any(not equal(x, y) for x, y in zip(batches[:2], batches[2:4], strict=True))  # another epoch, another order
+
+
+def test_some_rows_of_a_batch_are_those_rows(tmp_path: Path) -> None:
+    data = load(write(tmp_path), batch_size=4, shift=2, flip=True)
+    whole, which = data.rows(5), np.array([1, 3])
+    part = data.rows(5, which)
+    for ours, wanted in zip((*part.inputs, part.targets), (*whole.inputs, whole.targets), strict=True):
+        np.testing.assert_array_equal(ours, wanted[which])
+
+
+def test_held_out_pairs_come_in_order_and_are_filled_up(tmp_path: Path) -> None:
+    lines = [line.replace("train", "val") if i else line for i, line in enumerate(LINES)]
+    data = load(
+        write(tmp_path, lines),
+        batch_size=1,
+        shift=2,
+        flip=True,
+        model=replace(MODEL, text=replace(MODEL.text, vocab_size=257)),
+    )
+    batches = list(data.held_out(3))
+    assert [b.weights.tolist() for b in batches] == [[1, 1, 1], [1, 0, 0]]
+    colours = [tuple(map(int, image[0, 0])) for b in batches for image in b.inputs[0][b.weights > 0]]
+    assert colours == list(COLOURS.values())[1:]  # as they are: nothing is moved
+    assert [b.inputs[0].shape for b in batches] == [(3, SIDE, SIDE, 3)] * 2
+    spread = list(data.held_out(3, 2))
+    assert [tuple(map(int, image[0, 0])) for image in spread[0].inputs[0][:2]] == [colours[0], colours[3]]
+
+
+def test_an_image_is_moved_and_mirrored_as_asked() -> None:
+    """A 3 by 3 image of numbers: down by one and right by one, its edge repeated; then its mirror image."""
+    image = np.arange(9, dtype=np.uint8).reshape(1, 3, 3, 1).repeat(4, 0)
+    none, one, back = 0, 1, -1
+    found = move(image, np.array([none, one, back, none]), np.array([none, one, none, none]), np.arange(4) == 3)[..., 0]
+    assert found[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert found[1].tolist() == [[0, 0, 1], [0, 0, 1], [3, 3, 4]]
+    assert found[2].tolist() == [[3, 4, 5], [6, 7, 8], [6, 7, 8]]
+    assert found[3].tolist() == [[2, 1, 0], [5, 4, 3], [8, 7, 6]]
+
+
+def test_moves_reach_from_minus_shift_to_shift_and_differ_by_epoch() -> None:
+    down, right, mirrored = draw_moves(1000, 0, 0, 2)
+    for drawn in (down, right):
+        assert set(drawn.tolist()) == {-2, -1, 0, 1, 2}
+    assert abs(mirrored.mean() - 0.5) < 0.064  # four times √(0.25/1000)
+    assert (down != right).any() and (down != draw_moves(1000, 0, 1, 2)[0]).any()
+    assert not draw_moves(1000, 0, 0, 0)[0].any()
+
+
+def test_images_of_every_kind_are_brought_to_the_models_channels(tmp_path: Path) -> None:
+    """Grey, a palette, JPEG, and what is transparent: white, and half of it half as red."""
+    images = {
+        "0.png": png((51,), mode="L"), "1.png": png((0, 0, 0, 0), mode="RGBA"),
+        "2.png": png((255, 0, 0, 128), mode="RGBA"),
+        "3.png": png((255, 0, 0), mode="P"), "4.png": png((90, 90, 90), kind="JPEG"),
+    }  # fmt: skip
+    found = load(write(tmp_path, images=images)).images[:, 0, 0]
+    assert found[0].tolist() == [51] * 3
+    assert found[1].tolist() == [255] * 3
+    assert found[2].tolist() == [255, 127, 127]
+    assert found[4].tolist() == [90] * 3
+    grey = replace(MODEL, vision=replace(MODEL.vision, mean=(0.5,), std=(0.2,)))
+    data = load(str(tmp_path), model=grey)
+    assert data.images.shape == (5, SIDE, SIDE, 1) and data.images[0, 0, 0, 0] == 51
+
+
+def test_the_fingerprint_is_of_all_that_shapes_the_batches(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    data = load(path)
+    assert len(data.fingerprint) == 64 and data.fingerprint == load(path, batch_size=1, seed=5).fingerprint
+    others = [
+        load(path, shift=1), load(path, flip=True),
+        load(path, drop_words=0.5),
+        load(path, model=replace(MODEL, text=replace(MODEL.text, context_length=11))),
+    ]  # fmt: skip
+    others.append(load(write(tmp_path, images={**IMAGES, "0.png": png((254, 0, 0))})))
+    others.append(load(write(tmp_path, [LINES[0].replace("red", "Red"), *LINES[1:]])))
+    assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 7
+
+
+def test_it_says_what_there_is(tmp_path: Path) -> None:
+    data = load(write(tmp_path))
+    assert data.describe().startswith(f"{tmp_path}: 4 images of 4 x 4 pixels with captions, ")
+    assert data.describe().endswith(" tokens each; held out: 1")
+    assert (data.unit, data.per_step, data.steps_per_epoch) == ("examples", 2, 2)
+    short = load(str(tmp_path), model=replace(MODEL, text=replace(MODEL.text, context_length=4)))
+    assert ", 4 shortened; held out" in short.describe()  # the tokenizer's two merges make one token of "red"
+
+
+def test_the_config_comes_back_from_json() -> None:
+    config = CaptionsConfig("somewhere", shift=3, flip=True)
+    assert from_dict(CaptionsConfig, to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip has no 5\.png, which a caption is for"),
+        ({"images": {**IMAGES, "x.png": b""}}, r"x\.png in .*images\.zip has no caption; add a line to captions\.tsv"),
+        ({"images": {**IMAGES, "1.png": png((0, 0, 0), (4, 5))}}, "has 4 x 5 pixels, but the model reads 4 x 4"),
+        ({"images": {**IMAGES, "1.png": b"no image"}}, r"1\.png in .* cannot be read as a picture"),
+        ({"images": {**IMAGES, "1.png": IMAGES["1.png"][:40]}}, r"1\.png in .* cannot be read as a picture"),
+        ({"header": "image\ttext"}, r"the first line of .*captions\.tsv is 'image\\ttext'"),
+        ({"lines": [*LINES, "5.png\tpink"]}, r"line 7 of .* is '5\.png\\tpink'; it must have a file"),
+        ({"lines": [*LINES, "5.png\t \ttrain"]}, "line 7 of .* must have a file, a caption, a split with tabs"),
+        ({"lines": [*LINES, "5.png\tpink\ttest"]}, "line 7 of .* has the split 'test'; it must be train or val"),
+        ({"lines": [*LINES, "0.png\tpink\ttrain"]}, r"line 7 of .* is a second caption for 0\.png"),
+        ({"lines": LINES[:4]}, "has no line of the split val"),
+        ({"lines": LINES[4:]}, "has no line of the split train"),
+    ],
+)  # fmt: skip
+def test_files_that_do_not_fit_together_are_the_users_error(tmp_path: Path, change: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load(write(tmp_path, **change))
+
+
+@pytest.mark.parametrize("name", ["images.zip", "captions.tsv"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    write(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=rf"{name} does not exist; give a folder with images\.zip and captions\.tsv"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [lambda b: b"no zip", lambda b: b[:-30], lambda b: b.replace(b"IDAT", b"IDAR")])
+def test_a_zip_that_cannot_be_read_is_the_users_error(tmp_path: Path, damage) -> None:
+    write(tmp_path)
+    file = tmp_path / "images.zip"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=r"images\.zip cannot be read as a zip file: .*; make it anew"):
+        load(str(tmp_path))
+
+
+def test_an_image_too_large_to_open_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow refuses what has more than twice as many pixels as it takes: 16 and 7."""
+    path = write(tmp_path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
+    with pytest.raises(UserError, match=r"0\.png in .* cannot be read as a picture: Image size \(16 pixels\)"):
+        load(path)
+
+
+def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(UserError, match=r"data\.path is empty"):
+        load("")
+    with pytest.raises(UserError, match=r"has 4 pair\(s\) for training, fewer than train\.batch_size 5"):
+        load(path, batch_size=5)
+    with pytest.raises(UserError, match="MLPConfig does not describe a model of both"):
+        CaptionsConfig(path).load(MLPConfig(), 2, 0)
+    with pytest.raises(UserError, match="context_length is 2; a token between"):
+        load(path, model=replace(MODEL, text=replace(MODEL.text, context_length=2)))
+    with pytest.raises(UserError, match="images of 2 channels"):
+        load(path, model=replace(MODEL, vision=replace(MODEL.vision, mean=(0.5, 0.5), std=(0.2, 0.2))))
+    with pytest.raises(UserError, match="shift is -1"):
+        CaptionsConfig(path, shift=-1)
+    with pytest.raises(UserError, match=r"drop_words is 1\.0; it must be at least 0 and below 1"):
+        CaptionsConfig(path, drop_words=1.0)
+
+
+def test_some_words_are_left_out_and_one_is_kept() -> None:
+    kept = np.array([True, False, False, True])
+    assert keep_words("one two three four five six", kept) == "one four five"
+    assert keep_words("one two", kept[1:3]) == "one"
+    drawn = draw_kept(1000, 0, 0, 0.3)
+    assert abs(drawn.mean() - 0.7) < 0.008  # four times √(0.21/64000)
+    assert (drawn != draw_kept(1000, 0, 1, 0.3)).any()
+
+
+def test_words_are_left_out_in_training_alone(tmp_path: Path) -> None:
+    """Captions of the letters a, b and c: what is left of them are some of these, others in another epoch."""
+    lines = [f"{i}.png\ta b c\t{'val' if i == 4 else 'train'}" for i in range(5)]
+    model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
+    data = load(write(tmp_path, lines), batch_size=4, model=model, drop_words=0.5)
+    strip = lambda row, valid: data.tokenizer.decode(row[valid])  # noqa: E731
+    epochs = [[strip(*pair) for pair in zip(*data.rows(step).inputs[1:], strict=True)] for step in range(4)]
+    for said in (text for epoch in epochs for text in epoch):
+        assert said and said.split() == sorted(set(said.split()) & {"a", "b", "c"})
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert data.rows(3).targets.tolist() == [data.numbers[0]] * 4  # the caption is the same one
+    (held,) = data.held_out(1)
+    assert strip(held.inputs[1][0], held.inputs[2][0]) == "a b c"
+    assert equal(data.rows(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).rows(2))

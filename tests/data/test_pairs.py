@@ -1,0 +1,247 @@
+"""Pairs of texts in batches of like length."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxformer.config import ModelConfig
+from jaxformer.data.dataset import Batch
+from jaxformer.data.pairs import N_BUCKETS, Pair, Pairs, PairsConfig, read_pairs
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.recurrent import RecurrentConfig
+
+BYTES = Tokenizer.train([], 257)
+END = BYTES.end_of_text
+LONGEST = 16
+MODEL = RecurrentConfig(257, LONGEST)
+# Each source is its own number, followed by as many letters as make all lengths from 2 to 16; a target has 1 to 15
+# tokens, and its end.
+TRAIN = [Pair(f"{i:02}".ljust(2 + i % 15, "s"), f"{'t' * (1 + 7 * i % 15)}") for i in range(50)]
+VAL = [Pair("a", "bc"), Pair("d" * 20, "e"), Pair("f" * 9, "g" * 15), Pair("h" * 3, "i" * 30), Pair("jk", "l")]
+
+
+def pairs(train: list[Pair] = TRAIN, val: list[Pair] = VAL, batch_size: int = 4, seed: int = 0) -> Pairs:
+    return Pairs("numbers", train, val, BYTES, MODEL, batch_size, seed)
+
+
+def read_back(batch: Batch) -> list[Pair]:
+    """The pairs of a batch that count, having checked that all of their arrays agree."""
+    source_BS, valid_BS, target_BT = batch.inputs
+    found = []
+    for i, counts_T in enumerate(batch.weights > 0):
+        n_source, n = valid_BS[i].sum(), counts_T.sum()
+        if n:
+            assert valid_BS[i, :n_source].all() and counts_T[:n].all()  # padding is on the right
+            assert target_BT[i, 0] == END
+            assert batch.targets[i, n - 1] == END or n == LONGEST
+            np.testing.assert_array_equal(target_BT[i, 1:n], batch.targets[i, : n - 1])
+            said = batch.targets[i, :n] if n == LONGEST else batch.targets[i, : n - 1]
+            found.append(Pair(BYTES.decode(source_BS[i, :n_source]), BYTES.decode(said)))
+    return found
+
+
+def assert_same(got: Batch, wanted: Batch) -> None:
+    for one, other in zip((*got.inputs, *got[1:]), (*wanted.inputs, *wanted[1:]), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+
+
+def test_an_epoch_takes_every_pair_once_and_the_next_in_other_batches() -> None:
+    data = pairs(TRAIN[:48])
+    assert data.steps_per_epoch == 12
+    epochs = [[frozenset(read_back(data.rows(12 * e + k))) for k in range(12)] for e in range(2)]
+    for epoch in epochs:
+        assert sorted(pair for batch in epoch for pair in batch) == sorted(TRAIN[:48])
+    assert set(epochs[0]) != set(epochs[1])
+
+
+def test_what_fills_no_batch_is_left_for_another_epoch() -> None:
+    data = pairs(batch_size=7)  # 7 batches of 7 of the 50
+    assert data.steps_per_epoch == 7
+    taken = [{pair for k in range(7) for pair in read_back(data.rows(7 * e + k))} for e in range(9)]
+    assert all(len(pairs) == 49 for pairs in taken)
+    assert set.union(*taken) == set(TRAIN)
+
+
+def test_a_batch_depends_on_pairs_seed_and_step_alone() -> None:
+    one, another = pairs(seed=3), pairs(seed=3)
+    for step in (40, 7, 0):  # in any order
+        assert_same(one.rows(step), another.rows(step))
+    assert set(read_back(one.rows(0))) != set(read_back(pairs(seed=4).rows(0)))
+
+
+def test_some_rows_are_those_of_the_whole_batch() -> None:
+    data = pairs()
+    for step in range(5):
+        whole = data.rows(step)
+        for which in (slice(1, 3), np.array([3, 0])):
+            part = data.rows(step, which)
+            assert_same(part, Batch(tuple(x[which] for x in whole.inputs), whole.targets[which], whole.weights[which]))
+
+
+def test_weights_count_the_tokens_of_the_whole_batch_alike() -> None:
+    data = pairs()
+    counted = 0
+    for step in range(data.steps_per_epoch):
+        weights = data.rows(step).weights
+        n = (weights > 0).sum()
+        assert weights.dtype == np.float32
+        assert weights.sum() == pytest.approx(1, abs=1e-6)
+        np.testing.assert_array_equal(weights[weights > 0], np.float32(1) / np.float32(n))
+        counted += n
+    assert data.per_step == pytest.approx(4 * np.mean([len(pair.target) + 1 for pair in TRAIN]))
+    every = sum(len(pair.target) + 1 for pair in TRAIN)
+    assert every - 2 * LONGEST <= counted < every  # two pairs of fifty are left over
+
+
+def bucket(pair: Pair) -> int:
+    """0 for a longer side of 1 to 4 tokens, … 3 for 13 to 16."""
+    return (max(len(pair.source), len(pair.target) + 1) - 1) // 4
+
+
+def test_all_batches_of_a_bucket_are_as_wide_as_its_longest_pair() -> None:
+    data = pairs()
+    fitting = [*TRAIN, VAL[0], VAL[2], VAL[4]]
+    widths = [
+        tuple(max(len(pair[side]) + side for pair in fitting if bucket(pair) <= number) for side in (0, 1))
+        for number in range(N_BUCKETS - 1)
+    ] + [(LONGEST, LONGEST)]  # the others of VAL are cut to it
+    batches = [data.rows(step) for step in range(3 * data.steps_per_epoch)]
+    assert len({batch.inputs[0].shape for batch in batches}) == N_BUCKETS
+    for batch in batches:
+        S, T = widths[max(map(bucket, read_back(batch)))]
+        assert [x.shape for x in batch.inputs] == [(4, S), (4, S), (4, T)]
+        assert batch.targets.shape == batch.weights.shape == (4, T)
+    # Pairs of several buckets are together only where one bucket ends.
+    mixed = [len(set(map(bucket, read_back(batch)))) > 1 for batch in batches[: data.steps_per_epoch]]
+    assert sum(mixed) <= N_BUCKETS - 1
+
+
+def test_short_targets_are_not_padded_to_the_length_of_sources() -> None:
+    data = pairs([Pair(source, "ok") for source, _ in TRAIN], [Pair("a", "b")])
+    for step in range(data.steps_per_epoch):
+        batch = data.rows(step)
+        assert batch.targets.shape == (4, 3)
+    assert {data.rows(step).inputs[0].shape[1] for step in range(12)} == {4, 8, 12, 16}
+
+
+def test_the_held_out_pairs_come_once_in_batches_of_one_size_cut_where_they_must() -> None:
+    batches = list(pairs().held_out(3))
+    assert [batch.targets.shape[0] for batch in batches] == [3, 3]
+    assert [int(batch.weights.any(axis=1).sum()) for batch in batches] == [3, 2]
+    assert set(np.unique(batches[0].weights)) == {0, 1}
+    found = [pair for batch in batches for pair in read_back(batch)]
+    assert found[:2] == [VAL[0], VAL[4]]  # the shortest first
+    assert sorted(found) == sorted(Pair(source[:16], target[:16]) for source, target in VAL)
+    assert [read_back(batch) for batch in pairs().held_out(3)] == [read_back(batch) for batch in batches]
+    few = [pair for batch in pairs().held_out(2, 3) for pair in read_back(batch)]
+    assert [pair.source[0] for pair in few] == ["a", "j", "f"]  # the first, the last and the one between
+
+
+def test_pairs_that_are_too_long_are_left_out_and_said_to_be() -> None:
+    data = pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)])
+    assert len(data.describe().splitlines()) == 1
+    assert "50 pairs" in data.describe() and "2 more are longer than 16 tokens" in data.describe()
+    assert "5 pairs, 2 of them cut to 16 tokens" in data.describe()
+    found = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.rows(k))}
+    assert found <= set(TRAIN)
+    assert "longer" not in pairs().describe()
+    with pytest.raises(UserError, match=r"of 52 training pairs, 50 have at most 16 tokens .* train.batch_size 51"):
+        pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)], batch_size=51)
+
+
+def test_no_pairs_at_all_are_too_few() -> None:
+    with pytest.raises(UserError, match="of 0 training pairs, 0 have at most 16 tokens"):
+        pairs([])
+
+
+def test_the_fingerprint_is_that_of_the_texts_and_the_context() -> None:
+    changed = [pairs(TRAIN[1:]), pairs(val=VAL[1:]), pairs([Pair("00 ", TRAIN[0].target), *TRAIN[1:]])]
+    moved = pairs([TRAIN[0], Pair(TRAIN[1].source + TRAIN[1].target[:1], TRAIN[1].target[1:]), *TRAIN[2:]])
+    assert len({data.fingerprint for data in (pairs(), *changed, moved)}) == 5
+    assert pairs(seed=7, batch_size=2).fingerprint == pairs().fingerprint
+    longer = Pairs("numbers", TRAIN, VAL, BYTES, RecurrentConfig(257, LONGEST + 1), 4, 0)
+    assert longer.fingerprint != pairs().fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, lines in (("train", TRAIN), ("val", VAL)):
+        (tmp_path / f"{name}.tsv").write_text("\n".join("\t".join(pair) for pair in lines))
+        (tmp_path / f"s-t.{name}.tsv").write_text("\n".join("\t".join(pair) for pair in lines))
+    return tmp_path
+
+
+def test_pairs_are_found_by_folder_by_name_and_by_file(folder: Path) -> None:
+    ways = [
+        PairsConfig(str(folder)),
+        PairsConfig(str(folder / "s-t")),
+        PairsConfig(str(folder / "train.tsv"), val_path=str(folder / "s-t.val.tsv")),
+    ]
+    loaded = [way.load(MODEL, 4, 0) for way in ways]
+    assert {data.fingerprint for data in loaded} == {pairs().fingerprint}
+    assert loaded[0].val == VAL
+
+
+def test_reversed_sources_are_targets(folder: Path) -> None:
+    data = PairsConfig(str(folder), reverse=True).load(MODEL, 4, 0)
+    assert data.val == [Pair(target, source) for source, target in VAL]
+    assert all(set(pair.source) == {"t"} for pair in read_back(data.rows(0)))
+
+
+def test_one_tokenizer_learns_from_both_sides_of_the_training_part(folder: Path) -> None:
+    data = PairsConfig(str(folder)).load(RecurrentConfig(260, LONGEST), 4, 0)
+    assert {b"ss", b"tt"} <= set(data.tokenizer.token_bytes)
+    given = PairsConfig(str(folder)).load(RecurrentConfig(260, LONGEST), 4, 0, BYTES)
+    assert given.tokenizer is BYTES and given.fingerprint == data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a\tb\nno tab\n", "line 2, has 0 tabs"),
+        ("a\tb\tc\n", "line 1, has 2 tabs"),
+        ("a\tb\n\n \tb\n", "line 3, has an empty source"),
+        ("a\t\n", "line 1, has an empty target"),
+        ("\n\n", "holds no pairs"),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "x.tsv").write_text(content)
+    with pytest.raises(UserError, match=said):
+        read_pairs(tmp_path / "x.tsv")
+
+
+def test_lines_end_as_they_do_elsewhere_and_are_utf_8(tmp_path: Path) -> None:
+    file = tmp_path / "x.tsv"
+    file.write_bytes("\ufeffa\tb\r\n\u2028c\td\u00e9\r\n".encode())
+    assert read_pairs(file) == [Pair("a", "b"), Pair("\u2028c", "dé")]
+    file.write_bytes(b"a\t\xff\n")
+    with pytest.raises(UserError, match="not UTF-8: byte 0xff at offset 2"):
+        read_pairs(file)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("", "data.path is empty"), ("nowhere", "neither it nor nowhere.train.tsv"), ("train.tsv", "give data.val_path")],
+)
+def test_what_is_not_there_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=said):
+        PairsConfig(path).load(MODEL, 4, 0)
+
+
+def test_a_folder_without_a_held_out_part_is_named(folder: Path) -> None:
+    (folder / "val.tsv").unlink()
+    with pytest.raises(UserError, match=r"no held-out pairs at .*val\.tsv, which is no file; give data\.val_path"):
+        PairsConfig(str(folder)).load(MODEL, 4, 0)
+
+
+@pytest.mark.parametrize("model", [DecoderConfig(257, 16), EncoderConfig(257, 16)], ids=lambda c: type(c).__name__)
+def test_a_model_of_another_kind_is_refused(folder: Path, model: ModelConfig) -> None:
+    with pytest.raises(UserError, match=f"pairs of texts, but {type(model).__name__}"):
+        PairsConfig(str(folder)).load(model, 4, 0)

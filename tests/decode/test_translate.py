@@ -1,0 +1,156 @@
+"""Greedy and beam search of targets, against a plain loop over full passes."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.config import TokenModelConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode.translate import _beam, translate, translate_tokens
+from jaxformer.errors import UserError
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.models.recurrent import RecurrentConfig
+from tests.arrays import random_params
+
+V, LONGEST = 7, 12
+ENDS = {"transformer": 5, "recurrent": 6}
+"""A token that each, as its parameters are drawn, comes to say after some of the sources and not after others."""
+CONFIGS = {
+    "transformer": EncoderDecoderConfig(
+        V, LONGEST, d_model=8, n_heads=2, d_ff=(12,), n_encoder_blocks=1, n_decoder_blocks=2, dropout=0.0
+    ),
+    "recurrent": RecurrentConfig(V, LONGEST, d_embedding=6, d_model=8),
+}
+# More than a batch, lengths in two buckets (8 and the context's 12), in no order.
+SOURCES = [[5, 1, 4], [1] * 12, [2], [6, 5, 4, 3, 2, 1, 0, 1, 2], [4, 4, 0, 1, 2], [0, 6], [1, 2, 3, 4, 5, 6, 0]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and a full pass for one source."""
+
+    config: TokenModelConfig
+    params: Params
+    end: int
+
+    def log_probabilities(self, source: list[int], target: list[int]) -> np.ndarray:
+        """Of every token after each of the target's, `(T, V)`."""
+        source_S = np.zeros(LONGEST, np.int32)
+        source_S[: len(source)] = source
+        target_T = np.zeros(LONGEST, np.int32)
+        target_T[: len(target)] = target
+        logits_TV = _forward(self.config, self.params, source_S, np.arange(LONGEST) < len(source), target_T)
+        return np.asarray(jax.nn.log_softmax(logits_TV))[: len(target)]
+
+    def greedy(self, source: list[int], most: int) -> list[int]:
+        """The likeliest token after each, one full pass a token."""
+        made: list[int] = []
+        while len(made) < most:
+            token = int(self.log_probabilities(source, [self.end, *made])[-1].argmax())
+            if token == self.end:
+                break
+            made.append(token)
+        return made
+
+    def score(self, source: list[int], made: list[int], penalty: float, most: int) -> float:
+        """As `decode.beam` has it, of a target without its end."""
+        whole = [*made, self.end][:most]
+        logprobs_TV = self.log_probabilities(source, [self.end, *whole[:-1]])
+        return logprobs_TV[np.arange(len(whole)), whole].sum() / len(whole) ** penalty
+
+    def translate(self, sources: list[list[int]], **how: object) -> list[list[int]]:
+        return translate_tokens(
+            self.config.build(), self.params, sources, end_of_text=self.end, context_length=LONGEST, **how
+        )
+
+
+_forward = jax.jit(
+    lambda config, params, *inputs: config.build().apply({"params": params}, *inputs), static_argnames="config"
+)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> Case:
+    config = CONFIGS[request.param]
+    return Case(config, random_params(config.build(), *map(jnp.asarray, config.example())), ENDS[request.param])
+
+
+def test_greedy_is_a_loop_over_full_passes(case: Case) -> None:
+    wanted = [case.greedy(source, LONGEST) for source in SOURCES]
+    assert case.translate(SOURCES) == wanted
+    lengths = set(map(len, wanted))
+    assert len(lengths) > 1 and min(lengths) < LONGEST  # some end by themselves
+    assert case.translate(SOURCES, batch_size=3) == wanted
+
+
+def test_targets_end_where_they_must(case: Case) -> None:
+    assert case.translate(SOURCES, max_new_tokens=2) == [case.greedy(source, 2) for source in SOURCES]
+
+
+def test_one_beam_is_greedy(case: Case) -> None:
+    """A target that has ended cannot be beaten by a longer one, if lengths count for nothing."""
+    source_BS = np.array([[5, 1, 4, 0], [2, 6, 0, 0], [1, 1, 2, 3]], np.int32)
+    lengths = [3, 2, 4]
+    valid_BS = np.arange(4) < np.array(lengths)[:, None]
+    found_BT = _beam(
+        case.config.build(), case.params, source_BS, valid_BS, length_penalty=np.float32(0), n_beams=1, end=case.end,
+        most=LONGEST, dtype=jnp.dtype("float32"),
+    )  # fmt: skip
+    for source_S, n, target_T in zip(source_BS, lengths, np.asarray(found_BT), strict=True):
+        made = case.greedy(source_S[:n].tolist(), LONGEST)
+        assert target_T[: len(made) + 1].tolist() == [*made, case.end][:LONGEST]
+
+
+def test_as_many_beams_as_there_are_targets_find_the_best(case: Case) -> None:
+    """Of at most two tokens, the end counted, there are 43: the end alone, or one of six and one of seven."""
+    penalty, most = 0.7, 2
+    tokens = [token for token in range(V) if token != case.end]
+    targets = [[], *([a] for a in tokens), *([a, b] for a in tokens for b in tokens)]
+    wanted = [max(targets, key=lambda made: case.score(source, made, penalty, most)) for source in SOURCES]
+    exhaustive = case.translate(SOURCES, n_beams=3, length_penalty=penalty, max_new_tokens=most)
+    found = [case.score(source, made, penalty, most) for source, made in zip(SOURCES, exhaustive, strict=True)]
+    best = [case.score(source, made, penalty, most) for source, made in zip(SOURCES, wanted, strict=True)]
+    greedy = [case.score(source, case.greedy(source, most), penalty, most) for source in SOURCES]
+    assert sum(np.isclose(found, best, atol=1e-5)) >= 6  # three of six beginnings are kept
+    assert (np.array(found) >= np.array(greedy) - 1e-5).all()
+
+
+def test_texts_go_in_and_out() -> None:
+    tokenizer = Tokenizer.train([], 257)
+    config = RecurrentConfig(257, LONGEST, d_embedding=6, d_model=8)
+    model = config.build()
+    params = random_params(model, *map(jnp.asarray, config.example()))
+    made = translate(model, params, tokenizer, ["ab", "é"], context_length=LONGEST)
+    sources = [tokenizer.encode("ab"), list(tokenizer.encode("é"))]
+    end = tokenizer.end_of_text
+    tokens = translate_tokens(model, params, sources, end_of_text=end, context_length=LONGEST)
+    assert made == [tokenizer.decode(target) for target in tokens]
+    assert any(made)
+    assert translate(model, params, tokenizer, [], context_length=LONGEST) == []
+    for texts, said in (
+        (["ab", ""], "text 2 has 0 tokens; it must have at least 1 and at most the context's 12"),
+        (["é" * 7], "the text has 14 tokens"),
+    ):
+        with pytest.raises(UserError, match=said):
+            translate(model, params, tokenizer, texts, context_length=LONGEST)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"max_new_tokens": 13}, "max_new_tokens is 13; it must be at least 1 and at most the context's 12"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"n_beams": 0}, "n_beams is 0; it must be at least 1"),
+        ({"n_beams": 4}, "n_beams is 4; for a vocabulary of 7 it must be at most 3"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"n_beams": 2, "length_penalty": float("inf")}, "length_penalty is inf"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(case: Case, how: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        case.translate([[1]], **how)

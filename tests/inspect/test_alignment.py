@@ -1,0 +1,45 @@
+"""Where sequence-to-sequence models look: weights by another way, and pictures of any text."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.config import TokenModelConfig
+from jaxformer.inspect import alignment, draw_alignment
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.models.recurrent import RecurrentConfig
+
+SOURCE, TARGET = jnp.array([3, 1, 4, 1, 5]), jnp.array([0, 2, 7])
+RECURRENT = RecurrentConfig(11, 8, d_embedding=4, d_model=6)
+TRANSFORMER = EncoderDecoderConfig(11, 8, d_model=8, n_heads=2, d_ff=(8,), n_encoder_blocks=1, n_decoder_blocks=2)
+
+
+def params_of(config: TokenModelConfig) -> Params:
+    return jax.jit(config.build().init)(jax.random.key(0), *config.example())["params"]
+
+
+@pytest.mark.parametrize("config", [RECURRENT, TRANSFORMER], ids=["recurrent", "transformer"])
+def test_each_token_of_the_target_shares_its_look_over_the_source_and_knows_no_later_one(config):
+    look = jax.jit(partial(alignment, config.build(), params_of(config)))
+    weights_TS = look(SOURCE, TARGET)
+    assert weights_TS.shape == (3, 5)
+    np.testing.assert_allclose(weights_TS.sum(axis=1), 1, rtol=1e-6)
+    changed_TS = look(SOURCE, TARGET.at[2].set(9))
+    np.testing.assert_allclose(changed_TS[:2], weights_TS[:2], rtol=1e-6)
+    assert not np.allclose(look(SOURCE.at[0].set(9), TARGET), weights_TS, rtol=1e-3)
+
+
+def test_a_model_with_one_vector_of_the_source_looks_nowhere():
+    config = RecurrentConfig(11, 8, d_embedding=4, d_model=6, attention="none")
+    assert alignment(config.build(), params_of(config), SOURCE, TARGET) is None
+
+
+def test_any_text_makes_a_picture_without_a_warning(tmp_path):
+    # A script that the font lacks, a control character, what matplotlib takes for mathematics, and the end.
+    source, target = ["\u4f60", "\x01", "a_$^{b"], [" \n", ""]
+    draw_alignment(np.full((2, 3), 1 / 3), source, target, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

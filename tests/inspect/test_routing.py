@@ -1,0 +1,49 @@
+"""What a report says of routers whose choices are known."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.inspect.routing import router_report
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.nn.execution import Execution
+from tests.arrays import build, random_tokens
+
+V, T, D, E = 23, 8, 7, 4
+CONFIG = DecoderConfig(
+    V, T, D, n_blocks=2, d_ff=(5,), norm="rmsnorm", n_experts=E, experts_per_token=1, capacity_factor=1.0
+)
+
+
+def test_shares_and_what_is_dropped_are_those_of_the_batch() -> None:
+    """A router that sends every token to one expert fills its room of T/E = 2, and drops 6 of 8."""
+    model, params = build(CONFIG)
+    params["blocks_0"]["mlp"]["W_router"] = jnp.zeros((D, E))  # of equals, the first
+    tokens_BT = random_tokens(V, 3, T)
+    report = router_report(model, params, (tokens_BT,))
+    assert list(report) == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert report["blocks.0.mlp"] == {"share": [1.0, 0.0, 0.0, 0.0], "dropped": 0.75}
+    share = report["blocks.1.mlp"]["share"]
+    assert sum(share) == pytest.approx(1) and all(isinstance(x, float) for x in share)
+    alone = [router_report(model, params, (jnp.stack([tokens_T] * 3),)) for tokens_T in tokens_BT]
+    each = [row["blocks.1.mlp"]["share"] for row in alone]
+    np.testing.assert_allclose(share, np.mean(each, axis=0), atol=1e-6)
+    assert len({tuple(x) for x in each}) > 1
+
+
+def test_nothing_is_dropped_where_there_is_room_and_a_scan_reports_the_same() -> None:
+    config = replace(CONFIG, capacity_factor=None)
+    model, params = build(config)
+    inputs = (random_tokens(V, 3, T),)
+    report = router_report(model, params, inputs)
+    assert [layer["dropped"] for layer in report.values()] == [0, 0]
+    scanned = router_report(config.build(Execution(scan=True)), params, inputs)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), report, scanned)
+
+
+def test_a_model_without_experts_has_no_routers() -> None:
+    model, params = build(replace(CONFIG, n_experts=None, capacity_factor=None))
+    assert router_report(model, params, (random_tokens(V, 2, T),)) == {}

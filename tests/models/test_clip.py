@@ -1,0 +1,235 @@
+"""CLIP: against Hugging Face's, and by its properties.
+
+Their side is stored; `tests/fixtures/make_clip_hf.py` made it.
+"""
+
+from dataclasses import replace
+from functools import partial
+from math import exp, log
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxformer.config import from_dict, to_dict
+from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
+from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
+from jaxformer.models.objective import Contrastive
+from jaxformer.nn.execution import Execution
+from jaxformer.runs import abstract_params, count_parameters
+from jaxformer.sharding import make_mesh, shardings
+from tests.arrays import apply, assert_close, random_params, random_tokens
+from tests.helpers import ROOT
+
+V, T, E = 23, 6, 10
+VISION = ImageTowerConfig(
+    image_size=8, patch_size=4, mean=(0.5,), std=(0.2,), d_model=12, n_heads=3, d_ff=(17,), n_blocks=2
+)
+TEXT = TextTowerConfig(V, T, d_model=8, n_heads=2, d_ff=(13,), n_blocks=2)
+CONFIG = CLIPConfig(vision=VISION, text=TEXT, d_joint=E)
+OTHER = replace(
+    CONFIG,
+    vision=replace(VISION, positions="sinusoidal", norm="rmsnorm", activation="gelu"),
+    text=replace(TEXT, positions="rope", norm_placement="post", attention_bias=False),
+)
+IMAGE = jnp.asarray(np.random.default_rng(0).integers(256, size=(8, 8, 1)), jnp.uint8)
+TOKENS_T, VALID_T = random_tokens(V, T), jnp.arange(T) < 4
+
+
+def build(config: CLIPConfig) -> tuple:
+    model = config.build()
+    return model, random_params(model, *config.example())
+
+
+@pytest.fixture(scope="module", params=[CONFIG, OTHER], ids=["paper", "other"])
+def case(request: pytest.FixtureRequest) -> tuple:
+    return build(request.param)
+
+
+def test_embeddings_logits_and_loss_are_those_of_hugging_face() -> None:
+    """Five pairs, texts of several lengths: 1e-5 of the largest number."""
+    with np.load(ROOT / "tests/fixtures/clip_hf.npz") as stored:
+        theirs = dict(stored)
+    weights = {name.removeprefix("weights."): w.astype(np.float32) for name, w in theirs.items() if "weights." in name}
+    config = CLIPConfig(
+        vision=ImageTowerConfig(
+            image_size=12, patch_size=4, mean=(0.5, 0.4, 0.3), std=(0.25, 0.3, 0.2), d_model=24, n_heads=3, d_ff=(40,),
+            n_blocks=2,
+        ),
+        text=TextTowerConfig(43, 9, d_model=16, n_heads=2, d_ff=(28,), n_blocks=3),
+        d_joint=20,
+    )  # fmt: skip
+    model, params = config.build(), unflatten_dict(weights, sep=".")
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model, config))
+    assert len(set(theirs["valid"].sum(1))) == 5
+    inputs = (theirs["images"], theirs["tokens"], theirs["valid"])
+    call = jax.jit(jax.vmap(partial(model.apply, {"params": params}), out_axes=(0, 0, None)))
+    image_BE, text_BE, log_scale = call(*inputs)
+    assert_close(image_BE, theirs["image"])
+    assert_close(text_BE, theirs["text"])
+    assert_close(jnp.exp(log_scale) * image_BE @ text_BE.T, theirs["logits"])
+    _, loss = jax.jit(partial(Contrastive().loss, model))(params, Batch(inputs))
+    assert_close(loss, theirs["loss"])
+
+
+def test_the_defaults_have_as_many_parameters_as_the_release() -> None:
+    """151,277,313: `openai/clip-vit-base-patch32`."""
+    assert count_parameters(abstract_params(CLIPConfig().build(), CLIPConfig())) == 151_277_313
+
+
+def test_embeddings_have_length_1_and_are_float32_whatever_is_computed_in(case: tuple) -> None:
+    model, params = case
+    for dtype in (jnp.float32, jnp.bfloat16):
+        narrow = jax.tree.map(partial(jnp.asarray, dtype=dtype), params)
+        image_E, text_E, _ = apply(model, narrow, IMAGE, TOKENS_T, VALID_T)
+        for found in (image_E, text_E):
+            assert found.shape == (E,) and found.dtype == jnp.float32
+            assert_close(jnp.linalg.norm(found), 1.0, 1e-6)
+
+
+def test_the_content_of_padding_changes_no_bit_and_padding_is_as_if_it_were_not_there(case: tuple) -> None:
+    model, params = case
+    encode = partial(apply, model, params, method="encode_text")
+    padded = encode(TOKENS_T, VALID_T)
+    np.testing.assert_array_equal(padded, encode(jnp.where(VALID_T, TOKENS_T, (TOKENS_T + 1) % V), VALID_T))
+    assert_close(padded, encode(TOKENS_T[:4]))
+    assert jnp.abs(padded - encode(TOKENS_T)).max() > 0.1
+
+
+def test_a_texts_last_token_sees_all_and_no_other_does_more_than_those_before() -> None:
+    """What a token can change is the place of every text that ends with it or after it."""
+    model, params = build(CONFIG)
+
+    @jax.jit
+    @partial(jax.vmap, in_axes=(0, None))
+    @partial(jax.vmap, in_axes=(None, 0))
+    def encode(tokens_T, n):
+        return model.apply({"params": params}, tokens_T, jnp.arange(T) < n, method="encode_text")
+
+    lengths = jnp.arange(1, T + 1)
+    changed_TT = jnp.where(jnp.eye(T, dtype=bool), (TOKENS_T + 1) % V, TOKENS_T)
+    differ_TN = jnp.abs(encode(changed_TT, lengths) - encode(TOKENS_T[None], lengths)).max(-1)
+    # Two batches of different size may be rounded differently.
+    np.testing.assert_array_equal(differ_TN > 1e-4, np.arange(T)[:, None] < lengths)
+    assert differ_TN[np.arange(T)[:, None] >= lengths].max() < 1e-6
+
+
+def test_every_patch_matters_where_it_is(case: tuple) -> None:
+    model, params = case
+    encode = partial(apply, model, params, method="encode_image")
+    for y, x in ((0, 0), (0, 4), (4, 0), (4, 4)):
+        assert jnp.abs(encode(IMAGE.at[y : y + 4, x : x + 4].set(0)) - encode(IMAGE)).max() > 1e-3
+    moved = jnp.concatenate([IMAGE[4:], IMAGE[:4]])  # the same patches elsewhere
+    assert jnp.abs(encode(moved) - encode(IMAGE)).max() > 1e-3
+
+
+def test_pixels_are_standardised() -> None:
+    """With mean 0.5 and std 0.2, 255 becomes 2.5: the projection of an image of one patch is 2.5 times its sums."""
+    config = replace(CONFIG, vision=replace(VISION, image_size=4, positions="none"))
+    model, params = build(config)
+    embed = lambda image: model.apply({"params": params}, image, method=lambda m, image: m.vision_embedding(image))  # noqa: E731
+    found = embed(jnp.full((4, 4, 1), 255, jnp.uint8))
+    assert_close(found[1], 2.5 * params["vision_embedding"]["W_E"].sum(0))
+    assert_close(found[0], params["vision_embedding"]["x_class"])
+
+
+def test_a_batch_equals_its_pairs_one_by_one(case: tuple) -> None:
+    model, params = case
+    images = jnp.stack([IMAGE, IMAGE[::-1], IMAGE[:, ::-1]])
+    tokens_BT, valid_BT = random_tokens(V, 3, T, seed=2), jnp.arange(T) < jnp.array([[6], [1], [3]])
+    together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(images, tokens_BT, valid_BT)
+    for i in range(3):
+        alone = apply(model, params, images[i], tokens_BT[i], valid_BT[i])
+        for ours, wanted in zip(together, alone, strict=True):
+            assert_close(ours[i], wanted)
+
+
+def test_the_scale_stops_at_100_and_its_gradient_does_not() -> None:
+    model, params = build(CONFIG)
+    scale = lambda t: jnp.exp(model.apply({"params": {**params, "t": t}}, method="log_scale"))  # noqa: E731
+    for t, wanted in ((2.0, exp(2.0)), (log(100), 100.0), (5.0, 100.0)):
+        value, grad = jax.value_and_grad(scale)(jnp.float32(t))
+        assert_close(value, wanted)
+        assert_close(grad, wanted)  # of exp
+
+
+def test_the_first_scale_is_that_of_the_paper() -> None:
+    """Cosines are divided by 0.07 (section 2.5)."""
+    log_scale, _ = CONFIG.build().init_with_output(jax.random.key(0), method="log_scale")
+    assert_close(jnp.exp(log_scale), 1 / 0.07)
+
+
+@pytest.mark.slow
+def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+    towers = {"vision": replace(VISION, dropout=0.3), "text": replace(TEXT, dropout=0.3)}
+    config = replace(CONFIG, **towers)
+    params = random_params(config.build(), *config.example())
+
+    @partial(jax.jit, static_argnums=0)
+    def value_and_grad(model):
+        def loss(params):
+            rngs = {"dropout": jax.random.key(0)}
+            image_E, text_E, log_scale = model.apply({"params": params}, IMAGE, TOKENS_T, VALID_T, rngs=rngs)
+            return jnp.exp(log_scale) * image_E @ text_E
+
+        return jax.value_and_grad(loss)(params)
+
+    value, wanted = value_and_grad(config.build())
+    other, got = value_and_grad(config.build(Execution(remat="block", scan=True)))
+    assert_close(other, value)
+    for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        if path[-1].key != "b_K":  # the same added to every score
+            assert np.abs(theirs).max() > 0, path
+        assert_close(ours, theirs)
+
+
+def test_dropout_acts_only_with_a_key() -> None:
+    config = replace(CONFIG, vision=replace(VISION, dropout=0.3), text=replace(TEXT, dropout=0.3))
+    model, params = build(config)
+    inputs = (IMAGE, TOKENS_T, VALID_T)
+    without = apply(model, params, *inputs)[:2]
+    for ours, wanted in zip(without, apply(CONFIG.build(), params, *inputs), strict=False):
+        np.testing.assert_array_equal(ours, wanted)
+    drawn = [apply(model, params, *inputs, rngs={"dropout": jax.random.key(seed)})[:2] for seed in (0, 0, 1)]
+    for tower in (0, 1):
+        np.testing.assert_array_equal(drawn[0][tower], drawn[1][tower])
+        for a, b in ((drawn[0], without), (drawn[0], drawn[2])):
+            assert jnp.abs(a[tower] - b[tower]).max() > 0.01
+
+
+def test_every_parameter_has_its_place_on_a_mesh() -> None:
+    params = abstract_params(CONFIG.build(), CONFIG)
+    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    assert placed.keys() == flatten_dict(params, sep=".").keys()
+
+
+def test_both_towers_come_back_from_json() -> None:
+    """Though they are configs of models, they have one class each, and no `kind`."""
+    assert from_dict(CLIPConfig, to_dict(OTHER)) == OTHER
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    model, params = build(CONFIG)
+    with pytest.raises(ValueError, match="7 tokens, but there are 6 learned positions"):
+        model.apply({"params": params}, random_tokens(V, T + 1), method="encode_text")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda: replace(VISION, patch_size=3), "image_size is 8; it must be a multiple of patch_size 3"),
+        (lambda: replace(VISION, patch_size=0), "patch_size is 0"),
+        (lambda: replace(VISION, std=(0.0,)), r"std \(0.0,\); give one of each for every channel"),
+        (lambda: replace(VISION, mean=(0.5, 0.5)), r"mean is \(0.5, 0.5\)"),
+        (lambda: replace(VISION, n_blocks=0), "n_blocks is 0"),
+        (lambda: replace(TEXT, embedding_std=-1.0), "embedding_std is -1.0"),
+        (lambda: replace(CONFIG, d_joint=0), "d_joint is 0"),
+        (lambda: replace(CONFIG, temperature=0.001), "temperature is 0.001; it must be at least 0.01"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_with_its_value(change, said) -> None:
+    with pytest.raises(UserError, match=said):
+        change()

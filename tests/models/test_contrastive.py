@@ -1,0 +1,220 @@
+"""Pairs told from each other: by hand, and over devices as on one."""
+
+from functools import partial
+from math import exp, log
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxformer.config import ComputeConfig, Config, TrainConfig
+from jaxformer.data.captions import CaptionsConfig
+from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
+from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
+from jaxformer.models.objective import OBJECTIVES, Across, Contrastive, objective_of, recall
+from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.train.step import init_state, make_gradient
+from tests.arrays import assert_close, normal, random_params, random_tokens
+
+B, T, V = 16, 5, 19
+CONFIG = CLIPConfig(
+    vision=ImageTowerConfig(
+        image_size=4, patch_size=2, mean=(0.5,), std=(0.3,), d_model=8, n_heads=2, d_ff=(12,), n_blocks=1
+    ),
+    text=TextTowerConfig(V, T, d_model=6, n_heads=2, d_ff=(10,), n_blocks=1),
+    d_joint=4,
+)
+MODEL = CONFIG.build()
+PARAMS = random_params(MODEL, *CONFIG.example())
+DRAW = np.random.default_rng(0)
+IMAGES = DRAW.integers(256, size=(B, 4, 4, 1)).astype(np.uint8)
+VALID = np.arange(T) < DRAW.integers(1, T + 1, size=(B, 1))
+CAPTIONS = np.arange(B, dtype=np.int32)
+PAIRS = Batch((IMAGES, np.asarray(random_tokens(V, B, T)), VALID), CAPTIONS)
+OBJECTIVE = Contrastive()
+
+
+class Given:
+    """A model whose places are its inputs, scaled by 10."""
+
+    def apply(self, variables, image_E, text_E, rngs=None):
+        return image_E, text_E, variables["params"]["t"]
+
+
+TEN = {"t": jnp.float32(log(10))}
+
+
+def places(*rows: tuple) -> np.ndarray:
+    """Of length 1, from angles in degrees."""
+    angles = np.radians(np.float32(rows))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+
+
+@partial(jax.jit, static_argnames="across")
+def whole(params, batch, across=Across()):  # noqa: B008
+    return jax.value_and_grad(lambda params: OBJECTIVE.loss(MODEL, params, batch, across=across)[0])(params)
+
+
+def test_it_is_what_clip_is_trained_on() -> None:
+    assert objective_of(MODEL) is OBJECTIVES["contrastive"]
+    assert isinstance(objective_of(MODEL), Contrastive)
+
+
+def test_the_loss_of_two_pairs_by_hand() -> None:
+    """Images at 0° and 90°, texts at 0° and 60°: logits 10, 5 and 0, 5 √3 by row."""
+    batch = Batch((places(0, 90), places(0, 60)), CAPTIONS[:2])
+    c = 10 * np.cos(np.radians(30))
+    rows = [log(exp(10) + exp(5)) - 10, log(exp(0) + exp(c)) - c]
+    columns = [log(exp(10) + exp(0)) - 10, log(exp(5) + exp(c)) - c]
+    wanted = (np.mean(rows) + np.mean(columns)) / 2
+    for loss in OBJECTIVE.loss(Given(), TEN, batch):
+        assert_close(loss, wanted, 1e-6)
+    measures = {name: np.asarray(x) for name, x in OBJECTIVE.measure(Given(), TEN, batch).items()}
+    assert OBJECTIVE.summary(measures)["loss"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_all_alike_costs_the_logarithm_of_how_many_there_are() -> None:
+    batch = Batch((places(*[40] * 7), places(*[40] * 7)), CAPTIONS[:7])
+    assert_close(OBJECTIVE.loss(Given(), TEN, batch)[0], log(7), 1e-6)
+
+
+def test_the_gradient_is_that_of_the_formula_in_the_paper() -> None:
+    """Figure 3, written out: cross-entropy of rows and of columns against their own numbers."""
+
+    def figure_3(params):
+        encode = jax.vmap(lambda *inputs: MODEL.apply({"params": params}, *inputs)[:2])
+        I_e, T_e = encode(*PAIRS.inputs)
+        logits = I_e @ T_e.T * jnp.exp(params["t"])
+        by_image, by_text = (jax.nn.log_softmax(logits, axis) for axis in (1, 0))
+        return -(jnp.mean(jnp.diag(by_image)) + jnp.mean(jnp.diag(by_text))) / 2
+
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(figure_3))(PARAMS)
+    loss, grads = whole(PARAMS, PAIRS)
+    assert_close(loss, wanted, 1e-6)
+    jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
+
+
+def shards(batch: Batch, n: int) -> tuple:
+    """The loss and its gradient, each the sum of what n devices have from their parts."""
+    mesh = make_mesh(f"data={n}")
+    across = Across(n, gather=lambda rows: jax.lax.all_gather(rows, "data", axis=0, tiled=True))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    def everywhere(params, batch):
+        loss, grads = jax.value_and_grad(lambda params: OBJECTIVE.loss(MODEL, params, batch, across=across)[0])(params)
+        return jax.lax.psum((loss, grads), "data")
+
+    return everywhere(PARAMS, batch)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_eight_devices_add_up_to_one(weighted: bool) -> None:
+    """Loss and gradient to 1e-6, also where one device has no pair that counts."""
+    weights = np.full(B, 1 / 13, np.float32)
+    weights[[4, 5, 11]] = 0
+    batch = PAIRS._replace(weights=weights) if weighted else PAIRS
+    (loss, grads), (wanted, wanted_grads) = shards(batch, 8), whole(PARAMS, batch)
+    assert_close(loss, wanted, 1e-6)
+    jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
+    assert max(jnp.abs(g).max() for g in jax.tree.leaves(grads)) > 0.01
+
+
+@pytest.mark.slow
+def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
+    """With parameters in shards, and heads split."""
+    config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B))
+    mesh = make_mesh("data=2,fsdp=2,tensor=2")
+    state = init_state(config, mesh)
+    loss, grads = jax.jit(make_gradient(config, mesh))(state, place(PAIRS, batch_split(mesh)), 0)
+    wanted, wanted_grads = whole(jax.device_get(state.params), PAIRS)
+    assert_close(loss, wanted, 1e-6)
+    jax.tree.map(assert_close, grads, wanted_grads)
+
+
+@pytest.mark.slow
+def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
+    """The loss is the mean over two parts of half a batch."""
+    compute = ComputeConfig(accumulate=2)
+    config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B), compute=compute)
+    mesh = make_mesh("", jax.devices()[:1])
+    state = init_state(config, mesh)
+    loss, _ = jax.jit(make_gradient(config, mesh))(state, PAIRS, 0)
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
+    assert_close(loss, sum(whole(state.params, half)[0] for half in halves) / 2, 1e-6)
+
+
+def test_a_device_alone_would_have_another_loss() -> None:
+    """So that the test before this one sees the gathering."""
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
+    apart = sum(whole(PARAMS, half)[0] for half in halves) / 2
+    assert abs(apart - whole(PARAMS, PAIRS)[0]) > 0.1
+
+
+def test_a_part_of_an_accumulated_batch_adds_its_share() -> None:
+    assert_close(whole(PARAMS, PAIRS, Across(4))[0], whole(PARAMS, PAIRS)[0] / 4, 1e-6)
+
+
+def test_pairs_of_weight_0_are_as_if_they_were_not_there() -> None:
+    """In the loss and in what is said of measures, whatever is in them."""
+    kept = np.arange(B) < 11
+    weights = np.where(kept, np.float32(1 / 11), 0)
+    alone, filled = jax.tree.map(lambda x: x[:11], PAIRS), PAIRS._replace(weights=weights)
+    (wanted, wanted_grads), (loss, grads) = whole(PARAMS, alone), whole(PARAMS, filled)
+    assert_close(loss, wanted, 1e-6)
+    jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
+    summaries = []
+    for batch in (alone, filled._replace(weights=np.float32(kept))):
+        measures = jax.jit(partial(OBJECTIVE.measure, MODEL))(PARAMS, batch)
+        summaries.append(OBJECTIVE.summary({name: np.asarray(x) for name, x in measures.items()}))
+    assert summaries[0] == pytest.approx(summaries[1], abs=1e-6)
+    assert summaries[0]["loss"] == pytest.approx(float(wanted), abs=1e-6)
+
+
+def test_what_is_found_first_by_hand() -> None:
+    """Images at 0°, 90° and 180°; texts 80°, 100° and 170°.
+
+    The nearest texts of the images are the first (80° off), the first or second (10°, both), the third; of the texts'
+    nearest images, the first and second text have the second (10°), the third the third.
+    """
+    measures = {
+        "image": places(0, 90, 180), "text": places(80, 101, 170), "log_scale": np.zeros(3, np.float32),
+        "caption": np.array([4, 7, 2]), "weight": np.ones(3, np.float32),
+    }  # fmt: skip
+    found = OBJECTIVE.summary(measures)
+    assert found["image_to_text_recall_at_1"] == pytest.approx(2 / 3)  # the second finds the first one's text at 10°
+    assert found["text_to_image_recall_at_1"] == pytest.approx(2 / 3)  # the first finds the second's image at 10°
+    assert found["image_to_text_recall_at_5"] == found["text_to_image_recall_at_5"] == 1  # there are only three
+    measures["caption"] = np.array([4, 4, 2])  # the first two have one caption: either is right
+    found = OBJECTIVE.summary(measures)
+    assert found["image_to_text_recall_at_1"] == found["text_to_image_recall_at_1"] == 1
+
+
+def test_recall_counts_what_stands_before_the_best_right_answer() -> None:
+    scores = np.array([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    right = np.array([[False, False, True, True], [True, False, True, False]])
+    assert [recall(scores, right, k) for k in (1, 2, 3)] == [0.0, 0.5, 1.0]
+
+
+def test_a_model_that_puts_all_in_one_place_finds_nothing() -> None:
+    """Equal scores are no success: chance would be a half."""
+    assert recall(np.ones((8, 8)), np.eye(8, dtype=bool), 4) == 0
+
+
+def test_an_untrained_models_recall_is_about_chance() -> None:
+    """Of 100 random places 5 are right by chance, ±2.2; this is four of these."""
+    image, text = (np.asarray(normal(100, 30, seed=seed)) for seed in (0, 1))
+    assert abs(recall(image @ text.T, np.eye(100, dtype=bool), 5) - 0.05) < 0.088
+
+
+def test_the_loss_of_a_pair_alone_draws_it_together() -> None:
+    found = OBJECTIVE.example_loss(Given(), TEN, Batch((places(0)[0], places(60)[0])))
+    assert_close(found, -5.0)
+
+
+def test_labels_that_are_not_there_cannot_be_smoothed() -> None:
+    with pytest.raises(UserError, match=r"label_smoothing is 0\.1, but pairs have no labels"):
+        OBJECTIVE.loss(MODEL, PARAMS, PAIRS, smoothing=0.1)

@@ -1,0 +1,173 @@
+"""The encoder: against Hugging Face's BERT, and by its properties.
+
+Their side is stored; `tests/fixtures/make_encoders_torch.py` made it.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxformer.errors import UserError
+from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import Execution
+from jaxformer.runs import abstract_params, count_parameters
+from jaxformer.sharding import make_mesh, shardings
+from tests.arrays import apply, assert_close, build, normal, random_params, random_tokens
+from tests.helpers import ROOT
+
+V, T, D, C = 23, 7, 12, 3
+MASKED = EncoderConfig(V, T, D, n_heads=3, head_dim=5, d_ff=(17,), n_blocks=2, n_segments=2)
+PRE = replace(MASKED, norm_placement="pre", norm="rmsnorm", embedding_norm=False, positions="rope", head_dim=4)
+FIRST = ClassifierConfig(V, T, D, n_heads=3, d_ff=(17,), n_blocks=1, n_classes=C)
+CONFIGS = {"masked": MASKED, "pre": PRE, "first": FIRST, "mean": replace(FIRST, pooling="mean", positions="sinusoidal")}
+TOKENS_T, VALID_T = random_tokens(V, T), jnp.arange(T) < 4
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> tuple:
+    return build(CONFIGS[request.param])
+
+
+@pytest.mark.parametrize("logits", ["logits", "classes"])
+def test_logits_are_those_of_bert(logits: str) -> None:
+    """Two texts of two segments, one padded: at every token, 1e-5 of the largest logit."""
+    with np.load(ROOT / "tests/fixtures/bert_hf.npz") as stored:
+        theirs = dict(stored)
+    weights = {name.removeprefix("weights."): w.astype(np.float32) for name, w in theirs.items() if "weights." in name}
+    shape = {"d_model": 24, "n_heads": 3, "d_ff": (40,), "n_blocks": 2, "n_segments": 2, "activation": "gelu_exact"}
+    if logits == "classes":  # the same encoder, another head
+        config = ClassifierConfig(41, 16, **shape, n_classes=5)
+        weights = {name: w for name, w in weights.items() if not name.startswith(("head", "b_out"))}
+        weights = {name.replace("classifier.", "head."): w for name, w in weights.items()}
+    else:
+        config = EncoderConfig(41, 16, **shape)
+        weights = {name: w for name, w in weights.items() if not name.startswith("classifier.")}
+    model, params = config.build(), unflatten_dict(weights, sep=".")
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model, config))
+    ours = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(
+        theirs["source"], theirs["valid"], theirs["segments"]
+    )
+    assert not theirs["valid"].all()
+    at = theirs["valid"] if logits == "logits" else ...
+    assert_close(np.asarray(ours)[at], theirs[logits][at])
+
+
+def test_every_token_feels_every_token_and_none_feels_padding() -> None:
+    """By the gradient of each feature with respect to each embedding."""
+    model, params = build(replace(MASKED, n_blocks=1))
+    weights_TD = normal(T, D)
+
+    def mixed(nudge_TD: jax.Array) -> jax.Array:
+        def add(call, args, kwargs, context):
+            out = call(*args, **kwargs)
+            is_embedding = isinstance(context.module, Embedding) and context.method_name == "__call__"
+            return out + nudge_TD if is_embedding else out
+
+        with nn.intercept_methods(add):
+            return (weights_TD * model.apply({"params": params}, TOKENS_T, VALID_T, method="features")).sum(-1)
+
+    felt_TS = (jax.jit(jax.jacrev(mixed))(jnp.zeros((T, D))) != 0).any(-1)
+    np.testing.assert_array_equal(felt_TS, np.outer(VALID_T, VALID_T))
+
+
+def test_the_content_of_padding_changes_no_bit(case: tuple) -> None:
+    """Of no number that comes out, also at padded places."""
+    model, params = case
+    other_T = jnp.where(VALID_T, TOKENS_T, (TOKENS_T + 1) % V)
+    np.testing.assert_array_equal(apply(model, params, TOKENS_T, VALID_T), apply(model, params, other_T, VALID_T))
+
+
+def test_padding_is_as_if_it_were_not_there(case: tuple) -> None:
+    model, params = case
+    padded, alone = apply(model, params, TOKENS_T, VALID_T), apply(model, params, TOKENS_T[:4])
+    assert_close(padded if padded.shape == (C,) else padded[:4], alone)
+
+
+def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
+    model, params = case
+    tokens_BT, valid_BT = random_tokens(V, 3, T, seed=2), jnp.arange(T) < jnp.array([[7], [1], [4]])
+    together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(tokens_BT, valid_BT)
+    for row in zip(together, tokens_BT, valid_BT, strict=True):
+        assert_close(row[0], apply(model, params, *row[1:]))
+
+
+def test_chosen_places_have_the_logits_they_have_among_all() -> None:
+    """So that a loss over masked tokens needs no others."""
+    model, params = build(MASKED)
+    at = jnp.array([1, 3])
+    x_TD = apply(model, params, TOKENS_T, VALID_T, method="features")
+    chosen = apply(model, params, x_TD[at], method="unembed")
+    assert_close(chosen, apply(model, params, TOKENS_T, VALID_T)[at])
+
+
+def test_segments_matter_and_are_the_first_where_none_are_given() -> None:
+    model, params = build(MASKED)
+    without = apply(model, params, TOKENS_T)
+    np.testing.assert_array_equal(apply(model, params, TOKENS_T, None, jnp.zeros(T, jnp.int32)), without)
+    second = apply(model, params, TOKENS_T, None, jnp.arange(T) // 4)
+    assert jnp.abs(second - without).max() > 0.1
+
+
+@pytest.mark.slow
+def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+    config = replace(MASKED, attention_bias=False, dropout=0.3)
+    params = random_params(config.build(), TOKENS_T)
+
+    @partial(jax.jit, static_argnums=0)
+    def value_and_grad(model: nn.Module) -> tuple:
+        rngs = {"dropout": jax.random.key(0)}
+        loss = lambda params: jax.nn.logsumexp(model.apply({"params": params}, TOKENS_T, VALID_T, rngs=rngs))  # noqa: E731
+        return jax.value_and_grad(loss)(params)
+
+    wanted, got = value_and_grad(config.build()), value_and_grad(config.build(Execution(remat="block", scan=True)))
+    for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(theirs).max() > 0, path  # every parameter has a part in it
+        assert_close(ours, theirs)
+
+
+def test_dropout_acts_only_with_a_key() -> None:
+    config = replace(FIRST, dropout=0.3)
+    model, params = build(config)
+    without = apply(model, params, TOKENS_T)
+    assert_close(without, apply(replace(config, dropout=0.0).build(), params, TOKENS_T), 0)
+    drawn = [apply(model, params, TOKENS_T, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert min(jnp.abs(a - b).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
+
+
+def test_bert_base_has_as_many_parameters_as_its_release() -> None:
+    """109,514,298: `bert-base-uncased` with its head for masked tokens, without the pooler and next sentences."""
+    config = EncoderConfig(30_522, 512, 768, n_blocks=12, n_heads=12, d_ff=(3072,), n_segments=2)
+    assert count_parameters(abstract_params(config.build(), config)) == 109_514_298
+
+
+@pytest.mark.parametrize("config", [MASKED, FIRST], ids=["masked", "classifier"])
+def test_every_parameter_has_its_place_on_a_mesh(config: EncoderConfig) -> None:
+    params = abstract_params(config.build(), config)
+    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    assert placed.keys() == flatten_dict(params, sep=".").keys()
+
+
+def test_what_a_model_does_not_have_is_refused() -> None:
+    model, params = build(FIRST)
+    call = partial(model.apply, {"params": params})
+    with pytest.raises(ValueError, match="8 tokens, but there are 7 learned positions"):
+        jax.eval_shape(call, random_tokens(V, T + 1))
+    with pytest.raises(ValueError, match="segments for a model whose n_segments is 0"):
+        jax.eval_shape(call, TOKENS_T, None, TOKENS_T)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n_blocks", 0), ("n_segments", -1), ("embedding_std", -1.0), ("n_classes", 0), ("pooling", "last")],
+)
+def test_a_shape_that_cannot_be_is_refused_with_its_value(name: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"{name} is {value!r}"):
+        replace(FIRST, **{name: value})

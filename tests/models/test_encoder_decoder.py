@@ -1,0 +1,290 @@
+"""The encoder-decoder: against torch and Hugging Face's Marian, and by its properties.
+
+Their side is stored; `tests/fixtures/make_encoders_torch.py` made it.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
+
+from jaxformer.decode.beam import search
+from jaxformer.errors import UserError
+from jaxformer.inspect import named_attention_maps
+from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import Execution
+from jaxformer.ops.masks import EMPTY
+from jaxformer.runs import count_parameters
+from jaxformer.sharding import make_mesh, shardings
+from tests.arrays import apply, assert_close, normal, random_params, random_tokens
+from tests.helpers import ROOT
+
+V, S, T, D = 23, 7, 5, 12
+POST = EncoderDecoderConfig(V, 11, D, n_heads=3, head_dim=5, d_ff=(17,), n_encoder_blocks=1, n_decoder_blocks=2)
+PRE = replace(POST, norm_placement="pre", attention_bias=True, activation="gelu")
+CONFIGS = {
+    "post": POST,
+    "pre": PRE,
+    "rope": replace(
+        POST, positions="rope", head_dim=4, norm="rmsnorm", norm_placement="pre", activation="swiglu",
+        n_decoder_blocks=1,
+    ),
+    "learned": replace(POST, positions="learned", n_decoder_blocks=1),
+}  # fmt: skip
+SOURCE_S, TARGET_T = random_tokens(V, S), random_tokens(V, T, seed=1)
+VALID_S = jnp.arange(S) < 4
+INPUTS = (SOURCE_S, VALID_S, TARGET_T)
+
+
+def build(config: EncoderDecoderConfig) -> tuple[EncoderDecoder, Params]:
+    model = config.build()
+    return model, random_params(model, *INPUTS)
+
+
+def fixture(file: str, part: str = "") -> tuple[Params, dict[str, np.ndarray]]:
+    """Parameters, and what else is stored."""
+    with np.load(ROOT / "tests/fixtures" / file) as stored:
+        arrays = {name.removeprefix(part): stored[name] for name in stored.files if name.startswith(part)}
+    weights = {name.removeprefix("weights."): w for name, w in arrays.items() if name.startswith("weights.")}
+    return unflatten_dict({name: w.astype(np.float32) for name, w in weights.items()}, sep="."), arrays
+
+
+@pytest.mark.parametrize(
+    ("file", "placement"), [("transformer_torch.npz", "post"), ("transformer_torch.npz", "pre"), ("marian_hf.npz", "")]
+)
+def test_logits_are_those_of_torch_and_of_marian(file: str, placement: str) -> None:
+    """All norms, biases and masks of two sources, the second padded; 1e-5 of the largest logit."""
+    params, theirs = fixture(file, f"{placement}." if placement else "")
+    config = EncoderDecoderConfig(
+        41, 16, 24, n_heads=3, attention_bias=True, d_ff=(40,), norm_placement=placement or "post",
+        n_encoder_blocks=2, n_decoder_blocks=2,
+    )  # fmt: skip
+    assert not theirs["valid"].all()
+    model, inputs = config.build(), [theirs[name] for name in ("source", "valid", "target")]
+    shapes = jax.tree.map(jnp.shape, random_params(model, *(x[0] for x in inputs)))
+    assert jax.tree.map(jnp.shape, params) == shapes
+    ours = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(*inputs)
+    assert_close(ours, theirs["logits"])
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
+    return build(CONFIGS[request.param])
+
+
+def test_no_logit_feels_a_later_token_of_the_target_or_padding_of_the_source(case: tuple) -> None:
+    """By the gradient with respect to what is embedded: nothing from there, something from everywhere else."""
+    model, params = case
+    weights_TV = normal(T, V)
+
+    def mixed_logits(nudge_SD: jax.Array, nudge_TD: jax.Array) -> jax.Array:
+        nudges = iter((nudge_SD, nudge_TD))  # the source is embedded first
+
+        def add(call, args, kwargs, context):
+            out = call(*args, **kwargs)
+            is_embedding = isinstance(context.module, Embedding) and context.method_name == "__call__"
+            return out + next(nudges) if is_embedding else out
+
+        with nn.intercept_methods(add):
+            return (weights_TV * model.apply({"params": params}, *INPUTS)).sum(-1)
+
+    nudges = jnp.zeros((S, D)), jnp.zeros((T, D))
+    source, target = jax.jit(jax.jacrev(mixed_logits, argnums=(0, 1)))(*nudges)
+    np.testing.assert_array_equal((source != 0).any(-1), np.broadcast_to(VALID_S, (T, S)))
+    np.testing.assert_array_equal((target != 0).any(-1), np.tri(T, dtype=bool))
+
+
+def test_the_content_of_padding_changes_no_bit(case: tuple) -> None:
+    model, params = case
+    other_S = jnp.where(VALID_S, SOURCE_S, (SOURCE_S + 1) % V)
+    np.testing.assert_array_equal(apply(model, params, *INPUTS), apply(model, params, other_S, VALID_S, TARGET_T))
+
+
+def test_padding_is_as_if_it_were_not_there(case: tuple) -> None:
+    model, params = case
+    assert_close(apply(model, params, SOURCE_S[:4], None, TARGET_T), apply(model, params, *INPUTS))
+
+
+def test_decoding_with_a_cache_equals_the_full_pass(case: tuple) -> None:
+    """Two tokens at once, the second place of three being padding, then one at a time."""
+    model, params = case
+    n = 2
+
+    @jax.jit
+    def decode(params: Params) -> list[jax.Array]:
+        call = partial(model.apply, {"params": params})
+        cache = call(SOURCE_S, VALID_S, T + 1, method="start")
+        padded_T, positions_T = jnp.append(TARGET_T[:n], 0), jnp.array([0, 1, EMPTY])
+        x_TD, cache = call(padded_T, positions_T, cache, 0, method="extend")
+        features = [x_TD[:n]]
+        for t in range(n, T):
+            x_1D, cache = call(TARGET_T[t : t + 1], jnp.array([t]), cache, t + 1, method="extend")
+            features.append(x_1D)
+        return call(jnp.concatenate(features), method="unembed")
+
+    assert_close(decode(params), apply(model, params, *INPUTS))
+
+
+def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
+    model, params = case
+    source_BS, target_BT = random_tokens(V, 3, S, seed=2), random_tokens(V, 3, T, seed=3)
+    valid_BS = jnp.arange(S) < jnp.array([[7], [1], [4]])
+    together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(source_BS, valid_BS, target_BT)
+    for row in zip(together, source_BS, valid_BS, target_BT, strict=True):
+        assert_close(row[0], apply(model, params, *row[1:]))
+
+
+@pytest.mark.slow
+def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+    config = replace(POST, norm_placement="pre", dropout=0.3)
+    params = random_params(config.build(), *INPUTS)
+
+    @partial(jax.jit, static_argnums=0)
+    def value_and_grad(model: EncoderDecoder) -> tuple:
+        rngs = {"dropout": jax.random.key(0)}
+        loss = lambda params: jax.nn.logsumexp(model.apply({"params": params}, *INPUTS, rngs=rngs))  # noqa: E731
+        return jax.value_and_grad(loss)(params)
+
+    wanted, got = value_and_grad(config.build()), value_and_grad(config.build(Execution(remat="block", scan=True)))
+    for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(theirs).max() > 0, path  # every parameter has a part in it
+        assert_close(ours, theirs)
+
+
+def test_dropout_acts_only_with_a_key() -> None:
+    config = replace(POST, n_decoder_blocks=1, dropout=0.3)
+    model, params = build(config)
+    without = apply(model, params, *INPUTS)
+    assert_close(without, apply(replace(config, dropout=0.0).build(), params, *INPUTS), 0)
+    drawn = [apply(model, params, *INPUTS, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert min(jnp.abs(a - b).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
+
+
+def test_dropout_falls_on_the_embedding() -> None:
+    """Where parts add nothing, as their last matrices are 0, the stream that the encoder's norm reads is the embedding,
+    times √D, of which half is 0 and the rest twice as large."""
+    model, params = build(replace(POST, norm_placement="pre", dropout=0.5, positions="none", n_decoder_blocks=1))
+    flat = flatten_dict(params, sep=".")
+    last = (".W_O", ".mlp.W_2", ".mlp.b_2")
+    params = unflatten_dict({name: w * (not name.endswith(last)) for name, w in flat.items()}, sep=".")
+
+    @jax.jit
+    def stream() -> jax.Array:
+        streams: list[jax.Array] = []
+
+        def listen(call, args, kwargs, context):
+            if context.module.name == "encoder_norm":
+                streams.append(args[0])
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(listen):
+            model.apply({"params": params}, *INPUTS, rngs={"dropout": jax.random.key(0)})
+        return streams[0]
+
+    embedded_SD = np.sqrt(D) * np.asarray(params["embedding"]["W_E"])[SOURCE_S]
+    dropped = np.asarray(stream()) == 0
+    assert_close(stream(), np.where(dropped, 0, 2 * embedded_SD))
+    # 84 draws: the share is known to √(0.25/84) = 0.055; this is four of those.
+    assert dropped.mean() == pytest.approx(0.5, abs=0.22)
+
+
+@pytest.mark.slow
+def test_beam_search_of_one_beam_takes_the_likeliest_token_at_each_step() -> None:
+    """For two sources at once, by the model's own methods alone; found again by full passes."""
+    model, params = build(POST)
+    new, start = 4, 0
+    source_BS, valid_BS = jnp.stack([SOURCE_S, SOURCE_S[::-1]]), jnp.stack([VALID_S, jnp.ones(S, bool)])
+    call = partial(model.apply, {"params": params})
+
+    def one(token: jax.Array, position: jax.Array, cache: tuple) -> tuple:
+        x_1D, cache = call(token[None], position[None], cache, position, method="extend")
+        return call(x_1D[0], method="unembed"), cache
+
+    @jax.jit
+    def found() -> tuple:
+        cache = jax.vmap(lambda s, v: call(s, v, new, method="start"))(source_BS, valid_BS)
+        logits_PV, cache = jax.vmap(one, (None, None, 0))(jnp.int32(start), jnp.int32(0), cache)
+        advance = lambda i, tokens_R, cache: jax.vmap(one, (0, None, 0))(tokens_R, i + 1, cache)  # noqa: E731
+        return search(advance, cache, logits_PV, 1.0, n_beams=1, max_new_tokens=new, stop_tokens=())
+
+    full = jax.jit(call)
+    for source_S, valid_S, tokens_T in zip(source_BS, valid_BS, found().tokens_PNT[:, 0], strict=True):
+        target = jnp.concatenate([jnp.array([start]), tokens_T[:-1]])
+        np.testing.assert_array_equal(full(source_S, valid_S, target).argmax(-1), tokens_T)
+
+
+def test_a_cache_may_be_narrow() -> None:
+    """Both that of the target and what is kept of the source."""
+    model, params = build(POST)
+    cache = jax.eval_shape(lambda: model.apply({"params": params}, SOURCE_S, VALID_S, T, jnp.bfloat16, method="start"))
+    assert cache.source[0].k_GKS.values.shape == (3, 5, S)
+    assert {leaf.dtype for leaf in jax.tree.leaves((cache.source, cache.target.layers))} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_maps_name_their_layers_and_padding_has_no_weight() -> None:
+    model, params = build(POST)
+    maps = jax.jit(named_attention_maps, static_argnums=0)(model, params, *INPUTS)
+    assert set(maps) == {
+        "encoder_blocks.0.attention", "decoder_blocks.0.attention", "decoder_blocks.0.cross_attention",
+        "decoder_blocks.1.attention", "decoder_blocks.1.cross_attention",
+    }  # fmt: skip
+    crossing = maps["decoder_blocks.1.cross_attention"]
+    assert crossing.shape == (3, T, S)
+    assert_close(crossing.sum(-1), np.ones((3, T)))
+    np.testing.assert_array_equal(np.asarray(crossing) > 0, np.broadcast_to(VALID_S, (3, T, S)))
+
+
+def test_base_has_as_many_parameters_as_counted_by_hand() -> None:
+    """The paper's 65 million, table 3: 18.9 million in the table of 37,000 tokens, and 44 million in the blocks."""
+    V, D, F = 37_000, 512, 2048
+    mlp, norm = 2 * D * F + F + D, 2 * D
+    encoder, decoder = 4 * D * D + mlp + 2 * norm, 8 * D * D + mlp + 3 * norm
+    config = EncoderDecoderConfig(vocab_size=V)
+    model = config.build()
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), *INPUTS)["params"])
+    assert count_parameters(params) == V * D + 6 * (encoder + decoder) == 63_045_632
+
+
+def test_every_parameter_has_its_place_on_a_mesh() -> None:
+    model = replace(POST, positions="learned").build()
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), *INPUTS)["params"])
+    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    assert placed.keys() == flatten_dict(params, sep=".").keys()
+    crossing = placed["decoder_blocks_0.cross_attention.W_Q"].spec
+    assert crossing == placed["decoder_blocks_0.attention.W_Q"].spec == PartitionSpec("fsdp", None, None)  # 3 heads
+
+
+def test_more_tokens_than_learned_positions_are_refused() -> None:
+    model, params = build(CONFIGS["learned"])
+    for source, target in ((random_tokens(V, 12), TARGET_T), (SOURCE_S, random_tokens(V, 12))):
+        with pytest.raises(ValueError, match="12 tokens, but there are 11 learned positions"):
+            jax.eval_shape(partial(model.apply, {"params": params}), source, None, target)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"d_model": 13, "n_heads": 5, "head_dim": None}, ["13", "5", "head_dim"]),
+        ({"head_dim": 0}, ["head_dim", "0"]),
+        ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
+        ({"dropout": 1.0}, ["dropout", "1.0"]),
+        ({"positions": "rope", "head_dim": 5}, ["5", "even"]),
+        ({"n_decoder_blocks": 0}, ["n_decoder_blocks", "0"]),
+        ({"n_encoder_blocks": -1}, ["n_encoder_blocks", "-1"]),
+        ({"norm": "batchnorm"}, ["norm", "batchnorm"]),
+    ],
+    ids=str,
+)
+def test_a_shape_that_cannot_be_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        replace(POST, **fields)
+    assert all(word in str(error.value) for word in said)

@@ -1,0 +1,76 @@
+"""What models are trained on."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxformer.data.dataset import Batch
+from jaxformer.models.objective import Across, CrossEntropy, objective_of
+
+OBJECTIVE = CrossEntropy()
+B, T, D, V = 6, 5, 3, 11
+
+
+class Linear(nn.Module):
+    """Features straight to logits, and a number that is no part of them."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: jax.Array) -> jax.Array:
+        return x @ self.param("W", nn.initializers.normal(1.0), (D, V))
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    draw = np.random.default_rng(0)
+    weights = draw.random((B, T)).astype(np.float32)
+    inputs = (draw.normal(size=(B, T, D)).astype(np.float32), np.arange(B))
+    return Batch(inputs, draw.integers(0, V, (B, T)).astype(np.int32), weights / weights.sum())
+
+
+PARAMS = {"W": jnp.asarray(np.random.default_rng(1).normal(size=(D, V)), jnp.float32)}
+
+
+def test_the_loss_is_the_weighted_sum_and_smoothing_is_minimised_but_not_told(batch):
+    """Against optax, whose smoothed labels have the same definition."""
+    logits = batch.inputs[0] @ PARAMS["W"]
+    labels = optax.smooth_labels(jax.nn.one_hot(batch.targets, V), 0.1)
+    minimised, told = OBJECTIVE.loss(Linear(), PARAMS, batch, smoothing=0.1)
+    wanted = np.sum(optax.softmax_cross_entropy(logits, labels) * batch.weights)
+    np.testing.assert_allclose(minimised, wanted, rtol=1e-6)
+    plain = np.sum(optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets) * batch.weights)
+    np.testing.assert_allclose(told, plain, rtol=1e-6)
+    assert abs(wanted - plain) > 0.01
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_what_parts_add_is_the_loss_of_the_whole(batch, weighted):
+    whole = batch if weighted else batch._replace(weights=None)
+    wanted = OBJECTIVE.loss(Linear(), PARAMS, whole)[0]
+    parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], whole) for i in range(3)]
+    shares = [OBJECTIVE.loss(Linear(), PARAMS, part, across=Across(3))[0] for part in parts]
+    np.testing.assert_allclose(sum(shares), wanted, rtol=1e-6)
+    alone = [OBJECTIVE.example_loss(Linear(), PARAMS, jax.tree.map(lambda x, i=i: x[i], whole)) for i in range(B)]
+    np.testing.assert_allclose(np.sum(alone) if weighted else np.mean(alone), wanted, rtol=1e-6)
+
+
+def test_one_class_an_example_is_measured_by_hand():
+    """Logits that are given: the target is the largest, is not, is the second of two that are, and does not count."""
+    model, params = Linear(), {"W": jnp.eye(D, V)}
+    x = np.array([[2.0, 0, 0], [0, 0, 1], [0, 3, 3], [1, 1, 1]], np.float32)
+    batch = Batch((x, np.zeros(4)), np.array([0, 1, 2, 0], np.int32), np.array([1, 1, 1, 0], np.float32))
+    measures = jax.device_get(OBJECTIVE.measure(model, params, batch))
+    total = np.log([np.e**2 + 10, np.e + 10, 2 * np.e**3 + 9])
+    np.testing.assert_allclose(measures["nats"][:3], total - [2, 0, 3], rtol=1e-6)
+    np.testing.assert_array_equal(measures["correct"], [1, 0, 0, 0])
+    np.testing.assert_array_equal(measures["weight"], [1, 1, 1, 0])
+    assert measures["nats"][3] == 0
+    summary = OBJECTIVE.summary(measures)
+    np.testing.assert_allclose(summary["loss"], np.mean(total - [2, 0, 3]), rtol=1e-6)
+    assert summary["accuracy"] == 1 / 3
+
+
+def test_a_module_without_a_config_of_ours_has_logits():
+    assert isinstance(objective_of(Linear()), CrossEntropy)

@@ -1,0 +1,277 @@
+"""Recurrent sequence to sequence; torch's side is stored, `tests/fixtures/make_recurrent_torch.py` made it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.decode.beam import Beams, search
+from jaxformer.decode.weights import store
+from jaxformer.errors import UserError
+from jaxformer.models.objective import Params
+from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig
+from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.ops.masks import EMPTY
+from tests.arrays import assert_close, first_params, normal, random_tokens
+from tests.fixtures.recurrent_weights import LENGTHS, A, D, I, recurrence_of, torch_says
+
+V, S, T = 11, 6, 5
+SOURCE_S, TARGET_T = random_tokens(V, S), random_tokens(V, T, seed=1)
+VALID_S = jnp.arange(S) < 4
+BAHDANAU = RecurrentConfig(V, 32, d_embedding=I, d_model=D, attention="additive", d_attention=A)
+CONFIGS = {
+    "bahdanau": BAHDANAU,
+    "dot, two layers of lstm": replace(BAHDANAU, cell="lstm", n_layers=2, attention="dot", d_attention=None, tied=True),
+    "fixed": replace(BAHDANAU, attention="none", d_attention=None),
+    "sutskever": replace(
+        BAHDANAU, cell="lstm", n_layers=2, bidirectional=False, attention="none", d_attention=None, tied=True
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small model and the programs that the tests share."""
+
+    config: RecurrentConfig
+    model: Recurrent
+    params: Params
+
+    @cached_property
+    def forward(self) -> Callable:
+        return jax.jit(partial(self.model.apply, {"params": self.params}))
+
+    @cached_property
+    def start(self) -> Callable:
+        return jax.jit(lambda source_S, valid_S: self._apply(source_S, valid_S, 16, method="start"))
+
+    @cached_property
+    def extend(self) -> Callable:
+        """Logits in place of features."""
+
+        def extend(tokens_T: jax.Array, positions_T: jax.Array, cache: RecurrentCache) -> tuple:
+            x_TD, cache = self._apply(tokens_T, positions_T, cache, 0, method="extend")
+            return self._apply(x_TD, method="unembed"), cache
+
+        return jax.jit(extend)
+
+    def _apply(self, *args: object, method: str) -> tuple:
+        return self.model.apply({"params": self.params}, *args, method=method)
+
+
+def drawn(config: RecurrentConfig) -> Small:
+    """With weights that keep the gates inside their range, and biases that are not zero."""
+    model = config.build()
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), SOURCE_S, VALID_S, TARGET_T)["params"])
+    leaves, tree = jax.tree.flatten(shapes)
+    params = [normal(*leaf.shape, seed=i) / leaf.shape[-1] ** 0.5 for i, leaf in enumerate(leaves)]
+    return Small(config, model, jax.tree.unflatten(tree, params))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> Small:
+    return drawn(CONFIGS[request.param])
+
+
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
+    stored, prefix = torch_says(), f"model {cell}: "
+    weight = lambda name: stored[f"{prefix}{name}.weight"]  # noqa: E731
+    decoder = recurrence_of(stored, f"{prefix}cell.")
+    parts = range(1 if cell == "GRU" else 2)
+    params = {
+        "embedding": {"W_E": weight("source")},
+        "target_embedding": {"W_E": weight("target")},
+        "encoder_0": recurrence_of(stored, f"{prefix}encoder.", "_l0"),
+        "backward_encoder_0": recurrence_of(stored, f"{prefix}encoder.", "_l0_reverse"),
+        "W_s_0": np.stack([weight(f"begin.{part}").T for part in parts]),
+        # torch has one matrix for the token and the context, one on the other.
+        "reader": {
+            "recurrence": dict(decoder, W=decoder["W"][:, :I]),
+            "C": decoder["W"][:, I:],
+            "W_a": weight("W_a").T, "U_a": weight("U_a").T, "v_a": weight("v_a").T,
+        },
+        "W_o": weight("read").T, "b_o": stored[f"{prefix}read.bias"], "W_out": weight("out").T,
+    }  # fmt: skip
+    config = replace(BAHDANAU, cell=cell.lower())
+    model = config.build()
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), SOURCE_S, VALID_S, TARGET_T)["params"])
+    assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
+    call = jax.jit(lambda *args: [model.apply({"params": params}, *args, method=m) for m in ("__call__", "alignment")])
+    for i, length in enumerate(LENGTHS):
+        logits_TV, alignment_TS = call(stored["source"][i], jnp.arange(S) < length, stored["target"][i])
+        assert_close(logits_TV, stored[f"{prefix}logits {i}"])
+        assert_close(alignment_TS[:, :length], stored[f"{prefix}alignment {i}"])
+        assert (alignment_TS[:, length:] == 0).all()
+
+
+def test_no_output_feels_a_later_token_and_each_feels_all_before(case: Small) -> None:
+    logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
+    variants = jnp.stack([TARGET_T.at[i].add(1) % V for i in range(T)])
+    others_TTV = jax.vmap(lambda target_T: case.forward(SOURCE_S, VALID_S, target_T))(variants)
+    same = jax.vmap(lambda target_T: case.forward(SOURCE_S, VALID_S, target_T))(jnp.stack([TARGET_T] * T))
+    felt_TT = np.asarray((others_TTV != same).any(-1))  # [i, t]: does output t change with token i?
+    np.testing.assert_array_equal(felt_TT, np.triu(np.ones((T, T), bool)))
+    assert_close(same[0], logits_TV)
+
+
+def test_what_stands_in_padding_changes_no_bit(case: Small) -> None:
+    other_S = jnp.where(VALID_S, SOURCE_S, (SOURCE_S + 3) % V)
+    assert (other_S != SOURCE_S).any()
+    logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
+    np.testing.assert_array_equal(logits_TV, case.forward(other_S, VALID_S, TARGET_T))
+    n = int(VALID_S.sum())
+    assert_close(logits_TV, case.forward(SOURCE_S[:n], VALID_S[:n], TARGET_T))
+
+
+def test_every_valid_token_of_the_source_is_felt(case: Small) -> None:
+    logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
+    for i in np.flatnonzero(VALID_S):
+        other = case.forward(SOURCE_S.at[i].set((SOURCE_S[i] + 1) % V), VALID_S, TARGET_T)
+        assert jnp.abs(other - logits_TV).max() > 1e-4
+
+
+def test_a_batch_equals_its_rows_one_by_one(case: Small) -> None:
+    source_BS, target_BT = random_tokens(V, 3, S, seed=4), random_tokens(V, 3, T, seed=5)
+    valid_BS = jnp.arange(S) < jnp.array([[6], [1], [3]])
+    together = jax.jit(jax.vmap(case.forward))(source_BS, valid_BS, target_BT)
+    assert_close(together, jnp.stack([case.forward(*row) for row in zip(source_BS, valid_BS, target_BT, strict=True)]))
+
+
+def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
+    full_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
+    for n in (1, 3):
+        # Padding on the left of the prefix, as prompts of a batch have it.
+        padded, place = jnp.pad(TARGET_T[:n], (3 - n, 0), constant_values=7), jnp.arange(3)
+        cache = case.start(SOURCE_S, VALID_S)
+        logits_TV, cache = case.extend(padded, jnp.where(place < 3 - n, EMPTY, place - 3 + n), cache)
+        rows = list(logits_TV[3 - n :])
+        for t in range(n, T):
+            logits_TV, cache = case.extend(TARGET_T[t][None], jnp.array([t]), cache)
+            rows.append(logits_TV[0])
+        assert_close(jnp.stack(rows), full_TV)
+
+
+@pytest.mark.parametrize("name", ["bahdanau", pytest.param("dot, two layers of lstm", marks=pytest.mark.slow), "fixed"])
+def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
+    case = drawn(CONFIGS[name])
+
+    def loss(params: Params) -> jax.Array:
+        logits_TV = case.model.apply({"params": params}, SOURCE_S, VALID_S, TARGET_T)
+        return negative_log_likelihood(logits_TV, jnp.roll(TARGET_T, -1)).mean()
+
+    gradient = jax.jit(jax.grad(loss))(case.params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert jnp.isfinite(leaf).all() and (leaf != 0).any(), path
+
+
+def test_a_source_of_padding_alone_gives_finite_numbers_and_gradients() -> None:
+    case, nothing_S = drawn(BAHDANAU), jnp.zeros(S, bool)
+    function = lambda params: case.model.apply({"params": params}, SOURCE_S, nothing_S, TARGET_T).sum()  # noqa: E731
+    value, gradient = jax.jit(jax.value_and_grad(function))(case.params)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((value, gradient)))
+
+
+@pytest.mark.parametrize("n_beams", [1, 3])
+def test_beam_search_takes_the_model_as_it_is(n_beams: int) -> None:
+    """One beam is greedy decoding; a score is the log-probability that the full pass gives."""
+    case, new = drawn(BAHDANAU), 4
+    first = TARGET_T[:1]
+
+    def search_from(source_S: jax.Array) -> Beams:
+        logits_1V, cache = case.extend(first, jnp.zeros(1, jnp.int32), case.start(source_S, VALID_S))
+
+        def advance(i: jax.Array, tokens_R: jax.Array, cache: RecurrentCache) -> tuple:
+            longer = jax.vmap(lambda token, cache: case.extend(token[None], i[None] + 1, cache))
+            logits_R1V, cache = longer(tokens_R, cache)
+            return logits_R1V[:, 0], cache
+
+        one = jax.tree.map(lambda x: x[None], cache)
+        return search(advance, one, logits_1V, 0.0, n_beams=n_beams, max_new_tokens=new, stop_tokens=())
+
+    found = jax.jit(search_from)(SOURCE_S)
+    for tokens_T, score in zip(found.tokens_PNT[0], found.scores_PN[0], strict=True):
+        logits_TV = case.forward(SOURCE_S, VALID_S, jnp.concatenate([first, tokens_T[:-1]]))
+        assert_close(score, -negative_log_likelihood(logits_TV, tokens_T).sum())
+        if n_beams == 1:
+            np.testing.assert_array_equal(tokens_T, logits_TV.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["bahdanau", "sutskever"])
+def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
+    case = drawn(CONFIGS[name])
+    small = replace(case, params=store(case.params, "int8"))
+    got = small.forward(SOURCE_S, VALID_S, TARGET_T)
+    wanted = case.forward(SOURCE_S, VALID_S, TARGET_T)
+    assert_close(got, wanted, 0.05)  # a weight is off by at most 1/254 of its column's largest
+    assert jnp.abs(got - wanted).max() > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1(tied: bool) -> None:
+    """So that gates begin in the middle of their range, and the loss near that of a guess."""
+    config = replace(BAHDANAU, vocab_size=211, d_embedding=64, d_model=32, tied=tied)
+    model = config.build()
+    params = first_params(model, SOURCE_S, VALID_S, TARGET_T)
+    W_VD = params["embedding"]["W_E"] * (64**0.5 if tied else 1)
+    assert_close(W_VD.std(), 1, 0.05)
+    logits_TV = model.apply({"params": params}, SOURCE_S, VALID_S, random_tokens(211, T))
+    assert 0.3 < logits_TV.std() < 2
+
+
+def test_dropout_acts_only_with_a_key() -> None:
+    plain = drawn(BAHDANAU)
+    dropping = replace(BAHDANAU, dropout=0.3).build()
+    call = jax.jit(lambda rngs: dropping.apply({"params": plain.params}, SOURCE_S, VALID_S, TARGET_T, rngs=rngs))
+    without = plain.forward(SOURCE_S, VALID_S, TARGET_T)
+    assert_close(call(None), without, 1e-6)
+    assert jnp.abs(call({"dropout": jax.random.key(0)}) - without).max() > 0.01
+
+
+def test_halves_are_kept_of_the_source_if_asked_for() -> None:
+    case = drawn(BAHDANAU)
+    start = partial(case.model.apply, {"params": case.params}, method="start")
+    cache = start(SOURCE_S, VALID_S, 16, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(cache.memory)} == {jnp.dtype("bfloat16"), jnp.dtype("bool")}
+    logits_TV, longer = case.extend(TARGET_T, jnp.arange(T), cache)
+    assert_close(logits_TV, case.forward(SOURCE_S, VALID_S, TARGET_T), 2**-6)  # bfloat16 rounds to 2⁻⁹
+    assert jax.tree.map(lambda x: x.dtype, longer) == jax.tree.map(lambda x: x.dtype, cache)
+    with pytest.raises(UserError, match="int8; use float32 or bfloat16"):
+        start(SOURCE_S, VALID_S, 16, jnp.int8)
+
+
+def test_it_can_be_computed_in_halves(case: Small) -> None:
+    halves = replace(case, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params))
+    logits_TV = halves.forward(SOURCE_S, VALID_S, TARGET_T)
+    assert logits_TV.dtype == jnp.bfloat16
+    assert_close(logits_TV.astype(jnp.float32), case.forward(SOURCE_S, VALID_S, TARGET_T), 0.1)  # some 25 roundings
+
+
+def test_a_fixed_context_has_no_alignment() -> None:
+    case = drawn(CONFIGS["fixed"])
+    with pytest.raises(UserError, match="set attention to additive or dot"):
+        case.model.apply({"params": case.params}, SOURCE_S, VALID_S, TARGET_T, method="alignment")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cell": "rnn"}, ["cell", "rnn", "gru, lstm"]),
+        ({"attention": "fixed", "d_attention": None}, ["attention", "fixed", "none, additive, dot"]),
+        ({"attention": "dot"}, ["d_attention", "3", "dot"]),
+        ({"d_attention": 0}, ["d_attention", "0"]),
+        ({"n_layers": 0}, ["n_layers", "0"]),
+        ({"d_model": -1}, ["d_model", "-1"]),
+        ({"d_embedding": 0}, ["d_embedding", "0"]),
+        ({"dropout": 1.0}, ["dropout", "1.0"]),
+    ],
+    ids=str,
+)
+def test_a_shape_that_cannot_be_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        replace(BAHDANAU, **fields)
+    assert all(word in str(error.value) for word in said)

@@ -1,0 +1,174 @@
+"""The Vision Transformer: against Hugging Face's, and by its properties.
+
+Their side is stored; `tests/fixtures/make_vision_hf.py` made it.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxformer.data.dataset import Batch
+from jaxformer.decode.weights import store
+from jaxformer.errors import UserError
+from jaxformer.inspect import attention_maps
+from jaxformer.models.objective import CrossEntropy
+from jaxformer.models.vit import ViT, ViTConfig
+from jaxformer.nn.execution import Execution
+from jaxformer.runs import abstract_params, count_parameters
+from jaxformer.sharding import make_mesh, shardings
+from tests.arrays import apply, assert_close, random_params
+from tests.helpers import ROOT
+
+CLASS = ViTConfig(
+    image_size=(12, 8), channels=1, n_classes=5, patch_size=(4, 2), d_model=12, n_heads=3, d_ff=(17,), n_blocks=2,
+    dropout=0.3,
+)  # fmt: skip
+MEAN = replace(CLASS, pooling="mean", norm_placement="post", norm="rmsnorm", attention_bias=False)
+CONFIGS = {"class": CLASS, "mean": MEAN}
+PIXELS = np.random.default_rng(0).integers(256, size=(3, 12, 8, 1)).astype(np.uint8)
+
+
+def build(config: ViTConfig) -> tuple:
+    return config.build(), random_params(config.build(), *config.example())
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request: pytest.FixtureRequest) -> tuple:
+    return build(CONFIGS[request.param])
+
+
+def test_logits_are_those_of_hugging_face() -> None:
+    """Two images, 1e-5 of the largest number; before the head, too."""
+    with np.load(ROOT / "tests/fixtures/vit_hf.npz") as stored:
+        theirs = dict(stored)
+    weights = {name.removeprefix("weights."): w.astype(np.float32) for name, w in theirs.items() if "weights." in name}
+    config = ViTConfig(
+        image_size=(12, 8), n_classes=5, patch_size=(4, 2), mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3), d_model=24,
+        n_heads=3, d_ff=(40,), n_blocks=2, activation="gelu_exact",
+    )  # fmt: skip
+    model, params = config.build(), unflatten_dict(weights, sep=".")
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model, config))
+    for name, method in (("logits", "__call__"), ("features", "encode")):
+        call = jax.jit(jax.vmap(partial(model.apply, {"params": params}, method=method)))
+        assert_close(call(theirs["pixels"]), theirs[name])
+
+
+def test_base_has_as_many_parameters_as_its_release() -> None:
+    """86,567,656 in `vit-base-patch16-224`, where the class token has its own 768 beside its position."""
+    config = ViTConfig()
+    assert count_parameters(abstract_params(config.build(), config)) == 86_567_656 - 768
+
+
+def test_bytes_and_floats_of_one_image_give_the_same(case: tuple) -> None:
+    model, params = case
+    logits = apply(model, params, PIXELS[0])
+    assert logits.shape == (5,)
+    assert_close(apply(model, params, (PIXELS[0] / 255).astype(np.float32)), logits)
+
+
+def test_every_pixel_is_felt(case: tuple) -> None:
+    model, params = case
+    pixels = (PIXELS[0] / 255).astype(np.float32)
+    felt = jax.jit(jax.grad(lambda x: model.apply({"params": params}, x)[0]))(pixels)
+    assert np.isfinite(felt).all() and (felt != 0).all()
+
+
+def test_without_positions_the_order_of_patches_means_nothing() -> None:
+    """Positions are all that tells patches apart: with those of all patches alike, an image with its two halves
+    exchanged, 6 rows of 4 x 2 patches being 3 x 4, is the same."""
+    model, params = build(CLASS)
+    halves = np.roll(PIXELS[0], 4, axis=1)
+    there = lambda params: [apply(model, params, pixels) for pixels in (PIXELS[0], halves)]  # noqa: E731
+    a, b = there(params)
+    assert jnp.abs(a - b).max() > 0.1
+    params["placement"]["W_pos"] = params["placement"]["W_pos"].at[1:].set(0.5)
+    assert_close(*there(params))
+
+
+def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
+    model, params = case
+    together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(PIXELS)
+    for row, pixels in zip(together, PIXELS, strict=True):
+        assert_close(row, apply(model, params, pixels))
+
+
+def test_pooling_is_the_first_token_or_the_mean_of_all() -> None:
+    x = np.arange(12.0).reshape(2, 3, 2)
+    assert_close(CLASS.pool(x), [[0, 1], [6, 7]])
+    assert_close(MEAN.pool(x), [[2, 3], [8, 9]])
+
+
+def test_attention_can_be_looked_at(case: tuple) -> None:
+    """12 patches; with a class token, 13 places."""
+    model, params = case
+    n = 13 if model.config.pooling == "class" else 12
+    maps = jax.jit(attention_maps, static_argnums=0)(model, params, PIXELS[0])
+    assert [weights.shape for weights in maps] == [(3, n, n)] * 2
+    for weights_HTT in maps:
+        assert (weights_HTT > 0).all()
+        assert_close(weights_HTT.sum(-1), np.ones((3, n)))
+
+
+def test_dropout_acts_only_with_a_key(case: tuple) -> None:
+    model, params = case
+    without = apply(model, params, PIXELS[0])
+    assert_close(without, apply(ViT(replace(model.config, dropout=0.0)), params, PIXELS[0]), 0)
+    drawn = [apply(model, params, PIXELS[0], rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert min(jnp.abs(a - b).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.01
+
+
+@pytest.mark.slow
+def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+    model, params = build(CLASS)
+    batch = Batch((PIXELS,), np.int32([1, 4, 0]))
+    keys_B = jax.random.split(jax.random.key(0), 3)
+
+    @partial(jax.jit, static_argnums=0)
+    def value_and_grad(model: ViT) -> tuple:
+        return jax.value_and_grad(lambda params: CrossEntropy().loss(model, params, batch, keys_B)[0])(params)
+
+    wanted, got = value_and_grad(model), value_and_grad(ViT(model.config, Execution(remat="block", scan=True)))
+    for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        # The bias of all keys alike shifts all scores of a query, which changes no weight.
+        assert np.abs(theirs).max() > (-1 if "b_K" in str(path) else 0), path
+        assert_close(ours, theirs)
+
+
+def test_every_parameter_has_its_place_on_a_mesh() -> None:
+    """A patch's pixels over `tensor`, the model's width over `fsdp`."""
+    params = abstract_params(CLASS.build(), CLASS)
+    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    assert placed.keys() == flatten_dict(params, sep=".").keys()
+    assert tuple(placed["patch_embedding.W_patch"].spec) == ("tensor", "fsdp")
+    assert tuple(placed["patch_embedding.b_patch"].spec) == ()
+
+
+def test_weights_of_8_bits_say_nearly_the_same(case: tuple) -> None:
+    model, params = case
+    exact, rounded = (apply(model, p, PIXELS[0]) for p in (params, store(params, "int8")))
+    assert 1e-4 < jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_blocks": 0}, "n_blocks is 0"),
+        ({"patch_size": (4,)}, "patch_size is"),
+        ({"patch_size": (0, 2)}, "patch_size is"),
+        ({"patch_size": (5, 2)}, r"patch_size \(5, 2\) does not divide image_size \(12, 8\)"),
+        ({"pooling": "max"}, "pooling is 'max'"),
+        ({"positions": "rope"}, "positions is 'rope'; it must be one of learned"),
+        ({"mean": (0.1, 0.2)}, r"mean is \(0.1, 0.2\); give 1 number"),
+        ({"std": (0.0,)}, r"std is \(0.0,\); it must be above 0"),
+        ({"std": (float("nan"),)}, r"std is \(nan,\)"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_with_its_value(changes: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        replace(CLASS, **changes)

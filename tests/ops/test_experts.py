@@ -1,0 +1,138 @@
+from math import e, exp, log
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops.experts import (
+    RouterStatistics,
+    assign,
+    balance_loss,
+    capacity,
+    combine,
+    dispatch,
+    route,
+    router_statistics,
+)
+from tests.arrays import assert_close, normal
+
+T, E, J, D = 11, 5, 3, 7
+LOGITS_TE = 2 * normal(T, E)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    y = np.exp(np.float64(x))
+    return y / y.sum(-1, keepdims=True)
+
+
+def test_weights_are_the_softmax_over_the_chosen() -> None:
+    experts_TJ, weights_TJ = route(LOGITS_TE, J)
+    wanted = np.argsort(-np.asarray(LOGITS_TE), axis=1)[:, :J]
+    np.testing.assert_array_equal(experts_TJ, wanted)
+    # As Mixtral computes it: the softmax over all, divided by what the chosen have of it.
+    of_all = np.take_along_axis(softmax(LOGITS_TE), wanted, axis=1)
+    assert_close(weights_TJ, of_all / of_all.sum(1, keepdims=True))
+
+
+def test_one_alone_has_its_probability_among_all() -> None:
+    experts_T1, weights_T1 = route(LOGITS_TE, 1)
+    assert_close(weights_T1, softmax(LOGITS_TE).max(1, keepdims=True))
+    np.testing.assert_array_equal(experts_T1[:, 0], np.asarray(LOGITS_TE).argmax(1))
+
+
+@pytest.mark.parametrize(
+    ("args", "room"),
+    [
+        ((128, 8, 2, None), 128),
+        ((128, 8, 2, 1.0), 32),  # 256 choices, 8 experts
+        ((128, 8, 2, 1.25), 40),
+        ((10, 3, 1, 1.0), 4),  # 3.3 is rounded up
+        ((128, 8, 2, 100.0), 128),  # no more than there are tokens
+        ((1, 64, 2, 0.5), 1),  # one token always finds room
+    ],
+)
+def test_capacity_by_hand(args: tuple, room: int) -> None:
+    assert capacity(*args) == room
+
+
+def test_places_by_hand() -> None:
+    """Experts 0 and 1 with room for two: the third token finds 0 full, and the fourth both."""
+    experts_TJ = jnp.array([[0, 1], [0, 2], [1, 0], [1, 0]])
+    np.testing.assert_array_equal(assign(experts_TJ, 3, 2), [[0, 2], [1, 4], [3, 6], [6, 6]])
+
+
+def test_no_two_choices_share_a_place_and_earlier_tokens_go_first() -> None:
+    experts_TJ, _ = route(LOGITS_TE, J)
+    room = 4
+    places = np.asarray(assign(experts_TJ, E, room))
+    taken = places[places < E * room]
+    assert len(set(taken.tolist())) == taken.size
+    np.testing.assert_array_equal(taken // room, np.asarray(experts_TJ)[places < E * room])
+    # What comes later changes nothing.
+    np.testing.assert_array_equal(assign(experts_TJ[:7], E, room), places[:7])
+    assert (places == E * room).sum() == np.maximum(np.bincount(experts_TJ.ravel(), minlength=E) - room, 0).sum() > 0
+
+
+@pytest.mark.parametrize("room", [T, 4])
+def test_the_way_there_and_back(room: int) -> None:
+    """Experts that multiply by their number plus 1, against a loop over tokens."""
+    x_TD, (experts_TJ, weights_TJ) = normal(T, D, seed=1), route(LOGITS_TE, J)
+    places_TJ = assign(experts_TJ, E, room)
+    x_ECD = jax.jit(dispatch, static_argnums=(2, 3))(x_TD, places_TJ, E, room)
+    assert x_ECD.shape == (E, room, D)
+    got = combine(x_ECD * (1 + jnp.arange(E))[:, None, None], places_TJ, weights_TJ)
+    wanted, taken = np.zeros((T, D)), [0] * E
+    for t in range(T):
+        for expert, weight in zip(experts_TJ.tolist()[t], weights_TJ.tolist()[t], strict=True):
+            taken[expert] += 1
+            if taken[expert] <= room:
+                wanted[t] += weight * (expert + 1) * np.asarray(x_TD)[t]
+    assert_close(got, wanted)
+    assert max(taken) > 4  # so that with room for four some are dropped
+    filled = np.abs(x_ECD).sum(-1) > 0
+    assert (filled.sum(1) == np.minimum(taken, room)).all()  # the rest are zeros
+
+
+def test_statistics_by_hand() -> None:
+    """Logits (1, 0) and (0, 0) and one choice each, where the second finds no room."""
+    logits_TE = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+    found = router_statistics(logits_TE, jnp.array([[0], [0]]), jnp.array([[0], [2]]), 1)
+    first = e / (e + 1)
+    assert_close(found.share_E, [1, 0])
+    assert_close(found.probability_E, [(first + 0.5) / 2, (1 - first + 0.5) / 2])
+    assert_close(found.z, (log(exp(1) + 1) ** 2 + log(2) ** 2) / 2)
+    assert_close(found.dropped, 0.5)
+
+
+def test_balance_is_one_where_even_and_the_number_of_experts_where_all_go_to_one() -> None:
+    even, one = jnp.full(E, 1 / E), jnp.eye(E)[2]
+    assert_close(balance_loss(RouterStatistics(even, even, 0.0, 0.0)), 1)
+    assert_close(balance_loss(RouterStatistics(one, one, 0.0, 0.0)), E)
+    assert_close(balance_loss(RouterStatistics(one, even, 0.0, 0.0)), 1)
+
+
+def test_balance_of_a_batch_is_that_of_its_tokens_in_one_row() -> None:
+    """And not the mean of its examples': two that each send all to another expert balance each other."""
+    B = 4
+    logits_BTE = 2 * normal(B, T, E, seed=3) + 3 * normal(B, 1, E, seed=4)
+
+    def statistics(logits_TE: jax.Array) -> RouterStatistics:
+        experts_TJ, _ = route(logits_TE, J)
+        return router_statistics(logits_TE, experts_TJ, assign(experts_TJ, E, T), T)
+
+    of_each = jax.jit(jax.vmap(statistics))(logits_BTE)
+    batch = balance_loss(jax.tree.map(lambda x: x.mean(0), of_each))
+    logits = np.asarray(logits_BTE).reshape(-1, E)
+    chosen = np.argsort(-logits, axis=1)[:, :J].ravel()
+    assert_close(batch, E * (np.bincount(chosen, minlength=E) / chosen.size) @ softmax(logits).mean(0))
+    assert float(jax.vmap(balance_loss)(of_each).mean()) > 1.05 * float(batch)
+
+
+def test_balancing_lowers_the_probability_of_those_chosen_too_often() -> None:
+    def loss(logits_TE: jax.Array) -> jax.Array:
+        experts_TJ, _ = route(logits_TE, 1)
+        return balance_loss(router_statistics(logits_TE, experts_TJ, assign(experts_TJ, E, T), T))
+
+    gradient_E = jax.jit(jax.grad(loss))(jnp.zeros((T, E)).at[:, 2].set(0.1)).sum(0)
+    assert gradient_E[2] > 0 and (jnp.delete(gradient_E, 2) < 0).all()

@@ -1,0 +1,34 @@
+"""Pixels as tokens."""
+
+import numpy as np
+import pytest
+
+from jaxformer.ops.patches import patchify, standardised
+from tests.arrays import assert_close
+
+
+@pytest.mark.parametrize(("shape", "size"), [((6, 4, 3), (3, 2)), ((4, 6, 4, 1), (2, 3, 2)), ((2, 3, 5, 2), (1, 3, 5))])
+def test_patches_are_those_of_a_loop(shape: tuple[int, ...], size: tuple[int, ...]) -> None:
+    """Every pixel has its own number."""
+    pixels = np.arange(np.prod(shape)).reshape(shape)
+    grid = [n // s for n, s in zip(shape, size, strict=False)]
+    wanted = []
+    for corner in np.ndindex(*grid):
+        patch = []
+        for inside in np.ndindex(*size, shape[-1]):
+            at = [c * s + i for c, s, i in zip(corner, size, inside, strict=False)]
+            patch.append(pixels[(*at, inside[-1])])
+        wanted.append(patch)
+    np.testing.assert_array_equal(patchify(pixels, size), wanted)
+
+
+def test_a_size_that_does_not_divide_is_an_error() -> None:
+    with pytest.raises((TypeError, ValueError)):
+        patchify(np.zeros((5, 4, 1)), (2, 2))
+
+
+def test_bytes_are_parts_of_white_and_floats_are_as_they_are() -> None:
+    """255 is 1: (1 - 0.5) / 0.25 = 2. Channels have their own mean and spread."""
+    assert_close(standardised(np.uint8([[0], [255]]), (0.5,), (0.25,)), [[-2], [2]])
+    assert_close(standardised(np.float32([[0], [1]]), (0.5,), (0.25,)), [[-2], [2]])
+    assert_close(standardised(np.float32([[1, 1]]), (0.0, 0.5), (1.0, 0.1)), [[1, 5]])

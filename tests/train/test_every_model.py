@@ -1,0 +1,147 @@
+"""Whatever the model and the data, there is one trainer: what it promises, it promises for all of them."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.hooks import make_hooks
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.inspect import first_non_finite
+from jaxformer.models.objective import objective_of
+from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.runs import create_run, load_run
+from jaxformer.sharding import make_mesh
+from jaxformer.train.log import read_metrics
+from jaxformer.train.loop import train
+from jaxformer.train.plan import make_plan
+from jaxformer.train.step import check_fit
+from tests.data.test_captions import MODEL as CLIP
+from tests.data.test_captions import write as write_captions
+from tests.data.test_images import write_idx
+from tests.helpers import ROOT, write_books
+
+SMALL = {"d_model": 8, "n_heads": 2, "d_ff": (12,)}
+TEXT = {**SMALL, "vocab_size": 280, "context_length": 16, "n_blocks": 1}
+RECURRENT = {"vocab_size": 257, "d_embedding": 8, "d_model": 8}
+IMAGES = {**SMALL, "image_size": (4, 6), "patch_size": (2, 2), "n_classes": 3, "n_blocks": 1}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "mlm.py": (TEXT | {"vocab_size": 281}, "books"),
+    "prefix.py": (TEXT, "books"),
+    "moe.py:moe": (TEXT | {"n_experts": 4, "capacity_factor": None}, "books"),
+    "dates.py:bahdanau": (RECURRENT, ""),
+    "translation.py:transformer": (
+        SMALL | {"vocab_size": 265, "context_length": 16, "n_encoder_blocks": 1, "n_decoder_blocks": 1}, "pairs",
+    ),
+    "vision.py:vit": (IMAGES, "images"),
+    "vision.py:vivit": (
+        IMAGES | {"image_size": (8, 12), "n_classes": 8, "n_frames": 4, "patch_size": (4, 4), "n_temporal_blocks": 1},
+        "images",
+    ),
+    "clip.py": ({}, "captions"),
+}  # fmt: skip
+"""By config: fields of its model that make it small, and the data it is given."""
+B = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each run of a model compiles the same programs again."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Data of each kind."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [f"the {a} {b}\tle {a}{b * (i % 2)}" for i, (a, b) in enumerate([("x", "y"), ("z", "w"), ("u", "v")] * 8)]
+    for name, part in (("train", rows), ("val", rows[:3])):
+        (folder / f"pairs.{name}.tsv").write_text("\n".join(part) + "\n")
+    (folder / "captions").mkdir()
+    return {
+        "": "",
+        "books": str(write_books(folder / "books")),
+        "pairs": str(folder / "pairs"),
+        "images": str(write_idx(folder / "images", {"train": 3 * B, "t10k": 5})),
+        "captions": write_captions(folder / "captions"),
+    }
+
+
+def small(spec: str, places: dict[str, str], steps: int) -> Config:
+    """The config with a small model, for a few steps of something that is quick to compile."""
+    config, (fields, kind) = load_config(str(ROOT / "configs" / spec)), CASES[spec]
+    model = replace(config.model, **fields, **({"dropout": 0.1} if hasattr(config.model, "dropout") else {}))
+    if kind == "captions":
+        model = CLIP  # for the images of that test
+    given = (
+        {"path": places[kind]} if kind else {"n_pairs": 64, "n_held_out": 8, "locales": ("en_GB",), "forms": ("short",)}
+    )
+    data = replace(config.data, **given)
+    batch_size = 4 if kind == "captions" else B
+    return replace(
+        config, model=model, data=data, steps=steps, optimizer=OptimizerConfig(learning_rate=0.05),
+        train=TrainConfig(batch_size=batch_size, log_every=1, eval_every=3, eval_examples=4, report_every=3,
+                          checkpoint_every=3, sample_tokens=4, label_smoothing=config.train.label_smoothing),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", CASES)
+def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_path):
+    config = small(spec, places, steps=6)
+    load = partial(config.data.load, config.model, config.train.batch_size, config.seed)
+
+    def run(name: str, steps: int, n_devices: int, watched: bool = False, resume: bool = False) -> Path:
+        asked, mesh = replace(config, steps=steps), make_mesh("", jax.devices()[:n_devices])
+        folder = tmp_path / name
+        data = load(load_run(folder).tokenizer) if resume else load()
+        if not resume:
+            create_run(folder, asked, data.tokenizer, may_number=False)
+        outcome = train(asked, data, folder, mesh, make_hooks(asked, mesh, data, folder) if watched else [], resume)
+        assert (outcome.status, outcome.step) == ("done", steps)
+        return folder
+
+    # The same on one device and on as many as there are examples in a batch.
+    one, many = run("one", 6, 1, watched=True), run("many", 6, config.train.batch_size)
+    rows = read_metrics(one)
+    losses = [[row["loss"] for row in read_metrics(folder)[1:]] for folder in (one, many)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert rows[-1]["gradients"] and rows[-1]["val_loss"] == rows[-1]["val_loss"]
+    assert ("entropy" in rows[-1]) == (not isinstance(config.model, RecurrentConfig))
+
+    # As if it had never stopped.
+    shutil.copytree(one, tmp_path / "stopped")
+    for last in (tmp_path / "stopped/checkpoints").glob("6*"):
+        shutil.rmtree(last) if last.is_dir() else last.unlink()
+    resumed, whole = load_run(run("stopped", 6, 1, resume=True)), load_run(one)
+    assert resumed.config == config
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    measured = [[row["loss"] for row in read_metrics(folder)[1:]] for folder in (one, tmp_path / "stopped")]
+    assert measured[0] == measured[1]
+
+    # Any of it can be computed again, planned, and differentiated from outside.
+    batch, model = load().rows(0), resumed.model
+    check_fit(config.model, batch)
+    assert first_non_finite(model, resumed.params, batch) is None
+    plan = make_plan(config, make_mesh("", jax.devices()[:1]))
+    assert plan.parameters == sum(w.size for w in jax.tree.leaves(resumed.params)) and plan.model_operations > 0
+    example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
+    grads = jax.jit(jax.grad(lambda p: objective_of(model).example_loss(model, p, example)))(resumed.params)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads)) and any(g.any() for g in jax.tree.leaves(grads))
