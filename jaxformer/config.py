@@ -41,7 +41,7 @@ class ModelConfig:
 
     def example(self) -> tuple[np.ndarray, ...]:
         """What the module is called with: an example of the largest size, in which all is zero."""
-        raise NotImplementedError
+        raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
 
 
 @dataclass(frozen=True)

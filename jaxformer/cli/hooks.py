@@ -155,8 +155,9 @@ def _alignment(config: Config, mesh: Mesh, data: Pairs, folder: Path) -> Any:
     """A picture of where a model looks for each part of a target: of the held-out pair with the longest source, among
     those of whose tokens each can be read by itself, if there are any."""
     model, tokenizer, most = config.model.build(), data.tokenizer, data.context_length
-    pairs = [[tokenizer.encode(text) for text in pair] for pair in data.val]
-    fitting = [pair for pair in pairs if max(map(len, pair)) < most] or [[tokens[: most - 1] for tokens in pairs[0]]]
+    sources, targets = (tokenizer.encode_batch(texts) for texts in zip(*data.val, strict=True))
+    fitting = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < most]
+    fitting = fitting or [(sources[0][: most - 1], targets[0][: most - 1])]
     readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
     source, target = max(fitting, key=lambda pair: (readable(pair[0]), len(pair[0])))
     source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
