@@ -13,6 +13,7 @@ import numpy as np
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import ModelConfig
 from jaxformer.models.objective import Params
+from jaxformer.nn.execution import Execution
 
 LADDER = Path(__file__).parents[1] / "configs" / "ladder.py"
 
@@ -71,3 +72,19 @@ def assert_close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     assert got.shape == wanted.shape
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * max(1.0, np.abs(wanted).max(initial=0)))
+
+
+def assert_same_however_computed(config: Any, params: Params, *inputs: Any) -> None:
+    """With dropout, a loss and its gradient are those of blocks that are simply called where they are looped over and
+    computed again in the backward pass. Every parameter has a part in it."""
+
+    @partial(jax.jit, static_argnums=0)
+    def value_and_grad(model: nn.Module) -> tuple:
+        rngs = {"dropout": jax.random.key(0)}
+        loss = lambda params: jax.nn.logsumexp(model.apply({"params": params}, *inputs, rngs=rngs))  # noqa: E731
+        return jax.value_and_grad(loss)(params)
+
+    wanted, got = value_and_grad(config.build()), value_and_grad(config.build(Execution(remat="block", scan=True)))
+    for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(theirs).max() > 0, path
+        assert_close(ours, theirs)

@@ -16,10 +16,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.errors import UserError
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import Execution
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import make_mesh, shardings
-from tests.arrays import apply, assert_close, build, normal, random_params, random_tokens
+from tests.arrays import apply, assert_close, assert_same_however_computed, build, normal, random_params, random_tokens
 from tests.helpers import ROOT
 
 V, T, D, C = 23, 7, 12, 3
@@ -120,16 +119,7 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
     config = replace(MASKED, attention_bias=False, dropout=0.3)
     params = random_params(config.build(), TOKENS_T)
 
-    @partial(jax.jit, static_argnums=0)
-    def value_and_grad(model: nn.Module) -> tuple:
-        rngs = {"dropout": jax.random.key(0)}
-        loss = lambda params: jax.nn.logsumexp(model.apply({"params": params}, TOKENS_T, VALID_T, rngs=rngs))  # noqa: E731
-        return jax.value_and_grad(loss)(params)
-
-    wanted, got = value_and_grad(config.build()), value_and_grad(config.build(Execution(remat="block", scan=True)))
-    for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        assert np.abs(theirs).max() > 0, path  # every parameter has a part in it
-        assert_close(ours, theirs)
+    assert_same_however_computed(config, params, TOKENS_T, VALID_T)
 
 
 def test_dropout_acts_only_with_a_key() -> None:
