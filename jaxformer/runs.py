@@ -7,6 +7,7 @@ import json
 import pkgutil
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,8 @@ from jaxformer.models.objective import Params, can_continue, next_token_nll
 from jaxformer.sharding import abstract, shardings
 
 T = TypeVar("T")
-CONFIG, TOKENIZER, METRICS, SAMPLES = "config.json", "tokenizer.json", "metrics.jsonl", "samples.txt"
+CONFIG, TOKENIZER, CLASSES = "config.json", "tokenizer.json", "classes.json"
+METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
 
 
@@ -44,6 +46,8 @@ class Run:
     """None where there is no text in its data."""
     step: int
     """Optimizer steps that made the parameters."""
+    classes: tuple[str, ...] = ()
+    """Names of what it tells apart, where it is known and is no text."""
 
     def language(self) -> tuple[TokenModelConfig, Tokenizer]:
         """The config and the tokenizer of a model of text.
@@ -91,7 +95,20 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     params = checkpoints.restore_params(step, shapes)
     has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
     tokenizer = Tokenizer.load(folder / TOKENIZER) if has_text else None
-    return Run(folder, config, model, params, tokenizer, step)
+    return Run(folder, config, model, params, tokenizer, step, _read_classes(folder / CLASSES))
+
+
+def _read_classes(file: Path) -> tuple[str, ...]:
+    """Names of classes; none, where there is no such file."""
+    if not file.exists():
+        return ()
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read as names of classes ({error}); remove it to have numbers.") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{file} is no list of names; remove it to have numbers.")
+    return tuple(names)
 
 
 def load_data(folder: Path, config: Config) -> Dataset:
@@ -118,8 +135,11 @@ def count_parameters(params: Params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def create_run(folder: Path, config: Config, tokenizer: Tokenizer | None, may_number: bool) -> Path:
-    """Make a run's folder with its config and tokenizer, if there is one; the place where it came to lie.
+def create_run(
+    folder: Path, config: Config, tokenizer: Tokenizer | None, may_number: bool, classes: Sequence[str] = ()
+) -> Path:
+    """Make a run's folder with its config, and its tokenizer and the names of classes if there are any; the place where
+    it came to lie.
 
     It appears whole, by a rename. A folder that another process made meanwhile is left alone: the next free
     number is appended, if that is allowed.
@@ -134,6 +154,8 @@ def create_run(folder: Path, config: Config, tokenizer: Tokenizer | None, may_nu
         write_config(scratch, config)
         if tokenizer is not None:
             tokenizer.save(scratch / TOKENIZER)
+        if classes:
+            write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
         place, number = folder, 1

@@ -22,8 +22,9 @@ import tyro
 from jaxformer.cli import machine, translating
 from jaxformer.cli.arguments import options_given, parse, run_command
 from jaxformer.cli.filling import fill_prompts
-from jaxformer.cli.opening import RunOptions, model_of, open_run
+from jaxformer.cli.opening import RunOptions, model_of, open_run, run_folder
 from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts, seeds
+from jaxformer.cli.seeing import tell_images
 from jaxformer.decode import (
     Generation,
     LookUp,
@@ -58,7 +59,8 @@ document (the end-of-text token), at a stop token or stop string, which are not 
 --max-new-tokens.
 
 A masked language model fills gaps instead, one token each: --prompt "The [MASK] of the people". A model that makes
-one text of another, such as a translation, does so with each prompt, greedily or with --num-beams."""
+one text of another, such as a translation, does so with each prompt, greedily or with --num-beams. A model of images
+tells what those of --images show, and one of images and texts which of the texts of --prompt fits each of them."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class Arguments:
     opening: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     prompt: tuple[str, ...] = ("The ",)
     """The text to continue; several are continued together."""
+    images: tuple[str, ...] = ()
+    """Files of pictures, for a model that sees; of animated ones, where it takes videos."""
     prompts_file: str | None = None
     """A file with a prompt a line; a .jsonl file has objects with "prompt", and "seed" and "id" if one likes."""
     interactive: bool = False
@@ -156,11 +160,19 @@ def _main(arguments: list[str]) -> int:
     _check(asked, given)
     prompts = _prompts(asked)
     machine.set_up(mesh=asked.opening.mesh)
+    from jaxformer.models.clip import CLIP
     from jaxformer.models.encoder import MaskedLanguageModel
+    from jaxformer.models.vit import ViT
 
     model = model_of(asked.opening)
     if isinstance(model, MaskedLanguageModel):
         return fill_prompts(asked.opening, prompts, given, asked.sampling.top_logprobs, asked.jsonl)
+    if isinstance(model, ViT | CLIP):
+        return tell_images(asked.opening, asked.images, prompts, given, asked.jsonl)
+    if asked.images:
+        raise UserError(
+            f"{run_folder(asked.opening)} holds a {type(model).__name__}, which sees no images; leave out --images."
+        )
     if hasattr(model, "start"):
         return translating.main(asked, given, prompts)
     sampler = Sampler(asked, given)

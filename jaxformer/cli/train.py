@@ -126,7 +126,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     wait_for_all()  # if one of several processes has no data, no run is made
 
     if not resume:
-        folder = Path(from_first(str(create_run(folder, config, data.tokenizer, may_number)) if is_first() else ""))
+        made = create_run(folder, config, data.tokenizer, may_number, data.classes) if is_first() else ""
+        folder = Path(from_first(str(made)))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")

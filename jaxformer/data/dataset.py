@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -42,6 +42,8 @@ class Dataset(ABC):
     """SHA-256 over what was read, by which one sees that it has changed; how it is cut stands in the run's config."""
     tokenizer: Tokenizer | None = None
     """Of the tokens in it, where there are any; a run keeps it."""
+    classes: Sequence[str] = ()
+    """Their names, where the targets are classes of other things than tokens; a run keeps them, too."""
     token_lengths: np.ndarray | None = None
     """Bytes of each class, `(V,)`, where the targets are a text's tokens and bits per byte mean something."""
 

@@ -7,17 +7,21 @@ import hashlib
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, drawing, evenly, order
 from jaxformer.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 IDX = ("train", "t10k")
 """How the names of the files begin for training and to measure on; the latter may be missing."""
@@ -123,6 +127,7 @@ class PixelDataset(Dataset):
         if n < batch_size:
             raise UserError(f"{path} has {n} training images, fewer than train.batch_size {batch_size}; lower it.")
         self.stills, self.path, self.batch_size, self.seed = stills, path, batch_size, seed
+        self.classes = stills.names
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size
         digest = hashlib.sha256(repr((stills.names, *settings)).encode())
         for part in (*stills.train, *stills.val):
@@ -175,7 +180,7 @@ class Images(PixelDataset):
         return self.stills.val.images[numbers], self.stills.val.labels[numbers]
 
     def describe(self) -> str:
-        train, val, names = self.stills.train.images, self.stills.val.images, self.stills.names
+        train, val, names = self.stills.train.images, self.stills.val.images, self.classes
         return (
             f"{self.path}: {len(train):,} images of {_sized(train.shape[1:])} in {len(names)} classes "
             f"({', '.join(names[:12])}{', …' if len(names) > 12 else ''}); held out: {len(val):,} images"
@@ -345,20 +350,56 @@ def read_picture(file: Path | IO[bytes], name: str, channels: int) -> np.ndarray
     Raises:
       UserError: it cannot be read, has more than 8 bits a channel, or C is neither 1 nor 3.
     """
+    with _opened(file, name, channels) as picture:
+        return _pixels(picture, name, channels)
+
+
+def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A picture as a model takes it, uint8, resized to `shape`: height, width and channels, with the frames before them
+    for a video, which is an animated GIF, PNG or WebP file; as many of its frames are taken, evenly spread.
+
+    Raises:
+      UserError: see `read_picture`; or it has fewer frames.
+    """
+    *frames, height, width, channels = shape
+    with _opened(file, file, channels) as picture:
+        if not frames:
+            return _pixels(picture, file, channels, (width, height))
+        there, wanted = getattr(picture, "n_frames", 1), frames[0]
+        if there < wanted:
+            raise UserError(f"{file} has {there} frame(s), but the model takes {wanted}; give an animated GIF of more.")
+        pixels = np.empty(shape, np.uint8)
+        for frame, number in enumerate(evenly(there, wanted)):
+            picture.seek(int(number))
+            pixels[frame] = _pixels(picture, file, channels, (width, height))
+        return pixels
+
+
+@contextmanager
+def _opened(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
+    """A picture; what goes wrong in reading it is said of `name`."""
     from PIL import Image  # it takes a moment
 
     if channels not in MODES:
         raise UserError(f"model.channels is {channels}, but pictures can be read as 1 (grey) or 3 (colour); set one.")
     try:
-        with Image.open(file) as opened:
-            if opened.mode.startswith(("I", "F")):  # Pillow would make white of all above 255
-                raise UserError(f"{name} has more than 8 bits a channel; convert it to 8.")
-            picture = opened.convert("RGBA" if opened.has_transparency_data else MODES[channels])
-            if picture.mode == "RGBA":
-                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-            pixels = np.asarray(picture.convert(MODES[channels]))
+        with Image.open(file) as picture:
+            yield picture
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{name} cannot be read as a picture: {error}; remove it, or get it anew.") from error
+
+
+def _pixels(picture: Image.Image, name: str, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
+    """`(height, width, C)` uint8, resized where a width and a height are given."""
+    from PIL import Image
+
+    if picture.mode.startswith(("I", "F")):  # Pillow would make white of all above 255
+        raise UserError(f"{name} has more than 8 bits a channel; convert it to 8.")
+    plain = picture.convert("RGBA" if picture.has_transparency_data else MODES[channels])
+    if plain.mode == "RGBA":
+        plain = Image.alpha_composite(Image.new("RGBA", plain.size, "white"), plain)
+    plain = plain.convert(MODES[channels])
+    pixels = np.asarray(plain if size in (None, plain.size) else plain.resize(size, Image.Resampling.BICUBIC))
     return pixels.reshape(*pixels.shape[:2], channels)
 
 

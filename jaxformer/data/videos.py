@@ -75,7 +75,8 @@ class MovingImages(PixelDataset):
         settings = [config.label, config.n_directions, config.max_speed, size]
         super().__init__(stills, config.path, batch_size, seed, settings)
         self.config, self.size = config, size
-        self.directions = list(DIRECTIONS)[:: len(DIRECTIONS) // config.n_directions]
+        self.directions = tuple(DIRECTIONS)[:: len(DIRECTIONS) // config.n_directions]
+        self.classes = self.directions if config.label == "direction" else stills.names
 
     def varied(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         drawn = uniforms(len(self.stills.train.images), 4, self.seed, epoch)[numbers]
@@ -88,11 +89,10 @@ class MovingImages(PixelDataset):
     def describe(self) -> str:
         train, val = (len(part.images) for part in (self.stills.train, self.stills.val))
         frames, height, width = self.size
-        classes = self.directions if self.config.label == "direction" else self.stills.names
         return (
             f"{self.path}: videos made from {train:,} still images that move over black in {len(self.directions)} "
             f"directions, {frames} frames of {height} x {width} pixels; to be told: {self.config.label} "
-            f"({', '.join(classes[:12])}{', …' if len(classes) > 12 else ''}); held out: {val:,} images"
+            f"({', '.join(self.classes[:12])}{', …' if len(self.classes) > 12 else ''}); held out: {val:,} images"
         )
 
     def _videos(self, images: np.ndarray, labels: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

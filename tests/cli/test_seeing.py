@@ -1,0 +1,147 @@
+"""`sample.py` on the runs of models that see."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxformer.checkpoints import Checkpoints
+from jaxformer.cli import sample
+from jaxformer.config import Config, ModelConfig
+from jaxformer.data.captions import CaptionsConfig
+from jaxformer.data.images import ImagesConfig, read_fitted
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.videos import MovingImagesConfig
+from jaxformer.errors import UserError
+from jaxformer.models.vit import ViTConfig
+from jaxformer.models.vivit import ViViTConfig
+from jaxformer.runs import create_run, load_run
+from tests.data.test_captions import MODEL as CLIP
+from tests.helpers import small_run
+
+BYTES = Tokenizer.train(["a b"], 257)
+IMAGES = ViTConfig((2, 3), 3, 3, patch_size=(1, 3), d_model=8, n_heads=2, n_blocks=1, d_ff=(12,))
+VIDEOS = ViViTConfig(
+    (2, 3), 1, 4, patch_size=(1, 3), d_model=8, n_heads=2, n_blocks=1, d_ff=(12,), n_frames=2, tubelet_frames=1
+)
+
+
+def make(folder: Path, name: str, model: ModelConfig, data, tokenizer=None, classes=()) -> str:
+    """A run with parameters as they are drawn, but for a head that is not zero."""
+    place = create_run(folder / name, Config(name, model, data, steps=1), tokenizer, may_number=False, classes=classes)
+    params = jax.jit(model.build().init)(jax.random.key(0), *model.example())["params"]
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(1, params, {"none": jnp.zeros(1)}, {"step": 1}, None)
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("runs")
+    captions = replace(CLIP, text=replace(CLIP.text, vocab_size=257))
+    return {
+        "images": make(folder, "images", IMAGES, ImagesConfig(), classes=("owl", "wren", "kite")),
+        "videos": make(folder, "videos", VIDEOS, MovingImagesConfig(n_directions=4)),
+        "captions": make(folder, "captions", captions, CaptionsConfig(), BYTES),
+        "text": str(small_run(folder / "text", [" ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop") * 3])),
+    }
+
+
+@pytest.fixture(autouse=True)
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model's size, of another, and some that move."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for name, shape in (("fits.png", (2, 3, 3)), ("large.jpg", (16, 24, 3)), ("small.png", (4, 4, 3))):
+        Image.fromarray(rng.integers(0, 256, shape, np.uint8)).save(name)
+    frames = [Image.fromarray(np.full((2, 3), 50 * i, np.uint8)) for i in range(5)]
+    frames[0].save("moving.gif", save_all=True, append_images=frames[1:])
+    Path("broken.png").write_bytes(b"no picture")
+
+
+def test_classes_are_told_by_name_with_what_the_model_gives_them(
+    runs: dict[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    assert sample.main(["--run", runs["images"], "--images", "fits.png", "large.jpg", "--jsonl"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    run = load_run(runs["images"])
+    expected = jax.nn.softmax(run.model.apply({"params": run.params}, np.asarray(Image.open("fits.png"))))
+    assert first["image"] == "fits.png" and second["image"] == "large.jpg"
+    assert dict(first["shows"]) == pytest.approx(
+        dict(zip(("owl", "wren", "kite"), expected.tolist(), strict=True)), rel=1e-3
+    )
+    assert [p for _, p in first["shows"]] == sorted((p for _, p in first["shows"]), reverse=True)
+    assert first["shows"] != second["shows"]
+
+    assert sample.main(["--run", runs["images"], "--images", "fits.png"]) == 0
+    assert capsys.readouterr().out == "fits.png: " + ", ".join(f"{n} {p:.3f}" for n, p in first["shows"]) + "\n"
+
+
+def test_a_video_is_an_animated_picture_and_classes_without_names_are_numbers(
+    runs: dict[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    np.testing.assert_array_equal(read_fitted("moving.gif", (2, 2, 3, 1))[:, 0, 0, 0], [0, 200])  # the first and last
+    assert sample.main(["--run", runs["videos"], "--images", "moving.gif", "--jsonl", "--weights", "int8"]) == 0
+    shows = json.loads(capsys.readouterr().out)["shows"]
+    assert sorted(name for name, _ in shows) == ["0", "1", "2", "3"]
+
+
+def test_texts_are_matched_as_by_all_their_cosines(runs: dict[str, str], capsys: pytest.CaptureFixture) -> None:
+    texts = ["red", "a blue one", "teal"]
+    assert sample.main(["--run", runs["captions"], "--images", "small.png", "--prompt", *texts, "--jsonl"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    run = load_run(runs["captions"])
+    logits = []
+    for text in texts:
+        tokens = np.array([BYTES.end_of_text, *BYTES.encode(text), BYTES.end_of_text])
+        image_E, text_E, log_scale = run.model.apply(
+            {"params": run.params}, np.asarray(Image.open("small.png")), tokens
+        )
+        logits.append(float(jnp.exp(log_scale) * image_E @ text_E))
+    expected = dict(zip(texts, np.asarray(jax.nn.softmax(jnp.array(logits))).tolist(), strict=True))
+    assert dict(row["shows"]) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_file_of_texts_keeps_those_that_fit(runs: dict[str, str], tmp_path: Path, capsys) -> None:
+    (tmp_path / "texts.txt").write_text("red\nmuch too long to be read\n")
+    assert sample.main(["--run", runs["captions"], "--images", "small.png", "--prompts-file", "texts.txt"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "small.png: red 1.000\n"
+    assert "line 2, has 24 tokens; it may have at most 10" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("images", [], "give --images"),
+        ("images", ["--images", "fits.png", "--prompt", "owl"], "--prompt says nothing"),
+        ("images", ["--images", "fits.png", "--temperature", "1"], "--temperature says nothing"),
+        ("images", ["--images", "none.png"], "none.png cannot be read as a picture"),
+        ("images", ["--images", "broken.png"], "broken.png cannot be read as a picture"),
+        ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model takes 2"),
+        ("captions", ["--images", "small.png"], "give texts with --prompt"),
+        ("captions", ["--images", "small.png", "--prompt", "x" * 11], "the prompt has 11 tokens"),
+        ("text", ["--images", "fits.png"], "which sees no images; leave out --images"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(runs, name: str, options: list[str], said: str, capsys) -> None:
+    assert sample.main(["--run", runs[name], *options]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_names_that_are_none_are_refused(runs: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for text in ('{"a": 1}', "[1]", "no"):
+        folder.mkdir(exist_ok=True)
+        for file in Path(runs["images"]).rglob("*"):
+            place = folder / file.relative_to(runs["images"])
+            place.mkdir(parents=True, exist_ok=True) if file.is_dir() else place.write_bytes(file.read_bytes())
+        (folder / "classes.json").write_text(text)
+        with pytest.raises(UserError, match="classes"):
+            load_run(folder)
