@@ -5,6 +5,7 @@ from jaxformer.inspect.attention import attention_entropy, attention_maps, named
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
 from jaxformer.inspect.routing import router_report
+from jaxformer.inspect.trace import editing, trace, trace_gradients
 
 __all__ = [
     "Autopsy",
@@ -13,9 +14,12 @@ __all__ = [
     "attention_entropy",
     "attention_maps",
     "draw_alignment",
+    "editing",
     "first_non_finite",
     "gradient_report",
     "named_attention_maps",
     "router_report",
     "save_autopsy",
+    "trace",
+    "trace_gradients",
 ]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.inspect.names import dotted
+from jaxformer.inspect.trace import trace
 from jaxformer.models.objective import Params
-from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.ops.attention import attention_weights, row_entropy
+from jaxformer.ops.attention import row_entropy
 
 
 def attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> list[jax.Array]:
@@ -26,23 +23,11 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
     """The same by the layers' names: `decoder_blocks.0.cross_attention` is where an `EncoderDecoder` looks at its
     source.
 
-    The model runs as ever; its calls of `MultiHeadAttention.attend` are listened to, and the weights are made
-    from the same queries, keys and mask.
-
     Args:
       inputs: what the model is called with, such as tokens.
     """
-    maps: dict[str, jax.Array] = {}
-
-    def listen(attend: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
-            q_HTK, k_GSK, _, mask_TS = args
-            maps[dotted(context.module.path)] = attention_weights(q_HTK, k_GSK, mask_TS, context.module.scale)
-        return attend(*args, **kwargs)
-
-    with nn.intercept_methods(listen):
-        model.apply({"params": params}, *inputs)
-    return maps
+    found = trace(model, params, *inputs, names="*attention.weights")
+    return {name.removesuffix(".weights"): weights_HTS for name, weights_HTS in found.items()}
 
 
 @partial(jax.jit, static_argnums=0)

@@ -44,15 +44,19 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        act = ACTIVATIONS[self.activation]
-        for i, width in enumerate(self.hidden, start=1):
-            y = self._linear(x, i, width)
-            if self.activation == "swiglu":
-                gate = self.param(f"W_gate_{i}", uniform_fan_in(x.shape[-1]), (x.shape[-1], width))
-                x = act(x @ gate) * y
-            else:
-                x = act(y)
+        for i in range(1, len(self.hidden) + 1):
+            x = self.hidden_layer(x, i)
         return self._linear(x, len(self.hidden) + 1, self.d_out)
+
+    def hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
+        """What the i-th hidden layer, from 1 on, makes of the one before, `(…, hidden[i - 1])`: a method, so that a
+        probe can see it."""
+        act, width = ACTIVATIONS[self.activation], self.hidden[i - 1]
+        y = self._linear(x, i, width)
+        if self.activation != "swiglu":
+            return act(y)
+        gate = self.param(f"W_gate_{i}", uniform_fan_in(x.shape[-1]), (x.shape[-1], width))
+        return act(x @ gate) * y
 
     def _linear(self, x: jax.Array, i: int, width: int) -> jax.Array:
         init = uniform_fan_in(x.shape[-1])

@@ -27,14 +27,23 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
     Returns:
       `(H, T, S)` float32. A row sums to one, or to zero where the query sees nothing.
     """
+    return softmax(attention_scores(q_HTK, k_GSK, scale), mask)
+
+
+def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> jax.Array:
+    """scale · q kᵀ, `(H, T, S)` float32; see `attention_weights`."""
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
     q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
     scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=jnp.float32)
-    scores_HTS = scores.reshape(H, T, S)
+    return scores.reshape(H, T, S)
+
+
+def softmax(scores_HTS: jax.Array, mask: Mask = None) -> jax.Array:
+    """Scores to weights over what the mask shows; see `attention_weights`."""
     if mask is None:
         return jax.nn.softmax(scores_HTS)
-    mask_TS = mask.array(T, S) if isinstance(mask, Causal) else mask
+    mask_TS = mask.array(*scores_HTS.shape[1:]) if isinstance(mask, Causal) else mask
     return jnp.where(mask_TS, jax.nn.softmax(jnp.where(mask_TS, scores_HTS, MASKED)), 0.0)
 
 
@@ -49,11 +58,15 @@ def attention(
 
     A query that sees nothing gets zeros, and passes no gradient.
     """
-    weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale).astype(v_GSK.dtype)
+    return mix(attention_weights(q_HTK, k_GSK, mask, scale), v_GSK)
+
+
+def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
+    """Weighted sums of the values, `(H, T, K)` in their dtype."""
     H, T, S = weights_HTS.shape
     G = v_GSK.shape[0]
-    mixed = jnp.einsum("grts,gsk->grtk", weights_HTS.reshape(G, H // G, T, S), v_GSK)
-    return mixed.reshape(H, T, v_GSK.shape[-1])
+    weights_GRTS = weights_HTS.astype(v_GSK.dtype).reshape(G, H // G, T, S)
+    return jnp.einsum("grts,gsk->grtk", weights_GRTS, v_GSK).reshape(H, T, v_GSK.shape[-1])
 
 
 def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Callable[..., jax.Array]:
