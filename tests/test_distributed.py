@@ -273,9 +273,9 @@ def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
     ("victim", "number", "status"),
     [
         (1, signal.SIGTERM, 128 + signal.SIGTERM),
-        (1, signal.SIGKILL, 1),
+        pytest.param(1, signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
         (0, signal.SIGKILL, 1),
-        (1, signal.SIGSTOP, 1),
+        pytest.param(1, signal.SIGSTOP, 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, victim, number, status):

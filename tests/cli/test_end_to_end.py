@@ -208,7 +208,7 @@ def test_only_one_process_trains_in_a_folder_and_a_second_interruption_stops_at_
     assert all(damage(here / f"busy/checkpoints/{step}") is None for step in StoredCheckpoints(here / "busy").steps())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_an_interruption_saves_first_and_resuming_changes_nothing(here, finished, number):
     name = f"stopped{number.value}"
     process = start("train.py", *tiny(here / "books"), "--run", name, cwd=here)
@@ -280,6 +280,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     assert found.culprit in report and "with the step's attention: xla" in report and "float32" in report
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["mlp_rowwise", "mlp_concat", "attention_unscaled", "rmsnorm"])
 def test_rungs_of_the_ladder_train(here, name):
     """Small sizes; the sources' own are for a machine with more time."""
@@ -298,6 +299,7 @@ def test_two_runs_started_together_get_a_folder_each(here, tmp_path):
     assert first_lines == {"run runs/quick", "run runs/quick-2"}
 
 
+@pytest.mark.exhaustive
 def test_four_blocks_without_a_norm_blow_up_and_say_where(tmp_path, monkeypatch):
     """The sources' own sizes and settings, with fewer windows a batch."""
     monkeypatch.delenv("XLA_FLAGS")  # at these sizes, computing takes longer than compiling

@@ -33,6 +33,12 @@ def made(folder, rows=ROWS, params=PARAMS, step=20):
     return folder
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run to compare others with."""
+    return made(tmp_path_factory.mktemp("runs") / "a")
+
+
 @pytest.fixture
 def as_a_user(monkeypatch):
     """Without the devices that tests pretend to have; where `python -m jaxformer` finds this package."""
@@ -61,8 +67,8 @@ def changed(step: int, **metrics) -> list[dict]:
         ({"params": PARAMS | {"W": np.float32([-0.0, 1.0, np.nan])}}, ["in params/W: the largest difference is"]),
     ],
 )  # fmt: skip
-def test_where_two_runs_part(tmp_path, other, said):
-    found = parting(made(tmp_path / "a"), made(tmp_path / "b", **other))
+def test_where_two_runs_part(one, tmp_path, other, said):
+    found = parting(one, made(tmp_path / "b", **other))
     assert len(found) == len(said)
     for sentence, part in zip(found, said, strict=True):
         assert part in sentence
@@ -87,7 +93,7 @@ def test_wrong_input_is_one_sentence(capsys, monkeypatch, options, said):
     assert not printed.out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_ends_as_if_nothing_had_happened_and_a_tampered_one_does_not(tmp_path, capfd, as_a_user):
     write_books(tmp_path / "books")
     options = [*tiny(tmp_path / "books"), "--kill-at", "11", "--folder", str(tmp_path / "kept")]

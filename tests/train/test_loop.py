@@ -35,7 +35,7 @@ def compiled_in_half_the_time() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_on_fewer_devices(tmp_path):
     """Eight devices, then two, then one, against a run that never stopped."""
     config = Config(
