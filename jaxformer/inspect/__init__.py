@@ -6,9 +6,11 @@ from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
 from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.trace import editing, trace, trace_gradients
+from jaxformer.inspect.verify import Check, verify
 
 __all__ = [
     "Autopsy",
+    "Check",
     "GradientReport",
     "alignment",
     "attention_entropy",
@@ -22,4 +24,5 @@ __all__ = [
     "save_autopsy",
     "trace",
     "trace_gradients",
+    "verify",
 ]

@@ -21,6 +21,7 @@ from jaxformer.ops.masks import Causal, Mask
 from jaxformer.ops.norms import l2_normalize
 from jaxformer.ops.patches import patchify, standardised
 from jaxformer.ops.positions import sinusoidal
+from jaxformer.ops.precision import widened
 
 LARGEST_LOG_SCALE = log(100)
 """Logits are scaled by no more than 100 (section 2.5)."""
@@ -201,7 +202,7 @@ class CLIP(nn.Module):
 
     def log_scale(self) -> jax.Array:
         """The logarithm of what cosines are multiplied by, a float32 scalar, at most that of 100."""
-        t = self.t.astype(jnp.float32)
+        t = widened(self.t)
         # Its gradient is that of `t` also beyond: it would never come back otherwise.
         return t + jax.lax.stop_gradient(jnp.minimum(t, LARGEST_LOG_SCALE) - t)
 
@@ -215,4 +216,4 @@ class CLIP(nn.Module):
 
 
 def _joint(x_D: jax.Array, W_DE: jax.Array) -> jax.Array:
-    return l2_normalize((x_D @ W_DE).astype(jnp.float32))
+    return l2_normalize(widened(x_D @ W_DE))

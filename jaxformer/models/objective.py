@@ -26,6 +26,7 @@ from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
 from jaxformer.ops.experts import balance_loss
 from jaxformer.ops.losses import is_largest, negative_log_likelihood, pair_nll, smoothing_cost
+from jaxformer.ops.precision import widened
 
 Params = Any
 """A pytree of arrays: what `model.init(…)["params"]` gives."""
@@ -238,7 +239,7 @@ def of_each_target(
     filling = -len(x_ND) % pieces  # what is predicted from it is cut off again
     x_ND, targets_N = jnp.pad(x_ND, ((0, filling), (0, 0))), jnp.pad(targets_N, (0, filling))
     # What the pieces add up to, the gradient of these parameters, is summed in float32.
-    wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+    wide = jax.tree.map(widened, params)
 
     @jax.checkpoint
     def one(piece: tuple[jax.Array, jax.Array]) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxformer.nn.block import Make
 from jaxformer.nn.execution import ROUTER
@@ -21,6 +20,7 @@ from jaxformer.ops.experts import (
     route,
     router_statistics,
 )
+from jaxformer.ops.precision import widened
 
 AXIS = "expert"
 """Of the mesh: the one that splits experts."""
@@ -56,7 +56,7 @@ class Experts(nn.Module):
         T, D = x_TD.shape
         W_DE = self.param("W_router", uniform_fan_in(D), (D, self.n_experts))
         # In float32, as rounding may send a token elsewhere (Fedus et al. 2022, section 2.4).
-        logits_TE = x_TD.astype(jnp.float32) @ W_DE.astype(jnp.float32)
+        logits_TE = widened(x_TD) @ widened(W_DE)
         experts_TJ, weights_TJ = route(logits_TE, self.per_token)
         room = capacity(T, self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None)
         places_TJ = assign(experts_TJ, self.n_experts, room)

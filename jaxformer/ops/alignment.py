@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.attention import MASKED
+from jaxformer.ops.precision import widened
 
 
 def additive_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Array:
@@ -25,5 +26,5 @@ def dot_scores(q_A: jax.Array, k_SA: jax.Array) -> jax.Array:
 
 def alignment_weights(scores_S: jax.Array, valid_S: jax.Array) -> jax.Array:
     """Softmax over the valid places (Bahdanau et al. 2015, equation 6), float32; zeros where none is valid."""
-    scores_S = jnp.where(valid_S, scores_S.astype(jnp.float32), MASKED)
+    scores_S = jnp.where(valid_S, widened(scores_S), MASKED)
     return jnp.where(valid_S, jax.nn.softmax(scores_S), 0.0)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.precision import wide
 from jaxformer.ops.quantized import Quantized
 
 MASKED = float(jnp.finfo(jnp.float32).min)
@@ -31,11 +32,11 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
 
 
 def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> jax.Array:
-    """scale · q kᵀ, `(H, T, S)` float32; see `attention_weights`."""
+    """scale · q kᵀ, `(H, T, S)` in float32 or wider; see `attention_weights`."""
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
     q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
-    scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=wide(q_HTK.dtype))
     return scores.reshape(H, T, S)
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops.precision import widened
+
 
 class RouterStatistics(NamedTuple):
     """What a router did, all float32. Each is a mean over tokens: the mean over examples of one length is that of the
@@ -76,7 +78,7 @@ def combine(y_ECD: jax.Array, places_TJ: jax.Array, weights_TJ: jax.Array) -> ja
 def router_statistics(logits_TE: jax.Array, experts_TJ: jax.Array, places_TJ: jax.Array, room: int) -> RouterStatistics:
     """Of one example; average them over the batch before `balance_loss`, which is no mean of its examples'."""
     E = logits_TE.shape[-1]
-    logits_TE = logits_TE.astype(jnp.float32)
+    logits_TE = widened(logits_TE)
     return RouterStatistics(
         jnp.mean(jax.nn.one_hot(experts_TJ, E), axis=(0, 1)),
         jnp.mean(jax.nn.softmax(logits_TE), axis=0),

@@ -5,10 +5,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops.precision import wide, widened
+
 
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
     """-log softmax(logits)[target] in nats, `(T,)` float32, for integer targets."""
-    logits_TV = logits_TV.astype(jnp.float32)
+    logits_TV = widened(logits_TV)
     chosen_T = jnp.take_along_axis(logits_TV, targets_T[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits_TV, axis=-1) - chosen_T
 
@@ -18,7 +20,7 @@ def smoothing_cost(logits_TV: jax.Array) -> jax.Array:
 
     Label smoothing ε (Szegedy et al. 2016, section 7) minimises 1 - ε of the target's likelihood and ε of this.
     """
-    logits_TV = logits_TV.astype(jnp.float32)
+    logits_TV = widened(logits_TV)
     return jax.nn.logsumexp(logits_TV, axis=-1) - jnp.mean(logits_TV, axis=-1)
 
 
@@ -42,8 +44,8 @@ def pair_nll(
       counts_N: bool, which of the N there are; None for all.
     """
     # Scaled by up to 100 and then exponentiated: products rounded to TF32 or bfloat16 would be wrong by a tenth.
-    dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    scale = jnp.exp(log_scale.astype(jnp.float32))
+    dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide(image_E.dtype))
+    scale = jnp.exp(widened(log_scale))
     own = scale * dot(image_E, text_E)
     among = lambda all_NE, one_E: jax.nn.logsumexp(scale * dot(all_NE, one_E), where=counts_N) - own  # noqa: E731
     return (among(texts_NE, image_E) + among(images_NE, text_E)) / 2

@@ -1,0 +1,127 @@
+"""What `verify` finds kept, and by what it knows a fault."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.inspect.verify import random_inputs, verify
+from jaxformer.nn import attention as nn_attention
+from jaxformer.nn.block import Block
+from jaxformer.ops import attention, masks
+from tests.inspect.test_trace import MODELS, made
+
+PROMISES = [
+    "causality", "visible places", "rows of attention", "padding", "decoding", "batching", "no dropout", "gradients",
+]  # fmt: skip
+ONCE = ("grouped", "attending", "encoder-decoder", "masked")
+
+
+def checks(name: str, **changes) -> dict:
+    config = replace(MODELS[name], **changes)
+    model, params, _ = made(config)
+    inputs = random_inputs(config, 3)
+    example = [x[0] for x in inputs]
+    given = jax.tree.leaves(jax.eval_shape(lambda: model.apply({"params": params}, *example)))[0]
+    found = list(verify(model, params, inputs, jnp.zeros((3, *given.shape[:-1]), jnp.int32)))
+    assert [check.promise for check in found] == PROMISES
+    return {check.promise: check for check in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ONCE else pytest.mark.exhaustive) for name in MODELS]
+)
+def test_every_model_keeps_what_applies_to_it(name):
+    found = checks(name)
+    assert all(check.holds for check in found.values()), found
+    measured = {promise for promise, check in found.items() if check.measured is not None}
+    assert {"batching", "gradients"} <= measured
+    if name in ("grouped", "attending", "encoder-decoder"):
+        assert {"causality", "padding", "decoding"} <= measured
+
+
+def sees_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "causal", lambda query_T, key_S: query_T[:, None] + 1 >= key_S)
+
+
+def sees_not_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "causal", lambda query_T, key_S: query_T[:, None] > key_S)
+
+
+def writes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = nn_attention.decode_step
+    monkeypatch.setattr(nn_attention, "decode_step", lambda q, k, v, cache, slot, *rest: step(
+        q, k, v, cache, jnp.minimum(slot + 1, cache.k_GKS.values.shape[-1] - 1), *rest
+    ))  # fmt: skip
+
+
+def masks_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def softmax(scores_HTS: jax.Array, mask: masks.Mask = None) -> jax.Array:
+        mask_TS = mask.array(*scores_HTS.shape[1:]) if isinstance(mask, masks.Causal) else mask
+        return jnp.where(mask_TS, jax.nn.softmax(scores_HTS), 0)
+
+    monkeypatch.setattr(attention, "softmax", softmax)
+
+
+def forgets_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = nn_attention.decode_step
+    monkeypatch.setattr(nn_attention, "decode_step", lambda *given: step(*given[:-1], 1.0))
+
+
+def drops_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    after: Callable = Block._after
+    key = jax.random.key(0)
+    monkeypatch.setattr(Block, "_after", lambda self, x, y, part, _: after(self, x, y, part, key))
+
+
+@pytest.mark.parametrize(
+    ("plant", "broken"),
+    [
+        (sees_the_next, {"causality", "visible places"}),
+        (sees_not_itself, {"visible places", "rows of attention"}),  # the first sees nothing
+        (writes_late, {"decoding"}),
+        (masks_late, {"rows of attention", "causality"}),  # the sum below it knows all
+        (forgets_the_scale, {"decoding", "padding"}),
+        (drops_always, {"no dropout"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+@pytest.mark.slow
+def test_a_planted_fault_is_named(plant, broken, monkeypatch):
+    plant(monkeypatch)
+    found = checks("decoder", dropout=0.3 if plant is drops_always else 0.0)
+    failed = {promise for promise, check in found.items() if not check.holds}
+    assert failed >= broken
+    assert failed <= broken | {"decoding", "padding"}  # which also part where they are masked or dropped otherwise
+    if plant is forgets_the_scale:
+        assert found["decoding"].said.endswith("apart from token 3 on")  # the first that comes alone
+
+
+def test_a_wrong_derivative_is_seen():
+    """Of a loss whose gradient is doubled on its way through one op."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return x
+
+    doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+    with pytest.MonkeyPatch.context() as patch:
+        mix = attention.mix
+        patch.setattr(attention, "mix", lambda weights, v: doubled(mix(weights, v)))
+        found = checks("decoder")
+    assert not found["gradients"].holds and found["gradients"].measured > 1e-2
+    assert all(check.holds for promise, check in found.items() if promise != "gradients")
+
+
+def test_random_inputs_are_what_models_are_called_with():
+    for config in MODELS.values():
+        inputs, example = random_inputs(config, 3, most_tokens=5), config.example()
+        assert [(x.dtype, x.ndim - 1) for x in inputs] == [(x.dtype, x.ndim) for x in example]
+        assert all(len(x) == 3 for x in inputs)
+    source, valid, target = random_inputs(MODELS["encoder-decoder"], 4, most_tokens=5)
+    assert source.shape == target.shape == (4, 5) and np.asarray(valid)[0].all() and valid.any(axis=1).all()
+    assert random_inputs(MODELS["concatenated"], 2, most_tokens=5)[0].shape == (2, 7)
