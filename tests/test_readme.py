@@ -11,7 +11,7 @@ import tomllib
 import pytest
 
 from jaxformer.cli import eval as evaluate
-from jaxformer.cli import sample
+from jaxformer.cli import sample, verify
 from tests.helpers import ROOT, run, tiny, write_books
 
 README = (ROOT / "README.md").read_text()
@@ -87,6 +87,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "eval"]:
             assert evaluate.main(words[4:]) == 0
             assert "bpb=" in capsys.readouterr().out
+        elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
+            assert verify.main(words[4:]) == 0
+            assert capsys.readouterr().out.endswith("all that applies is kept\n")
         elif words[:2] == ["python", "sample.py"]:
             assert sample.main(words[2:]) == 0
             assert capsys.readouterr().out

@@ -16,7 +16,7 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.config import ComputeConfig, at_least
-from jaxformer.inspect.verify import ROUNDING, Check, random_inputs, verify
+from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -114,7 +114,5 @@ def _sharding(run: Run, asked: Arguments) -> Check:
         state = TrainState(run.params, optimizer.init(run.params), jnp.int32(0))
         state = jax.device_put(state, replicated(mesh))
         found.append(jax.device_get(jax.jit(make_gradient(config, mesh))(state, batch, np.int32(0))))
-    worst = 0.0
-    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
-        worst = max(worst, float(np.abs(one - other).max() / max(1.0, np.abs(one).max())))
-    return Check(name, f"loss and gradient of {n} examples, on {n} devices and on one", worst, ROUNDING)
+    said = f"loss and gradient of {n} examples, on {n} devices and on one"
+    return Check(name, said, worst_of(map(apart, *map(jax.tree.leaves, found))), ROUNDING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -150,7 +150,7 @@ def visible_places(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     if len(inputs) == 2:
         seen_TT |= jnp.arange(T) < inputs[1]
     wanted_TT = seen_TT / seen_TT.sum(-1, keepdims=True)
-    deviation = max(float(jnp.max(jnp.abs(weights - wanted_TT))) for weights in maps.values())
+    deviation = worst_of(jnp.max(jnp.abs(weights - wanted_TT)) for weights in maps.values())
     return ask(f"weights where all scores are alike, {len(maps)} layers", deviation)
 
 
@@ -173,7 +173,7 @@ def rows_of_attention(model: nn.Module, params: Params, inputs: Inputs) -> Check
     found = jax.jit(look)()
     if not found:
         return ask("it has no heads", None)
-    return ask(f"their sums less 1, {len(found)} layers", max(float(jnp.max(jnp.abs(y - 1))) for y in found))
+    return ask(f"their sums less 1, {len(found)} layers", worst_of(jnp.max(jnp.abs(y - 1)) for y in found))
 
 
 def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
@@ -197,8 +197,8 @@ def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
         cut[at - 1], cut[at] = inputs[at - 1][:n], inputs[at][:n]
         results = [_leaves(forward(*x), n if _by_place(model) else None) for x in (inputs, filled, cut)]
         if any(bool((one != other).any()) for one, other in zip(*results[:2], strict=True)):
-            return ask("what stands in a padded place changes a result", float("nan"))
-        worst = max(worst, *(_apart(one, other) for one, other in zip(results[0], results[2], strict=True)))
+            return ask("what stands in a padded place changes a result", worst_of(map(apart, *results[:2])), limit=0.0)
+        worst = worst_of([worst, *map(apart, results[0], results[2])])
     return ask("a text with and without padding", worst)
 
 
@@ -219,7 +219,7 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
 
     text = jnp.append(tokens_T[:n], tokens_T[n - 1])
     without = _call(model, params, "unembed", _call(model, params, "features", text, *prefix.values()))[-1:]
-    return _apart(padded(tokens_T), without)
+    return apart(padded(tokens_T), without)
 
 
 def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
@@ -260,7 +260,7 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     wrong_T = np.asarray((jnp.abs(made_TV - whole_TV).max(-1) > scale) | ~jnp.isfinite(made_TV).all(-1))
     first = f"; apart from token {wrong_T.argmax()} on" if wrong_T.any() else ""
     said = f"{n} tokens at once and {T - n} one by one, with a cache{first}"
-    return ask(said, _apart(made_TV, whole_TV))
+    return ask(said, apart(made_TV, whole_TV))
 
 
 def batching(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
@@ -271,7 +271,7 @@ def batching(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
     worst, n = 0.0, len(inputs_B[0])
     for b in range(n):
         for one, all_B in zip(jax.tree.leaves(alone(*(x[b] for x in inputs_B))), together, strict=True):
-            worst = max(worst, _apart(all_B[b], one))
+            worst = worst_of((worst, apart(all_B[b], one)))
     return Check("batching", f"{n} examples together and one by one", worst, ROUNDING)
 
 
@@ -285,7 +285,7 @@ def no_dropout(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         jax.jit(lambda params, *inputs, m=m: jax.tree.leaves(m.apply({"params": params}, *inputs)))(params, *inputs)
         for m in (model, plain.build())
     )
-    return ask("without a key, and built without dropout", max(map(_apart, ours, theirs)))
+    return ask("without a key, and built without dropout", worst_of(map(apart, ours, theirs)))
 
 
 def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
@@ -298,7 +298,7 @@ def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
         grads = jax.jit(jax.grad(loss))(exact)
         rng = np.random.default_rng(0)
         random = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), exact)
-        worst = max(_slope_error(loss, exact, grads, way) for way in (random, grads))
+        worst = worst_of(_slope_error(loss, exact, grads, way) for way in (random, grads))
     return ask("along two directions, against differences in float64", worst)
 
 
@@ -314,6 +314,11 @@ def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Par
         resolved = 1e-8 * abs(at(0)) / step  # a slope of less than rounding shows is no slope
         errors.append(abs((at(step) - at(-step)) / (2 * step) - slope) / max(abs(slope), resolved))
     return float(np.nanmin(errors)) if np.isfinite(errors).any() else float("nan")
+
+
+def worst_of(deviations: Iterable[Any]) -> float:
+    """The largest; NaN where one is, which `max` would pass over."""
+    return float(np.max([float(x) for x in deviations]))
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -345,7 +350,7 @@ def _leaves(result: Any, n: int | None) -> list[jax.Array]:
     return [x if n is None else x[:n] for x in jax.tree.leaves(result)]
 
 
-def _apart(one: jax.Array, other: jax.Array) -> float:
+def apart(one: jax.Array, other: jax.Array) -> float:
     """The largest difference, of the largest value or of 1; NaN where something is not finite."""
     scale = jnp.maximum(1.0, jnp.max(jnp.abs(other), initial=0.0))
     return float(jnp.max(jnp.abs(one - other), initial=0.0) / scale)

@@ -1,0 +1,72 @@
+"""`python -m jaxformer verify`."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer.cli import verify
+from jaxformer.nn import attention as nn_attention
+from tests.helpers import small_run
+
+WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
+
+
+@pytest.mark.slow
+def test_a_run_keeps_all_also_on_several_devices(run: str, capsys: pytest.CaptureFixture) -> None:
+    assert verify.main([run, "--examples", "2", "--tokens", "8"]) == 0
+    first, _, *rows, last = capsys.readouterr().out.splitlines()
+    assert first == f"run {run}, step 0: Decoder, on 2 random examples"
+    assert last == "all that applies is kept"
+    assert [row.split()[0] for row in rows] == ["ok"] * 6 + ["-"] + ["ok"] * 2  # it has no dropout
+    assert f"on {jax.local_device_count()} devices and on one" in rows[-1]
+
+
+@pytest.mark.slow
+def test_a_fault_is_named_and_the_status_is_1(run: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = nn_attention.decode_step
+    monkeypatch.setattr(nn_attention, "decode_step", lambda *given: step(*given[:-1], 2.0))
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    assert verify.main([run, "--tokens", "8"]) == 1
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[-1] == "not kept: padding, decoding"
+    assert next(row for row in rows if row.startswith("FAIL") and "decoding" in row).endswith("apart from token 4 on")
+    assert rows[-2].endswith("there is one device")
+
+
+@pytest.mark.slow
+def test_numbers_that_are_none_fail(run: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that has diverged keeps nothing."""
+    healthy = verify.open_run
+
+    def diverged(*given):
+        found = healthy(*given)
+        return replace(found, params=jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), found.params))
+
+    monkeypatch.setattr(verify, "open_run", diverged)
+    assert verify.main([run, "--tokens", "8", "--examples", "1"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert all(name in last for name in ("causality", "decoding", "gradients", "several devices"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["--examples", "0"], "examples is 0; it must be at least 1"),
+        (["--tokens", "1"], "tokens is 1; it must be at least 2"),
+        (["--seed", "-1"], "seed is -1; it must be at least 0"),
+        (["--example", "3"], "did you mean --examples?"),
+        (["--checkpoint", "7"], "checkpoint"),
+    ],
+)
+def test_wrong_input_is_one_sentence(run: str, options: list[str], said: str, capsys) -> None:
+    assert verify.main(options if options[0] == "nowhere" else [run, *options]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
