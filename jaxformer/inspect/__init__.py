@@ -4,6 +4,7 @@ from jaxformer.inspect.alignment import alignment, draw_alignment
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
+from jaxformer.inspect.heads import ablate_heads, gazes, loss_without
 from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.trace import editing, trace, trace_gradients
 from jaxformer.inspect.verify import Check, verify
@@ -12,13 +13,16 @@ __all__ = [
     "Autopsy",
     "Check",
     "GradientReport",
+    "ablate_heads",
     "alignment",
     "attention_entropy",
     "attention_maps",
     "draw_alignment",
     "editing",
     "first_non_finite",
+    "gazes",
     "gradient_report",
+    "loss_without",
     "named_attention_maps",
     "router_report",
     "save_autopsy",

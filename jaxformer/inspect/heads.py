@@ -1,0 +1,196 @@
+"""What each head looks at, and what the loss would be without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.data.dataset import Batch
+from jaxformer.inspect.trace import editing, trace
+from jaxformer.models.objective import Params, objective_of
+from jaxformer.ops.attention import row_entropy
+
+Heads = dict[str, jax.Array]
+"""A number for each head, `(H,)`, by the name of its layer."""
+
+
+@dataclass(frozen=True)
+class Gaze:
+    """Where the heads of one layer look, means over rows and examples, each `(H,)` float32; NaN where no row has what
+    is asked for."""
+
+    entropy: Any
+    """Of the weights in a row, in nats; see `ops.attention.row_entropy`."""
+    share: Any
+    """Of the most that it could be, log t where t places are visible; of rows with more than one."""
+    distance: Any
+    """Places between a query and what it looks at."""
+    first: Any
+    """Weight on the first place, of all rows but the first."""
+    previous: Any
+    """Weight on the place before, of the same rows."""
+    duplicate: Any
+    """Weight on earlier places with the same token, of rows that have one."""
+    induction: Any
+    """Weight on what followed the same token earlier, of rows that have one: what is to be copied if the text repeats
+    itself (the prefix-matching score of Olsson et al. 2022)."""
+
+
+def gaze(weights_HTS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax.Array | None = None) -> Gaze:
+    """Where the heads of one layer look in one example.
+
+    Args:
+      weights_HTS: of a sequence to itself, S = T, or to another one; then all but entropy and share mean little.
+      tokens_T: of which the weights are; `duplicate` and `induction` need them.
+      valid_T: rows that count; padding does not.
+    """
+    _, T, S = weights_HTS.shape
+    row_T, place_S = jnp.arange(T)[:, None], jnp.arange(S)
+    valid_T = jnp.ones(T, bool) if valid_T is None else valid_T
+    seen_HT = jnp.sum(weights_HTS > 0, axis=-1)
+    later_T = valid_T & (jnp.arange(T) > 0)
+
+    def mean(value_HT: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.mean(value_HT, axis=-1, where=jnp.broadcast_to(rows, value_HT.shape))
+
+    def on(places_TS: jax.Array, rows_T: jax.Array) -> jax.Array:
+        """Mean weight on some places, of the rows that have one."""
+        return mean(jnp.sum(weights_HTS * places_TS, axis=-1), rows_T & places_TS.any(axis=-1))
+
+    entropy_HT = row_entropy(weights_HTS)
+    nowhere_TS = jnp.zeros((T, S), bool)
+    same_TS = nowhere_TS if tokens_T is None else (tokens_T[:, None] == tokens_T) & (place_S < row_T)
+    after_TS = jnp.pad(same_TS, ((0, 0), (1, 0)))[:, :S]
+    return Gaze(
+        mean(entropy_HT, valid_T),
+        mean(entropy_HT / jnp.log(jnp.maximum(seen_HT, 2)), valid_T & (seen_HT > 1)),
+        mean(jnp.sum(weights_HTS * jnp.abs(row_T - place_S), axis=-1), valid_T),
+        on(jnp.broadcast_to(place_S == 0, (T, S)), later_T),
+        on(place_S == row_T - 1, later_T),
+        on(same_TS, valid_T),
+        on(after_TS, valid_T),
+    )
+
+
+jax.tree_util.register_dataclass(Gaze)
+
+
+def gazes(model: nn.Module, params: Params, *inputs_B: jax.Array) -> dict[str, Gaze]:
+    """Where every head looks, by layer, over several examples; rows of padding are left out.
+
+    Tokens are compared in self-attention alone, where each place of the sequence is a token.
+
+    Args:
+      inputs_B: what the model is called with, of several examples.
+    """
+    return jax.device_get(_gazes(model, params, inputs_B))
+
+
+@partial(jax.jit, static_argnames="model")
+def _gazes(model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...]) -> dict[str, Gaze]:
+    def one(inputs: tuple[jax.Array, ...]) -> dict[str, Gaze]:
+        found = trace(model, params, *inputs, names="*attention.weights")
+        return {name.removesuffix(".weights"): gaze(x, *_text_of(name, inputs)) for name, x in found.items()}
+
+    # One example after the other: the weights are as large as the square of its length.
+    return jax.tree.map(lambda x_BH: jnp.nanmean(x_BH, axis=0), jax.lax.map(one, inputs_B))
+
+
+def _text_of(layer: str, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array | None, jax.Array | None]:
+    """The tokens that the rows of a layer's self-attention are of, and which of them there are; None for none."""
+    if "cross_attention" in layer:
+        return None, None
+    at = 2 if layer.startswith("decoder_blocks") else 1 if layer.startswith("text_blocks") else 0
+    tokens, *rest = inputs[at:]
+    if tokens.ndim != 1 or tokens.dtype == jnp.uint8:
+        return None, None
+    return tokens, rest[0] if rest and rest[0].dtype == bool else None
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """By how much the mean loss of a batch rises, in nats, where one head is silenced and all others are as ever; each
+    by layer, `(H,)`."""
+
+    loss: float
+    """With all heads."""
+    zero: Heads
+    """Where the head gives zeros."""
+    mean: Heads
+    """Where it gives the mean of what it gives at all places of the batch, which keeps what does not depend on the
+    text."""
+    zero_estimate: Heads
+    """The first order of `zero`, all heads by one gradient (Michel et al. 2019, equation 3, with its sign)."""
+    mean_estimate: Heads
+
+
+def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
+    """Silence each head of every layer of attention, one after the other.
+
+    Args:
+      batch: examples side by side; the loss is the mean of `example_loss` over them.
+    """
+    batch, means, kept = _whole(model, params, batch)
+    found: dict[str, Heads] = {}
+    for kind, instead in (("zero", jax.tree.map(jnp.zeros_like, means)), ("mean", means)):
+        loss, slope = _loss_and_slope(model, params, batch, kept, instead)
+        found[f"{kind}_estimate"] = jax.tree.map(jnp.negative, slope)
+        found[kind] = {
+            name: jnp.stack([
+                _loss(model, params, batch, kept | {name: row.at[head].set(0)}, instead) - loss
+                for head in range(len(row))
+            ])
+            for name, row in kept.items()
+        }  # fmt: skip
+    return Ablation(float(loss), **jax.device_get(found))
+
+
+def loss_without(model: nn.Module, params: Params, batch: Batch, heads: Iterable[tuple[str, int]]) -> float:
+    """The mean loss in nats where some heads, by layer and number, all give their means: heads that do the same can
+    stand in for each other, and only together are missed."""
+    batch, means, kept = _whole(model, params, batch)
+    for name, head in heads:
+        kept[name] = kept[name].at[head].set(0)
+    return float(_loss(model, params, batch, kept, means))
+
+
+def _whole(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, dict[str, jax.Array], Heads]:
+    """The batch as arrays, what heads give in it on average, and that all are kept."""
+    batch = jax.tree.map(jnp.asarray, batch)
+    means = _mean_heads(model, params, batch.inputs)
+    return batch, means, {name: jnp.ones(len(x_HK)) for name, x_HK in means.items()}
+
+
+@partial(jax.jit, static_argnames="model")
+def _mean_heads(model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    """What each head gives, the mean over places and examples, `(H, K)` by layer."""
+    of_one = lambda inputs: trace(model, params, *inputs, names="*attention.heads")  # noqa: E731
+    found = jax.lax.map(lambda inputs: jax.tree.map(lambda x_HTK: x_HTK.mean(axis=1), of_one(inputs)), inputs_B)
+    return {name.removesuffix(".heads"): x_BHK.mean(axis=0) for name, x_BHK in found.items()}
+
+
+@partial(jax.jit, static_argnames="model")
+def _loss(model: nn.Module, params: Params, batch: Batch, kept: Heads, instead: dict[str, jax.Array]) -> jax.Array:
+    """The mean loss where heads are kept so far: 1 leaves a head as it is, 0 puts something else in its place."""
+
+    def silence(name: str, value: jax.Array) -> jax.Array:
+        layer = name.removesuffix(".heads")
+        if layer == name or layer not in kept:
+            return value
+        keep_H11, other_H1K = kept[layer][:, None, None], instead[layer][:, None]
+        return (keep_H11 * value + (1 - keep_H11) * other_H1K).astype(value.dtype)
+
+    def one(example: Batch) -> jax.Array:
+        with editing(silence):
+            return objective_of(model).example_loss(model, params, example)
+
+    return jnp.mean(jax.vmap(one)(batch))
+
+
+_loss_and_slope = jax.jit(jax.value_and_grad(_loss, argnums=3), static_argnums=0)
