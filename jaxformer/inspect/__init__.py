@@ -6,6 +6,7 @@ from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
 from jaxformer.inspect.heads import ablate_heads, gazes, loss_without
 from jaxformer.inspect.routing import router_report
+from jaxformer.inspect.saturation import draw_saturation, saturation
 from jaxformer.inspect.trace import editing, trace, trace_gradients
 from jaxformer.inspect.verify import Check, verify
 
@@ -18,6 +19,7 @@ __all__ = [
     "attention_entropy",
     "attention_maps",
     "draw_alignment",
+    "draw_saturation",
     "editing",
     "first_non_finite",
     "gazes",
@@ -25,6 +27,7 @@ __all__ = [
     "loss_without",
     "named_attention_maps",
     "router_report",
+    "saturation",
     "save_autopsy",
     "trace",
     "trace_gradients",
