@@ -1,0 +1,46 @@
+"""Attention weights as others show them: torch.nn.MultiheadAttention and flax.linen.MultiHeadDotProductAttention."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.inspect import trace
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.ops import masks
+from tests.helpers import ROOT
+
+FIXTURE = np.load(ROOT / "tests/fixtures/attention_torch.npz")
+
+
+@pytest.mark.parametrize("name", ["causal", "padded"])
+def test_weights_agree_with_torch(name):
+    x_TD = jnp.asarray(FIXTURE["x"], jnp.float32)
+    T = len(x_TD)
+    params = {key: jnp.asarray(FIXTURE[key], jnp.float32) for key in FIXTURE.files if key[:2] in ("W_", "b_")}
+    H, K, _ = params["W_O"].shape
+    module = MultiHeadAttention(H, H, K, output_projection=True, bias=True)
+    mask = masks.Causal() if name == "causal" else masks.tokens(T, jnp.arange(T) < FIXTURE["n_valid"])
+    found = trace(module, params, x_TD, jnp.arange(T), mask)
+    np.testing.assert_allclose(found["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
+    np.testing.assert_allclose(found["output.0"], FIXTURE[f"{name}.out"], atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_weights_agree_with_flax(causal):
+    T, D, H, K = 8, 12, 3, 4
+    x_TD = jax.random.normal(jax.random.key(0), (T, D))
+    theirs = nn.MultiHeadDotProductAttention(H, qkv_features=H * K, use_bias=False)
+    mask_TT = jnp.tril(jnp.ones((T, T), bool)) if causal else None
+    variables = theirs.init(jax.random.key(1), x_TD)
+    _, sown = theirs.apply(
+        variables, x_TD, mask=None if mask_TT is None else mask_TT[None], sow_weights=True, mutable=["intermediates"]
+    )
+    kernels = {name: layer["kernel"] for name, layer in variables["params"].items()}
+    names = {"W_Q": "query", "W_K": "key", "W_V": "value", "W_O": "out"}
+    params = {name: kernels[of].reshape(*((H, K, D) if name == "W_O" else (D, H, K))) for name, of in names.items()}
+    module = MultiHeadAttention(H, H, K, output_projection=True)
+    found = trace(module, params, x_TD, jnp.arange(T), mask_TT)
+    (weights,) = sown["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(found["weights"], weights, atol=1e-5)
