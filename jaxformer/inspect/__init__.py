@@ -7,7 +7,8 @@ from jaxformer.inspect.gradients import GradientReport, gradient_report
 from jaxformer.inspect.heads import ablate_heads, gazes, loss_without
 from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.saturation import draw_saturation, saturation
-from jaxformer.inspect.trace import editing, trace, trace_gradients
+from jaxformer.inspect.stream import logit_attribution, logit_lens, patch
+from jaxformer.inspect.trace import editing, trace, trace_gradients, trace_names
 from jaxformer.inspect.verify import Check, verify
 
 __all__ = [
@@ -24,12 +25,16 @@ __all__ = [
     "first_non_finite",
     "gazes",
     "gradient_report",
+    "logit_attribution",
+    "logit_lens",
     "loss_without",
     "named_attention_maps",
+    "patch",
     "router_report",
     "saturation",
     "save_autopsy",
     "trace",
     "trace_gradients",
+    "trace_names",
     "verify",
 ]

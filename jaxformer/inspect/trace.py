@@ -47,7 +47,7 @@ def trace(model: nn.Module, params: Params, *inputs: Any, names: str | Collectio
     `blocks.0.mlp.experts`, `(E, C, D)`. A module that is called again has ` (call 2)` after its name.
 
     The model runs as ever: it is listened to, and nothing of this is in it. Under `jax.jit` only what is used of the
-    result is computed.
+    result is computed (and a dict that is returned from there has lost its order; see `trace_names`).
 
     Args:
       model: as `ModelConfig.build()` makes it, not scanned or rematerialised.
@@ -64,6 +64,21 @@ def trace(model: nn.Module, params: Params, *inputs: Any, names: str | Collectio
     with editing(keep):
         model.apply({"params": params}, *inputs)
     return found
+
+
+def trace_names(
+    model: nn.Module, params: Params, *inputs: Any, names: str | Collection[str] = "*"
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The names that `trace` would give, in the order of the computation, with shapes; nothing is computed."""
+    order: list[str] = []
+
+    def call() -> dict[str, jax.Array]:
+        found = trace(model, params, *inputs, names=names)
+        order.extend(found)
+        return found
+
+    shapes = jax.eval_shape(call)
+    return {name: shapes[name] for name in order}
 
 
 def trace_gradients(

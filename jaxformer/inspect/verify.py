@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.trace import editing, trace
+from jaxformer.inspect.trace import editing, trace_names
 from jaxformer.models.objective import Params, can_continue, objective_of
 from jaxformer.ops.masks import EMPTY
 
@@ -98,7 +98,8 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     if not _is_causal(model):
         return ask("it reads in both directions", None)
     tokens_T = inputs[_target(model)]
-    at = list(trace(model, params, *inputs, names=("*embedding", "*embedding (call 2)")))[-1]
+    embedded = trace_names(model, params, *inputs, names=("*embedding", "*embedding (call 2)"))
+    at = list(embedded)[-1]
     direction_V = None
 
     def along(moved_TD: jax.Array) -> jax.Array:
@@ -109,10 +110,10 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
             direction_V = np.random.default_rng(0).normal(size=logits_TV.shape[-1]).astype(np.float32)
         return logits_TV @ direction_V
 
-    width = jax.eval_shape(lambda: trace(model, params, *inputs, names=at)[at]).shape
-    if jax.eval_shape(along, jnp.zeros(width)).shape[0] != len(tokens_T):
+    still_TD = jnp.zeros(embedded[at].shape)
+    if len(jax.eval_shape(along, still_TD)) != len(tokens_T):
         return ask("it gives logits after a full window alone", None)
-    size_TS = jnp.linalg.norm(jax.jit(jax.jacrev(along))(jnp.zeros(width)), axis=-1)
+    size_TS = jnp.linalg.norm(jax.jit(jax.jacrev(along))(still_TD), axis=-1)
     allowed_TS = jnp.tril(jnp.ones(size_TS.shape, bool))
     if len(inputs) == 2:  # a prefix, which all see
         allowed_TS |= jnp.arange(len(tokens_T)) < inputs[1]

@@ -1,0 +1,102 @@
+"""Reading the residual stream: what adds up, adds up to the logits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.errors import UserError
+from jaxformer.inspect import logit_attribution, logit_lens, patch, trace
+from jaxformer.models.decoder import DecoderConfig
+from tests.inspect.test_trace import DECODER, MODELS, T, V, made
+
+STREAMS = {
+    "no norm": replace(DECODER, norm="none"),
+    "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True),
+    "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
+    "no W_O, experts": DecoderConfig(V, T, 12, 2, 3, d_ff=(16,), norm="rmsnorm", n_experts=3, final_norm=True),
+}
+TOKENS = jnp.arange(T)[::-1]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_parts_wrote_adds_up_to_the_logit(name):
+    model, params, _ = made(STREAMS[name])
+    logits_TV = model.apply({"params": params}, TOKENS)
+    wanted_T, other_T = (TOKENS * 3) % V, (TOKENS + 1) % V
+    chosen = lambda tokens_T: np.take_along_axis(np.asarray(logits_TV), np.asarray(tokens_T)[:, None], 1)[:, 0]  # noqa: E731
+    scale = np.abs(logits_TV).max()
+    parts = logit_attribution(model, params, TOKENS, wanted_T)
+    total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
+    np.testing.assert_allclose(total, chosen(wanted_T), atol=1e-5 * scale)
+    apart = logit_attribution(model, params, TOKENS, wanted_T, other_T)
+    total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in apart.items())
+    np.testing.assert_allclose(total, chosen(wanted_T) - chosen(other_T), atol=1e-5 * scale)
+    assert parts["blocks.1.attention.heads"].shape == (3, T)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_the_lens_ends_with_the_models_own_logits(name):
+    model, params, _ = made(STREAMS[name])
+    found = logit_lens(model, params, TOKENS)
+    assert list(found) == ["embedding", "blocks.0.after", "blocks.1.after"]
+    logits_TV = model.apply({"params": params}, TOKENS)
+    np.testing.assert_allclose(found["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-5 * np.abs(logits_TV).max())
+    alone = DecoderConfig(**{**vars(STREAMS[name]), "n_blocks": 1}).build()  # a model that ends after the first block
+    first = {key: value for key, value in params.items() if key != "blocks_1"}
+    wanted = alone.apply({"params": first}, TOKENS)
+    np.testing.assert_allclose(found["blocks.0.after"], wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+def last_of_token_3(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[-1, 3]
+
+
+def third_of_token_3(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[2, 3]
+
+
+def test_what_is_patched_in_is_the_other_texts():
+    model, params, _ = made(DECODER)
+    other = (TOKENS + 5) % V
+    ours, theirs = (model.apply({"params": params}, tokens) for tokens in (TOKENS, other))
+    found = patch(model, params, [TOKENS], [other], ["embedding", "blocks.*.before", "blocks.1.after"], last_of_token_3)
+    assert list(found) == ["embedding", "blocks.0.before", "blocks.1.before", "blocks.1.after"]
+    # The stream at the end of the last block is all that its own place's logits come from.
+    np.testing.assert_allclose(found["blocks.1.after"][-1], theirs[-1, 3], rtol=1e-5)
+    np.testing.assert_allclose(found["blocks.1.after"][:-1], jnp.full(T - 1, ours[-1, 3]), rtol=1e-5)
+    np.testing.assert_allclose(found["embedding"], found["blocks.0.before"], rtol=1e-5)
+    # One place at the start is another token there.
+    for place in (0, T - 1):
+        mixed = TOKENS.at[place].set(other[place])
+        np.testing.assert_allclose(
+            found["embedding"][place], model.apply({"params": params}, mixed)[-1, 3], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_patch_changes_nothing_before_it():
+    model, params, _ = made(DECODER)
+    found = patch(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.heads", third_of_token_3)
+    plain = model.apply({"params": params}, TOKENS)[2, 3]
+    for by_place in found.values():
+        np.testing.assert_allclose(by_place[3:], jnp.full(T - 3, plain), rtol=1e-5)
+        assert abs(by_place[2] - plain) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["unscaled", "grouped", "vit"])
+def test_a_model_whose_stream_does_not_add_up_is_refused(name):
+    model, params, inputs = made(MODELS[name])
+    with pytest.raises(UserError, match=r"stream|pre-norm"):
+        logit_lens(model, params, *inputs)
+
+
+def test_patching_takes_any_model():
+    model, params, inputs = made(MODELS["encoder-decoder"])
+    source, valid, target = inputs
+    found = patch(model, params, inputs, ((source + 1) % V, valid, target), "encoder_blocks.0.before", last_of_token_3)
+    assert found["encoder_blocks.0.before"].shape == (T,)
+    same = patch(model, params, inputs, inputs, "encoder_blocks.0.before", last_of_token_3)
+    plain = trace(model, params, *inputs)["logits"][-1, 3]
+    np.testing.assert_allclose(same["encoder_blocks.0.before"], jnp.full(T, plain), rtol=1e-5)
