@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": ("jaxformer.cli.eval", "measure how well a model predicts a text"),
     "plan": ("jaxformer.cli.plan", "compile a training step for devices one need not have, and say what it takes"),
     "verify": ("jaxformer.cli.verify", "hold a trained model against what every model promises"),
+    "diff": ("jaxformer.cli.diff", "tell where two runs part"),
     "verify-resume": ("jaxformer.cli.verify_resume", "kill a run, resume it, and compare it with one left in peace"),
 }
 """By name: the module whose `main` it is, and what it does."""

@@ -1,0 +1,164 @@
+"""`python -m jaxformer diff`: where two runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+from jaxformer.cli.arguments import parse, run_command
+from jaxformer.config import to_dict
+from jaxformer.errors import UserError
+
+PROGRAM = "python -m jaxformer diff"
+DESCRIPTION = """Compare two runs: fields of their configs; the first logged step at which they part, in what, and the
+first parameter that their gradient tables tell apart; every logged number at that step and at the last that both have;
+the arrays of the last checkpoint that both have. Time does not count. The exit status is 0 where nothing differs, and 1
+where something does."""
+MOST = 12
+"""Lines of one kind that are shown."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of diff."""
+
+    one: Annotated[str, tyro.conf.Positional] = ""
+    """A run's folder."""
+    other: Annotated[str, tyro.conf.Positional] = ""
+    """Another's."""
+    tolerance: float = 0.0
+    """Numbers that differ by no more than this share of the larger one count as the same."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare; the exit status: 0 the same, 1 not, 2 wrong input."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    asked = parse(Arguments, arguments, Arguments(), PROGRAM, DESCRIPTION)
+    if not (asked.one and asked.other):
+        raise UserError(f"give two runs: {PROGRAM} runs/one runs/other.")
+    if not 0 <= asked.tolerance < 1:
+        raise UserError(f"tolerance is {asked.tolerance}; it must be at least 0 and below 1.")
+    runs = Path(asked.one), Path(asked.other)
+    sections = {
+        "configs": list(_configs(*runs)),
+        "logs": list(_logs(*runs, asked.tolerance)),
+        "checkpoints": list(_checkpoints(*runs, asked.tolerance)),
+    }
+    for title, lines in sections.items():
+        print(f"{title}: {'' if lines else 'the same'}".rstrip())
+        for line in lines[:MOST]:
+            print(f"  {line}")
+        if len(lines) > MOST:
+            print(f"  … and {len(lines) - MOST} more")
+    return 1 if any(sections.values()) else 0
+
+
+def _configs(one: Path, other: Path) -> Iterator[str]:
+    """Fields that differ."""
+    from jaxformer.runs import read_config
+
+    fields, others = (flat(to_dict(read_config(run))) for run in (one, other))
+    for name in {**fields, **others}:
+        if fields.get(name) != others.get(name) or (name in fields) != (name in others):
+            yield f"{name}: {_told(fields.get(name))} and {_told(others.get(name))}"
+
+
+def _logs(one: Path, other: Path, tolerance: float) -> Iterator[str]:
+    """First where they part, then all that differs there and at the end."""
+    from jaxformer.train.log import read_metrics, untimed
+
+    rows, others = ({row["step"]: flat(untimed(row)) for row in read_metrics(run)} for run in (one, other))
+    if missing := sorted(rows.keys() ^ others.keys()):
+        where = one if missing[0] in rows else other
+        yield f"steps that one of them alone has logged: {len(missing)}, first step {missing[0]:,} of {where}"
+    both = sorted(rows.keys() & others.keys())
+    apart = {step: list(_apart(rows[step], others[step], tolerance)) for step in both}
+    first = next((step for step in both if apart[step]), None)
+    if first is None:
+        return
+    yield f"they part at step {first:,}, in {apart[first][0]}: {_values(rows[first], others[first], apart[first][0])}"
+    tables = ((step, name) for step in both for name in apart[step] if name.startswith("gradients."))
+    for step, name in islice(tables, 1):
+        parameter, statistic = name.removeprefix("gradients.").rsplit(".", 1)
+        values = _values(rows[step], others[step], name)
+        yield f"the first parameter they tell apart, at step {step:,}, is {parameter}, in {statistic}: {values}"
+    for step in dict.fromkeys((first, both[-1])):
+        for name in apart[step]:
+            if not name.startswith("gradients."):
+                yield f"step {step:,}, {name}: {_values(rows[step], others[step], name)}"
+
+
+def _checkpoints(one: Path, other: Path, tolerance: float) -> Iterator[str]:
+    """Arrays of the last checkpoint of both that differ."""
+    from jaxformer.checkpoints import StoredCheckpoints
+
+    stored = [StoredCheckpoints(run) for run in (one, other)]
+    both = sorted(set(stored[0].steps()) & set(stored[1].steps()))
+    if not both:
+        if stored[0].steps() != stored[1].steps():
+            yield "no step has a checkpoint of both"
+        return
+    arrays, others = (checkpoints.arrays(both[-1]) for checkpoints in stored)
+    for name in {**arrays, **others}:
+        a, b = arrays.get(name), others.get(name)
+        if a is None or b is None:
+            yield f"step {both[-1]:,}, {name}: only {one if b is None else other} has it"
+        elif (a.shape, a.dtype) != (b.shape, b.dtype):
+            yield f"step {both[-1]:,}, {name}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
+        elif a.tobytes() != b.tobytes():
+            wide, wider = (x.astype(np.float64) for x in (a, b))
+            norm = max(np.linalg.norm(wide), np.linalg.norm(wider))
+            share = float(np.linalg.norm(wide - wider) / norm) if norm else 0.0
+            if not share <= tolerance or tolerance == 0:
+                yield f"step {both[-1]:,}, {name}: apart by {share:.2e} of its norm"
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """A tree of JSON as leaves by dotted names; items of a list by their "name" if they have one, or their number."""
+    if isinstance(value, dict):
+        items: dict[Any, Any] = value
+    elif isinstance(value, list):
+        named = all(isinstance(x, dict) and "name" in x for x in value)
+        items = {
+            (x["name"] if named else i): {k: v for k, v in x.items() if k != "name"} if named else x
+            for i, x in enumerate(value)
+        }
+    else:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, item in items.items():
+        found |= flat(item, f"{name}.{key}".removeprefix("."))
+    return found
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> Iterator[str]:
+    """Names of what differs by more than a tolerance."""
+    for name in {**one, **other}:
+        a, b = one.get(name), other.get(name)
+        if (name in one) != (name in other) or not (a == b or _near(a, b, tolerance)):
+            yield name
+
+
+def _near(a: Any, b: Any, tolerance: float) -> bool:
+    numbers = all(isinstance(x, int | float) and isfinite(x) for x in (a, b))
+    return numbers and abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def _values(one: dict[str, Any], other: dict[str, Any], name: str) -> str:
+    return f"{_told(one.get(name))} and {_told(other.get(name))}"
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    return "nothing" if value is None else str(value)
