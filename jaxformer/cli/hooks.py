@@ -21,8 +21,9 @@ from jaxformer.decode import Sampling, generate
 from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
-from jaxformer.inspect import alignment, attention_entropy, draw_alignment, router_report
+from jaxformer.inspect import alignment, at_first, attention_entropy, draw_alignment, router_report
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
+from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, can_continue
 from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters
 from jaxformer.sharding import local_copy, replicated
@@ -34,6 +35,8 @@ from jaxformer.train.step import TrainState, make_gradient
 
 PROBED = 16
 """Held-out examples that attention is looked at on."""
+FEW = 4
+"""Held-out examples that an initialisation is looked at on."""
 SHOWN = 3
 """Held-out sources whose translations are shown."""
 
@@ -48,6 +51,8 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
         return [gradients]
     hooks = [Hook(t.eval_every, _probe(config, mesh, data), at_start=True), gradients]
+    if isinstance(model := config.model.build(), Decoder):
+        hooks.insert(0, Hook(config.steps, _at_first(model, mesh, data), at_start=True))
     if can_continue(config.model.build()):
         hooks.append(Hook(t.report_every, _samples(mesh, folder, _continuations(config, data))))
     if isinstance(data, Pairs):
@@ -76,6 +81,25 @@ def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
         entropy = [np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B)]
         found = {"entropy": entropy, "router": router_report(model, params, inputs_B)}
         return {name: value for name, value in found.items() if value}
+
+    return call
+
+
+def _at_first(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
+    """Before the first step, what the initialisation gives beside what it should, and warnings."""
+    probe = next(data.held_out(FEW, FEW))
+
+    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
+        if step:
+            return None
+        found = at_first(model, local_copy(state.params, mesh), *probe.inputs[:1])
+        say(str(found))
+        return {
+            "at_first": {
+                "expected": [asdict(m) for m in found.expected],
+                "observed": [asdict(m) for m in found.observed],
+            }
+        }
 
     return call
 

@@ -5,6 +5,7 @@ from jaxformer.inspect.attention import attention_entropy, attention_maps, named
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.gradients import GradientReport, gradient_report
 from jaxformer.inspect.heads import ablate_heads, gazes, loss_without
+from jaxformer.inspect.initial import at_first
 from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.saturation import draw_saturation, saturation
 from jaxformer.inspect.stream import logit_attribution, logit_lens, patch
@@ -17,6 +18,7 @@ __all__ = [
     "GradientReport",
     "ablate_heads",
     "alignment",
+    "at_first",
     "attention_entropy",
     "attention_maps",
     "draw_alignment",

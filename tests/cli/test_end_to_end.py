@@ -76,6 +76,8 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     # embedding 280·16, W_out 16·280, gains (2·2+1)·16; a block: 4·16·16 and an MLP of width 32
     parameters = 2 * 280 * 16 + 5 * 16 + 2 * (4 * 16 * 16 + 16 * 32 + 32 + 32 * 16 + 16)
     assert lines[3] == f"parameters {parameters:,}"
+    (at_first,) = [i for i, line in enumerate(lines) if line.startswith("before the first step, observed (expected)")]
+    assert re.fullmatch(r"  blocks\.1( +[\d.]+ \([\d.]+\)){3}", lines[at_first + 2]), lines[at_first + 2]
     assert lines[-2].startswith("sample from it: python sample.py --run runs/quick")
     rows = read_metrics(here / "runs/quick")
     last = rows[-1]
@@ -89,6 +91,7 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     assert np.array(last["entropy"]).shape == (2, 2)
     assert any(row["name"] == "blocks.1.attention.heads.1.W_K" for row in rows[5]["gradients"])
     assert last["val_loss"] < rows[0]["val_loss"]
+    assert len(rows[0]["at_first"]["observed"]) == 2 and "at_first" not in last
     folder = here / "runs/quick"
     for name in ("config.json", "tokenizer.json", "samples.txt", "plots/loss.png", "plots/entropy.png"):
         assert (folder / name).stat().st_size > 0
@@ -309,5 +312,6 @@ def test_four_blocks_without_a_norm_blow_up_and_say_where(tmp_path, monkeypatch)
     small += ["--steps", "100", "--run", "four"]
     result = run("train.py", *options, *small, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
+    assert "warning: 4 blocks without a norm" in " ".join(result.stdout.split())  # before it happens
     assert "is not finite: first the output of " in result.stdout
     assert load_run(tmp_path / "four").step < 100

@@ -1,0 +1,175 @@
+"""What a decoder's initialisation should give, by its config, beside what it gives; and what that leads to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import sqrt
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.inspect.trace import trace
+from jaxformer.models.decoder import Decoder, DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.nn.mlp import ACTIVATIONS
+from jaxformer.ops.attention import row_entropy
+
+ONE_HOT = 0.1
+"""Below this share of the most that it can be, an entropy is that of attention that looks at one place."""
+DEEP = 3
+"""From so many blocks on, a stream without a norm has been seen to grow until it is not finite."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of one block before the first step; means over places, features and, where it applies, heads."""
+
+    stream: float
+    """Mean square of the residual stream before the block."""
+    scores: float
+    """Variance of the scores, of those that the mask shows."""
+    entropy: float
+    """Of a row of attention, in nats."""
+    growth: float
+    """Mean square of the stream after the block over that before it."""
+
+
+@dataclass(frozen=True)
+class AtFirst:
+    """A decoder before the first step; `str` of it is a table."""
+
+    expected: tuple[Moments, ...]
+    observed: tuple[Moments, ...]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = ["before the first step, observed (expected): mean square of the stream, variance of scores, entropy"]
+        for i, (p, o) in enumerate(zip(self.expected, self.observed, strict=True)):
+            pairs = ((o.stream, p.stream), (o.scores, p.scores), (o.entropy, p.entropy))
+            lines.append(f"  blocks.{i}  " + "  ".join(f"{seen:8.3g} ({wanted:.3g})" for seen, wanted in pairs))
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+def at_first(model: Decoder, params: Params, tokens_BT: jax.Array) -> AtFirst:
+    """Compare what fresh parameters give with what they should, and warn of what is known to end badly."""
+    n_tokens = tokens_BT.shape[1]
+    found = jax.device_get(_observe(model, params, tokens_BT))
+    observed = tuple(Moments(*map(float, block)) for block in found)
+    return AtFirst(expected(model.config, n_tokens), observed, tuple(_warnings(model.config, observed, n_tokens)))
+
+
+def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
+    """What a block should have at first, on average over initialisations and texts of distinct tokens.
+
+    Weights are independent of what they are multiplied with, so second moments multiply: a product with a matrix of n
+    rows and variance v makes n·v of a mean square. Scores of one query are then normal, with as much variance as is
+    said; entropy and how far values are averaged come from drawing such scores.
+    """
+    c = config
+    std = 1 / sqrt(c.d_model) if c.projection_std is None else c.projection_std
+    stream, found = c.embedding_std**2, []
+    stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
+    for i in range(c.n_blocks):
+        before = stream
+        read = 1.0 if c.norm != "none" and c.norm_placement == "pre" else before
+        projected = c.d_model * std**2 * read
+        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) / (c.width_of_head if c.scaled else 1)
+        entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, c.reach))
+        attended = projected * averaged * (c.n_heads * c.width_of_head * std**2 if c.output_projection else 1)
+        stream = _after(c, before, attended)
+        read = 1.0 if c.norm != "none" and c.norm_placement == "pre" else stream
+        made = _mlp(c, read)
+        if c.n_experts is not None:
+            made *= 1 / c.experts_per_token + c.shared_expert  # as if each of them counted the same
+        last = c.unembedding == "mlp" and i == c.n_blocks - 1
+        stream = made if last else _after(c, stream, made)
+        found.append(Moments(before, scores, entropy, stream / before))
+    return tuple(found)
+
+
+def _after(c: DecoderConfig, stream: float, part: float) -> float:
+    if c.norm != "none" and c.norm_placement == "post":
+        return 1.0
+    return stream + part if c.residual else part
+
+
+def _mlp(c: DecoderConfig, mean_square: float) -> float:
+    """Mean square of what an MLP makes: its weights are uniform, of variance 1/(3·fan-in), and so are its biases."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(64)
+    weights = weights / weights.sum()
+    width = c.d_model
+    for hidden in c.d_ff:
+        bias = 1 / (3 * width) if c.bias else 0.0
+        linear = mean_square / 3 + bias
+        activated = float(weights @ np.square(ACTIVATIONS[c.activation](jnp.asarray(sqrt(linear) * nodes))))
+        gated = c.activation == "swiglu"  # its gate has no bias
+        if gated:
+            gate = sqrt(mean_square / 3) * nodes
+            activated = float(weights @ np.square(ACTIVATIONS["swiglu"](jnp.asarray(gate)))) * linear
+        mean_square, width = activated, hidden
+    return mean_square / 3 + (1 / (3 * width) if c.bias else 0.0)
+
+
+@lru_cache
+def _softmax_of_normal(variance: float, n_tokens: int, reach: int, draws: int = 128) -> tuple[float, float]:
+    """Entropy, and sum of squares, of the softmax of independent normal numbers: means over the rows of causal
+    attention, row t of min(t, reach) numbers."""
+    rng = np.random.default_rng(0)
+    rows = np.unique(np.linspace(1, n_tokens, min(n_tokens, 64)).astype(int))
+    entropies, squares = [], []
+    for t in np.minimum(rows, reach):
+        z = sqrt(variance) * rng.normal(size=(draws, t))
+        w = np.exp(z - z.max(axis=1, keepdims=True))
+        w /= w.sum(axis=1, keepdims=True)
+        entropies.append(float(-(w * np.log(np.where(w > 0, w, 1))).sum(axis=1).mean()))
+        squares.append(float(np.square(w).sum(axis=1).mean()))
+    return float(np.mean(entropies)), float(np.mean(squares))
+
+
+@partial(jax.jit, static_argnames="model")
+def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple[Any, ...]]:
+    """The fields of `Moments`, a block."""
+
+    def one(tokens_T: jax.Array) -> list[Any]:
+        found = trace(model, params, tokens_T)
+        blocks: list[Any] = []
+        for i in range(model.config.n_blocks):
+            weights = found[f"blocks.{i}.attention.weights"]
+            before, after = (jnp.mean(jnp.square(found[f"blocks.{i}.{when}"])) for when in ("before", "after"))
+            scores = jnp.mean(jnp.square(found[f"blocks.{i}.attention.scores"]), where=_lower(weights))
+            blocks.append((before, scores, jnp.mean(row_entropy(weights)), after))
+        return blocks
+
+    found = jax.tree.map(lambda x_B: jnp.mean(x_B), jax.lax.map(one, tokens_BT))
+    return [(before, scores, entropy, after / before) for before, scores, entropy, after in found]
+
+
+def _lower(weights_HTS: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.tril(jnp.ones(weights_HTS.shape[1:], bool)), weights_HTS.shape)
+
+
+def _warnings(c: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
+    """What is known to end badly, with the rung of the ladder that shows it, and what helps."""
+    said = []
+    most = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.reach))))
+    remedies = [] if c.scaled else ["model.scaled to true, which divides them by sqrt(head_dim)"]
+    if c.scaled or (c.projection_std or 0) > 2 / sqrt(c.d_model):
+        remedies.append(f"model.projection_std to {1 / sqrt(c.d_model):.3g}, 1/sqrt(d_model)")
+    one_hot = next((i for i, block in enumerate(observed) if block.entropy < ONE_HOT * most), None)
+    if one_hot is not None:
+        block = observed[one_hot]
+        said.append(
+            f"scores of blocks.{one_hot} have variance {block.scores:.3g}, so attention is one-hot (entropy "
+            f"{block.entropy:.3g} nats of at most {most:.3g}) and learns little, as on the rung attention_unscaled; "
+            f"set {' and '.join(remedies)}."
+        )
+    if c.norm == "none" and c.residual and c.n_blocks >= DEEP:
+        growth = float(np.prod([block.growth for block in observed]))
+        said.append(
+            f"{c.n_blocks} blocks without a norm, which make the stream {growth:.3g} times larger already, as on the "
+            "rung four_blocks, where it grew until it was not finite; set model.norm to rmsnorm."
+        )
+    return said

@@ -1,0 +1,77 @@
+"""What an initialisation should give, against what it gives, and against what the sources report."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import ladder, quick
+from jaxformer.inspect.initial import at_first, expected
+from jaxformer.models.decoder import DecoderConfig
+
+WIDE = DecoderConfig(500, 32, 96, 2, 4, output_projection=True, d_ff=(256,))
+CASES = {
+    "residual": ladder.residual.model,
+    "multihead_full": ladder.multihead_full.model,
+    "rmsnorm": replace(ladder.rmsnorm.model, n_blocks=2),
+    "modern": replace(quick.modern.model, n_blocks=1, context_length=32, vocab_size=500),
+    "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
+                               positions="sinusoidal"),
+    "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8),
+    "no residual": replace(WIDE, residual=False, n_blocks=1),
+}  # fmt: skip
+
+
+def fresh(config: DecoderConfig):
+    """With an MLP that is narrower than the sources', and random tokens."""
+    config = replace(config, d_ff=tuple(min(width, 256) for width in config.d_ff))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (8, config.context_length))
+    model, tokens_BT = config.build(), jnp.asarray(tokens, jnp.int32)
+    return model, jax.jit(model.init)(jax.random.key(0), tokens_BT[0])["params"], tokens_BT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_expected_is_observed(name):
+    found = at_first(*fresh(CASES[name]))
+    assert len(found.expected) == len(found.observed) == CASES[name].n_blocks
+    for wanted, seen in zip(found.expected, found.observed, strict=True):
+        np.testing.assert_allclose(seen.stream, wanted.stream, rtol=0.1)
+        np.testing.assert_allclose(seen.scores, wanted.scores, rtol=0.25)
+        np.testing.assert_allclose(seen.entropy, wanted.entropy, rtol=0.1)
+        np.testing.assert_allclose(seen.growth, wanted.growth, rtol=0.2)
+    assert not found.warnings
+    assert str(found).count("\n") == len(found.observed)
+
+
+def test_the_sources_first_entropy_is_the_expected_one():
+    (scaled,) = expected(ladder.attention_scaled.model, 32)
+    assert abs(scaled.entropy - 1.492) < 0.05 and abs(scaled.scores - 4) < 1e-6  # embedding and position, each N(0, 1)
+    (unscaled,) = expected(ladder.attention_unscaled.model, 32)
+    assert unscaled.entropy < 0.003
+
+
+def test_attention_that_will_be_one_hot_is_warned_of_with_its_rung_and_its_remedy():
+    (warning,) = at_first(*fresh(ladder.attention_unscaled.model)).warnings
+    assert warning.startswith("scores of blocks.0 have variance 6") and "as on the rung attention_unscaled" in warning
+    assert warning.endswith(
+        "set model.scaled to true, which divides them by sqrt(head_dim) and model.projection_std to 0.0625, "
+        "1/sqrt(d_model)."
+    )
+    cured = replace(ladder.attention_unscaled.model, scaled=True, projection_std=0.0625)
+    assert not at_first(*fresh(cured)).warnings
+    (large,) = at_first(*fresh(replace(WIDE, n_blocks=1, projection_std=1.0))).warnings
+    assert "set model.projection_std to 0.102" in large and "model.scaled" not in large
+
+
+def test_blocks_without_a_norm_are_warned_of():
+    (warning,) = at_first(*fresh(replace(WIDE, n_blocks=4))).warnings
+    assert warning.startswith("4 blocks without a norm, which make the stream ") and "four_blocks" in warning
+    assert warning.endswith("set model.norm to rmsnorm.")
+    assert not at_first(*fresh(replace(WIDE, n_blocks=4, norm="rmsnorm"))).warnings
+
+
+def test_one_token_has_nothing_to_choose_from():
+    model, params, tokens_BT = fresh(replace(WIDE, n_blocks=1, projection_std=1.0))
+    assert not at_first(model, params, tokens_BT[:, :1]).warnings
