@@ -41,7 +41,9 @@ from jaxformer.decode import (
 )  # fmt: skip
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.decode.texts import Search, batches
+from jaxformer.decode.weights import restored
 from jaxformer.errors import UserError
+from jaxformer.inspect.explain import explain
 from jaxformer.models.objective import can_continue
 from jaxformer.sharding import make_mesh
 
@@ -112,6 +114,9 @@ class Arguments:
     """Files of pictures, for a model that sees; of animated ones, where it takes videos."""
     prompts_file: str | None = None
     """A file with a prompt a line; a .jsonl file has objects with "prompt", and "seed" and "id" if one likes."""
+    explain: bool = False
+    """Tell of each token the chance it had, the likeliest others, the entropy of all, and which tokens were looked at
+    most, the mean over all heads."""
     interactive: bool = False
     """Ask for prompts. Ctrl-C stops a text, Ctrl-D leaves."""
     jsonl: bool = False
@@ -252,6 +257,8 @@ class Answer:
     text: Text
     score: float | None = None
     """Of a beam search."""
+    explained: list[dict[str, Any]] = field(default_factory=list)
+    """A row for each token, where that was asked for."""
 
     def as_row(self) -> dict[str, Any]:
         """For a line of JSON."""
@@ -262,6 +269,7 @@ class Answer:
             **({"logprobs": [_rounded(x) for x in text.logprobs]} if score is None else {"score": _rounded(score)}),
             **({"top_logprobs": [[(t, _rounded(x)) for t, x in likeliest] for likeliest in text.top_logprobs]}
                if any(text.top_logprobs) else {}),
+            **({"explained": self.explained} if self.explained else {}),
             "first_token_s": round(text.first_token_s, 6), "seconds": round(text.seconds, 6),
         }  # fmt: skip
 
@@ -292,6 +300,8 @@ class Sampler:
         need_cache += ["--num-beams"] if asked.num_beams > 1 else []
         if need_cache and not hasattr(self._run.model, "extend"):
             raise UserError(f"{self._run.path} has a model without a cache, which {need_cache[0]} needs; leave it out.")
+        if asked.explain and self._config.n_predicted == 1:
+            raise UserError(f"{self._run.path} predicts from full windows alone, which --explain cannot; leave it out.")
         if "--prefill-chunk" in given and getattr(self._run.model, "prompt_is_prefix", False):
             raise UserError(f"{self._run.path} reads a prompt at once, in both directions; leave out --prefill-chunk.")
         self._ends: list[int] = []
@@ -417,19 +427,58 @@ class Sampler:
         if isinstance(generation, Search):
             for answer, score in zip(answers, generation.scores, strict=False):
                 answer.score = score
+        if asked.explain:
+            for answer, (_, tokens) in zip(
+                answers, [p for p in prompts for _ in range(asked.num_samples)], strict=True
+            ):
+                answer.explained = self._explain(tokens, answer.text.tokens)
         return answers
+
+    def _explain(self, prompt: list[int], made: list[int]) -> list[dict[str, Any]]:
+        """What `explain` says, with tokens as text; of those that the model has positions for."""
+        goes_on = getattr(self._run.model, "reach", None) is not None
+        room = len(prompt) + len(made) if goes_on else self._config.context_length
+        tokens, name = (prompt + made)[:room], lambda token: self._tokenizer.decode([token])
+        return [
+            {
+                "token": name(row.token), "probability": _rounded(row.probability), "entropy": _rounded(row.entropy),
+                "rivals": [(name(token), _rounded(p)) for token, p in row.rivals],
+                "looked_at": [(place, name(tokens[place]), _rounded(w)) for place, w in row.looked_at],
+            }
+            for row in explain(self._run.model, restored(self._run.params), tokens, len(prompt))
+        ]  # fmt: skip
 
     def _write(self, answers: list[Answer], streamed: bool) -> None:
         """Show the texts of a prompt."""
         if streamed:
             _show("\n")
+            for answer in answers:
+                _show(_table(answer.explained))
             return
         for answer in answers:
             if self._asked.jsonl:
                 _show(json.dumps(answer.as_row(), allow_nan=False) + "\n")
             else:
                 sample = f".{answer.sample + 1}" if len(answers) > 1 else ""
-                _show(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}\n\n")
+                _show(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}\n")
+                _show(f"{_table(answer.explained)}\n")
+
+
+def _table(explained: list[dict[str, Any]]) -> str:
+    """Rows for people; nothing for none."""
+    if not explained:
+        return ""
+    pairs = lambda found: ", ".join(f"{text!r} {p:.2f}" for *_, text, p in found)  # noqa: E731
+    rows = [
+        (repr(row["token"]), f"{row['probability']:.3f}", f"{row['entropy']:.2f}", pairs(row["rivals"]),
+         pairs(row["looked_at"])) for row in explained
+    ]  # fmt: skip
+    rows.insert(0, ("token", "chance", "entropy", "instead of", "looked at"))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "".join(
+        f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}".rstrip() + "\n"
+        for a, b, c, d, e in rows
+    )
 
 
 def _converse(sampler: Sampler) -> int:

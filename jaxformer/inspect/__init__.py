@@ -3,6 +3,7 @@
 from jaxformer.inspect.alignment import alignment, draw_alignment
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
+from jaxformer.inspect.explain import Explained, explain
 from jaxformer.inspect.gradients import GradientReport, gradient_report
 from jaxformer.inspect.heads import ablate_heads, gazes, loss_without
 from jaxformer.inspect.initial import at_first
@@ -15,6 +16,7 @@ from jaxformer.inspect.verify import Check, verify
 __all__ = [
     "Autopsy",
     "Check",
+    "Explained",
     "GradientReport",
     "ablate_heads",
     "alignment",
@@ -24,6 +26,7 @@ __all__ = [
     "draw_alignment",
     "draw_saturation",
     "editing",
+    "explain",
     "first_non_finite",
     "gazes",
     "gradient_report",

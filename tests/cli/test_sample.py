@@ -457,3 +457,20 @@ def test_every_field_of_sampling_is_an_option(capsys):
     shown = capsys.readouterr().out
     for field in dataclasses.fields(Sampling):
         assert f"--{field.name.replace('_', '-')}" in shown
+
+
+def test_every_token_is_explained(here, rows, capsys):
+    """The chance is the model's own, whatever the sampler did with it."""
+    (row,) = rows("--run", "runs/quick", "--prompt", "The cat", "--explain", "--top-k", "2", "--temperature", "1.5")
+    explained = row["explained"]
+    assert [len(explained), len(row["tokens"])] == [12, 12] or row["ended"] == "stop token"
+    np.testing.assert_allclose([np.log(r["probability"]) for r in explained], row["logprobs"], rtol=1e-3, atol=1e-4)
+    for r in explained:
+        assert len(r["rivals"]) == 3 and len(r["looked_at"]) >= 1
+        assert 0 < r["entropy"] < np.log(280)
+        assert r["token"] not in [text for text, _ in r["rivals"]]
+
+    assert sample.main(["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "3"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    head = next(i for i, line in enumerate(shown) if line.split()[:3] == ["token", "chance", "entropy"])
+    assert len(shown[head + 1 :]) == 3 and all(line.startswith(("  '", '  "')) for line in shown[head + 1 :])
