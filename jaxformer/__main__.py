@@ -15,6 +15,7 @@ COMMANDS = {
     "sample": ("jaxformer.cli.sample", "sample from a model; the same as sample.py"),
     "eval": ("jaxformer.cli.eval", "measure how well a model predicts a text"),
     "plan": ("jaxformer.cli.plan", "compile a training step for devices one need not have, and say what it takes"),
+    "ladder": ("jaxformer.cli.ladder", "train the ladder, rung after rung, and set the outcomes side by side"),
     "verify": ("jaxformer.cli.verify", "hold a trained model against what every model promises"),
     "diff": ("jaxformer.cli.diff", "tell where two runs part"),
     "verify-resume": ("jaxformer.cli.verify_resume", "kill a run, resume it, and compare it with one left in peace"),

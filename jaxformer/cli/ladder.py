@@ -1,0 +1,260 @@
+"""`python -m jaxformer ladder`: train rung after rung on one text, and set the outcomes side by side."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import html
+import io
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jaxformer.cli.arguments import run_command
+from jaxformer.cli.train import RUNS
+from jaxformer.errors import UserError
+
+RUNGS = "configs/ladder.py"
+SOURCES = {
+    "mlp_rowwise": "does not work",
+    "mlp_concat": "hits a wall",
+    "attention_unscaled": "hundreds; entropy 0.003",
+    "attention_scaled": "degenerate; entropy 1.492, then 0.089",
+    "residual": "68.284; entropy 1.16 to 1.18",
+    "multihead_full": "66.48; entropy 0.69, 0.158, 1.011, 0.861",
+    "multihead": "65.11",
+    "two_blocks": "55.74; first block nearly one-hot",
+    "four_blocks": "NaN before step 100",
+    "rmsnorm": "48.66",
+}
+"""What the sources report of each rung: perplexity on held-out text, after 10,644 steps of 4,096 windows of 48 MB of
+books."""
+DESCRIPTION = f"""usage: python -m jaxformer ladder [--rungs NAME …] [--folder FOLDER] [OPTIONS OF train.py]
+
+Train rung after rung of {RUNGS}, each in a run of its own below the folder, with the same options: --steps,
+--data.path, --train.batch-size and all others of train.py. A rung that is done is not trained again, and one that was
+interrupted goes on where it was, so that the same command again goes on with the ladder. A rung that becomes not finite
+has had its turn. At the end there is one table, beside what the sources report: in the terminal, and in the folder as
+ladder.csv, ladder.png and ladder.html, a page that needs no network.
+
+  --rungs NAME …    which, in the order of the ladder; all of them without it
+  --folder FOLDER   where (runs/ladder)"""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What became of one."""
+
+    rung: str
+    parameters: int
+    steps: int
+    loss: float
+    """Nats a token on held-out text, as are perplexity and bits per byte; NaN where there is none that is finite."""
+    perplexity: float
+    bits_per_byte: float
+    entropy: str
+    """Of attention at the last validation, in nats: heads, and between semicolons blocks."""
+    not_finite: str
+    """The first step whose loss or gradient was not; empty if all were."""
+    minutes: float
+    """That its steps took, without validation."""
+    sources: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train the ladder; the exit status: 0 done, 2 wrong input, 128 + the signal where interrupted."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    own.add_argument("--rungs", nargs="+", default=list(SOURCES))
+    own.add_argument("--folder", default=str(RUNS / "ladder"))
+    own.add_argument("-h", "--help", action="store_true")
+    try:
+        asked, options = own.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}.") from error
+    if asked.help:
+        print(DESCRIPTION)
+        return 0
+    for given in options:
+        if given.partition("=")[0] in ("--config", "--run", "--resume"):
+            raise UserError(f"the ladder says {given.partition('=')[0]} for each rung itself; leave it out.")
+    for name in asked.rungs:
+        if name not in SOURCES:
+            raise UserError(f"there is no rung {name}; there are {', '.join(SOURCES)}.")
+    folder = Path(asked.folder)
+    rungs = [name for name in SOURCES if name in asked.rungs]
+    for name in rungs:
+        status = _climb(name, folder / name, options)
+        if status not in (0, 1):
+            return status
+    table = [outcome(folder / name) for name in rungs]
+    print(as_text(table))
+    write(table, folder)
+    print(f"the same in {folder}: ladder.csv, ladder.png, ladder.html")
+    return 0
+
+
+def _climb(name: str, run: Path, options: Sequence[str]) -> int:
+    """Train one rung to its end, if it has not come to it; the exit status of training."""
+    if run.exists() and ended(run):
+        print(f"{name}: done before, in {run}", flush=True)
+        return 0
+    print(f"{name}: {'going on in' if run.exists() else 'training in'} {run}", flush=True)
+    where = ["--resume", "--run", str(run)] if run.exists() else ["--config", f"{RUNGS}:{name}", "--run", str(run)]
+    command = [sys.executable, "-m", "jaxformer", "train", *where, *options]
+    with subprocess.Popen(command) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # which the other process has got, too, and saves
+                continue
+
+
+def ended(run: Path) -> bool:
+    """Whether a run has come to its last step, or to one that was not finite."""
+    from jaxformer.runs import read_config
+    from jaxformer.train.log import read_metrics
+
+    rows = read_metrics(run)
+    return bool(_not_finite(run)) or (bool(rows) and rows[-1]["step"] == read_config(run).steps)
+
+
+def outcome(run: Path) -> Rung:
+    """What a run's folder tells.
+
+    Raises:
+      UserError: it is no run.
+    """
+    from jaxformer.runs import abstract_params, count_parameters, read_config
+    from jaxformer.train.log import read_metrics
+
+    config, rows = read_config(run), read_metrics(run)
+    measured = [row for row in rows if "val_loss" in row]
+    last: dict[str, Any] = measured[-1] if measured else {}
+    broken = _not_finite(run)
+    if broken:  # what was measured before it is not what the rung came to
+        last = {name: value for name, value in last.items() if name == "entropy"}
+    entropy = "; ".join(" ".join(f"{x:.3g}" for x in block) for block in last.get("entropy", []))
+    steps = [row["step"] for row in rows]
+    took = sum(row["step_ms"] * (row["step"] - before) for row, before in zip(rows[1:], steps, strict=False))
+    number = lambda name: math.nan if last.get(name) is None else float(last[name])  # noqa: E731
+    return Rung(
+        rung=config.name,
+        parameters=count_parameters(abstract_params(config.model.build(), config.model)),
+        steps=steps[-1] if steps else 0,
+        loss=number("val_loss"),
+        perplexity=number("val_ppl"),
+        bits_per_byte=number("val_bpb"),
+        entropy=entropy,
+        not_finite=broken,
+        minutes=took / 60_000,
+        sources=SOURCES.get(config.name, ""),
+    )
+
+
+def _not_finite(run: Path) -> str:
+    """The step of a run's first autopsy; empty for none."""
+    steps = [int(place.name.removeprefix("step-")) for place in run.glob("autopsy/step-*")]
+    return str(min(steps)) if steps else ""
+
+
+def as_text(table: Sequence[Rung]) -> str:
+    """The table for the terminal."""
+    rows = [HEAD, *(_cells(rung) for rung in table)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    aligned = lambda i, cell: f"{cell:>{widths[i]}}" if i in NUMBERS else f"{cell:<{widths[i]}}"  # noqa: E731
+    lines = ["  ".join(aligned(i, cell) for i, cell in enumerate(row)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+HEAD = (
+    "rung", "parameters", "steps", "loss", "perplexity", "bits/byte", "entropy", "not finite", "minutes", "the sources",
+)  # fmt: skip
+NUMBERS = {1, 2, 3, 4, 5, 8}
+"""Columns that stand to the right."""
+
+
+def _cells(rung: Rung) -> tuple[str, ...]:
+    number = lambda x, digits: "" if math.isnan(x) else f"{x:.{digits}f}"  # noqa: E731
+    return (
+        rung.rung, f"{rung.parameters:,}", f"{rung.steps:,}", number(rung.loss, 4), number(rung.perplexity, 2),
+        number(rung.bits_per_byte, 4), rung.entropy, rung.not_finite and f"step {rung.not_finite}",
+        f"{rung.minutes:.1f}", rung.sources,
+    )  # fmt: skip
+
+
+def write(table: Sequence[Rung], folder: Path) -> None:
+    """The table as ladder.csv, ladder.png and ladder.html below the folder."""
+    from jaxformer.runs import write_atomically
+
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow([field.name for field in fields(Rung)])
+    rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(rung)] for rung in table)
+    write_atomically(folder / "ladder.csv", text.getvalue())
+    picture = draw([folder / rung.rung for rung in table])
+    (folder / "ladder.png").write_bytes(picture)
+    write_atomically(folder / "ladder.html", _page(table, picture))
+
+
+def draw(runs: Sequence[Path]) -> bytes:
+    """Losses on held-out text over the steps, a curve a rung, as a PNG."""
+    from matplotlib.figure import Figure  # slow to import, and only needed here
+
+    from jaxformer.train.log import read_metrics
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        points = [(row["step"], row["val_loss"]) for row in read_metrics(run) if row.get("val_loss") is not None]
+        broken = _not_finite(run)
+        label = f"{run.name} (not finite at step {broken})" if broken else run.name
+        axes.plot([step for step, _ in points], [loss for _, loss in points], "o-", markersize=3, label=label)
+    axes.set(xlabel="step", ylabel="loss on held-out text, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    with io.BytesIO() as file:
+        figure.savefig(file, dpi=120)
+        return file.getvalue()
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>The ladder</title>
+<style>
+  :root {{ color-scheme: light dark; }}
+  body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }}
+  .wide {{ overflow-x: auto; }}
+  table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
+  th, td {{ padding: .3rem .8rem; text-align: left; border-bottom: 1px solid #8886; }}
+  td.n, th.n {{ text-align: right; }}
+  img {{ max-width: 100%; background: white; border-radius: .5rem; }}
+</style>
+<h1>The ladder</h1>
+<p>Each rung is the one before with one idea changed, trained on the same text.</p>
+<div class="wide"><table>
+{rows}
+</table></div>
+<p><img alt="Loss on held-out text over the steps, a curve a rung" src="data:image/png;base64,{picture}"></p>
+</html>
+"""
+
+
+def _page(table: Sequence[Rung], picture: bytes) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        kind = lambda i: " class=n" if i in NUMBERS else ""  # noqa: E731
+        made = (f"<{tag}{kind(i)}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells))
+        return f"<tr>{''.join(made)}</tr>"
+
+    rows = "\n".join([row(HEAD, "th"), *(row(_cells(rung), "td") for rung in table)])
+    return PAGE.format(rows=rows, picture=base64.b64encode(picture).decode())

@@ -1,0 +1,112 @@
+"""`python -m jaxformer ladder`."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from configs.ladder import RUNGS
+from jaxformer.cli import ladder
+from jaxformer.cli.arguments import load_config
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.runs import create_run
+from tests.helpers import ROOT, write_books
+
+SMALL = [
+    "--model.vocab-size", "280", "--model.context-length", "8", "--model.d-model", "8", "--model.d-ff", "12",
+    "--train.batch-size", "4", "--train.eval-examples", "4", "--train.sample-tokens", "2", "--steps", "4",
+    "--train.log-every", "2", "--train.eval-every", "2", "--train.checkpoint-every", "2", "--train.report-every", "4",
+]  # fmt: skip
+
+
+def run_of(folder: Path, name: str, rows: list[dict], broken: int | None = None) -> None:
+    """A rung's folder as training leaves it, without its checkpoints."""
+    config = load_config(f"{ROOT}/configs/ladder.py:{name}")
+    place = create_run(folder / name, config, Tokenizer.train([], 257), may_number=False)
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if broken is not None:
+        (place / f"autopsy/step-{broken}").mkdir(parents=True)
+
+
+def test_every_rung_stands_beside_what_the_sources_report():
+    assert list(ladder.SOURCES) == [config.name for config in RUNGS]
+
+
+def test_a_table_is_what_the_logs_say(tmp_path):
+    final = {
+        "step": 10_644,
+        "val_loss": 4.0,
+        "val_ppl": math.exp(4),
+        "val_bpb": 1.5,
+        "entropy": [[1.2345, 0.5], [0.25]],
+    }
+    run_of(tmp_path, "residual", [{"step": 0, "val_loss": 8.0}, final | {"step_ms": 2.0}])
+    run_of(
+        tmp_path, "four_blocks", [{"step": 0, "val_loss": 7.0}, {"step": 5, "loss": None, "step_ms": 10.0}], broken=6
+    )
+    table = [ladder.outcome(tmp_path / name) for name in ("residual", "four_blocks")]
+    residual, four = table
+    assert (residual.parameters, residual.steps, residual.loss, residual.not_finite) == (6_515_456, 10_644, 4.0, "")
+    assert residual.entropy == "1.23 0.5; 0.25" and residual.sources.startswith("68.284")
+    assert residual.minutes == pytest.approx(10_644 * 2 / 60_000)
+    assert four.not_finite == "6" and math.isnan(four.loss) and four.steps == 5
+    assert ladder.ended(tmp_path / "residual") and ladder.ended(tmp_path / "four_blocks")
+
+    ladder.write(table, tmp_path)
+    rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
+    assert [row["rung"] for row in rows] == ["residual", "four_blocks"]
+    assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(4)) and rows[1]["loss"] == ""
+    page = (tmp_path / "ladder.html").read_text()
+    assert "<td class=n>54.60</td>" in page and "step 6" in page and 'src="data:image/png;base64,' in page
+    assert "http" not in page  # nothing is fetched
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    text = ladder.as_text(table).splitlines()
+    assert len({line.index("68.284") if "68.284" in line else line.index("NaN before") for line in text[1:]}) == 1
+
+
+def test_a_run_on_the_way_has_not_ended(tmp_path):
+    run_of(tmp_path, "residual", [{"step": 0, "val_loss": 8.0}, {"step": 50, "loss": 7.0, "step_ms": 1.0}])
+    assert not ladder.ended(tmp_path / "residual")
+    run_of(tmp_path, "two_blocks", [])
+    assert not ladder.ended(tmp_path / "two_blocks")
+    assert math.isnan(ladder.outcome(tmp_path / "two_blocks").loss)
+
+
+@pytest.mark.slow
+def test_rungs_are_trained_once_and_a_table_is_left(tmp_path, monkeypatch, capfd):
+    write_books(tmp_path / "books")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    asked = ["--rungs", "residual", "mlp_rowwise", "--data.path", "books", *SMALL]
+    assert ladder.main(asked) == 0
+    said = capfd.readouterr().out
+    assert said.index("mlp_rowwise: training in runs/ladder/mlp_rowwise") < said.index("residual: training in")
+    table = {row["rung"]: row for row in csv.DictReader(Path("runs/ladder/ladder.csv").read_text().splitlines())}
+    assert set(table) == {"mlp_rowwise", "residual"} and all(row["steps"] == "4" for row in table.values())
+    assert 2 < float(table["residual"]["loss"]) < 7
+
+    assert ladder.main(asked) == 0
+    again = capfd.readouterr().out
+    assert "residual: done before" in again and "training in" not in again
+    assert again.splitlines()[-5:] == said.splitlines()[-5:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rungs", "residul"], "there is no rung residul; there are mlp_rowwise"),
+        (["--config", "configs/quick.py"], "the ladder says --config for each rung itself"),
+        (["--run=x"], "the ladder says --run for each rung itself"),
+        (["--rungs"], "--rungs"),
+    ],
+)
+def test_wrong_input_is_one_sentence(options, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ladder.main(options) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
