@@ -37,7 +37,7 @@ class Arguments:
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     examples: int = 4
-    """How many to try it on."""
+    """How many to try it on; the last text is shorter."""
     tokens: int = 64
     """Of each text, at most; a model that reads only full windows gets these."""
     seed: int = 0
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer verify", DESCRIPTION)
-    at_least(asked, 1, "examples")
+    at_least(asked, 2, "examples")
     at_least(asked, 2, "tokens")
     at_least(asked, 0, "seed")
     machine.set_up(machine.cores())

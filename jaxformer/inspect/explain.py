@@ -88,7 +88,7 @@ def _explain(
     chance_T = jnp.take_along_axis(p_TV, next_T[:, None], axis=1)[:, 0]
     best_p_TN, best_TN = jax.lax.top_k(p_TV, n_best)
     if found:
-        mean_TT = jnp.mean(jnp.concatenate(list(found.values())), axis=0)
+        mean_TT = sum(weights_HTT.sum(axis=0) for weights_HTT in found.values()) / sum(map(len, found.values()))
         weight_TN, place_TN = jax.lax.top_k(mean_TT, n_places)
     else:
         place_TN, weight_TN = (jnp.zeros((len(tokens_T), 0), t) for t in (jnp.int32, jnp.float32))

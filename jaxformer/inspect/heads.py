@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.trace import editing, trace
-from jaxformer.models.objective import Params, objective_of
+from jaxformer.inspect.trace import editing, trace, trace_names
+from jaxformer.models.objective import Params, mean_example_loss
 from jaxformer.ops.attention import row_entropy
 
 Heads = dict[str, jax.Array]
@@ -42,18 +42,21 @@ class Gaze:
     itself (the prefix-matching score of Olsson et al. 2022)."""
 
 
-def gaze(weights_HTS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax.Array | None = None) -> Gaze:
+def gaze(
+    weights_HTS: jax.Array, visible_TS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax.Array | None = None
+) -> Gaze:
     """Where the heads of one layer look in one example.
 
     Args:
       weights_HTS: of a sequence to itself, S = T, or to another one; then all but entropy and share mean little.
+      visible_TS: what the mask shows.
       tokens_T: of which the weights are; `duplicate` and `induction` need them.
       valid_T: rows that count; padding does not.
     """
     _, T, S = weights_HTS.shape
     row_T, place_S = jnp.arange(T)[:, None], jnp.arange(S)
     valid_T = jnp.ones(T, bool) if valid_T is None else valid_T
-    seen_HT = jnp.sum(weights_HTS > 0, axis=-1)
+    seen_T = jnp.sum(visible_TS, axis=-1)
     later_T = valid_T & (jnp.arange(T) > 0)
 
     def mean(value_HT: jax.Array, rows: jax.Array) -> jax.Array:
@@ -69,7 +72,7 @@ def gaze(weights_HTS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax
     after_TS = jnp.pad(same_TS, ((0, 0), (1, 0)))[:, :S]
     return Gaze(
         mean(entropy_HT, valid_T),
-        mean(entropy_HT / jnp.log(jnp.maximum(seen_HT, 2)), valid_T & (seen_HT > 1)),
+        mean(entropy_HT / jnp.log(jnp.maximum(seen_T, 2)), valid_T & (seen_T > 1)),
         mean(jnp.sum(weights_HTS * jnp.abs(row_T - place_S), axis=-1), valid_T),
         on(jnp.broadcast_to(place_S == 0, (T, S)), later_T),
         on(place_S == row_T - 1, later_T),
@@ -81,28 +84,37 @@ def gaze(weights_HTS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax
 jax.tree_util.register_dataclass(Gaze)
 
 
-def gazes(model: nn.Module, params: Params, *inputs_B: jax.Array) -> dict[str, Gaze]:
-    """Where every head looks, by layer, over several examples; rows of padding are left out.
+def gazes(model: nn.Module, params: Params, *inputs_B: Any) -> dict[str, Gaze]:
+    """Where every head looks, by layer, over several examples. Rows of padding are left out where the inputs tell what
+    is padding, as they do of a source.
 
     Tokens are compared in self-attention alone, where each place of the sequence is a token.
 
     Args:
       inputs_B: what the model is called with, of several examples.
     """
-    return jax.device_get(_gazes(model, params, inputs_B))
+    found = jax.device_get(_gazes(model, params, inputs_B))
+    return {name: found[name] for name in _layers(model, params, inputs_B)}
 
 
 @partial(jax.jit, static_argnames="model")
-def _gazes(model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...]) -> dict[str, Gaze]:
-    def one(inputs: tuple[jax.Array, ...]) -> dict[str, Gaze]:
-        found = trace(model, params, *inputs, names="*attention.weights")
-        return {name.removesuffix(".weights"): gaze(x, *_text_of(name, inputs)) for name, x in found.items()}
+def _gazes(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> dict[str, Gaze]:
+    def one(inputs: tuple[Any, ...]) -> dict[str, Gaze]:
+        found = trace(model, params, *inputs, names=("*attention.weights", "*attention.visible"))
+        layers = [name.removesuffix(".weights") for name in found if name.endswith(".weights")]
+        return {at: gaze(found[f"{at}.weights"], found[f"{at}.visible"], *_text_of(at, inputs)) for at in layers}
 
     # One example after the other: the weights are as large as the square of its length.
     return jax.tree.map(lambda x_BH: jnp.nanmean(x_BH, axis=0), jax.lax.map(one, inputs_B))
 
 
-def _text_of(layer: str, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array | None, jax.Array | None]:
+def _layers(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> list[str]:
+    """The names of all layers of attention, in the order of the computation."""
+    first = jax.tree.map(lambda x: x[0], inputs_B)
+    return [name.removesuffix(".heads") for name in trace_names(model, params, *first, names="*attention.heads")]
+
+
+def _text_of(layer: str, inputs: tuple[Any, ...]) -> tuple[jax.Array | None, jax.Array | None]:
     """The tokens that the rows of a layer's self-attention are of, and which of them there are; None for none."""
     if "cross_attention" in layer:
         return None, None
@@ -110,7 +122,7 @@ def _text_of(layer: str, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array | Non
     tokens, *rest = inputs[at:]
     if tokens.ndim != 1 or tokens.dtype == jnp.uint8:
         return None, None
-    return tokens, rest[0] if rest and rest[0].dtype == bool else None
+    return tokens, rest[0] if rest and rest[0] is not None and rest[0].dtype == bool else None
 
 
 @dataclass(frozen=True)
@@ -134,7 +146,7 @@ def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
     """Silence each head of every layer of attention, one after the other.
 
     Args:
-      batch: examples side by side; the loss is the mean of `example_loss` over them.
+      batch: examples side by side; see `mean_example_loss`.
     """
     batch, means, kept = _whole(model, params, batch)
     found: dict[str, Heads] = {}
@@ -148,7 +160,9 @@ def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
             ])
             for name, row in kept.items()
         }  # fmt: skip
-    return Ablation(float(loss), **jax.device_get(found))
+    order = _layers(model, params, batch.inputs)
+    of_layers = {kind: {name: by_layer[name] for name in order} for kind, by_layer in jax.device_get(found).items()}
+    return Ablation(float(loss), **of_layers)
 
 
 def loss_without(model: nn.Module, params: Params, batch: Batch, heads: Iterable[tuple[str, int]]) -> float:
@@ -170,9 +184,18 @@ def _whole(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, dict[
 @partial(jax.jit, static_argnames="model")
 def _mean_heads(model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
     """What each head gives, the mean over places and examples, `(H, K)` by layer."""
-    of_one = lambda inputs: trace(model, params, *inputs, names="*attention.heads")  # noqa: E731
-    found = jax.lax.map(lambda inputs: jax.tree.map(lambda x_HTK: x_HTK.mean(axis=1), of_one(inputs)), inputs_B)
-    return {name.removesuffix(".heads"): x_BHK.mean(axis=0) for name, x_BHK in found.items()}
+
+    def one(inputs: tuple[Any, ...]) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Sums over the places that are no padding, and how many these are."""
+        sums = {}
+        for name, x_HTK in trace(model, params, *inputs, names="*attention.heads").items():
+            valid_T = _text_of(name, inputs)[1]
+            valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
+            sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
+        return sums
+
+    found = jax.lax.map(one, inputs_B)
+    return {name: sums_BHK.sum(axis=0) / n_B.sum() for name, (sums_BHK, n_B) in found.items()}
 
 
 @partial(jax.jit, static_argnames="model")
@@ -186,11 +209,8 @@ def _loss(model: nn.Module, params: Params, batch: Batch, kept: Heads, instead: 
         keep_H11, other_H1K = kept[layer][:, None, None], instead[layer][:, None]
         return (keep_H11 * value + (1 - keep_H11) * other_H1K).astype(value.dtype)
 
-    def one(example: Batch) -> jax.Array:
-        with editing(silence):
-            return objective_of(model).example_loss(model, params, example)
-
-    return jnp.mean(jax.vmap(one)(batch))
+    with editing(silence):
+        return mean_example_loss(model, params, batch)
 
 
 _loss_and_slope = jax.jit(jax.value_and_grad(_loss, argnums=3), static_argnums=0)

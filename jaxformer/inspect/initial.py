@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import sqrt
+from math import nan, sqrt
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from jaxformer.inspect.trace import trace
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.mlp import ACTIVATIONS
+from jaxformer.nn.norms import RMSNorm
 from jaxformer.ops.attention import row_entropy
+from jaxformer.ops.experts import route
 
 ONE_HOT = 0.1
 """Below this share of the most that it can be, an entropy is that of attention that looks at one place."""
@@ -30,7 +32,7 @@ class Moments:
     stream: float
     """Mean square of the residual stream before the block."""
     scores: float
-    """Variance of the scores, of those that the mask shows."""
+    """Variance of the scores in a row, of those that the mask shows; what all of a row share, no softmax sees."""
     entropy: float
     """Of a row of attention, in nats."""
     growth: float
@@ -72,22 +74,32 @@ def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
     std = 1 / sqrt(c.d_model) if c.projection_std is None else c.projection_std
     stream, found = c.embedding_std**2, []
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
-    for i in range(c.n_blocks):
+    for _ in range(c.n_blocks):
         before = stream
-        read = 1.0 if c.norm != "none" and c.norm_placement == "pre" else before
+        read = _normed(before) if c.norm != "none" and c.norm_placement == "pre" else before
         projected = c.d_model * std**2 * read
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) / (c.width_of_head if c.scaled else 1)
         entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, c.reach))
         attended = projected * averaged * (c.n_heads * c.width_of_head * std**2 if c.output_projection else 1)
         stream = _after(c, before, attended)
-        read = 1.0 if c.norm != "none" and c.norm_placement == "pre" else stream
+        read = _normed(stream) if c.norm != "none" and c.norm_placement == "pre" else stream
         made = _mlp(c, read)
         if c.n_experts is not None:
-            made *= 1 / c.experts_per_token + c.shared_expert  # as if each of them counted the same
-        last = c.unembedding == "mlp" and i == c.n_blocks - 1
-        stream = made if last else _after(c, stream, made)
-        found.append(Moments(before, scores, entropy, stream / before))
+            made *= _chosen(read / 3, c.n_experts, c.experts_per_token) + c.shared_expert
+        stream = _after(c, stream, made)
+        found.append(Moments(before, scores, entropy, stream / before if before else nan))
     return tuple(found)
+
+
+def _normed(mean_square: float) -> float:
+    """Mean square after a norm, whose ε counts where there is little."""
+    return mean_square / (mean_square + RMSNorm.eps)
+
+
+def _chosen(variance: float, n_experts: int, n_chosen: int) -> float:
+    """Mean of the sum of squares of the weights of those experts that are chosen, from normal logits."""
+    logits = sqrt(variance) * np.random.default_rng(0).normal(size=(1024, n_experts))
+    return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), n_chosen)[1]), axis=-1)))
 
 
 def _after(c: DecoderConfig, stream: float, part: float) -> float:
@@ -139,7 +151,9 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
         for i in range(model.config.n_blocks):
             weights = found[f"blocks.{i}.attention.weights"]
             before, after = (jnp.mean(jnp.square(found[f"blocks.{i}.{when}"])) for when in ("before", "after"))
-            scores = jnp.mean(jnp.square(found[f"blocks.{i}.attention.scores"]), where=_lower(weights))
+            visible = found[f"blocks.{i}.attention.visible"]
+            rows = jnp.var(found[f"blocks.{i}.attention.scores"], axis=-1, where=visible, ddof=1)
+            scores = jnp.mean(rows, where=jnp.broadcast_to(visible.sum(-1) > 1, rows.shape))
             blocks.append((before, scores, jnp.mean(row_entropy(weights)), after))
         return blocks
 
@@ -147,17 +161,15 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
     return [(before, scores, entropy, after / before) for before, scores, entropy, after in found]
 
 
-def _lower(weights_HTS: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jnp.tril(jnp.ones(weights_HTS.shape[1:], bool)), weights_HTS.shape)
-
-
 def _warnings(c: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
     """What is known to end badly, with the rung of the ladder that shows it, and what helps."""
     said = []
     most = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.reach))))
     remedies = [] if c.scaled else ["model.scaled to true, which divides them by sqrt(head_dim)"]
-    if c.scaled or (c.projection_std or 0) > 2 / sqrt(c.d_model):
+    if (c.projection_std or 0) > 2 / sqrt(c.d_model):
         remedies.append(f"model.projection_std to {1 / sqrt(c.d_model):.3g}, 1/sqrt(d_model)")
+    if not remedies:
+        remedies.append("model.norm to rmsnorm" if c.norm == "none" else "model.qk_norm to true")
     one_hot = next((i for i, block in enumerate(observed) if block.entropy < ONE_HOT * most), None)
     if one_hot is not None:
         block = observed[one_hot]

@@ -96,17 +96,17 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
             raise ValueError(f"the model has no {layer}")
         still = {name: jnp.zeros(x.shape) for name, x in shapes.items()}
         (_, w_HTS), (grads, to) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, still, example)
-        return w_HTS, to[scores], to[weights], grads
+        by_name = {dotted(path): g for path, g in jax.tree_util.tree_leaves_with_path(grads)}
+        return w_HTS, to[scores], to[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")]
 
-    w_BHTS, to_scores, to_weights, grads_B = jax.vmap(one)(batch)
+    w_BHTS, to_scores, to_weights, grads_B = jax.lax.map(one, batch)
+    n = len(w_BHTS) if batch.weights is None else jnp.sum(batch.weights)  # the loss is a mean
     by_hand = w_BHTS * (to_weights - jnp.sum(w_BHTS * to_weights, axis=-1, keepdims=True))
-    n = len(w_BHTS)  # the loss is a mean over examples
     rows_BHT = jnp.linalg.norm(to_scores, axis=-1)
-    grads = jax.tree.map(lambda g: g.mean(axis=0), grads_B)
-    norms = {dotted(path): jnp.linalg.norm(g) for path, g in jax.tree_util.tree_leaves_with_path(grads)}
+    norms = [jnp.linalg.norm(g_B.sum(axis=0) / n) for g_B in grads_B]
     return (
         jnp.mean(row_entropy(w_BHTS)), *(jnp.sqrt(jnp.sum(x * x)) / n for x in (to_scores, by_hand)),
-        jnp.median(rows_BHT) / n, norms[f"{layer}.W_Q"], norms[f"{layer}.W_K"],
+        jnp.median(rows_BHT) / n, *norms,
     )  # fmt: skip
 
 

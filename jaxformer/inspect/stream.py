@@ -18,25 +18,30 @@ from jaxformer.nn.norms import LayerNorm, RMSNorm
 from jaxformer.ops.precision import widened
 
 STREAM = ("embedding", "blocks.*.after")
+AFTER_HEADS = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
+"""What has an axis of heads before that of places."""
 
 
-def logit_lens(model: Decoder, params: Params, tokens_T: jax.Array) -> dict[str, jax.Array]:
+def logit_lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Array]:
     """The logits `(T, V)` that the stream would give at each point, were it the last (nostalgebraist 2020): after the
-    embedding and after each block, by the names of `trace`; the last are the model's own."""
+    embedding and after each block, by the names of `trace`; the last are the model's own.
+
+    Args:
+      inputs: what the model is called with: tokens, and the length of a prefix where it has one.
+    """
     _check(model)
-    found = _lens(model, params, tokens_T)
-    return {name: found[name] for name in trace_names(model, params, tokens_T, names=STREAM)}
+    found = _lens(model, params, *inputs)
+    return {name: found[name] for name in trace_names(model, params, *inputs, names=STREAM)}
 
 
 @partial(jax.jit, static_argnames="model")
-def _lens(model: Decoder, params: Params, tokens_T: jax.Array) -> dict[str, jax.Array]:
+def _lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Array]:
     unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
-    return {name: unembed(x_TD) for name, x_TD in trace(model, params, tokens_T, names=STREAM).items()}
+    return {name: unembed(x_TD) for name, x_TD in trace(model, params, *inputs, names=STREAM).items()}
 
 
-@partial(jax.jit, static_argnames="model")
 def logit_attribution(
-    model: Decoder, params: Params, tokens_T: jax.Array, wanted_T: jax.Array, other_T: jax.Array | None = None
+    model: Decoder, params: Params, *inputs: Any, wanted_T: jax.Array, other_T: jax.Array | None = None
 ) -> dict[str, jax.Array]:
     """What each part wrote into the stream in favour of a token: direct logit attribution (Elhage et al. 2021), `(T,)`
     by name, for heads `(H, T)`. All of them add up to the logit of the last stream.
@@ -44,6 +49,7 @@ def logit_attribution(
     A norm before the logits is taken with the scale that it has for the whole stream, and is then linear.
 
     Args:
+      inputs: what the model is called with.
       wanted_T: whose logit, at each place.
       other_T: whose logit is taken off; without it, none.
 
@@ -51,8 +57,18 @@ def logit_attribution(
       UserError: the parts of its blocks are not added up (no residual, or norms after them).
     """
     _check(model)
+    found = _attribute(model, params, inputs, wanted_T, other_T)
+    blocks = range(model.config.n_blocks)
+    parts = [f"blocks.{i}.{part}" for i in blocks for part in ("attention.heads", "attention.b_O", "mlp")]
+    return {name: found[name] for name in ("embedding", *parts, "final_norm.beta") if name in found}
+
+
+@partial(jax.jit, static_argnames="model")
+def _attribute(
+    model: Decoder, params: Params, inputs: tuple[Any, ...], wanted_T: jax.Array, other_T: jax.Array | None
+) -> dict[str, jax.Array]:
     c = model.config
-    found = trace(model, params, tokens_T)
+    found = trace(model, params, *inputs)
     last_TD = found[f"blocks.{c.n_blocks - 1}.after"]
     out_DV = params["embedding"]["W_E"].T if c.unembedding == "tied" else params["W_out"]
     direction_TD = out_DV.T[wanted_T]
@@ -109,7 +125,8 @@ def patch(
       source: inputs of the same shapes, which what is put in comes from.
       names: patterns of what is put in, as of `trace`: whose first axis is the text's, such as `blocks.*.before`; or
         the second, after the heads.
-      metric: of the logits, to a scalar: the difference of two tokens' at the last place, say.
+      metric: of the logits, to a scalar: the difference of two tokens' at the last place, say. One function for many
+        calls: each new one is compiled again.
     """
     patterns = (names,) if isinstance(names, str) else tuple(names)
     found = _patch(model, params, tuple(run), tuple(source), patterns, metric)
@@ -121,16 +138,19 @@ def _patch(
     model: nn.Module, params: Params, run: tuple, source: tuple, names: tuple[str, ...], metric: Callable
 ) -> dict[str, jax.Array]:
     theirs = trace(model, params, *source, names=names)
-    T = len(run[0])
 
     def with_one(which: str) -> jax.Array:
+        axis = int(which.endswith(AFTER_HEADS))
+        T = theirs[which].shape[axis]
+
         def at(place: jax.Array) -> jax.Array:
             def put(name: str, value: jax.Array) -> jax.Array:
                 if name != which:
                     return value
-                axis = value.shape.index(T)
-                here = (jnp.arange(T) == place).reshape([T if a == axis else 1 for a in range(value.ndim)])
-                return jnp.where(here, theirs[name], value)
+                here = jnp.arange(T) == place
+                return jnp.where(
+                    jnp.expand_dims(here, [a for a in range(value.ndim) if a != axis]), theirs[name], value
+                )
 
             with editing(put):
                 return metric(model.apply({"params": params}, *run))

@@ -19,6 +19,7 @@ from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.recurrent import Attending
 from jaxformer.ops.attention import attention_scores, mix, softmax
+from jaxformer.ops.masks import Causal
 
 LOGITS = "logits"
 
@@ -36,6 +37,7 @@ def trace(model: nn.Module, params: Params, *inputs: Any, names: str | Collectio
     `blocks.0.attention.queries`, `.keys`     `(H, T, K)` and `(G, S, K)`, as they are multiplied: rotated, normalised
     `blocks.0.attention.values`               `(G, S, K)`
     `blocks.0.attention.scores`               `(H, T, S)` float32, scaled, before the mask
+    `blocks.0.attention.visible`              `(T, S)` bool: what the mask shows
     `blocks.0.attention.weights`              `(H, T, S)` float32, rows that sum to one
     `blocks.0.attention.heads`                `(H, T, K)`: the values, mixed
     `blocks.0.mlp.hidden.1`                   a hidden layer, `(T, F)`, after its activation
@@ -94,7 +96,14 @@ def trace_gradients(
       loss: takes nothing, calls a model and gives a scalar: `lambda: objective.example_loss(model, params, example)`.
       names: as for `trace`.
     """
-    shapes = jax.eval_shape(lambda: _traced(loss, names)[1])
+    order: list[str] = []
+
+    def look() -> dict[str, jax.Array]:
+        found = _traced(loss, names)[1]
+        order.extend(found)
+        return found
+
+    shapes = jax.eval_shape(look)
     floats = {name: x for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     nothing = {name: jnp.zeros(x.shape, x.dtype) for name, x in floats.items()}
 
@@ -102,7 +111,7 @@ def trace_gradients(
         return _traced(loss, names, lambda name, value: value + by[name] if name in by else value)
 
     grads, values = jax.grad(moved, has_aux=True)(nothing)
-    return values, grads
+    return {name: values[name] for name in order}, {name: grads[name] for name in order if name in grads}
 
 
 def _traced(
@@ -129,24 +138,39 @@ def matches(name: str, names: str | Collection[str]) -> bool:
 def editing(edit: Edit) -> Iterator[None]:
     """Within it, what models compute goes through `edit`, by the names of `trace`, and on from there as edited.
 
-    What comes back as the same object leaves the model's own computation as it is. Where scores or weights are
-    changed, that layer's attention is computed by the plain formula, whatever computes it otherwise.
+    What comes back as the same object leaves the model's own computation as it is. Where scores, weights or what is
+    visible are changed, that layer's attention is computed by the plain formula, whatever computes it otherwise.
+
+    Raises:
+      ValueError: where a model is called whose blocks are scanned or rematerialised, which have no names.
     """
     calls: dict[str, int] = {}
-    hidden = 0
+    hidden = inside = 0
+
+    def within(call: Callable, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        inside += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            inside -= 1
 
     def named(name: str, value: Any) -> Any:
+        name = name.removeprefix(".")  # of a module that is called alone
         calls[name] = again = calls.get(name, 0) + 1
         return edit(name if again == 1 else f"{name} (call {again})", value)
 
     def attend(module: MultiHeadAttention, call: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> Any:
-        part = lambda name, value: named(f"{dotted(module.path)}.{name}".removeprefix("."), value)  # noqa: E731
+        part = lambda name, value: named(f"{dotted(module.path)}.{name}", value)  # noqa: E731
         q, k, v = part("queries", q), part("keys", k), part("values", v)
         scores = attention_scores(q, k, module.scale)
         edited = part("scores", scores)
-        weights = softmax(edited, mask)
+        T_S = scores.shape[1:]
+        visible = mask.array(*T_S) if isinstance(mask, Causal) else jnp.ones(T_S, bool) if mask is None else mask
+        shown = part("visible", visible)
+        weights = softmax(edited, mask if shown is visible else shown)
         changed = part("weights", weights)
-        as_ever = edited is scores and changed is weights
+        as_ever = edited is scores and shown is visible and changed is weights
         return part("heads", call(q, k, v, mask) if as_ever else mix(changed, v))
 
     def listen(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -154,6 +178,8 @@ def editing(edit: Edit) -> Iterator[None]:
         module, method, path = context.module, context.method_name, dotted(context.module.path)
         if hidden:
             return call(*args, **kwargs)
+        if isinstance(module, Block) and not path and inside:
+            raise ValueError("blocks that are scanned or rematerialised have no names; build the model plainly")
         if isinstance(module, Experts) and method == "_through_experts":
             hidden += 1  # a `vmap`, out of which nothing gets but its result
             try:
@@ -166,11 +192,11 @@ def editing(edit: Edit) -> Iterator[None]:
         if isinstance(module, MLP) and method == "hidden_layer":
             return named(f"{path}.hidden.{args[1]}", call(*args, **kwargs))
         if method != "__call__":
-            return call(*args, **kwargs)
+            return within(call, *args, **kwargs)
         if isinstance(module, Block):
             x, cache = call(named(f"{path}.before", args[0]), *args[1:], **kwargs)
             return named(f"{path}.after", x), cache
-        out = call(*args, **kwargs)
+        out = within(call, *args, **kwargs)
         if isinstance(module, Attending):
             return named(path, out[0]), named(f"{path}.weights", out[1]), out[2]
         if not path:

@@ -205,6 +205,12 @@ def objective_of(model: nn.Module) -> Objective:
     return OBJECTIVES[getattr(model, "config", ModelConfig).objective]
 
 
+def mean_example_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
+    """The mean over a batch's targets, as weighted, of what each example alone costs: a float32 scalar."""
+    losses_B = jax.vmap(lambda example: objective_of(model).example_loss(model, params, example))(batch)
+    return jnp.mean(losses_B) if batch.weights is None else jnp.sum(losses_B) / jnp.sum(batch.weights)
+
+
 def of_each_target(
     function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, batch: Batch,
     keys_B: jax.Array | None = None,

@@ -50,7 +50,7 @@ def test_numbers_that_are_none_fail(run: str, capsys, monkeypatch: pytest.Monkey
         return replace(found, params=jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), found.params))
 
     monkeypatch.setattr(verify, "open_run", diverged)
-    assert verify.main([run, "--tokens", "8", "--examples", "1"]) == 1
+    assert verify.main([run, "--tokens", "8", "--examples", "2"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert all(name in last for name in ("causality", "decoding", "gradients", "several devices"))
 
@@ -59,7 +59,7 @@ def test_numbers_that_are_none_fail(run: str, capsys, monkeypatch: pytest.Monkey
     ("options", "said"),
     [
         (["nowhere"], "nowhere does not exist"),
-        (["--examples", "0"], "examples is 0; it must be at least 1"),
+        (["--examples", "1"], "examples is 1; it must be at least 2"),
         (["--tokens", "1"], "tokens is 1; it must be at least 2"),
         (["--seed", "-1"], "seed is -1; it must be at least 0"),
         (["--example", "3"], "did you mean --examples?"),

@@ -37,7 +37,7 @@ def test_the_label_is_where_the_centre_of_mass_goes(config: MovingImagesConfig, 
     config = replace(config, n_directions=n_directions)
     data = config.load(replace(MODEL, n_classes=n_directions), 2, seed=0)
     names, seen = data.directions, set()
-    assert len(names) == n_directions and (n_directions == 8 or names == ["up", "right", "down", "left"])
+    assert len(names) == n_directions and (n_directions == 8 or names == ("up", "right", "down", "left"))
     for epoch in range(20):
         videos, told = data.varied(NUMBERS, epoch)
         moved = np.diff(centres(videos), axis=1)

@@ -42,7 +42,7 @@ def test_a_prompt_that_is_a_prefix_is_seen_as_one():
     model, params, _ = made(MODELS["prefix"])
     rows = explain(model, params, TEXT, 4)
     p_TV = jax.nn.softmax(model.apply({"params": params}, np.array(TEXT, np.int32), 4))
-    np.testing.assert_allclose([r.probability for r in rows], p_TV[range(3, T - 1), TEXT[4:]], rtol=1e-4)
+    np.testing.assert_allclose([r.probability for r in rows], np.asarray(p_TV)[range(3, T - 1), TEXT[4:]], rtol=1e-4)
 
 
 def test_what_cannot_be_explained_is_an_error():

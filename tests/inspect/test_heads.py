@@ -1,5 +1,7 @@
 """What heads look at, by hand, and what silencing them does."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,9 @@ def test_a_gaze_by_hand():
     uniform = jnp.tril(jnp.ones((4, 4))) / jnp.arange(1, 5)[:, None]
     previous = jnp.eye(4, k=-1).at[0, 0].set(1)
     induction = jnp.array([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])  # 5 after 5 came 7 (place 1)
-    found = gaze(jnp.stack([uniform, previous, induction]), tokens_T)
+    found = gaze(jnp.stack([uniform, previous, induction]), jnp.tril(jnp.ones((4, 4), bool)), tokens_T)
     np.testing.assert_allclose(found.entropy, [np.log([1, 2, 3, 4]).mean(), 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(found.share, [1, np.nan, np.nan], rtol=1e-6)  # one visible place has no entropy to share
+    np.testing.assert_allclose(found.share, [1, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found.distance, [(0 + 0.5 + 1 + 1.5) / 4, 0.75, (0 + 1 + 1 + 1) / 4], rtol=1e-6)
     np.testing.assert_allclose(found.first, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1 / 3, 1 / 3], rtol=1e-6)
     np.testing.assert_allclose(found.previous, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1, 1], rtol=1e-6)
@@ -31,8 +33,9 @@ def test_rows_of_padding_do_not_count():
     weights = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 5))))
     valid = jnp.array([True, True, True, False, False])
     tokens = jnp.array([1, 2, 1, 1, 2])
-    padded = gaze(weights, tokens, valid)
-    other = gaze(weights.at[:, 3:].set(1 / 5), tokens.at[3:].set(9), valid)
+    seen = jnp.ones((5, 5), bool)
+    padded = gaze(weights, seen, tokens, valid)
+    other = gaze(weights.at[:, 3:].set(1 / 5), seen, tokens.at[3:].set(9), valid)
     jax.tree.map(np.testing.assert_array_equal, padded, other)
 
 
@@ -43,8 +46,9 @@ def test_gazes_are_the_mean_over_examples():
     assert list(found) == ["blocks.0.attention", "blocks.1.attention"]
     from jaxformer.inspect import attention_maps
 
-    one = [gaze(attention_maps(model, params, tokens_T)[1], tokens_T) for tokens_T in tokens_BT]
-    for name in ("entropy", "distance", "previous", "duplicate"):
+    seen = jnp.tril(jnp.ones((T, T), bool))
+    one = [gaze(attention_maps(model, params, tokens_T)[1], seen, tokens_T) for tokens_T in tokens_BT]
+    for name in ("entropy", "share", "distance", "previous", "duplicate"):
         wanted = np.nanmean([getattr(x, name) for x in one], axis=0)
         np.testing.assert_allclose(getattr(found["blocks.1.attention"], name), wanted, rtol=1e-4, atol=1e-6)
 
@@ -62,7 +66,8 @@ def test_every_model_with_heads_has_gazes(name):
 
 
 def batch_of(name: str):
-    model, params, _ = made(MODELS[name])
+    config = replace(MODELS["decoder"], attention_bias=True) if name == "biased" else MODELS[name]
+    model, params, _ = made(config)
     rng = np.random.default_rng(3)
     tokens_BT = jnp.asarray(rng.integers(0, V, (2, T + 1)), jnp.int32)
     return model, params, Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
@@ -99,12 +104,12 @@ def test_estimates_are_exact_for_heads_that_matter_little():
 
 
 def test_a_head_that_gives_the_same_everywhere_is_not_missed_by_its_mean():
-    model, params, batch = batch_of("decoder")
+    """Values that are a bias alone are the same at every place: silence is missed, and their mean is what they are."""
+    model, params, batch = batch_of("biased")
     attention = params["blocks_1"]["attention"]
-    # Values that do not depend on the text: of a residual stream that is normalised there is no such thing but 0.
     params["blocks_1"]["attention"] = attention | {"W_V": attention["W_V"].at[:, 2].set(0)}
     found = ablate_heads(model, params, batch)
-    assert abs(found.mean["blocks.1.attention"][2]) < 1e-6 and abs(found.zero["blocks.1.attention"][2]) < 1e-6
+    assert abs(found.mean["blocks.1.attention"][2]) < 1e-5 < 1e-2 < abs(found.zero["blocks.1.attention"][2])
     assert abs(found.mean["blocks.1.attention"][0]) > 1e-4
 
 
@@ -126,12 +131,39 @@ def test_heads_are_missed_together():
     np.testing.assert_allclose(loss_without(model, params, batch, all_of_it), np.mean(losses), rtol=1e-5)
 
 
-def test_a_batch_with_weights_is_silenced_alike():
+def test_weights_say_what_counts_and_not_how_much_there_is():
+    """Nats a target, whether weights are 1 throughout, add up to 1 over the batch, or leave a target out."""
     model, params, batch = batch_of("decoder")
-    weights = jnp.full(batch.targets.shape, 1 / T)
-    weighted, plain = (ablate_heads(model, params, x) for x in (replace_weights(batch, weights), batch))
-    np.testing.assert_allclose(weighted.loss, plain.loss, rtol=1e-5)
+    plain = ablate_heads(model, params, batch)
+    for each in (1.0, 1 / batch.targets.size):
+        weighted = ablate_heads(model, params, batch._replace(weights=jnp.full(batch.targets.shape, each)))
+        np.testing.assert_allclose(weighted.loss, plain.loss, rtol=1e-5)
+        for layer, rise in plain.zero.items():
+            np.testing.assert_allclose(weighted.zero[layer], rise, rtol=1e-3, atol=1e-5)
+    first = batch._replace(weights=jnp.zeros(batch.targets.shape).at[:, 0].set(1))
+    logits_BV = jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T)[0])(batch.inputs[0])
+    wanted = -np.mean(
+        [jax.nn.log_softmax(row)[target] for row, target in zip(logits_BV, batch.targets[:, 0], strict=True)]
+    )
+    np.testing.assert_allclose(ablate_heads(model, params, first).loss, wanted, rtol=1e-5)
 
 
-def replace_weights(batch: Batch, weights: jax.Array) -> Batch:
-    return batch._replace(weights=weights)
+def test_means_leave_padding_out():
+    """Of a source: what stands in padded places changes no ablation."""
+    model, params, (tokens, _, target) = made(MODELS["encoder-decoder"])
+    valid = jnp.arange(T) < 4
+    rises = []
+    for filling in (0, 9):
+        source = jnp.where(valid, tokens, filling)
+        batch = Batch((source[None], valid[None], target[None]), jnp.roll(target, -1)[None])
+        rises.append(ablate_heads(model, params, batch).mean)
+    for layer, rise in rises[0].items():
+        np.testing.assert_allclose(rise, rises[1][layer], rtol=1e-5, atol=1e-6, err_msg=layer)
+
+
+def test_layers_come_in_the_order_of_the_computation():
+    config = replace(MODELS["decoder"], n_blocks=11)
+    model, params, (tokens,) = made(config)
+    wanted = [f"blocks.{i}.attention" for i in range(11)]
+    assert list(gazes(model, params, tokens[None])) == wanted
+    assert list(ablate_heads(model, params, Batch((tokens[None],), tokens[None])).mean) == wanted

@@ -69,5 +69,6 @@ def test_the_report_finds_induction_heads_and_the_loss_misses_them(trained):
     without = ablate_heads(model, params, batch)
     heads = [head for head in ranked if scores[head] > 0.3]
     others = [head for head in ranked if head[0] == "blocks.1.attention" and scores[head] < 0.1]
+    assert heads and others
     assert loss_without(model, params, batch, heads) - without.loss >= 1
     assert all(without.mean[layer][h] < 0.1 for layer, h in others)

@@ -20,6 +20,9 @@ CASES = {
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
     "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8),
+    "experts": replace(WIDE, norm="rmsnorm", embedding_std=0.3, n_experts=8, experts_per_token=2),
+    "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, n_experts=8, experts_per_token=1),
+    "post, no residual": replace(WIDE, residual=False, norm="layernorm", norm_placement="post", unembedding="mlp"),
     "no residual": replace(WIDE, residual=False, n_blocks=1),
 }  # fmt: skip
 
@@ -36,11 +39,13 @@ def fresh(config: DecoderConfig):
 def test_what_is_expected_is_observed(name):
     found = at_first(*fresh(CASES[name]))
     assert len(found.expected) == len(found.observed) == CASES[name].n_blocks
-    for wanted, seen in zip(found.expected, found.observed, strict=True):
-        np.testing.assert_allclose(seen.stream, wanted.stream, rtol=0.1)
-        np.testing.assert_allclose(seen.scores, wanted.scores, rtol=0.25)
+    for i, (wanted, seen) in enumerate(zip(found.expected, found.observed, strict=True)):
+        # After a block, what it wrote is alike at places that looked at the same: no longer independent.
+        np.testing.assert_allclose(seen.stream, wanted.stream, rtol=0.3 if i else 0.1)
+        np.testing.assert_allclose(seen.scores, wanted.scores, rtol=0.5 if i else 0.2)
         np.testing.assert_allclose(seen.entropy, wanted.entropy, rtol=0.1)
-        np.testing.assert_allclose(seen.growth, wanted.growth, rtol=0.2)
+        if not i:
+            np.testing.assert_allclose(seen.growth, wanted.growth, rtol=0.15)
     assert not found.warnings
     assert str(found).count("\n") == len(found.observed)
 
@@ -61,6 +66,8 @@ def test_attention_that_will_be_one_hot_is_warned_of_with_its_rung_and_its_remed
     )
     cured = replace(ladder.attention_unscaled.model, scaled=True, projection_std=0.0625)
     assert not at_first(*fresh(cured)).warnings
+    (loud,) = at_first(*fresh(replace(WIDE, n_blocks=1, embedding_std=4.0))).warnings
+    assert loud.endswith("set model.norm to rmsnorm.")  # its projections are as they should be
     (large,) = at_first(*fresh(replace(WIDE, n_blocks=1, projection_std=1.0))).warnings
     assert "set model.projection_std to 0.102" in large and "model.scaled" not in large
 
@@ -75,3 +82,8 @@ def test_blocks_without_a_norm_are_warned_of():
 def test_one_token_has_nothing_to_choose_from():
     model, params, tokens_BT = fresh(replace(WIDE, n_blocks=1, projection_std=1.0))
     assert not at_first(model, params, tokens_BT[:, :1]).warnings
+
+
+def test_a_stream_of_zeros_is_no_error():
+    found = at_first(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
+    assert np.isnan(found.expected[0].growth) and found.expected[0].stream == 0

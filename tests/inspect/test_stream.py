@@ -28,10 +28,10 @@ def test_what_parts_wrote_adds_up_to_the_logit(name):
     wanted_T, other_T = (TOKENS * 3) % V, (TOKENS + 1) % V
     chosen = lambda tokens_T: np.take_along_axis(np.asarray(logits_TV), np.asarray(tokens_T)[:, None], 1)[:, 0]  # noqa: E731
     scale = np.abs(logits_TV).max()
-    parts = logit_attribution(model, params, TOKENS, wanted_T)
+    parts = logit_attribution(model, params, TOKENS, wanted_T=wanted_T)
     total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
     np.testing.assert_allclose(total, chosen(wanted_T), atol=1e-5 * scale)
-    apart = logit_attribution(model, params, TOKENS, wanted_T, other_T)
+    apart = logit_attribution(model, params, TOKENS, wanted_T=wanted_T, other_T=other_T)
     total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in apart.items())
     np.testing.assert_allclose(total, chosen(wanted_T) - chosen(other_T), atol=1e-5 * scale)
     assert parts["blocks.1.attention.heads"].shape == (3, T)
@@ -100,3 +100,35 @@ def test_patching_takes_any_model():
     same = patch(model, params, inputs, inputs, "encoder_blocks.0.before", last_of_token_3)
     plain = trace(model, params, *inputs)["logits"][-1, 3]
     np.testing.assert_allclose(same["encoder_blocks.0.before"], jnp.full(T, plain), rtol=1e-5)
+
+
+def test_a_prefix_is_read_as_one():
+    model, params, _ = made(MODELS["prefix"])
+    logits_TV = model.apply({"params": params}, TOKENS, 4)
+    np.testing.assert_allclose(logit_lens(model, params, TOKENS, 4)["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-4)
+    parts = logit_attribution(model, params, TOKENS, 4, wanted_T=TOKENS)
+    total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
+    np.testing.assert_allclose(total, np.take_along_axis(np.asarray(logits_TV), np.asarray(TOKENS)[:, None], 1)[:, 0],
+                               atol=1e-5 * np.abs(logits_TV).max())  # fmt: skip
+
+
+def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[0, 3]
+
+
+def test_places_are_patched_and_not_heads_also_where_there_are_as_many():
+    model, params, _ = made(DecoderConfig(V, T, 14, 1, T, d_ff=(16,), output_projection=True))
+    found = patch(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.heads", first_of_token_3)
+    (by_place,) = found.values()
+    plain = model.apply({"params": params}, TOKENS)[0, 3]
+    np.testing.assert_allclose(by_place[1:], jnp.full(T - 1, plain), rtol=1e-5)  # no later place changes the first
+
+
+def test_what_an_image_is_patched_by_is_its_patches():
+    model, params, (pixels,) = made(MODELS["vit"])
+    found = patch(model, params, [pixels], [255 - pixels], "blocks.0.before", first_class)
+    assert found["blocks.0.before"].shape == (5,)  # two by two patches, and the token for the class
+
+
+def first_class(logits: jax.Array) -> jax.Array:
+    return logits[0]

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.inspect.verify import random_inputs, verify
+from jaxformer.data.dataset import Batch
+from jaxformer.inspect import trace
+from jaxformer.inspect.verify import causality, gradients, padding, random_inputs, verify, visible_places
 from jaxformer.nn import attention as nn_attention
 from jaxformer.nn.block import Block
+from jaxformer.nn.execution import Execution
 from jaxformer.ops import attention, masks
-from tests.inspect.test_trace import MODELS, made
+from tests.inspect.test_trace import MODELS, T, made
 
 PROMISES = [
     "causality", "visible places", "rows of attention", "padding", "decoding", "batching", "no dropout", "gradients",
@@ -117,6 +120,47 @@ def test_a_wrong_derivative_is_seen():
     assert all(check.holds for promise, check in found.items() if promise != "gradients")
 
 
+def test_a_window_is_looked_past(monkeypatch):
+    """One that hides nothing is seen, whatever the least number of tokens is."""
+    monkeypatch.setattr(
+        masks, "sliding_window", lambda query_T, key_S, width: jnp.ones((len(query_T), len(key_S)), bool)
+    )
+    config = replace(MODELS["decoder"], window=70, context_length=100)
+    model, params, _ = made(config)
+    inputs = random_inputs(config, 2)
+    assert inputs[0].shape == (2, 78)
+    found = visible_places(model, params, (inputs[0][0],))
+    assert not found.holds and "78 tokens" in found.said
+    short = visible_places(model, params, (inputs[0][0][:70],))
+    assert short.holds and short.said.endswith("a window of 70 unseen")
+
+
+def test_a_scale_at_its_limit_is_no_wrong_gradient():
+    model, params, _ = made(MODELS["clip"])
+    inputs = [x[0] for x in random_inputs(MODELS["clip"], 2)]
+    found = gradients(model, params | {"t": jnp.float32(5)}, Batch(tuple(inputs), jnp.int32(0)))
+    assert found.holds, found
+
+
+def test_a_model_that_says_nothing_has_no_causality_to_show():
+    model, params, inputs = made(MODELS["decoder"])
+    found = causality(model, params | {"W_out": jnp.zeros_like(params["W_out"])}, inputs)
+    assert found.measured is None and "no logit depends" in found.said
+
+
+def test_one_example_has_no_padding_to_try():
+    model, params, inputs = made(MODELS["masked"])
+    whole = (inputs[0][None], jnp.ones((1, T), bool))
+    assert padding(model, params, whole).measured is None
+
+
+def test_a_scanned_model_is_refused():
+    model = MODELS["decoder"].build(Execution(scan=True))
+    _, params, inputs = made(MODELS["decoder"])
+    with pytest.raises(ValueError, match="build the model plainly"):
+        trace(model, params, *inputs)
+
+
 def test_random_inputs_are_what_models_are_called_with():
     for config in MODELS.values():
         inputs, example = random_inputs(config, 3, most_tokens=5), config.example()
@@ -124,4 +168,5 @@ def test_random_inputs_are_what_models_are_called_with():
         assert all(len(x) == 3 for x in inputs)
     source, valid, target = random_inputs(MODELS["encoder-decoder"], 4, most_tokens=5)
     assert source.shape == target.shape == (4, 5) and np.asarray(valid)[0].all() and valid.any(axis=1).all()
+    assert not valid[1:].all(axis=1).any()
     assert random_inputs(MODELS["concatenated"], 2, most_tokens=5)[0].shape == (2, 7)
