@@ -3,7 +3,7 @@ Transformer of 2017 in its own size.
 
 `python train.py --config configs/translation.py:transformer --data.path data/en-fr` reads data/en-fr.train.tsv and
 data/en-fr.val.tsv, a pair SOURCE<TAB>TARGET a line. On two CPU cores each of the three is meant for some 34,000 pairs
-of a dozen words, and takes some twenty minutes; `base` is for millions of pairs, and an accelerator.
+of a dozen words, and takes about half an hour; `base` is for millions of pairs, and an accelerator.
 """
 
 from dataclasses import replace

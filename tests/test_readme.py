@@ -10,14 +10,15 @@ import tomllib
 
 import pytest
 
+from jaxformer.cli import diff, ladder, sample, verify
 from jaxformer.cli import eval as evaluate
-from jaxformer.cli import sample, verify
 from tests.helpers import ROOT, run, tiny, write_books
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 SNIPPETS = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line]
+NOT_OF_AN_MLP = {"--model.n-blocks", "--model.n-heads"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -87,6 +88,18 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "eval"]:
             assert evaluate.main(words[4:]) == 0
             assert "bpb=" in capsys.readouterr().out
+        elif words[:4] == ["python", "-m", "jaxformer", "diff"]:
+            assert diff.main(words[4:]) == 0
+            assert capsys.readouterr().out.count("the same") == 3
+        elif words[:4] == ["python", "-m", "jaxformer", "ladder"]:
+            monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+            monkeypatch.setenv("PYTHONPATH", str(ROOT))
+            small = tiny(here / "books", steps=2)[4:]  # without a config and a path
+            few = [word for i, word in enumerate(small) if not {small[i - 1], word} & NOT_OF_AN_MLP]
+            given = {few[i]: few[i + 1] for i in range(0, len(few), 2)}
+            given |= {words[i]: words[i + 1] for i in range(4, len(words), 2) if words[i] not in given}
+            assert ladder.main(["--rungs", "mlp_rowwise", *(word for pair in given.items() for word in pair)]) == 0
+            assert (here / "runs/ladder/ladder.html").exists()
         elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
             assert verify.main(words[4:]) == 0
             assert capsys.readouterr().out.endswith("all that applies is kept\n")

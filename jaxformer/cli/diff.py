@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
@@ -77,11 +77,20 @@ def _logs(one: Path, other: Path, tolerance: float) -> Iterator[str]:
     """First where they part, then all that differs there and at the end."""
     from jaxformer.train.log import read_metrics, untimed
 
-    rows, others = ({row["step"]: flat(untimed(row)) for row in read_metrics(run)} for run in (one, other))
+    rows, others = (_by_step(read_metrics(run), untimed) for run in (one, other))
+    both = sorted(rows.keys() & others.keys())
+    if not both:
+        yield "neither has any" if not rows and not others else "no step is logged by both"
+        return
     if missing := sorted(rows.keys() ^ others.keys()):
         where = one if missing[0] in rows else other
         yield f"steps that one of them alone has logged: {len(missing)}, first step {missing[0]:,} of {where}"
-    both = sorted(rows.keys() & others.keys())
+    alone = {name: (step, one if name in rows[step] else other) for step in reversed(both)
+             for name in rows[step].keys() ^ others[step].keys()}  # fmt: skip
+    for name, (step, where) in islice(sorted(alone.items()), 3):
+        yield f"only {where} has logged {name}, first at step {step:,}"
+    if len(alone) > 3:
+        yield f"and {len(alone) - 3} more that one of them alone has logged"
     apart = {step: list(_apart(rows[step], others[step], tolerance)) for step in both}
     first = next((step for step in both if apart[step]), None)
     if first is None:
@@ -98,6 +107,14 @@ def _logs(one: Path, other: Path, tolerance: float) -> Iterator[str]:
                 yield f"step {step:,}, {name}: {_values(rows[step], others[step], name)}"
 
 
+def _by_step(rows: Sequence[dict[str, Any]], untimed: Callable) -> dict[int, dict[str, Any]]:
+    """All that was logged at each step; a note has a row of its own."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(row["step"], {}).update(flat(untimed(row)))
+    return found
+
+
 def _checkpoints(one: Path, other: Path, tolerance: float) -> Iterator[str]:
     """Arrays of the last checkpoint of both that differ."""
     from jaxformer.checkpoints import StoredCheckpoints
@@ -105,9 +122,10 @@ def _checkpoints(one: Path, other: Path, tolerance: float) -> Iterator[str]:
     stored = [StoredCheckpoints(run) for run in (one, other)]
     both = sorted(set(stored[0].steps()) & set(stored[1].steps()))
     if not both:
-        if stored[0].steps() != stored[1].steps():
-            yield "no step has a checkpoint of both"
+        yield "no step has a checkpoint of both" if any(stored) else "neither has any"
         return
+    for checkpoints in stored:
+        checkpoints.step(both[-1])  # which sees whether it is damaged
     arrays, others = (checkpoints.arrays(both[-1]) for checkpoints in stored)
     for name in {**arrays, **others}:
         a, b = arrays.get(name), others.get(name)
@@ -142,10 +160,10 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> Iterator[str]:
-    """Names of what differs by more than a tolerance."""
-    for name in {**one, **other}:
-        a, b = one.get(name), other.get(name)
-        if (name in one) != (name in other) or not (a == b or _near(a, b, tolerance)):
+    """Names of what both have and what differs by more than a tolerance, in the order of the first."""
+    for name in (name for name in one if name in other):
+        a, b = one[name], other[name]
+        if a is not b and not (a == b or _near(a, b, tolerance)):
             yield name
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import csv
 import html
 import io
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jaxformer.cli.arguments import run_command
-from jaxformer.cli.train import RUNS
+from jaxformer.cli.arguments import load_config, options_given, parse, run_command
+from jaxformer.cli.train import RUNS, Arguments
+from jaxformer.config import to_dict
 from jaxformer.errors import UserError
 
 RUNGS = "configs/ladder.py"
@@ -83,9 +87,10 @@ def _main(arguments: list[str]) -> int:
     if asked.help:
         print(DESCRIPTION)
         return 0
-    for given in options:
-        if given.partition("=")[0] in ("--config", "--run", "--resume"):
-            raise UserError(f"the ladder says {given.partition('=')[0]} for each rung itself; leave it out.")
+    if own_business := sorted(
+        {"--config", "--run", "--resume", "--name", "--allow-changed-data"} & options_given(arguments)
+    ):
+        raise UserError(f"the ladder says {own_business[0]} for each rung itself; leave it out.")
     for name in asked.rungs:
         if name not in SOURCES:
             raise UserError(f"there is no rung {name}; there are {', '.join(SOURCES)}.")
@@ -94,7 +99,9 @@ def _main(arguments: list[str]) -> int:
     for name in rungs:
         status = _climb(name, folder / name, options)
         if status not in (0, 1):
-            return status
+            return status if status > 0 else 128 - status
+        if not (folder / name).exists() or not ended(folder / name):
+            raise UserError(f"rung {name} ended with status {status} before its last step; the same command goes on.")
     table = [outcome(folder / name) for name in rungs]
     print(as_text(table))
     write(table, folder)
@@ -103,28 +110,50 @@ def _main(arguments: list[str]) -> int:
 
 
 def _climb(name: str, run: Path, options: Sequence[str]) -> int:
-    """Train one rung to its end, if it has not come to it; the exit status of training."""
+    """Train one rung to its end, if it has not come to it; the exit status of training.
+
+    Raises:
+      UserError: it has been trained with other options.
+    """
     if run.exists() and ended(run):
+        _must_be_as_asked(name, run, options)
         print(f"{name}: done before, in {run}", flush=True)
         return 0
     print(f"{name}: {'going on in' if run.exists() else 'training in'} {run}", flush=True)
     where = ["--resume", "--run", str(run)] if run.exists() else ["--config", f"{RUNGS}:{name}", "--run", str(run)]
-    command = [sys.executable, "-m", "jaxformer", "train", *where, *options]
-    with subprocess.Popen(command) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:  # which the other process has got, too, and saves
-                continue
+    with subprocess.Popen([sys.executable, "-m", "jaxformer", "train", *where, *options]) as process:
+        # Whoever ends the ladder means the rung, too, which saves; Ctrl-C it gets by itself.
+        before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+        try:
+            while True:
+                with contextlib.suppress(KeyboardInterrupt):
+                    return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _must_be_as_asked(name: str, run: Path, options: Sequence[str]) -> None:
+    """Raise `UserError` where a rung that is done was trained with other options."""
+    from jaxformer.cli.diff import flat
+    from jaxformer.runs import read_config
+
+    config = load_config(f"{RUNGS}:{name}")
+    asked = parse(Arguments, options, Arguments(config), "python -m jaxformer ladder", "").fields
+    wanted, found = (flat(to_dict(c)) for c in (asked, read_config(run)))
+    for field in {**wanted, **found}:
+        if wanted.get(field) != found.get(field):
+            raise UserError(
+                f"{run} was trained with {field} {found.get(field)}, and {wanted.get(field)} is asked for now; choose "
+                "another --folder, or remove it."
+            )
 
 
 def ended(run: Path) -> bool:
-    """Whether a run has come to its last step, or to one that was not finite."""
+    """Whether a run has come to its last step and saved it, or to one that was not finite."""
+    from jaxformer.checkpoints import StoredCheckpoints
     from jaxformer.runs import read_config
-    from jaxformer.train.log import read_metrics
 
-    rows = read_metrics(run)
-    return bool(_not_finite(run)) or (bool(rows) and rows[-1]["step"] == read_config(run).steps)
+    return bool(_not_finite(run)) or StoredCheckpoints(run).steps()[-1:] == [read_config(run).steps]
 
 
 def outcome(run: Path) -> Rung:
@@ -142,28 +171,33 @@ def outcome(run: Path) -> Rung:
     broken = _not_finite(run)
     if broken:  # what was measured before it is not what the rung came to
         last = {name: value for name, value in last.items() if name == "entropy"}
-    entropy = "; ".join(" ".join(f"{x:.3g}" for x in block) for block in last.get("entropy", []))
-    steps = [row["step"] for row in rows]
-    took = sum(row["step_ms"] * (row["step"] - before) for row, before in zip(rows[1:], steps, strict=False))
+    told = lambda x: "-" if x is None else f"{x:.3g}"  # noqa: E731 (JSON has null for what is not finite)
+    entropy = "; ".join(" ".join(map(told, block)) for block in last.get("entropy", []))
+    timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
+    took = sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed))
     number = lambda name: math.nan if last.get(name) is None else float(last[name])  # noqa: E731
     return Rung(
-        rung=config.name,
+        rung=run.name,
         parameters=count_parameters(abstract_params(config.model.build(), config.model)),
-        steps=steps[-1] if steps else 0,
+        steps=rows[-1]["step"] if rows else 0,
         loss=number("val_loss"),
         perplexity=number("val_ppl"),
         bits_per_byte=number("val_bpb"),
         entropy=entropy,
         not_finite=broken,
         minutes=took / 60_000,
-        sources=SOURCES.get(config.name, ""),
+        sources=SOURCES.get(run.name, ""),
     )
 
 
 def _not_finite(run: Path) -> str:
-    """The step of a run's first autopsy; empty for none."""
-    steps = [int(place.name.removeprefix("step-")) for place in run.glob("autopsy/step-*")]
-    return str(min(steps)) if steps else ""
+    """The step at which a run ended because it was not finite; empty for one that did not."""
+    from jaxformer.runs import read_config
+    from jaxformer.train.log import read_metrics
+
+    steps = [int(number) for place in run.glob("autopsy/step-*") if (number := place.name[5:]).isdigit()]
+    last = max((row["step"] for row in read_metrics(run)), default=0)
+    return str(max(steps)) if steps and last < read_config(run).steps else ""  # it may have been helped over it
 
 
 def as_text(table: Sequence[Rung]) -> str:

@@ -257,8 +257,8 @@ class Answer:
     text: Text
     score: float | None = None
     """Of a beam search."""
-    explained: list[dict[str, Any]] = field(default_factory=list)
-    """A row for each token, where that was asked for."""
+    explained: list[dict[str, Any]] | None = None
+    """A row for each token that the model has a position for, where that was asked for."""
 
     def as_row(self) -> dict[str, Any]:
         """For a line of JSON."""
@@ -269,7 +269,7 @@ class Answer:
             **({"logprobs": [_rounded(x) for x in text.logprobs]} if score is None else {"score": _rounded(score)}),
             **({"top_logprobs": [[(t, _rounded(x)) for t, x in likeliest] for likeliest in text.top_logprobs]}
                if any(text.top_logprobs) else {}),
-            **({"explained": self.explained} if self.explained else {}),
+            **({} if self.explained is None else {"explained": self.explained}),
             "first_token_s": round(text.first_token_s, 6), "seconds": round(text.seconds, 6),
         }  # fmt: skip
 
@@ -298,10 +298,9 @@ class Sampler:
         check_stop_strings(asked.stop, tokenizer, asked.max_new_tokens)
         need_cache = [flag for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
         need_cache += ["--num-beams"] if asked.num_beams > 1 else []
+        need_cache += ["--explain"] if asked.explain else []  # the others read windows that are filled up before a text
         if need_cache and not hasattr(self._run.model, "extend"):
             raise UserError(f"{self._run.path} has a model without a cache, which {need_cache[0]} needs; leave it out.")
-        if asked.explain and self._config.n_predicted == 1:
-            raise UserError(f"{self._run.path} predicts from full windows alone, which --explain cannot; leave it out.")
         if "--prefill-chunk" in given and getattr(self._run.model, "prompt_is_prefix", False):
             raise UserError(f"{self._run.path} reads a prompt at once, in both directions; leave out --prefill-chunk.")
         self._ends: list[int] = []
@@ -453,7 +452,7 @@ class Sampler:
         if streamed:
             _show("\n")
             for answer in answers:
-                _show(_table(answer.explained))
+                _show(_table(answer))
             return
         for answer in answers:
             if self._asked.jsonl:
@@ -461,12 +460,13 @@ class Sampler:
             else:
                 sample = f".{answer.sample + 1}" if len(answers) > 1 else ""
                 _show(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}\n")
-                _show(f"{_table(answer.explained)}\n")
+                _show(f"{_table(answer)}\n")
 
 
-def _table(explained: list[dict[str, Any]]) -> str:
-    """Rows for people; nothing for none."""
-    if not explained:
+def _table(answer: Answer) -> str:
+    """What was explained of a text, for people; nothing where that was not asked for."""
+    explained = answer.explained
+    if explained is None:
         return ""
     pairs = lambda found: ", ".join(f"{text!r} {p:.2f}" for *_, text, p in found)  # noqa: E731
     rows = [
@@ -475,10 +475,10 @@ def _table(explained: list[dict[str, Any]]) -> str:
     ]  # fmt: skip
     rows.insert(0, ("token", "chance", "entropy", "instead of", "looked at"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "".join(
-        f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}".rstrip() + "\n"
-        for a, b, c, d, e in rows
-    )
+    left_out = len(answer.text.tokens) - len(explained)
+    note = f"  {left_out} more, past the context, are not explained\n" if left_out else ""
+    lines = (f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}" for a, b, c, d, e in rows)
+    return "".join(f"{line.rstrip()}\n" for line in lines) + note
 
 
 def _converse(sampler: Sampler) -> int:

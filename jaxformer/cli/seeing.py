@@ -38,6 +38,7 @@ def tell_images(
     from jaxformer.decode.see import classify, match
     from jaxformer.decode.weights import restored
     from jaxformer.models.clip import CLIP
+    from jaxformer.runs import CLASSES
 
     run = open_run(options, None)
     run = dataclasses.replace(run, params=restored(run.params))  # read once, so rounding saves no time
@@ -51,7 +52,12 @@ def tell_images(
     seen = [read_fitted(file, run.config.model.example()[0].shape) for file in images]
     if not chooses:
         found = [classify(run.model, run.params, pixels).tolist() for pixels in seen]
-        return _show(images, found, run.classes or [str(number) for number in range(len(found[0]))], jsonl)
+        n = len(found[0])
+        if run.classes and len(run.classes) != n:
+            raise UserError(
+                f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; remove it for numbers."
+            )
+        return _show(images, found, run.classes or [str(number) for number in range(n)], jsonl)
     check = lambda prompt: _text(prompt, run)  # noqa: E731
     texts: list[str] = prepared(prompts, check, "--prompts-file" in given)
     if texts:

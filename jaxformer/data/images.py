@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import struct
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ IDX = ("train", "t10k")
 PICTURES = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
 """What Pillow calls images of so many channels."""
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error)
+"""What reading a damaged picture may raise."""
 UBYTE = 8
 """The type of an IDX file's numbers: bytes."""
 
@@ -385,16 +388,21 @@ def _opened(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[
     try:
         with Image.open(file) as picture:
             yield picture
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except FileNotFoundError as error:
+        raise UserError(f"{name} does not exist; name a picture that does.") from error
+    except BROKEN as error:  # a damaged GIF makes Pillow raise any of them
         raise UserError(f"{name} cannot be read as a picture: {error}; remove it, or get it anew.") from error
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error
 
 
 def _pixels(picture: Image.Image, name: str, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
     """`(height, width, C)` uint8, resized where a width and a height are given."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     if picture.mode.startswith(("I", "F")):  # Pillow would make white of all above 255
         raise UserError(f"{name} has more than 8 bits a channel; convert it to 8.")
+    picture = ImageOps.exif_transpose(picture)  # as a camera was held
     plain = picture.convert("RGBA" if picture.has_transparency_data else MODES[channels])
     if plain.mode == "RGBA":
         plain = Image.alpha_composite(Image.new("RGBA", plain.size, "white"), plain)

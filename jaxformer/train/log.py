@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxformer.errors import vanished, writing
+from jaxformer.errors import UserError, vanished, writing
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 
 UNITS = ("tokens", "examples")
@@ -108,14 +108,22 @@ def _speed(row: dict[str, Any]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run; a last line that was cut off in the middle is left out."""
+    """The rows of a run; a last line that was cut off in the middle is left out.
+
+    Raises:
+      UserError: another line is no row.
+    """
     rows = []
     file = folder / METRICS
-    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    for number, text in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(text))
-        except ValueError:
-            break
+            row = json.loads(text)
+            row["step"]  # of every row
+            rows.append(row)
+        except (ValueError, TypeError, KeyError) as error:
+            if number < len(lines):
+                raise UserError(f"line {number} of {file} is no row of metrics; remove it, or put it right.") from error
     return rows
 
 

@@ -62,7 +62,7 @@ def test_a_run_and_its_like_are_the_same_whatever_time_they_took(one: str, tmp_p
         ({"rows": row(1, gradients=[TABLE[0], TABLE[1] | {"g": 0.75}])},
          ["they part at step 1, in gradients.blocks.0.mlp.W_1.g: 0.5 and 0.75",
           "the first parameter they tell apart, at step 1, is blocks.0.mlp.W_1, in g: 0.5 and 0.75"]),
-        ({"rows": row(2, extra=1)}, ["they part at step 2, in extra: nothing and 1"]),
+        ({"rows": row(2, extra=1)}, ["only ", " has logged extra, first at step 2"]),
         ({"rows": row(2, loss=float("nan"))}, ["they part at step 2, in loss: 3 and nan"]),
         ({"rows": ROWS[:2]}, ["steps that one of them alone has logged: 1, first step 2 of "]),
         ({"params": PARAMS | {"W": np.float32([3.0, 4.5])}}, ["step 2, params/W: apart by 9.25e-02 of its norm"]),
@@ -74,7 +74,7 @@ def test_a_run_and_its_like_are_the_same_whatever_time_they_took(one: str, tmp_p
 def test_what_differs_is_said(one: str, tmp_path: Path, capsys, changes: dict, said: list[str]) -> None:
     assert diff.main([one, make(tmp_path / "other", **changes)]) == 1
     printed = capsys.readouterr().out
-    assert all(f"  {line}" in printed for line in said), printed
+    assert all(line in printed for line in said), printed
 
 
 def test_a_tolerance_passes_over_rounding(one: str, tmp_path: Path, capsys) -> None:
@@ -85,9 +85,40 @@ def test_a_tolerance_passes_over_rounding(one: str, tmp_path: Path, capsys) -> N
 
 
 def test_only_some_lines_of_many_are_shown(one: str, tmp_path: Path, capsys) -> None:
-    many = make(tmp_path / "other", rows=row(0, **{f"m{i}": i for i in range(30)}))
-    assert diff.main([one, many]) == 1
-    assert "  … and 19 more\n" in capsys.readouterr().out
+    ours, theirs = ({f"m{i}": i + shift for i in range(30)} for shift in (0, 1))
+    a, b = (make(tmp_path / name, rows=row(0, **more)) for name, more in (("a", ours), ("b", theirs)))
+    assert diff.main([a, b]) == 1
+    assert "  … and 19 more\n" in capsys.readouterr().out  # 12 of a headline and 30 values are shown
+
+
+def test_what_one_alone_has_logged_is_no_parting(one: str, tmp_path: Path, capsys) -> None:
+    assert diff.main([one, make(tmp_path / "other", rows=row(0, at_first={"a": 1, "b": 2, "c": 3, "d": 4}))]) == 1
+    printed = capsys.readouterr().out
+    assert "part at" not in printed and "has logged at_first.a, first at step 0" in printed
+    assert "and 1 more that one of them alone has logged" in printed
+
+
+def test_a_note_is_no_other_row(one: str, tmp_path: Path, capsys) -> None:
+    noted = [*ROWS[:2], {"step": 1, "note": "the data has changed"}, ROWS[2]]
+    assert diff.main([one, make(tmp_path / "other", rows=noted)]) == 1
+    printed = capsys.readouterr().out
+    assert "part at" not in printed and "has logged note, first at step 1" in printed
+
+
+def test_a_damaged_checkpoint_is_no_difference(one: str, tmp_path: Path, capsys) -> None:
+    other = Path(make(tmp_path / "other"))
+    file = max((f for f in (other / "checkpoints/2/params").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert diff.main([one, str(other)]) == 2
+    assert "checkpoint 2" in capsys.readouterr().err
+
+
+def test_runs_without_logs_and_checkpoints_are_not_called_the_same(tmp_path: Path, capsys) -> None:
+    places = [create_run(tmp_path / name, CONFIG, Tokenizer.train([], 257), may_number=False) for name in "ab"]
+    assert diff.main([str(place) for place in places]) == 1
+    assert capsys.readouterr().out == "configs: the same\nlogs:\n  neither has any\ncheckpoints:\n  neither has any\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,12 @@
 import csv
 import json
 import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,15 +50,23 @@ def test_a_table_is_what_the_logs_say(tmp_path):
     }
     run_of(tmp_path, "residual", [{"step": 0, "val_loss": 8.0}, final | {"step_ms": 2.0}])
     run_of(
-        tmp_path, "four_blocks", [{"step": 0, "val_loss": 7.0}, {"step": 5, "loss": None, "step_ms": 10.0}], broken=6
+        tmp_path,
+        "four_blocks",
+        [
+            {"step": 0, "val_loss": 7.0},
+            {"step": 4, "note": "other data"},
+            {"step": 5, "val_loss": None, "entropy": [[None, 1.0]], "step_ms": 10.0},
+        ],
+        broken=6,
     )
     table = [ladder.outcome(tmp_path / name) for name in ("residual", "four_blocks")]
     residual, four = table
-    assert (residual.parameters, residual.steps, residual.loss, residual.not_finite) == (6_515_456, 10_644, 4.0, "")
+    assert (residual.parameters, residual.steps, residual.loss, residual.not_finite) == (6_500_608, 10_644, 4.0, "")
     assert residual.entropy == "1.23 0.5; 0.25" and residual.sources.startswith("68.284")
     assert residual.minutes == pytest.approx(10_644 * 2 / 60_000)
-    assert four.not_finite == "6" and math.isnan(four.loss) and four.steps == 5
-    assert ladder.ended(tmp_path / "residual") and ladder.ended(tmp_path / "four_blocks")
+    assert four.not_finite == "6" and math.isnan(four.loss) and four.steps == 5 and four.entropy == "- 1"
+    assert four.minutes == pytest.approx(50 / 60_000)
+    assert ladder.ended(tmp_path / "four_blocks") and not ladder.ended(tmp_path / "residual")  # nothing is saved
 
     ladder.write(table, tmp_path)
     rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
@@ -92,7 +106,15 @@ def test_rungs_are_trained_once_and_a_table_is_left(tmp_path, monkeypatch, capfd
     assert ladder.main(asked) == 0
     again = capfd.readouterr().out
     assert "residual: done before" in again and "training in" not in again
-    assert again.splitlines()[-5:] == said.splitlines()[-5:]
+    assert again.splitlines()[-4:] == said.splitlines()[-4:]
+
+    more = [*asked[: -len(SMALL)], *SMALL, "--optimizer.learning-rate", "0.5"]
+    assert ladder.main(more) == 2
+    said = capfd.readouterr().err
+    assert "mlp_rowwise was trained with optimizer.learning_rate 0.05, and 0.5 is asked for now" in said
+    shutil.rmtree("runs/ladder/residual/checkpoints/4")  # as if it had been killed before its last save
+    assert ladder.main(asked) == 0
+    assert "residual: going on in runs/ladder/residual" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -101,6 +123,8 @@ def test_rungs_are_trained_once_and_a_table_is_left(tmp_path, monkeypatch, capfd
         (["--rungs", "residul"], "there is no rung residul; there are mlp_rowwise"),
         (["--config", "configs/quick.py"], "the ladder says --config for each rung itself"),
         (["--run=x"], "the ladder says --run for each rung itself"),
+        (["--name", "x"], "the ladder says --name for each rung itself"),
+        (["--rungs", "residual", "--rungs", "rmsnorm"], "--rungs is given twice"),
         (["--rungs"], "--rungs"),
     ],
 )
@@ -110,3 +134,27 @@ def test_wrong_input_is_one_sentence(options, said, capsys, tmp_path, monkeypatc
     printed = capsys.readouterr()
     assert said in printed.err and printed.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_ends_the_ladder_ends_its_rung_which_saves(tmp_path, number):
+    write_books(tmp_path / "books")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    options = [*SMALL[:-10], "--steps", "100000", "--train.checkpoint-every", "50000", "--train.eval-every", "50000"]
+    command = [sys.executable, "-m", "jaxformer", "ladder", "--rungs", "residual", "--data.path", "books", *options]
+    env = {name: x for name, x in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"} | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True, text=True)  # fmt: skip
+    metrics, until = tmp_path / "runs/ladder/residual/metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # Ctrl-C goes to all that the terminal started
+    else:
+        process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, out
+    assert "and saved; go on with" in out and "Traceback" not in out
+    assert list((tmp_path / "runs/ladder/residual/checkpoints").glob("[0-9]*"))

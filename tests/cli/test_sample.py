@@ -468,9 +468,20 @@ def test_every_token_is_explained(here, rows, capsys):
     for r in explained:
         assert len(r["rivals"]) == 3 and len(r["looked_at"]) >= 1
         assert 0 < r["entropy"] < np.log(280)
-        assert r["token"] not in [text for text, _ in r["rivals"]]
 
     assert sample.main(["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "3"]) == 0
     shown = capsys.readouterr().out.splitlines()
     head = next(i for i, line in enumerate(shown) if line.split()[:3] == ["token", "chance", "entropy"])
     assert len(shown[head + 1 :]) == 3 and all(line.startswith(("  '", '  "')) for line in shown[head + 1 :])
+
+
+def test_what_is_past_the_context_is_not_explained_and_said_so(here, rows, capsys):
+    """This model has 16 positions."""
+    asked = ["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "24"]
+    (row,) = rows(*asked)
+    config, tokenizer = load_run("runs/quick").language()
+    room = config.context_length - len(tokenizer.encode("The cat"))
+    assert len(row["explained"]) == min(room, len(row["tokens"]))
+    assert sample.main(asked) == 0
+    left_out = len(row["tokens"]) - room
+    assert (f"  {left_out} more, past the context, are not explained\n" in capsys.readouterr().out) == (left_out > 0)

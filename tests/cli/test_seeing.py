@@ -1,6 +1,7 @@
 """`sample.py` on the runs of models that see."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,9 +33,11 @@ VIDEOS = ViViTConfig(
 
 
 def make(folder: Path, name: str, model: ModelConfig, data, tokenizer=None, classes=()) -> str:
-    """A run with parameters as they are drawn, but for a head that is not zero."""
+    """A run with random parameters."""
     place = create_run(folder / name, Config(name, model, data, steps=1), tokenizer, may_number=False, classes=classes)
-    params = jax.jit(model.build().init)(jax.random.key(0), *model.example())["params"]
+    shapes = jax.eval_shape(model.build().init, jax.random.key(0), *model.example())["params"]
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), shapes)
     with Checkpoints(place) as checkpoints:
         checkpoints.save(1, params, {"none": jnp.zeros(1)}, {"step": 1}, None)
     return str(place)
@@ -121,7 +124,7 @@ def test_a_file_of_texts_keeps_those_that_fit(runs: dict[str, str], tmp_path: Pa
         ("images", [], "give --images"),
         ("images", ["--images", "fits.png", "--prompt", "owl"], "--prompt says nothing"),
         ("images", ["--images", "fits.png", "--temperature", "1"], "--temperature says nothing"),
-        ("images", ["--images", "none.png"], "none.png cannot be read as a picture"),
+        ("images", ["--images", "none.png"], "none.png does not exist"),
         ("images", ["--images", "broken.png"], "broken.png cannot be read as a picture"),
         ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model takes 2"),
         ("captions", ["--images", "small.png"], "give texts with --prompt"),
@@ -135,13 +138,43 @@ def test_what_cannot_be_is_one_sentence(runs, name: str, options: list[str], sai
     assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
-def test_names_that_are_none_are_refused(runs: dict[str, str], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for text in ('{"a": 1}', "[1]", "no"):
-        folder.mkdir(exist_ok=True)
-        for file in Path(runs["images"]).rglob("*"):
-            place = folder / file.relative_to(runs["images"])
-            place.mkdir(parents=True, exist_ok=True) if file.is_dir() else place.write_bytes(file.read_bytes())
-        (folder / "classes.json").write_text(text)
-        with pytest.raises(UserError, match="classes"):
-            load_run(folder)
+@pytest.fixture
+def copied(runs: dict[str, str], tmp_path: Path) -> Path:
+    """A run of images that can be changed."""
+    return Path(shutil.copytree(runs["images"], tmp_path / "run"))
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", "no"])
+def test_names_that_are_none_are_refused(copied: Path, text: str) -> None:
+    (copied / "classes.json").write_text(text)
+    with pytest.raises(UserError, match="classes"):
+        load_run(copied)
+
+
+def test_names_of_other_classes_are_refused(copied: Path, capsys) -> None:
+    (copied / "classes.json").write_text('["owl"]')
+    assert sample.main(["--run", str(copied), "--images", "fits.png"]) == 2
+    assert "has 1 names, but the model 3 classes" in capsys.readouterr().err
+
+
+def test_a_damaged_animation_is_one_sentence() -> None:
+    """However much of it there is, Pillow's error or none is what one gets."""
+    content = Path("moving.gif").read_bytes()
+    wrong = 0
+    for n in range(4, len(content), 7):
+        Path("cut.gif").write_bytes(content[:n])
+        try:
+            read_fitted("cut.gif", (5, 2, 3, 1))
+        except UserError as error:
+            assert str(error).startswith("cut.gif ")
+            wrong += 1
+    assert wrong > 10
+
+
+def test_a_picture_stands_as_the_camera_was_held() -> None:
+    """EXIF orientation 6: the camera lay on its side, so that the left column of what it saw comes first as the top."""
+    pixels = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save("turned.png", exif=exif)
+    np.testing.assert_array_equal(read_fitted("turned.png", (3, 2, 1))[..., 0], np.rot90(pixels, -1))
