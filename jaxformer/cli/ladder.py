@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxformer.cli.arguments import load_config, options_given, parse, run_command
 from jaxformer.cli.train import RUNS, Arguments
-from jaxformer.config import to_dict
+from jaxformer.config import Config, to_dict
 from jaxformer.errors import UserError
 
 RUNGS = "configs/ladder.py"
@@ -96,8 +96,9 @@ def _main(arguments: list[str]) -> int:
             raise UserError(f"there is no rung {name}; there are {', '.join(SOURCES)}.")
     folder = Path(asked.folder)
     rungs = [name for name in SOURCES if name in asked.rungs]
+    wanted = {name: _config(name, options) for name in rungs}  # a wrong option is answered before hours of training
     for name in rungs:
-        status = _climb(name, folder / name, options)
+        status = _climb(wanted[name], folder / name, options)
         if status not in (0, 1):
             return status if status > 0 else 128 - status
         if not (folder / name).exists() or not ended(folder / name):
@@ -109,14 +110,21 @@ def _main(arguments: list[str]) -> int:
     return 0
 
 
-def _climb(name: str, run: Path, options: Sequence[str]) -> int:
+def _config(name: str, options: Sequence[str]) -> Config:
+    """A rung's config with the options; raises `UserError` for what `train.py` would refuse."""
+    config = load_config(f"{RUNGS}:{name}")
+    return parse(Arguments, options, Arguments(config), "python -m jaxformer ladder", DESCRIPTION).fields
+
+
+def _climb(config: Config, run: Path, options: Sequence[str]) -> int:
     """Train one rung to its end, if it has not come to it; the exit status of training.
 
     Raises:
       UserError: it has been trained with other options.
     """
+    name = run.name
     if run.exists() and ended(run):
-        _must_be_as_asked(name, run, options)
+        _must_be(config, run)
         print(f"{name}: done before, in {run}", flush=True)
         return 0
     print(f"{name}: {'going on in' if run.exists() else 'training in'} {run}", flush=True)
@@ -132,14 +140,12 @@ def _climb(name: str, run: Path, options: Sequence[str]) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def _must_be_as_asked(name: str, run: Path, options: Sequence[str]) -> None:
-    """Raise `UserError` where a rung that is done was trained with other options."""
+def _must_be(config: Config, run: Path) -> None:
+    """Raise `UserError` where a run has another config."""
     from jaxformer.cli.diff import flat
     from jaxformer.runs import read_config
 
-    config = load_config(f"{RUNGS}:{name}")
-    asked = parse(Arguments, options, Arguments(config), "python -m jaxformer ladder", "").fields
-    wanted, found = (flat(to_dict(c)) for c in (asked, read_config(run)))
+    wanted, found = (flat(to_dict(c)) for c in (config, read_config(run)))
     for field in {**wanted, **found}:
         if wanted.get(field) != found.get(field):
             raise UserError(
@@ -201,27 +207,31 @@ def _not_finite(run: Path) -> str:
 
 
 def as_text(table: Sequence[Rung]) -> str:
-    """The table for the terminal."""
-    rows = [HEAD, *(_cells(rung) for rung in table)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    """The table for the terminal: its columns of one word each, and below them, a line a rung, what takes more."""
+    rows = [cells[:SHORT] for cells in (HEAD, *map(_cells, table))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = lambda i, cell: f"{cell:>{widths[i]}}" if i in NUMBERS else f"{cell:<{widths[i]}}"  # noqa: E731
     lines = ["  ".join(aligned(i, cell) for i, cell in enumerate(row)) for row in rows]
+    lines += ["", f"{HEAD[SHORT]} by heads; blocks | what {HEAD[SHORT + 1]} report"]
+    lines += [f"{rung.rung:<{widths[0]}}  {rung.entropy or '-'} | {rung.sources}" for rung in table]
     return "\n".join(line.rstrip() for line in lines)
 
 
 HEAD = (
-    "rung", "parameters", "steps", "loss", "perplexity", "bits/byte", "entropy", "not finite", "minutes", "the sources",
+    "rung", "parameters", "steps", "loss", "perplexity", "bits/byte", "minutes", "not finite", "entropy", "the sources",
 )  # fmt: skip
-NUMBERS = {1, 2, 3, 4, 5, 8}
+NUMBERS = {1, 2, 3, 4, 5, 6}
 """Columns that stand to the right."""
+SHORT = 8
+"""Columns that a terminal has room for side by side."""
 
 
 def _cells(rung: Rung) -> tuple[str, ...]:
     number = lambda x, digits: "" if math.isnan(x) else f"{x:.{digits}f}"  # noqa: E731
     return (
         rung.rung, f"{rung.parameters:,}", f"{rung.steps:,}", number(rung.loss, 4), number(rung.perplexity, 2),
-        number(rung.bits_per_byte, 4), rung.entropy, rung.not_finite and f"step {rung.not_finite}",
-        f"{rung.minutes:.1f}", rung.sources,
+        number(rung.bits_per_byte, 4), f"{rung.minutes:.1f}", rung.not_finite and f"step {rung.not_finite}",
+        rung.entropy, rung.sources,
     )  # fmt: skip
 
 

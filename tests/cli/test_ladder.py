@@ -77,7 +77,9 @@ def test_a_table_is_what_the_logs_say(tmp_path):
     assert "http" not in page  # nothing is fetched
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     text = ladder.as_text(table).splitlines()
-    assert len({line.index("68.284") if "68.284" in line else line.index("NaN before") for line in text[1:]}) == 1
+    assert max(map(len, text)) <= 100 and [line.split()[0] for line in text[:3]] == ["rung", "residual", "four_blocks"]
+    assert text[-2] == "residual     1.23 0.5; 0.25 | 68.284; entropy 1.16 to 1.18"
+    assert text[-1] == "four_blocks  - 1 | NaN before step 100"
 
 
 def test_a_run_on_the_way_has_not_ended(tmp_path):
@@ -106,7 +108,7 @@ def test_rungs_are_trained_once_and_a_table_is_left(tmp_path, monkeypatch, capfd
     assert ladder.main(asked) == 0
     again = capfd.readouterr().out
     assert "residual: done before" in again and "training in" not in again
-    assert again.splitlines()[-4:] == said.splitlines()[-4:]
+    assert again.splitlines()[-8:] == said.splitlines()[-8:]
 
     more = [*asked[: -len(SMALL)], *SMALL, "--optimizer.learning-rate", "0.5"]
     assert ladder.main(more) == 2
@@ -126,14 +128,17 @@ def test_rungs_are_trained_once_and_a_table_is_left(tmp_path, monkeypatch, capfd
         (["--name", "x"], "the ladder says --name for each rung itself"),
         (["--rungs", "residual", "--rungs", "rmsnorm"], "--rungs is given twice"),
         (["--rungs"], "--rungs"),
+        (["--stepps", "3"], "unknown option --stepps; did you mean --steps?"),
+        (["--rungs", "residual", "--steps", "0"], "steps is 0"),
     ],
 )
 def test_wrong_input_is_one_sentence(options, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     assert ladder.main(options) == 2
     printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
+    assert [place.name for place in tmp_path.iterdir()] == ["configs"]
 
 
 @pytest.mark.slow

@@ -255,7 +255,7 @@ def test_an_image_too_large_to_open_is_the_users_error(tmp_path: Path, monkeypat
     """Pillow refuses what has more than twice as many pixels as it takes: 16 and 7."""
     path = write(tmp_path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
-    with pytest.raises(UserError, match=r"0\.png in .* cannot be read as a picture: Image size \(16 pixels\)"):
+    with pytest.raises(UserError, match=r"0\.png in .* is too large a picture: Image size \(16 pixels\)"):
         load(path)
 
 
