@@ -120,7 +120,7 @@ ON_A_TPU = """if True:
     sys.modules["requests"] = SimpleNamespace(get=get)  # JAX asks through it; only jax[tpu] brings it
     del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX has not seen a TPU
     from jaxformer.distributed import DistributedOptions, connect, from_all, leave
-    connect(DistributedOptions())
+    connect(DistributedOptions(heartbeat_seconds=10))  # as long as they may wait for each other to leave
     told = from_all(f"process {jax.process_index()}")
     print(f"\\n{jax.distributed.is_initialized()} {told}", flush=True)  # Gloo prints, too
     leave(0)
