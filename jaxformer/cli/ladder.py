@@ -64,7 +64,7 @@ class Rung:
     entropy: str
     """Of attention at the last validation, in nats: heads, and between semicolons blocks."""
     not_finite: str
-    """The first step whose loss or gradient was not; empty if all were."""
+    """The step that it ended at, as its loss or a gradient was not; empty if it went on to its last."""
     minutes: float
     """That its steps took, without validation."""
     sources: str
