@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("jaxformer.cli.train", "train a model; the same as train.py"),
     "sample": ("jaxformer.cli.sample", "sample from a model; the same as sample.py"),
     "eval": ("jaxformer.cli.eval", "measure how well a model predicts a text"),
+    "inspect": ("jaxformer.cli.inspect", "write a page that shows a trained model from within"),
     "plan": ("jaxformer.cli.plan", "compile a training step for devices one need not have, and say what it takes"),
     "ladder": ("jaxformer.cli.ladder", "train the ladder, rung after rung, and set the outcomes side by side"),
     "verify": ("jaxformer.cli.verify", "hold a trained model against what every model promises"),

@@ -40,7 +40,7 @@ def fill_prompts(
     run = dataclasses.replace(run, params=restored(run.params))  # the text is read once, so rounding saves no time
     if n_candidates >= (most := run.language()[0].vocab_size):
         raise UserError(f"--top-logprobs is {n_candidates}; it must be at most {most - 1}, all tokens of the run.")
-    encode = lambda prompt: (prompt, _encoded(prompt, run))  # noqa: E731
+    encode = lambda prompt: (prompt, encode_gaps(prompt, run))  # noqa: E731
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, "--prompts-file" in given)
     for prompt, tokens in fitting:
         row = _filled(run, prompt, tokens, n_candidates or CANDIDATES)
@@ -48,7 +48,7 @@ def fill_prompts(
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _encoded(prompt: Prompt, run: Run) -> list[int]:
+def encode_gaps(prompt: Prompt, run: Run) -> list[int]:
     """A prompt's tokens, the mask where there is a gap."""
     if prompt.seed is not None:
         raise UserError(f"{prompt.where} has a seed, but what fills a gap is not drawn; leave it out.")

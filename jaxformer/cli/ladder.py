@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import csv
-import html
 import io
 import math
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxformer.cli.arguments import load_config, options_given, parse, run_command
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config, to_dict
 from jaxformer.errors import UserError
 
+if TYPE_CHECKING:
+    from jaxformer.inspect.page import Figure, Table
+
 RUNGS = "configs/ladder.py"
+ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
+LOSS = "loss on held-out text, nats a token"
 SOURCES = {
     "mlp_rowwise": "does not work",
     "mlp_concat": "hits a wall",
@@ -61,12 +64,12 @@ class Rung:
     """Nats a token on held-out text, as are perplexity and bits per byte; NaN where there is none that is finite."""
     perplexity: float
     bits_per_byte: float
-    entropy: str
-    """Of attention at the last validation, in nats: heads, and between semicolons blocks."""
-    not_finite: str
-    """The step that it ended at, as its loss or a gradient was not; empty if it went on to its last."""
     minutes: float
     """That its steps took, without validation."""
+    not_finite: str
+    """The step that it ended at, as its loss or a gradient was not; empty if it went on to its last."""
+    entropy: str
+    """Of attention at the last validation, in nats: heads, and between semicolons blocks."""
     sources: str
 
 
@@ -189,9 +192,9 @@ def outcome(run: Path) -> Rung:
         loss=number("val_loss"),
         perplexity=number("val_ppl"),
         bits_per_byte=number("val_bpb"),
-        entropy=entropy,
-        not_finite=broken,
         minutes=took / 60_000,
+        not_finite=broken,
+        entropy=entropy,
         sources=SOURCES.get(run.name, ""),
     )
 
@@ -237,6 +240,7 @@ def _cells(rung: Rung) -> tuple[str, ...]:
 
 def write(table: Sequence[Rung], folder: Path) -> None:
     """The table as ladder.csv, ladder.png and ladder.html below the folder."""
+    from jaxformer.inspect.page import write_page
     from jaxformer.runs import write_atomically
 
     text = io.StringIO()
@@ -244,61 +248,56 @@ def write(table: Sequence[Rung], folder: Path) -> None:
     rows.writerow([field.name for field in fields(Rung)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(rung)] for rung in table)
     write_atomically(folder / "ladder.csv", text.getvalue())
-    picture = draw([folder / rung.rung for rung in table])
-    (folder / "ladder.png").write_bytes(picture)
-    write_atomically(folder / "ladder.html", _page(table, picture))
+    runs = [folder / rung.rung for rung in table]
+    (folder / "ladder.png").write_bytes(draw(runs))
+    write_page(folder / "ladder.html", "The ladder", [ABOUT], [_table(table), _figure(runs)])
 
 
 def draw(runs: Sequence[Path]) -> bytes:
     """Losses on held-out text over the steps, a curve a rung, as a PNG."""
-    from matplotlib.figure import Figure  # slow to import, and only needed here
+    from matplotlib import figure  # slow to import, and only needed here
 
-    from jaxformer.train.log import read_metrics
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
+    picture = figure.Figure(figsize=(9, 5), layout="constrained")
+    axes = picture.subplots()
     for run in runs:
-        points = [(row["step"], row["val_loss"]) for row in read_metrics(run) if row.get("val_loss") is not None]
-        broken = _not_finite(run)
-        label = f"{run.name} (not finite at step {broken})" if broken else run.name
-        axes.plot([step for step, _ in points], [loss for _, loss in points], "o-", markersize=3, label=label)
-    axes.set(xlabel="step", ylabel="loss on held-out text, nats a token")
+        axes.plot(*_curve(run), "o-", markersize=3, label=_label(run))
+    axes.set(xlabel="step", ylabel=LOSS)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     with io.BytesIO() as file:
-        figure.savefig(file, dpi=120)
+        picture.savefig(file, dpi=120)
         return file.getvalue()
 
 
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>The ladder</title>
-<style>
-  :root {{ color-scheme: light dark; }}
-  body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }}
-  .wide {{ overflow-x: auto; }}
-  table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
-  th, td {{ padding: .3rem .8rem; text-align: left; border-bottom: 1px solid #8886; }}
-  td.n, th.n {{ text-align: right; }}
-  img {{ max-width: 100%; background: white; border-radius: .5rem; }}
-</style>
-<h1>The ladder</h1>
-<p>Each rung is the one before with one idea changed, trained on the same text.</p>
-<div class="wide"><table>
-{rows}
-</table></div>
-<p><img alt="Loss on held-out text over the steps, a curve a rung" src="data:image/png;base64,{picture}"></p>
-</html>
-"""
+def _figure(runs: Sequence[Path]) -> Figure:
+    """The same for the page."""
+    from jaxformer.inspect.page import Figure
+
+    traces = []
+    for number, run in enumerate(runs):
+        steps, losses = _curve(run)
+        traces.append({
+            "type": "scatter", "mode": "lines+markers", "x": steps, "y": losses, "name": _label(run),
+            "line": {"colour": number, "dash": "solid" if number < 8 else "dot"}, "marker": {"size": 5},
+        })  # fmt: skip
+    layout = {"height": 460, "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": LOSS}}}
+    return Figure("On the way", traces, layout)
 
 
-def _page(table: Sequence[Rung], picture: bytes) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        kind = lambda i: " class=n" if i in NUMBERS else ""  # noqa: E731
-        made = (f"<{tag}{kind(i)}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells))
-        return f"<tr>{''.join(made)}</tr>"
+def _curve(run: Path) -> tuple[list[int], list[float]]:
+    from jaxformer.train.log import read_metrics
 
-    rows = "\n".join([row(HEAD, "th"), *(row(_cells(rung), "td") for rung in table)])
-    return PAGE.format(rows=rows, picture=base64.b64encode(picture).decode())
+    rows = [row for row in read_metrics(run) if row.get("val_loss") is not None]
+    return [row["step"] for row in rows], [row["val_loss"] for row in rows]
+
+
+def _label(run: Path) -> str:
+    broken = _not_finite(run)
+    return f"{run.name} (not finite at step {broken})" if broken else run.name
+
+
+def _table(table: Sequence[Rung]) -> Table:
+    from jaxformer.inspect.page import Table
+
+    rows = [astuple(replace(rung, not_finite=rung.not_finite and f"step {rung.not_finite}")) for rung in table]
+    return Table("Outcomes", HEAD, rows, "Losses are of held-out text; entropies of heads, and of blocks apart by ;.")

@@ -38,7 +38,7 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
         raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
     run = open_run(asked.opening, make_mesh(asked.opening.mesh) if asked.opening.mesh else None)
     model, tokenizer = run.language()
-    encode = lambda prompt: (prompt, _encoded(prompt, run))  # noqa: E731
+    encode = lambda prompt: (prompt, encode_source(prompt, run))  # noqa: E731
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
     targets = translate_tokens(
         run.model, run.params, [source for _, source in fitting], end_of_text=tokenizer.end_of_text,
@@ -53,7 +53,7 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _encoded(prompt: Prompt, run: Run) -> list[int]:
+def encode_source(prompt: Prompt, run: Run) -> list[int]:
     """A prompt's tokens."""
     if prompt.seed is not None:
         raise UserError(f"{prompt.where} has a seed, but a translation draws nothing; leave it out.")

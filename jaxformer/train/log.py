@@ -138,11 +138,16 @@ def cut_log(folder: Path, step: int) -> None:
     with writing(folder, METRICS):
         write_atomically(folder / METRICS, "".join(kept))
     if (folder / SAMPLES).is_file():
-        samples = (folder / SAMPLES).read_text(encoding="utf-8")
-        entries = re.split(r"^(?=\[step [\d,]+, temperature )", samples, flags=re.MULTILINE)[1:]
-        kept = [e for e in entries if int(e[6 : e.index(", temp")].replace(",", "")) <= step]
+        kept = [e for e in read_samples(folder) if int(e[6 : e.index(", temp")].replace(",", "")) <= step]
         with writing(folder, SAMPLES):
             write_atomically(folder / SAMPLES, "".join(kept))
+
+
+def read_samples(folder: Path) -> list[str]:
+    """What the model wrote on the way, each as it stands in the file, after its step and temperature."""
+    file = folder / SAMPLES
+    samples = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return re.split(r"^(?=\[step [\d,]+, temperature )", samples, flags=re.MULTILINE)[1:]
 
 
 def plot(folder: Path) -> None:

@@ -1,0 +1,190 @@
+"""`python -m jaxformer inspect`: one page that shows a trained model from within."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.filling import GAP, encode_gaps
+from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.prompts import Prompt
+from jaxformer.cli.translating import encode_source
+from jaxformer.config import at_least
+from jaxformer.data.dataset import Batch
+from jaxformer.decode import translate_tokens
+from jaxformer.errors import UserError
+from jaxformer.inspect import trace_names, views
+from jaxformer.inspect.curves import training
+from jaxformer.inspect.page import Section, write_page
+from jaxformer.models.encoder import MaskedLanguageModel
+from jaxformer.models.objective import can_continue
+
+if TYPE_CHECKING:
+    from jaxformer.runs import Run
+
+MOST_WEIGHTS = 3_000_000
+"""Attention weights that a page holds, 4 bytes for 3; with Plotly's 5 MB it stays below 10 MB."""
+MOST_TOKENS = 128
+"""Of a held-out text, as many are shown."""
+DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. It has the
+text's tokens, to be pointed at, and where each head looks from them; the chance that each token had; what the stream
+would say after each block (logit lens), and which head or MLP spoke for the token that follows; what each head does,
+and what the loss would be without it; what becomes of gradients as attention becomes one-hot; and the training:
+losses, entropy, update ratios, samples. A model shows what it has of these."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of inspect."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None
+    """The run's folder; without it, the newest below runs/."""
+    prompt: str | None = None
+    """The text to look at; without it, a held-out one. Of a masked language model with [MASK] where gaps are; of one
+    that translates, the source."""
+    out: str | None = None
+    """The page; without it, inspect.html in the run's folder."""
+    checkpoint: str = "last"
+    """'last', 'best', or a step."""
+    examples: int = 8
+    """Held-out examples that heads are measured on; on the prompt alone where the run's data is not here."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page; the exit status."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer inspect", DESCRIPTION)
+    at_least(asked, 1, "examples")
+    machine.set_up()
+    run = open_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint), None)
+    place = run.path / "inspect.html" if asked.out is None else Path(asked.out)
+    if place.is_dir() or not place.parent.is_dir():
+        raise UserError(f"--out is {place}; it must be a file in a folder that exists.")
+
+    from jaxformer.runs import count_parameters
+    from jaxformer.train.log import read_metrics, read_samples
+
+    probe, lacking = _probe(run, asked.examples)
+    example = _example(run, asked.prompt, probe)
+    facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters after {run.step:,} steps."]
+    sections: list[Section] = []
+    if example is not None:
+        words = lambda token: _word(run, token)  # noqa: E731
+        mask = run.language()[0].vocab_size - 1 if isinstance(run.model, MaskedLanguageModel) else None
+        sections += [views.reading(run.model, run.params, example, words, mask)]
+        sections += views.stream(run.model, run.params, example, words)
+        if probe is None:
+            probe = _alone(run, example)
+    if probe is not None:
+        measured = f"{len(jax.tree.leaves(probe.inputs)[0])} held-out examples" if not lacking else "the prompt alone"
+        facts.append(f"Heads and gradients are measured on {measured}{lacking and f': {lacking}'}")
+        sections += views.heads(run.model, run.params, probe)
+        sections += views.gradients_over_entropy(run.model, run.params, probe)
+    elif lacking:
+        facts.append(f"Heads are not measured: {lacking}")
+    sections += training(read_metrics(run.path), read_samples(run.path))
+    write_page(place, f"{run.path.name}: inside", facts, sections)
+    print(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    return 0
+
+
+def _word(run: Run, token: int) -> str:
+    """A token's text; that of the mask, which the tokenizer does not know, is what a prompt has for it."""
+    assert run.tokenizer is not None
+    return GAP if token >= run.tokenizer.vocab_size else run.tokenizer.decode([token])
+
+
+def _probe(run: Run, n: int) -> tuple[Batch | None, str]:
+    """Held-out examples of the run's data; or why there are none."""
+    from jaxformer.runs import load_data
+
+    try:
+        batch = next(load_data(run.path, run.config).held_out(n, n))
+    except UserError as error:
+        return None, str(error)
+    if batch.weights is None:
+        return batch, ""
+    real = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))  # the others fill it up
+    return jax.tree.map(lambda x: x[real], batch), ""
+
+
+def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ...] | None:
+    """One example's inputs without padding: the prompt, or a held-out one; None where the model reads no text, or none
+    of such a length.
+
+    Raises:
+      UserError: the prompt does not suit the run's model, or the page.
+    """
+    if prompt is not None:
+        run.language()  # a model of images has no prompt
+    if run.tokenizer is None or run.config.model.objective != "cross_entropy":
+        return None
+    if prompt is None and probe is None:
+        raise UserError("the run's data is not here to take a text from; give one with --prompt.")
+    if prompt is not None:
+        example, what = _read(run, Prompt(prompt, "--prompt")), "--prompt"
+    else:
+        assert probe is not None
+        example, what = _unpadded(jax.tree.map(lambda x: jnp.asarray(x[0]), probe)), "the held-out text"
+    if getattr(run.config.model, "n_predicted", 0) == 1:
+        return None  # it has something to say of full windows alone
+    shapes = trace_names(run.model, run.params, *example, names=views.WEIGHTS)
+    if (n := sum(x.size for x in shapes.values())) > MOST_WEIGHTS:
+        longest = max(len(x) for x in example if jnp.ndim(x))
+        raise UserError(
+            f"{what} has {longest} tokens, and so the model {n:,} attention weights; a page holds at most "
+            f"{MOST_WEIGHTS:,}: shorten it to about {int(longest * (MOST_WEIGHTS / n) ** 0.5)} tokens."
+        )
+    return example
+
+
+def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
+    """A prompt as the model's inputs; of one that translates, with what it makes of it."""
+    config, tokenizer = run.language()
+    if isinstance(run.model, MaskedLanguageModel):
+        tokens = encode_gaps(prompt, run)
+        return jnp.array(tokens), jnp.ones(len(tokens), bool)
+    if not can_continue(run.model) and len(config.example()) == 3:
+        source, end = encode_source(prompt, run), tokenizer.end_of_text
+        [target] = translate_tokens(
+            run.model, run.params, [source], end_of_text=end, context_length=config.context_length
+        )
+        return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][: config.context_length])
+    tokens = tokenizer.encode(prompt.text)
+    if len(tokens) > config.context_length:
+        raise UserError(
+            f"--prompt has {len(tokens)} tokens; it may have at most the context's {config.context_length}."
+        )
+    # A prefix is read in both directions: half of the text, for the other half to be predicted.
+    prefix = (jnp.int32(len(tokens) // 2),) if getattr(run.model, "prompt_is_prefix", False) else ()
+    return jnp.array(tokens), *prefix
+
+
+def _unpadded(example: Batch) -> tuple[Any, ...]:
+    """The inputs of a held-out example, as long as its texts are, and at most `MOST_TOKENS`."""
+    first, *rest = example.inputs
+    if rest and rest[0].dtype == bool:
+        first, rest[0] = first[rest[0]], rest[0][rest[0]]
+    if len(rest) == 2:  # a target, which counts where it stands
+        rest[1] = rest[1][example.weights > 0]
+    return tuple(x[:MOST_TOKENS] if x.ndim else jnp.minimum(x, MOST_TOKENS // 2) for x in (first, *rest))
+
+
+def _alone(run: Run, example: tuple[Any, ...]) -> Batch | None:
+    """The prompt as a batch, where it is its own target; None for models of which more has to be known."""
+    if not can_continue(run.model) or len(example) > 1 or len(example[0]) < 2:
+        return None
+    tokens_T = example[0]
+    return Batch((tokens_T[None, :-1],), tokens_T[None, 1:])

@@ -1,0 +1,146 @@
+"""Pages: what they hold, and that a browser shows it as text."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxformer.inspect.page import Figure, Layer, Reading, Table, Texts, page, plain, write_page
+from tests.browser import browsing, complaints, traces
+
+EVIL = "<script>alert(1)</script>"
+WEIGHTS_HTS = np.array([[[1, 0, 0], [0.25, 0.75, 0], [0, 0.5, 0.5]], [[1, 0, 0], [1, 0, 0], [0.2, 0.2, 0.6]]])
+READING = Reading(
+    "Heads", {"text": ["The", f" {EVIL}", "\n"]}, [Layer("blocks.0.attention", "text", "text", WEIGHTS_HTS)],
+    {"text": ["", f"It had a chance of 5 %; others: “{EVIL}” 3 %.", "end"]},
+)  # fmt: skip
+CURVE = Figure(
+    "Curve",
+    [{"type": "scatter", "x": [0, 1, 2], "y": [2.5, float("nan"), 1.25], "name": plain(EVIL), "line": {"colour": 1}}],
+)
+HEATMAP = Figure("Map", [{"type": "heatmap", "z": [[0, 1], [1, 0]], "colorscale": "sequential"}], width=900)
+TABLE = Table("Numbers", [EVIL, "n", "x"], [["b", 1000, 0.5], ["a", 20, float("nan")], [EVIL, 3, 1e-7]])
+SECTIONS = [READING, CURVE, HEATMAP, TABLE, Texts("Samples", [EVIL, "two\nlines"])]
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def data_of(text: str) -> dict:
+    """What the page's script is given."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_nothing_is_fetched_and_no_text_becomes_a_tag():
+    text = page(EVIL, [EVIL], SECTIONS)
+    tags = Reader(text).tags
+    assert [attributes for tag, attributes in tags if tag == "script"] == [
+        {"type": "application/json", "id": "data"}, {}, {}
+    ]  # fmt: skip
+    assert not [a for tag, a in tags if {"src", "href"} & set(a) and not (a.get("href") or "").startswith("#")]
+    policy = next(a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none';") and "http" not in policy
+
+
+def test_data_are_what_was_given():
+    data = data_of(page("t", [], SECTIONS))
+    assert data["section-0"]["texts"] == {"text": ["The", f" {EVIL}", "\n"]}
+    layer = data["section-0"]["layers"][0]
+    assert (layer["name"], layer["rows"], layer["columns"], layer["heads"]) == ("blocks.0.attention", "text", "text", 2)
+    stored = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(2, 3, 3)
+    assert np.abs(stored / 255 - WEIGHTS_HTS).max() <= 0.5 / 255
+    assert data["section-1"]["traces"][0]["y"] == [2.5, None, 1.25]  # JSON has no NaN
+    assert "section-3" not in data  # a table is HTML
+
+
+def test_a_table_keeps_its_numbers_in_full():
+    body = TABLE.body("k")
+    assert '<td class=number data-value="0.5">0.5</td>' in body and 'data-value="1e-07">1e-07<' in body
+    assert 'data-value="1000">1,000<' in body and 'data-value="nan">-<' in body
+
+
+def test_a_page_is_replaced_whole(tmp_path: Path):
+    write_page(tmp_path / "p.html", "one", [], [])
+    write_page(tmp_path / "p.html", "two", [], [])
+    assert "<h1>two</h1>" in (tmp_path / "p.html").read_text() and [f.name for f in tmp_path.iterdir()] == ["p.html"]
+
+
+@pytest.mark.slow
+def test_a_browser_shows_texts_as_texts_and_where_heads_look(tmp_path: Path):
+    from selenium.webdriver import ActionChains
+
+    write_page(tmp_path / "p.html", EVIL, [EVIL], SECTIONS)
+    with browsing(tmp_path / "p.html") as browser:
+        find = lambda css: browser.find_elements("css selector", css)  # noqa: E731
+        assert browser.find_element("tag name", "h1").text == EVIL
+        tokens = find(".tokens button")
+        assert [token.get_property("textContent") for token in tokens] == ["The", f" {EVIL}", "⏎"]
+        assert [pre.text for pre in find("pre")] == [EVIL, "two\nlines"]
+        [trace] = traces(browser, "Curve")
+        assert trace["y"] == [2.5, None, 1.25]
+        legend = [text.text for text in find(".legendtext")]
+        assert EVIL in legend or not legend
+
+        said = browser.find_element("css selector", ".said")
+        shades = lambda: [token.value_of_css_property("background-color") for token in tokens]  # noqa: E731
+        ActionChains(browser).move_to_element(tokens[1]).perform()
+        assert f"others: “{EVIL}” 3 %." in said.text
+        assert f"head 0 of blocks.0.attention looks at “ {EVIL}” 75 %, “The” 25 %." in said.text
+        # Darkness is the root of the weight.
+        alpha = lambda shade: float(shade.split(",")[3].strip(" )"))  # noqa: E731
+        assert [alpha(shade) for shade in shades()] == pytest.approx([0.85 * 0.25**0.5, 0.85 * 0.75**0.5, 0], abs=0.01)
+        find(".layer button")[1].click()  # the other head, from the same token
+        assert "head 1 of blocks.0.attention looks at “The” 100 %." in said.text
+        tokens[2].click()  # hold on to it
+        ActionChains(browser).move_to_element(tokens[0]).perform()
+        assert "“⏎”" in said.text and "60 %" in said.text
+
+        def column() -> list[str]:
+            return [row.find_elements("tag name", "td")[1].text for row in find("tbody tr")]
+
+        header = find("th button")[1]
+        header.click()
+        assert column() == ["1,000", "20", "3"]
+        header.click()
+        assert column() == ["3", "20", "1,000"]
+        assert complaints(browser) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1200, "dark")])
+def test_a_page_fits_the_screen_and_its_scheme(tmp_path: Path, width: int, scheme: str):
+    write_page(tmp_path / "p.html", "t", ["a fact"], SECTIONS)
+    with browsing(tmp_path / "p.html", width, scheme) as browser:
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        found = browser.execute_script("""
+            const style = (css) => getComputedStyle(document.querySelector(css));
+            return [style("body").color, style("body").backgroundColor, style("section").backgroundColor,
+                    style(".xtitle, .xtick text").fill];
+        """)
+        text, behind, card, label = (np.array(re.findall(r"\d+", colour)[:3], float) for colour in found)
+        assert (text.mean() > behind.mean()) == (scheme == "dark")
+        assert min(contrast(text, behind), contrast(text, card), contrast(label, card)) >= 7  # WCAG 2, level AAA
+        assert complaints(browser) == []
+
+
+def contrast(a: np.ndarray, b: np.ndarray) -> float:
+    """The contrast ratio of two sRGB colours of WCAG 2."""
+    c = np.array([a, b]) / 255
+    linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+    light = np.sort(linear @ [0.2126, 0.7152, 0.0722])
+    return float((light[1] + 0.05) / (light[0] + 0.05))
