@@ -35,6 +35,8 @@ MOST_WEIGHTS = 3_000_000
 """Attention weights that a page holds, 4 bytes for 3; with Plotly's 5 MB it stays below 10 MB."""
 MOST_TOKENS = 128
 """Of a held-out text, as many are shown."""
+END = "∅"
+"""What stands for the end of a text."""
 DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. It has the
 text's tokens, to be pointed at, and where each head looks from them; the chance that each token had; what the stream
 would say after each block (logit lens), and which head or MLP spoke for the token that follows; what each head does,
@@ -87,13 +89,12 @@ def _main(arguments: list[str]) -> int:
         sections += views.stream(run.model, run.params, example, words)
         if probe is None:
             probe = _alone(run, example)
-    if probe is not None:
-        measured = f"{len(jax.tree.leaves(probe.inputs)[0])} held-out examples" if not lacking else "the prompt alone"
-        facts.append(f"Heads and gradients are measured on {measured}{lacking and f': {lacking}'}")
-        sections += views.heads(run.model, run.params, probe)
-        sections += views.gradients_over_entropy(run.model, run.params, probe)
-    elif lacking:
-        facts.append(f"Heads are not measured: {lacking}")
+    if probe is not None and (measured := views.heads(run.model, run.params, probe)):
+        sections += measured + views.gradients_over_entropy(run.model, run.params, probe)
+        on = "the prompt alone" if lacking else f"{len(jax.tree.leaves(probe.inputs)[0])} held-out examples"
+        facts.append(f"Heads are measured on {on}.")
+    if lacking:
+        facts.append(f"The data of the run cannot be read: {lacking}")
     sections += training(read_metrics(run.path), read_samples(run.path))
     write_page(place, f"{run.path.name}: inside", facts, sections)
     print(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
@@ -102,8 +103,10 @@ def _main(arguments: list[str]) -> int:
 
 def _word(run: Run, token: int) -> str:
     """A token's text; that of the mask, which the tokenizer does not know, is what a prompt has for it."""
-    assert run.tokenizer is not None
-    return GAP if token >= run.tokenizer.vocab_size else run.tokenizer.decode([token])
+    tokenizer = run.language()[1]
+    if token >= tokenizer.vocab_size:
+        return GAP
+    return END if token == tokenizer.end_of_text else tokenizer.decode([token])
 
 
 def _probe(run: Run, n: int) -> tuple[Batch | None, str]:

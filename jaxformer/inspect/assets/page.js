@@ -69,7 +69,7 @@ for (const header of document.querySelectorAll("th")) {
   });
 }
 
-const visible = (token) => token.replaceAll("\n", "⏎") || "∅";
+const visible = (token) => token.replaceAll("\n", "⏎");
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 function reading(place, { texts, notes, layers }) {

@@ -1,0 +1,117 @@
+"""`python -m jaxformer inspect`, on a run that was trained, and in a browser."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxformer.cli import inspect, train
+from jaxformer.train.log import read_metrics
+from tests.browser import browsing, complaints, traces
+from tests.helpers import small_run, tiny, write_books
+
+WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
+EVIL = "The <script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("inspect")
+    options = tiny(write_books(place / "books"), 12)
+    options[options.index("--train.batch-size") + 1] = "8"  # as many as the devices that tests pretend to have
+    options[options.index("--model.context-length") + 1] = "32"
+    assert train.main([*options, "--run", str(place / "run")]) == 0
+    return place / "run"
+
+
+def data_of(page: Path) -> dict:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(text.split('id="data">')[1].split("</script>")[0])
+
+
+@pytest.mark.slow
+def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    page = tmp_path / "page.html"
+    assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "2"]) == 0
+    assert capsys.readouterr().out.startswith(f"{page}: ") and page.stat().st_size < 10e6
+    with browsing(page) as browser:
+        tokens = browser.find_elements("css selector", ".tokens button")
+        assert "".join(token.get_property("textContent") for token in tokens) == EVIL
+        rows = read_metrics(run)
+        batch, held = traces(browser, "Loss")
+        assert held["y"] == [row["val_loss"] for row in rows if "val_loss" in row]
+        assert held["x"] == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 12]
+        assert batch["y"] == [row["loss"] for row in rows if "loss" in row]
+        heads = [
+            [row["entropy"][layer][head] for row in rows if "entropy" in row] for layer in range(2) for head in range(2)
+        ]
+        assert [trace["y"] for trace in traces(browser, "Entropy of attention")] == heads
+        updates = {trace["hovertemplate"].split("<br>")[0]: trace for trace in traces(browser, "Update ratios")}
+        tables = [(row["step"], row["gradients"]) for row in rows if "gradients" in row]
+        assert {p["name"] for p in tables[0][1]} == set(updates)
+        wanted = [p["update"] for _, table in tables for p in table if p["name"] == "embedding.W_E"]
+        assert updates["embedding.W_E"]["y"] == wanted
+        titles = [heading.text for heading in browser.find_elements("tag name", "h2")]
+        assert titles[:6] == [
+            "What the heads look at", "Logit lens", "Who spoke for the next token", "The loss without each head",
+            "What each head does", "Gradients as attention becomes one-hot",
+        ]  # fmt: skip
+        assert "Samples" in titles and "Before the first step" in titles
+        assert complaints(browser) == []
+
+
+@pytest.mark.slow
+def test_without_a_prompt_a_held_out_text_is_shown_beside_the_run(run: Path, capsys: pytest.CaptureFixture):
+    assert inspect.main([str(run), "--examples", "2"]) == 0
+    assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
+    shown = data_of(run / "inspect.html")["section-0"]
+    assert len(shown["texts"]["text"]) == 32  # a whole window
+    assert "Heads are measured on 2 held-out examples." in (run / "inspect.html").read_text()
+
+
+@pytest.mark.slow
+def test_where_the_data_is_gone_the_prompt_has_to_do(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved, ignore=shutil.ignore_patterns("*.html"))
+    config = json.loads((moved / "config.json").read_text())
+    config["data"]["path"] = "nowhere"
+    (moved / "config.json").write_text(json.dumps(config))
+    assert inspect.main([str(moved)]) == 2
+    assert "the run's data is not here to take a text from; give one with --prompt." in capsys.readouterr().err
+    assert not (moved / "inspect.html").exists()
+    assert inspect.main([str(moved), "--prompt", "The cat sees the dog."]) == 0
+    text = (moved / "inspect.html").read_text()
+    assert "Heads are measured on the prompt alone." in text and "The data of the run cannot be read: " in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", "x" * 40], "--prompt has 40 tokens; it may have at most the context's 16."),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--out", "nowhere/page.html"], "--out is nowhere/page.html; it must be a file in a folder that exists."),
+        (["--out", "."], "--out is .; it must be a file"),
+        (["--examples", "0"], "examples is 0"),
+        (["--promt", "x"], "unknown option --promt; did you mean --prompt?"),
+        (["--checkpoint", "7"], "checkpoint"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inspect, "_probe", lambda run, n: (None, "it is not here."))
+    place = small_run(tmp_path / "small", [WORDS])
+    assert inspect.main([str(place), *options]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
+    assert not (place / "inspect.html").exists()
+
+
+def test_a_page_holds_only_so_many_weights(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inspect, "_probe", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(inspect, "MOST_WEIGHTS", 50)
+    place = small_run(tmp_path / "small", [WORDS])
+    assert inspect.main([str(place), "--prompt", "0123456789"]) == 2
+    assert "--prompt has 10 tokens, and so the model 200 attention weights" in (said := capsys.readouterr().err)
+    assert said.endswith("a page holds at most 50: shorten it to about 5 tokens.\n")
