@@ -158,19 +158,20 @@ def relying_on_others(advice: str) -> Iterator[None]:
 
 
 def leave(status: int) -> int:
-    """The status to exit with, after the other processes are told that this one leaves.
+    """The status to exit with; one of several processes ends here with it, once all have come to leave.
 
-    One of several processes ends here if its status is not 0, because the interpreter would wait for the threads of a
-    save that nobody finishes; or if they do not all leave within `heartbeat_seconds`, the others then as
-    `relying_on_others` has it.
+    If they do not within `heartbeat_seconds`, it ends all the same, and the others as `relying_on_others` has it.
+
+    It ends without what the interpreter would wait for: the threads of a save that nobody finishes, and devices that
+    still are at a collective with others that are gone. A result is read from one device as soon as that has it; the
+    other devices may not have begun.
     """
     if jax.distributed.is_initialized():
         _flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # all is said; the runtime would add pages
         with at_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
-        if status:
-            os._exit(status)
+        os._exit(status)
     return status
 
 

@@ -120,7 +120,7 @@ ON_A_TPU = """if True:
     sys.modules["requests"] = SimpleNamespace(get=get)  # JAX asks through it; only jax[tpu] brings it
     del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX has not seen a TPU
     from jaxformer.distributed import DistributedOptions, connect, from_all, leave
-    connect(DistributedOptions(heartbeat_seconds=10))  # as long as they may wait for each other to leave
+    connect(DistributedOptions())
     told = from_all(f"process {jax.process_index()}")
     print(f"\\n{jax.distributed.is_initialized()} {told}", flush=True)  # Gloo prints, too
     leave(0)
@@ -305,6 +305,25 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
         )
     with Checkpoints(tmp_path / "run") as checkpoints:
         assert checkpoints.step() >= 50
+
+
+@pytest.mark.slow
+def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_leaving(tmp_path):
+    program = """if True:
+        import sys
+        from jaxformer.distributed import Agreement, DistributedOptions, connect, is_first, leave
+        from jaxformer.sharding import make_mesh
+        _, coordinator, _, processes, _, process = sys.argv[1:]
+        connect(DistributedOptions(coordinator, int(processes), int(process)))
+        agreement = Agreement(make_mesh())
+        assert int(agreement.ask(0)) == 0  # the devices are connected
+        if is_first():
+            unanswered = agreement.ask(1)  # with one device, JAX would wait for it here
+        leave(0)
+    """
+    for process in start_all(2, 2, lambda where: ["-c", program, *where], tmp_path):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, out + err
 
 
 @pytest.mark.slow
