@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 
-from jaxformer.cli import diff, ladder, sample, verify
+from jaxformer.cli import diff, inspect, ladder, sample, verify
 from jaxformer.cli import eval as evaluate
 from tests.helpers import ROOT, run, tiny, write_books
 
@@ -100,6 +100,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
             given |= {words[i]: words[i + 1] for i in range(4, len(words), 2) if words[i] not in given}
             assert ladder.main(["--rungs", "mlp_rowwise", *(word for pair in given.items() for word in pair)]) == 0
             assert (here / "runs/ladder/ladder.html").exists()
+        elif words[:4] == ["python", "-m", "jaxformer", "inspect"]:
+            assert inspect.main([*words[4:-1], "The people"]) == 0  # the small model's context is short
+            assert (here / "runs/quick/inspect.html").exists()
         elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
             assert verify.main(words[4:]) == 0
             assert capsys.readouterr().out.endswith("all that applies is kept\n")
