@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = "configs/quick.py"
 RUNS = Path("runs")
-MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips"}
+MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips", "train.log_to"}
 """Fields that may differ on resuming, with all of `compute`: the data is compared by its content."""
 
 
@@ -113,6 +113,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import train
+    from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
     console.quiet = not is_first()
@@ -121,6 +122,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
     parameters = count_parameters(abstract_params(config.model.build(), config.model))
     # As above, what cannot be is refused before anything is written.
+    if is_first():
+        prepare(config.train.log_to)
     data = load_data(folder, config) if resume else config.data.load(config.model, config.train.batch_size, config.seed)
     check_fit(config.model, data.rows(0, slice(1)))
     wait_for_all()  # if one of several processes has no data, no run is made

@@ -25,6 +25,7 @@ from jaxformer.sharding import assemble, batch_split, local_rows, place, replica
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, cut_log, say
 from jaxformer.train.optimizer import make_schedule, updates_taken
+from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allowed_failures, init_state
 
 
@@ -119,7 +120,8 @@ def train(
                     row |= hook.call(step, state, batch) or {}
             return row
 
-        with Log(folder if is_first() else None, start, config.steps) as log:
+        written = folder if is_first() else None
+        with open_sinks(written, config) as sinks, Log(written, start, config.steps, sinks) as log:
             if changed:
                 log.row({"step": start, "note": f"the data is not what it was before; now it is {data.describe()}"})
             batch = assemble(data.rows(start, held), held, t.batch_size, split)
