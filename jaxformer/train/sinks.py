@@ -6,6 +6,7 @@ import importlib
 import os
 import shlex
 import socket
+import struct
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -70,23 +71,26 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
     """An event file of this start's own below the folder's tensorboard/.
 
     Events are written here and now: tensorboardX's SummaryWriter has a thread for it, which dies of a full disk and
-    lets training wait for it forever.
+    lets training wait for it forever; its RecordWriter waits for the disk after each.
     """
     _package("tensorboard")
-    from tensorboardX import RecordWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import masked_crc32c
 
     place, rows = folder / TENSORBOARD, read_metrics(folder)
     lacking = [] if any(place.glob("*tfevents*")) else rows
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
     with writing(folder, TENSORBOARD):
         place.mkdir(exist_ok=True)
-        file = RecordWriter(str(place / name))
+        file = (place / name).open("xb")
 
     def write(**event: Any) -> None:
+        content = Event(wall_time=time.time(), **event).SerializeToString()
+        length = struct.pack("<Q", len(content))
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
         with writing(folder, TENSORBOARD):
-            file.write(Event(wall_time=time.time(), **event).SerializeToString())
+            file.write(b"".join((length, checksums[0], content, checksums[1])))  # TFRecord
             file.flush()
 
     def sink(row: dict[str, Any]) -> None:
