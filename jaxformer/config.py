@@ -192,6 +192,8 @@ class TrainConfig:
     """With 'skip', how many steps in a row may be left out."""
     label_smoothing: float = 0.0
     """Share of each target that is spread over all classes (Szegedy et al. 2016); the loss in the log is without."""
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where the numbers of metrics.jsonl go besides; each needs the extra that is called like it."""
     sample_prompt: str = "The "
     sample_tokens: int = 48
 
@@ -266,11 +268,15 @@ class Config:
 
 
 def one_of_its_choices(config: object) -> None:
-    """Raise `UserError` for the first field whose type is a `Literal` that does not have its value."""
+    """Raise `UserError` for the first field whose type is a `Literal`, or a tuple of one, that does not have its
+    value."""
     for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
-            choices = ", ".join(map(str, typing.get_args(hint)))
-            raise UserError(f"{name} is {getattr(config, name)!r}; it must be one of {choices}.")
+        value = getattr(config, name)
+        values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
+        if typing.get_origin(hint) is Literal:
+            for wrong in (v for v in values if v not in typing.get_args(hint)):
+                choices = ", ".join(map(str, typing.get_args(hint)))
+                raise UserError(f"{name} is {wrong!r}; it must be one of {choices}.")
 
 
 def at_least(config: object, limit: float, *names: str) -> None:
@@ -304,6 +310,24 @@ def to_dict(config: object) -> dict[str, Any]:
             kind = f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"
             fields[f.name] = {"kind": kind, **fields[f.name]}
     return fields
+
+
+def flat(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
+    """A tree of JSON as leaves by their path; items of a list by their "name" if they have one, or their number."""
+    if isinstance(value, dict):
+        items: dict[Any, Any] = value
+    elif isinstance(value, list):
+        named = all(isinstance(x, dict) and "name" in x for x in value)
+        items = {
+            (x["name"] if named else i): {k: v for k, v in x.items() if k != "name"} if named else x
+            for i, x in enumerate(value)
+        }
+    else:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, item in items.items():
+        found |= flat(item, f"{name}{separator}{key}" if name else str(key), separator)
+    return found
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:

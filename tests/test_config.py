@@ -12,7 +12,10 @@ from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 
-CONFIG = Config("test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), data=TextConfig(), steps=3)
+CONFIG = Config(
+    "test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), data=TextConfig(), steps=3,
+    train=TrainConfig(log_to=("wandb", "tensorboard")),
+)  # fmt: skip
 
 
 def test_json_and_back_is_the_same():
@@ -68,6 +71,7 @@ def test_a_missing_field_without_default_is_named():
         lambda: OptimizerConfig(warmup_steps=-1),
         lambda: TrainConfig(batch_size=0),
         lambda: TrainConfig(sample_prompt=""),
+        lambda: TrainConfig(log_to=("tensorboard", "tensorflow")),  # type: ignore[arg-type]
         lambda: replace(CONFIG, steps=0),
         lambda: replace(CONFIG, seed=-1),
         lambda: replace(CONFIG, seed=2**32),

@@ -73,8 +73,8 @@ def test_commands_run(here, monkeypatch, capsys, command):
     for part in command.split("#")[0].split("&&"):
         words = shlex.split(part)
         if words[:3] == ["pip", "install", "-e"]:
-            extras = re.findall(r"\[(\w+)\]", words[3])
-            assert words[3].startswith(".") and set(extras) <= set(EXTRAS)
+            extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[3])
+            assert extras and set((extras[1] or "test").split(",")) <= set(EXTRAS)
         elif words == ["pytest"]:
             assert "pytest" in " ".join(EXTRAS["test"])
         elif words[:4] == ["python", "-m", "jaxformer", "plan"]:

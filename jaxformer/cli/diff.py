@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.config import to_dict
+from jaxformer.config import flat, to_dict
 from jaxformer.errors import UserError
 
 PROGRAM = "python -m jaxformer diff"
@@ -139,24 +139,6 @@ def _checkpoints(one: Path, other: Path, tolerance: float) -> Iterator[str]:
             share = float(np.linalg.norm(wide - wider) / norm) if norm else 0.0
             if not share <= tolerance or tolerance == 0:
                 yield f"step {both[-1]:,}, {name}: apart by {share:.2e} of its norm"
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """A tree of JSON as leaves by dotted names; items of a list by their "name" if they have one, or their number."""
-    if isinstance(value, dict):
-        items: dict[Any, Any] = value
-    elif isinstance(value, list):
-        named = all(isinstance(x, dict) and "name" in x for x in value)
-        items = {
-            (x["name"] if named else i): {k: v for k, v in x.items() if k != "name"} if named else x
-            for i, x in enumerate(value)
-        }
-    else:
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, item in items.items():
-        found |= flat(item, f"{name}.{key}".removeprefix("."))
-    return found
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> Iterator[str]:

@@ -30,7 +30,6 @@ def reporter(folder: Path) -> Sink:
 def write_report(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Write the page of some rows of the log."""
     config, last = read_config(folder), rows[-1]
-    facts = [f"{type(config.model.build()).__name__}, step {last['step']:,} of {config.steps:,}"]
-    if "val_loss" in last:
-        facts[0] += f": held-out loss {last['val_loss']:.4f} nats."
-    write_page(folder / REPORT, f"{folder.name}: training", facts, training(rows, read_samples(folder)))
+    loss = "" if last.get("val_loss") is None else f": held-out loss {last['val_loss']:.4f} nats"
+    fact = f"{type(config.model.build()).__name__}, step {last['step']:,} of {config.steps:,}{loss}."
+    write_page(folder / REPORT, f"{folder.name}: training", [fact], training(rows, read_samples(folder)))

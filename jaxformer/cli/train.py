@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = "configs/quick.py"
 RUNS = Path("runs")
-MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips"}
+MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips", "train.log_to"}
 """Fields that may differ on resuming, with all of `compute`: the data is compared by its content."""
 
 
@@ -109,10 +109,12 @@ def _main(arguments: list[str]) -> int:
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
     from jaxformer.cli.hooks import make_hooks
+    from jaxformer.cli.report import reporter
     from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, say
     from jaxformer.train.loop import train
+    from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
     console.quiet = not is_first()
@@ -121,6 +123,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
     parameters = count_parameters(abstract_params(config.model.build(), config.model))
     # As above, what cannot be is refused before anything is written.
+    if is_first():
+        prepare(config.train.log_to)
     data = load_data(folder, config) if resume else config.data.load(config.model, config.train.batch_size, config.seed)
     check_fit(config.model, data.rows(0, slice(1)))
     wait_for_all()  # if one of several processes has no data, no run is made
@@ -146,7 +150,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     hooks = make_hooks(config, mesh, data, folder)
     try:
         with relying_on_others(f"go on from the last checkpoint with: python train.py --resume --run {place}"):
-            outcome = train(config, data, folder, mesh, hooks, resume, allow_changed_data)
+            outcome = train(config, data, folder, mesh, hooks, resume, allow_changed_data, [reporter(folder)])
     except UserError:
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began

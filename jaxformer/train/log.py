@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ SHOWN = {
 }
 """How a validation's metrics are told, beside the loss."""
 
+Sink = Callable[[dict[str, Any]], None]
+"""What takes a row besides, as the file holds it."""
+
 console = Console(highlight=False, soft_wrap=True)
 """Where training talks to people; of several processes only the first does."""
 
@@ -35,11 +39,11 @@ def say(text: str) -> None:
 
 
 class Log:
-    """Writes rows of metrics to the run's folder, and shows them with a progress bar."""
+    """Writes rows of metrics to the run's folder and to `sinks`, and shows them with a progress bar."""
 
-    def __init__(self, folder: Path | None, start: int, steps: int) -> None:
+    def __init__(self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = ()) -> None:
         """Without a folder, nothing is written."""
-        self._folder = folder
+        self._folder, self._sinks = folder, sinks
         if folder is not None:
             with writing(folder, METRICS):
                 self._file = (folder / METRICS).open("a", encoding="utf-8")
@@ -73,9 +77,12 @@ class Log:
             return
         if not (self._folder / METRICS).exists():  # the open file would take rows that nobody can read
             raise vanished(self._folder, METRICS)
+        stored = _finite(row)
         with writing(self._folder, METRICS):
-            self._file.write(json.dumps(_finite(row)) + "\n")
+            self._file.write(json.dumps(stored) + "\n")
             self._file.flush()
+        for sink in self._sinks:
+            sink(stored)
         if "step_ms" in row:
             self._progress.update(self._task, note=f"loss {row['loss']:.3f}  {_speed(row)}")
         if "val_loss" in row:

@@ -23,8 +23,9 @@ from jaxformer.errors import UserError
 from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, cut_log, say
+from jaxformer.train.log import Log, Sink, cut_log, say
 from jaxformer.train.optimizer import make_schedule, updates_taken
+from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allowed_failures, init_state
 
 
@@ -57,7 +58,7 @@ class Outcome:
 
 def train(
     config: Config, data: Dataset, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False,
-    allow_changed_data: bool = False,
+    allow_changed_data: bool = False, sinks: Sequence[Sink] = (),
 ) -> Outcome:  # fmt: skip
     """Train until `config.steps`, an interruption, or a loss that is not finite. Saves on every way out.
 
@@ -66,6 +67,9 @@ def train(
     or with `allow_changed_data` noted in the log.
 
     Of several processes, all call this; only the first writes, but for checkpoints, which they write together.
+
+    Args:
+      sinks: what takes the rows of the log besides its file and what `config.train.log_to` names.
 
     Raises:
       UserError: data or config do not fit each other, the devices or, with `resume`, the run; the run's folder
@@ -119,7 +123,8 @@ def train(
                     row |= hook.call(step, state, batch) or {}
             return row
 
-        with Log(folder if is_first() else None, start, config.steps) as log:
+        written = folder if is_first() else None
+        with open_sinks(written, config) as opened, Log(written, start, config.steps, [*opened, *sinks]) as log:
             if changed:
                 log.row({"step": start, "note": f"the data is not what it was before; now it is {data.describe()}"})
             batch = assemble(data.rows(start, held), held, t.batch_size, split)

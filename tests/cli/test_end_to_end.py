@@ -93,7 +93,7 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     assert last["val_loss"] < rows[0]["val_loss"]
     assert len(rows[0]["at_first"]["observed"]) == 2 and "at_first" not in last
     folder = here / "runs/quick"
-    for name in ("config.json", "tokenizer.json", "samples.txt", "plots/loss.png", "plots/entropy.png"):
+    for name in ("config.json", "tokenizer.json", "samples.txt", "plots/loss.png", "plots/entropy.png", "report.html"):
         assert (folder / name).stat().st_size > 0
     assert "temperature 0]" in (folder / "samples.txt").read_text()
     assert not finished.stderr

@@ -22,6 +22,14 @@ def test_rows_come_back_and_numbers_json_cannot_hold_are_null(tmp_path):
     assert read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None}]
 
 
+def test_sinks_get_what_the_file_holds(tmp_path):
+    seen: list[dict] = []
+    with Log(tmp_path, 0, 3, [seen.append]) as log:
+        log.row(ROW)
+        log.row({"step": 1, "loss": float("nan"), "entropy": [[float("inf"), 0.5]]})
+    assert seen == read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None, "entropy": [[None, 0.5]]}]
+
+
 def test_a_line_tells_of_each_row_what_is_in_it():
     text = {**ROW, "loss": 1.5, "ppl": 4.48, "val_accuracy": 0.25, "step_ms": 12.3, "tokens_per_s": 1234.5}
     assert line(text) == (

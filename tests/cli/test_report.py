@@ -1,0 +1,62 @@
+"""`report.html` while a run trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxformer.cli.report import reporter
+from jaxformer.config import Config
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.runs import create_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    model = DecoderConfig(vocab_size=257, context_length=8, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,))
+    config = Config("small", model, data=TextConfig(), steps=30)
+    return create_run(tmp_path / "small", config, Tokenizer.train([], 257), may_number=False)
+
+
+def feed(run: Path, rows: list[dict]) -> None:
+    """As training does: each row stands in the file before a sink gets it."""
+    sink = reporter(run)
+    for row in rows:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        sink(row)
+
+
+def losses(run: Path) -> list[dict]:
+    text = (run / "report.html").read_text(encoding="utf-8")
+    return json.loads(text.split('id="data">')[1].split("</script>")[0])["section-0"]["traces"]
+
+
+def test_the_page_follows_the_log_and_goes_on_with_it(run: Path):
+    feed(run, [{"step": 0, "val_loss": 6.0}, {"step": 5, "loss": 5.5}])
+    assert [trace["x"] for trace in losses(run)] == [[], [0]]  # made anew with a validation
+    feed(run, [{"step": 10, "loss": 5.25, "val_loss": 5.0}, {"step": 20, "loss": 4.5, "val_loss": 4.0}])  # resumed
+    batch, held = losses(run)
+    assert (batch["x"], batch["y"]) == ([5, 10, 20], [5.5, 5.25, 4.5])
+    assert (held["x"], held["y"]) == ([0, 10, 20], [6.0, 5.0, 4.0])
+    text = (run / "report.html").read_text()
+    assert "<h1>small: training</h1>" in text
+    assert "<p>Decoder, step 20 of 30: held-out loss 4.0000 nats.</p>" in text
+
+
+def test_a_loss_that_is_none_is_no_number(run: Path):
+    feed(run, [{"step": 10, "loss": None, "val_loss": None}])
+    assert [trace["y"] for trace in losses(run)] == [[None], [None]]
+    assert "<p>Decoder, step 10 of 30.</p>" in (run / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_says_how_to_go_on(run: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxformer.inspect.page.write_atomically", full)
+    with pytest.raises(UserError, match=r"report.html cannot be written .*No space left on device; free some space"):
+        feed(run, [{"step": 0, "val_loss": 6.0}])

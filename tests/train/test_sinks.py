@@ -1,0 +1,273 @@
+"""TensorBoard and Weights & Biases get what `metrics.jsonl` holds, and each step once."""
+
+import io
+import json
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from jaxformer.cli.hooks import make_hooks
+from jaxformer.config import Config, TrainConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.sharding import make_mesh
+from jaxformer.train.log import read_metrics
+from jaxformer.train.loop import Hook, train
+from jaxformer.train.sinks import open_sinks, prepare, scalars
+from tests.helpers import mounted, run, tiny, write_books
+
+MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
+CONFIG = Config(
+    "test", MODEL, TextConfig(), steps=6,
+    train=TrainConfig(
+        batch_size=8, log_every=1, eval_every=2, eval_examples=8, report_every=3, checkpoint_every=3, sample_tokens=4,
+        log_to=("tensorboard",),
+    ),
+)  # fmt: skip
+ROW = {
+    "step": 3,
+    "loss": 2.5,
+    "tokens": 384,
+    "ppl": None,  # was infinite
+    "note": "the wind has turned",
+    "entropy": [[1.0, 0.5], [0.25, None]],
+    "router": {"blocks.0.mlp": {"share": [0.75, 0.25], "dropped": 0.125}},
+    "gradients": [{"name": "W_pos", "g": 1.5, "update": 1e-3}, {"name": "blocks.0.mlp.W_1", "g": 0.0, "update": None}],
+}
+NAMED = {
+    "loss": 2.5,
+    "tokens": 384,
+    "entropy/0/0": 1.0,
+    "entropy/0/1": 0.5,
+    "entropy/1/0": 0.25,
+    "router/blocks.0.mlp/share/0": 0.75,
+    "router/blocks.0.mlp/share/1": 0.25,
+    "router/blocks.0.mlp/dropped": 0.125,
+    "gradients/W_pos/g": 1.5,
+    "gradients/W_pos/update": 1e-3,
+    "gradients/blocks.0.mlp.W_1/g": 0.0,
+}
+
+
+class Killed(Exception):
+    """What ends a run without a save."""
+
+
+def events(file: Path) -> Iterator[Event]:
+    """A file of TFRecords: length, its checksum, content, its checksum."""
+    content = file.read_bytes()
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        yield Event.FromString(content[12 : 12 + length])
+        content = content[16 + length :]
+
+
+def told(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """What TensorBoard shows of a run: files in the order of their names, each forgetting what it starts before."""
+    rows: list[tuple[int, dict[str, float]]] = []
+    for file in sorted((folder / "tensorboard").iterdir()):
+        first, *others = events(file)
+        assert first.file_version == "brain.Event:2"
+        for event in others:
+            if event.session_log.status == SessionLog.START:
+                rows = [row for row in rows if row[0] < event.step]
+            else:
+                rows.append((event.step, {value.tag: value.simple_value for value in event.summary.value}))
+    return rows
+
+
+def stored(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """The same from `metrics.jsonl`, in the float32 that TensorBoard keeps."""
+    return [
+        (row["step"], {name: float(np.float32(value)) for name, value in scalars(row).items()})
+        for row in read_metrics(folder)
+    ]
+
+
+def write_rows(folder: Path, steps: Iterable[int]) -> None:
+    """A log whose loss falls by 1 a step."""
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {5 - step}.0}}\n' for step in steps))
+
+
+def train_in(folder: Path, config: Config, killed_at: int | None = None, resume: bool = False) -> None:
+    """Train with all that a run looks at on the way, on one device."""
+    config = replace(config, data=TextConfig(str(write_books(folder.parent / "books"))))
+    folder.mkdir(exist_ok=True)
+    data, mesh = config.data.load(MODEL, config.train.batch_size, config.seed), make_mesh("", jax.devices()[:1])
+
+    def kill(step: int, *_: Any) -> None:
+        if step == killed_at:
+            raise Killed
+
+    train(config, data, folder, mesh, [*make_hooks(config, mesh, data, folder), Hook(1, kill)], resume)
+
+
+def test_numbers_are_named_by_their_path_in_the_row():
+    assert scalars(ROW) == NAMED
+    assert scalars({"step": 3, "note": "the wind has turned"}) == {}
+
+
+@pytest.mark.slow
+def test_tensorboard_has_each_step_of_an_interrupted_run_once_and_as_metrics_has_it(tmp_path):
+    with pytest.raises(Killed):
+        train_in(tmp_path / "run", CONFIG, killed_at=6)
+    assert [step for step, _ in told(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
+    train_in(tmp_path / "run", CONFIG, resume=True)  # from step 3
+    assert told(tmp_path / "run") == stored(tmp_path / "run")
+    assert [step for step, _ in told(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
+    names = told(tmp_path / "run")[6][1].keys()
+    assert {"loss", "val_loss", "lr", "entropy/0/1", "gradients/blocks.0.attention.heads.1.W_K/update"} <= names
+
+
+def test_tensorboard_is_given_the_rows_from_before_it_was_asked_for(tmp_path):
+    write_rows(tmp_path, range(3))
+    with open_sinks(tmp_path, CONFIG) as (sink,):
+        sink({"step": 3, "loss": 2.0})
+        assert told(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]  # while it trains
+    write_rows(tmp_path, range(2))  # as resuming at step 1 cuts it
+    with open_sinks(tmp_path, CONFIG):
+        pass
+    assert told(tmp_path) == [(0, {"loss": 5.0}), (1, {"loss": 4.0})]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    full = r"tensorboard cannot be written to .*: No space left on device; free some space, then go on"
+    with mounted(tmp_path, "64k") as disk, pytest.raises(UserError, match=full), open_sinks(disk, CONFIG) as (sink,):
+        for _ in range(1000):  # more than 100 KB
+            sink(ROW)
+
+
+def test_without_a_folder_nothing_is_written():
+    with open_sinks(None, CONFIG) as sinks:
+        assert sinks == []
+
+
+@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_an_extra_that_is_not_installed_is_named(monkeypatch, name, package):
+    for found in (None, ModuleType(package)):  # not there, or a folder that is called like it
+        monkeypatch.setitem(sys.modules, package, found)
+        with pytest.raises(UserError, match=rf"log_to {name} needs {package}; .*pip install 'jaxformer\[{name}\]'"):
+            prepare([name])
+
+
+@pytest.mark.slow
+def test_without_the_extra_no_run_is_made(tmp_path, monkeypatch):
+    write_books(tmp_path / "books")
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/tensorboardX.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
+    result = run("train.py", *tiny(tmp_path / "books"), "--train.log-to", "tensorboard", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.startswith("error: train.log_to tensorboard needs tensorboardX; ")
+    assert result.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch) -> Iterator[ModuleType]:
+    """Weights & Biases offline, apart from the user's; not in the extra `test`, for it is large."""
+    package = pytest.importorskip("wandb")
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "of_wandb"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("API_KEY", "PROJECT", "NAME", "RUN_ID"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    package.teardown()
+    yield package
+    package.teardown()
+
+
+def uploads(file: Path) -> list[Any]:
+    """The records of a file that `wandb sync` uploads: LevelDB's log format after 7 bytes, blocks of 32 KiB that hold
+    whole records (1) or parts of them (2, first; 3; 4, last)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, position, parts, records = file.read_bytes(), 7, b"", []
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def uploaded_rows(file: Path) -> list[tuple[int, dict[str, float]]]:
+    """Its history, without what Weights & Biases adds."""
+    found = []
+    for record in uploads(file):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            found.append((items["_step"], {name: value for name, value in items.items() if name[0] != "_"}))
+    return found
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_one_run_of_weights_and_biases_and_its_last_upload_is_whole(tmp_path, wandb):
+    config, folder = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",))), tmp_path / "quick"
+    folder.mkdir()
+    prepare(config.train.log_to)
+    with pytest.raises(Killed), open_sinks(folder, config) as (sink,):
+        sink({"step": 0, "loss": 5.0})
+        sink({"step": 1, "note": "the wind has turned"})
+        sink(ROW)
+        raise Killed
+    wandb.teardown()  # which waits until all is in the file
+    (first,) = folder.glob("wandb/offline-run-*/*.wandb")
+    assert uploaded_rows(first) == [(0, {"loss": 5.0}), (3, NAMED)]
+    write_rows(folder, range(2))  # as resuming at step 1 cuts it
+    with open_sinks(folder, config) as (sink,):
+        sink(ROW)
+    wandb.teardown()
+    (second,) = set(folder.glob("wandb/offline-run-*/*.wandb")) - {first}
+    assert uploaded_rows(second) == [(0, {"loss": 5.0}), (1, {"loss": 4.0}), (3, NAMED)]
+    runs = [record.run for file in (first, second) for record in uploads(file) if record.HasField("run")]
+    assert {run.run_id for run in runs} == {(folder / "wandb/id").read_text().strip()}
+    assert {(run.project, run.display_name) for run in runs} == {("jaxformer", "quick")}
+    values = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert values["steps"] == 6 and values["model"]["kind"] == "decoder.DecoderConfig"
+    codes = [record.exit.exit_code for file in (first, second) for record in uploads(file) if record.HasField("exit")]
+    assert codes == [1, 0]
+
+
+@pytest.mark.slow
+def test_a_login_that_is_missing_is_one_sentence_before_anything_is_made(wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # no terminal
+    with pytest.raises(UserError, match=r"failed: No API key .*; log in with 'wandb login', or set WANDB_MODE=offline"):
+        prepare(["wandb"])
+
+
+@pytest.mark.slow
+def test_weights_and_biases_that_fail_are_one_sentence(tmp_path, wandb, monkeypatch):
+    config = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",)))
+    lost = rf"Weights & Biases failed: Connection lost; go on with: python train\.py --resume --run {tmp_path}$"
+    with pytest.raises(UserError, match=lost), open_sinks(tmp_path, config) as (sink,):
+        monkeypatch.setattr(
+            wandb.Run, "log", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("Connection lost"))
+        )
+        sink(ROW)
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.CommError("no route\nto host.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    refused = r"failed: no route to host; try again, or set WANDB_MODE=offline\.$"
+    with pytest.raises(UserError, match=refused), open_sinks(tmp_path, config):
+        raise AssertionError
