@@ -129,9 +129,9 @@ def test_room_is_limited_in_training_alone() -> None:
 
 def test_nothing_is_sown_where_nobody_asks() -> None:
     module = MODULES["all"]
-    variables = module.init(jax.random.key(0), X_BTD[0])
+    variables = jax.eval_shape(lambda: module.init(jax.random.key(0), X_BTD[0]))
     assert set(variables) == {"params"}
-    _, sown = module.apply(variables, X_BTD[0], mutable=["intermediates"])
+    _, sown = jax.eval_shape(lambda variables: module.apply(variables, X_BTD[0], mutable=["intermediates"]), variables)
     assert sown == {}
 
 
