@@ -65,11 +65,18 @@ HARM = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """A run with checkpoints 5, 10 and 15; the first is the best."""
-    write(tmp_path, 5, 10, 15, losses={5: 1.0, 10: 2.0, 15: 3.0})
-    return tmp_path
+    folder = tmp_path_factory.mktemp("saved")
+    write(folder, 5, 10, 15, losses={5: 1.0, 10: 2.0, 15: 3.0})
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it for each test to harm."""
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 def test_what_was_saved_comes_back_each_leaf_where_it_was_asked_to_be(folder):
