@@ -153,6 +153,7 @@ def test_experts_begin_unlike_each_other() -> None:
 def test_bfloat16_is_routed_in_float32() -> None:
     module, params = MODULES["all"], params_of(MODULES["all"])
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    out, sown = module.apply({"params": half}, X_BTD[0].astype(jnp.bfloat16), mutable=[ROUTER])
+    apply_to = lambda x: module.apply({"params": half}, x, mutable=[ROUTER])  # noqa: E731
+    out, sown = jax.eval_shape(apply_to, X_BTD[0].astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(sown)} == {jnp.dtype(jnp.float32)}
