@@ -25,6 +25,8 @@ from jaxformer.runs import create_run
 ROOT = Path(__file__).parents[1]
 exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
 """A case that shows once more what another has shown."""
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""A case of a test of which another case is quick enough for the fast tests."""
 
 
 def write_books(folder: Path, n: int = 6, words: int = 900) -> Path:

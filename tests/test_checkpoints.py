@@ -142,6 +142,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(folder, cap
         StoredCheckpoints(folder).step(15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
 def test_on_going_on_a_damaged_checkpoint_makes_way_for_a_new_one(folder, caplog, harm):
     harm(folder / "checkpoints/15")
@@ -309,6 +310,7 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
         assert_step(disk, 10)
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
@@ -341,6 +343,7 @@ def test_a_mistake_of_the_caller_is_no_fault_of_the_disk(tmp_path):
         checkpoints.save(10, state(10), None, {}, None)
 
 
+@pytest.mark.slow
 def test_an_error_on_the_way_is_not_hidden_by_one_of_saving(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         fill(disk, 0)

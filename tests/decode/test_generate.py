@@ -128,6 +128,7 @@ def test_a_prompt_may_be_a_prefix_which_no_chunk_cuts() -> None:
     assert_equals_full_passes(model, [[3], [5, 1, 4, 1, 5], [2, 7]], 7, prefill_chunk=2)
 
 
+@pytest.mark.slow
 def test_a_ring_of_slots_is_gone_round_while_the_prompt_is_read() -> None:
     """A window of 3 and chunks of 4 have 8 slots, for a prompt of 29."""
     model = build(replace(ROPE, window=3, context_length=31))
@@ -374,6 +375,7 @@ class GRULanguageModel(nn.Module):
         return self.unembed(self.extend(tokens_T, jnp.arange(len(tokens_T)), self.init_cache(0, None), 0)[0])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_ours_and_keeps_a_state_goes_on_for_ever() -> None:
     model = GRULanguageModel()
     params = random_params(model, jnp.zeros(3, jnp.int32))

@@ -137,6 +137,7 @@ def test_a_window_is_looked_past(monkeypatch):
     assert short.holds and short.said.endswith("a window of 70 unseen")
 
 
+@pytest.mark.slow
 def test_a_scale_at_its_limit_is_no_wrong_gradient():
     model, params, _ = made(MODELS["clip"])
     inputs = [x[0] for x in random_inputs(MODELS["clip"], 2)]

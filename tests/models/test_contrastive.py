@@ -82,6 +82,7 @@ def test_all_alike_costs_the_logarithm_of_how_many_there_are() -> None:
     assert_close(OBJECTIVE.loss(Given(), TEN, batch)[0], log(7), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_formula_in_the_paper() -> None:
     """Figure 3, written out: cross-entropy of rows and of columns against their own numbers."""
 
@@ -112,6 +113,7 @@ def shards(batch: Batch, n: int) -> tuple:
     return everywhere(PARAMS, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [exhaustive(False), True])
 def test_eight_devices_add_up_to_one(weighted: bool) -> None:
     """Loss and gradient to 1e-6, also where one device has no pair that counts."""
