@@ -38,11 +38,11 @@ def first_params(module: nn.Module, *args: Any) -> Params:
     return jax.jit(lambda: module.init(jax.random.key(0), *args)["params"])()
 
 
-def random_params(module: nn.Module, *args: Any) -> Params:
+def random_params(module: nn.Module, *args: Any, seed: int = 0) -> Params:
     """Parameters unlike the first ones, and no program compiled for them: gains are not one and biases not
     zero, so that one in the wrong place shows."""
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args)["params"])
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
 
     def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
         name, values = path[-1].key, draw.normal(size=shape.shape)

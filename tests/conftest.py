@@ -2,9 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
-from pathlib import Path
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # read when jax is imported; `cli.machine` leaves it alone
 # Most of the suite's time is compiling. What programs mean is not changed by this, only how fast they run.
@@ -20,15 +19,15 @@ import jax
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the hook that leaves tests out by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """What is exhaustive is slow; and files of slow tests come first, for a file is one worker's alone, and the other
     would have nothing to do at the end."""
-    slow: Counter[Path] = Counter()
     for item in items:
         if "exhaustive" in item.keywords:
             item.add_marker("slow")
-        slow[item.path] += "slow" in item.keywords and "exhaustive" not in item.keywords
+    yield
+    slow = Counter(item.path for item in items if "slow" in item.keywords)
     items.sort(key=lambda item: -slow[item.path])
 
 

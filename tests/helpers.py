@@ -23,6 +23,10 @@ from jaxformer.models.objective import next_token_nll
 from jaxformer.runs import create_run
 
 ROOT = Path(__file__).parents[1]
+exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
+"""A case that shows once more what another has shown."""
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""A case of a test of which another case is quick enough for the fast tests."""
 
 
 def write_books(folder: Path, n: int = 6, words: int = 900) -> Path:
@@ -42,7 +46,7 @@ def tiny(data: Path, steps: int = 20) -> list[str]:
     """Options that make `train.py` a matter of seconds."""
     return [
         "--config", str(ROOT / "configs/quick.py"), "--data.path", str(data), "--steps", str(steps),
-        "--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16", "--model.n-blocks", "2",
+        "--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16", "--model.n-blocks", "1",
         "--model.n-heads", "2", "--model.d-ff", "32", "--train.batch-size", "4", "--train.sample-tokens", "20",
         "--train.eval-every", "10", "--train.report-every", "10", "--train.checkpoint-every", "5",
         "--train.eval-examples", "8", "--train.log-every", "3", "--optimizer.learning-rate", "0.1",

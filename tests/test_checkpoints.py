@@ -65,11 +65,18 @@ HARM = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """A run with checkpoints 5, 10 and 15; the first is the best."""
-    write(tmp_path, 5, 10, 15, losses={5: 1.0, 10: 2.0, 15: 3.0})
-    return tmp_path
+    folder = tmp_path_factory.mktemp("saved")
+    write(folder, 5, 10, 15, losses={5: 1.0, 10: 2.0, 15: 3.0})
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it for each test to harm."""
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 def test_what_was_saved_comes_back_each_leaf_where_it_was_asked_to_be(folder):
@@ -135,6 +142,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(folder, cap
         StoredCheckpoints(folder).step(15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
 def test_on_going_on_a_damaged_checkpoint_makes_way_for_a_new_one(folder, caplog, harm):
     harm(folder / "checkpoints/15")
@@ -302,6 +310,7 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
         assert_step(disk, 10)
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
@@ -334,6 +343,7 @@ def test_a_mistake_of_the_caller_is_no_fault_of_the_disk(tmp_path):
         checkpoints.save(10, state(10), None, {}, None)
 
 
+@pytest.mark.slow
 def test_an_error_on_the_way_is_not_hidden_by_one_of_saving(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         fill(disk, 0)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.log import read_metrics
 from jaxformer.train.step import abstract_state, init_state, make_train_step
 from tests.across import BATCHES, CONFIG, SAVED
-from tests.helpers import ROOT, fill, mounted, run, tiny, write_books
+from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_books
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "devices", "mesh"),
-    [(2, 2, "data=2,tensor=2"), (4, 1, "data=2,fsdp=2")],
+    [(2, 2, "data=2,tensor=2"), exhaustive(4, 1, "data=2,fsdp=2")],
 )
 def test_several_processes_train_as_one_and_save_one_checkpoint(tmp_path, one_process, n, devices, mesh):
     wanted, resumed = one_process
@@ -327,8 +328,7 @@ def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_lea
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before the save", "during the save"])
-def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path, moment):
+def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
     program = """if True:
         import sys, time
         from pathlib import Path
@@ -361,16 +361,22 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path, mom
         Checkpoints._write_sums, train._main = slow, job
         sys.exit(train.main([]))
     """
-    first, second = start_all(2, 1, lambda where: ["-c", program, str(tmp_path), moment, *where], ROOT)
-    out, err = second.communicate(timeout=120)
-    failed = time.monotonic()
-    assert second.returncode == 1, out + err
-    assert err.endswith("ZeroDivisionError: division by zero\n")
-    out, err = first.communicate(timeout=60)
-    assert time.monotonic() - failed < 60
-    assert first.returncode == 1, out + err
-    assert err.splitlines()[-1].endswith("its own output says why; advice")
-    assert StoredCheckpoints(tmp_path).steps() == [5] and StoredCheckpoints(tmp_path).step() == 5
+    moments = ("before the save", "during the save")
+    command = lambda moment, where: ["-c", program, str(tmp_path / moment), moment, *where]  # noqa: E731
+    for moment in moments:
+        (tmp_path / moment).mkdir()
+    started = {moment: start_all(2, 1, partial(command, moment), ROOT) for moment in moments}  # they wait long
+    for moment, (first, second) in started.items():
+        out, err = second.communicate(timeout=120)
+        failed = time.monotonic()
+        assert second.returncode == 1, out + err
+        assert err.endswith("ZeroDivisionError: division by zero\n")
+        out, err = first.communicate(timeout=60)
+        assert time.monotonic() - failed < 60
+        assert first.returncode == 1, out + err
+        assert err.splitlines()[-1].endswith("its own output says why; advice")
+        stored = StoredCheckpoints(tmp_path / moment)
+        assert stored.steps() == [5] and stored.step() == 5
 
 
 @pytest.mark.slow

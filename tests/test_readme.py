@@ -7,11 +7,18 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
+from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.cli import diff, inspect, ladder, sample, verify
 from jaxformer.cli import eval as evaluate
+from jaxformer.cli.arguments import load_config
+from jaxformer.runs import create_run
+from tests.arrays import first_params
 from tests.helpers import ROOT, run, tiny, write_books
 
 README = (ROOT / "README.md").read_text()
@@ -22,29 +29,28 @@ NOT_OF_AN_MLP = {"--model.n-blocks", "--model.n-heads"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
+def untrained(folder: Path, spec: str, model: dict, data: dict) -> None:
+    """A run of a small model that has learned nothing yet."""
+    config = load_config(f"{ROOT}/configs/{spec}")
+    config = replace(config, model=replace(config.model, d_model=8, **model), data=replace(config.data, **data))
+    place = create_run(
+        folder / "runs" / config.name, config, config.data.load(config.model, 4, config.seed).tokenizer,
+        may_number=False,
+    )  # fmt: skip
+    with Checkpoints(place) as checkpoints:
+        params = first_params(config.model.build(), *config.model.example())
+        checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """A folder as a reader has it after the first command, with a smaller model."""
     folder = tmp_path_factory.mktemp("reader")
     write_books(folder / "books")
-    few = [
-        "--steps",
-        "2",
-        "--optimizer.warmup-steps",
-        "0",
-        "--train.batch-size",
-        "4",
-        "--model.d-model",
-        "8",
-        "--train.eval-examples",
-        "4",
-    ]
-    dates = ["--config", f"{ROOT}/configs/dates.py:bahdanau", *few, "--data.n-pairs", "64", "--data.n-held-out", "8"]
-    books = ["--data.path", str(folder / "books"), "--model.vocab-size", "281"]
-    gaps = ["--config", f"{ROOT}/configs/mlm.py", *few, *books, "--model.n-blocks", "1"]
-    for options in (dates, gaps, tiny(folder / "books", steps=2)):  # the newest is what commands without --run take
-        result = run("train.py", *options, cwd=folder)
-        assert result.returncode == 0, result.stderr
+    untrained(folder, "dates.py:bahdanau", {}, {"n_pairs": 64, "n_held_out": 8})
+    untrained(folder, "mlm.py", {"vocab_size": 281, "n_blocks": 1}, {"path": str(folder / "books")})
+    result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)  # the newest is what is taken without --run
+    assert result.returncode == 0, result.stderr
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
@@ -109,6 +115,8 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:2] == ["python", "sample.py"]:
             assert sample.main(words[2:]) == 0
             assert capsys.readouterr().out
+        elif words == ["python", "train.py"]:
+            assert (here / "runs/quick/samples.txt").exists()  # that is how the folder was made
         elif words[:2] == ["python", "train.py"] and "--resume" not in words:
             small = tiny(here / "books", steps=2)
             options = [*small, *words[2:], "--steps", "2"] if "--config" not in words else [*words[2:], *small[2:]]
@@ -122,8 +130,6 @@ def test_commands_run(here, monkeypatch, capsys, command):
 
 
 def test_every_config_and_rung_the_readme_names_is_there():
-    from jaxformer.cli.arguments import load_config
-
     ladder = README.split("The ladder is")[1].split(".")[0]
     rungs = re.findall(r"`(\w+)`", ladder)
     assert len(rungs) == 10

@@ -244,7 +244,8 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
         return _call(model, params, "unembed", x_1D)
 
     text = jnp.append(tokens_T[:n], tokens_T[n - 1])
-    without = _call(model, params, "unembed", _call(model, params, "features", text, *prefix.values()))[-1:]
+    features = lambda text: _call(model, params, "features", text, *prefix.values())  # noqa: E731
+    without = jax.jit(lambda text: _call(model, params, "unembed", features(text))[-1:])(text)
     return apart(padded(tokens_T), without)
 
 
@@ -319,14 +320,14 @@ def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
     small step; and so it is along the gradient itself."""
     ask = partial(Check, "gradients", limit=FINITE_DIFFERENCE)
     with jax.enable_x64(True):
-        exact = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), jnp.float64), params)
+        exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
         if isinstance(model, CLIP):  # beyond its largest scale the gradient goes on, on purpose
-            exact = exact | {"t": jnp.minimum(exact["t"], LARGEST_LOG_SCALE - 1e-3)}
+            exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 1e-3)}
         plain = model.config.build()
         loss: Callable[[Params], jax.Array] = jax.jit(lambda p: objective_of(plain).example_loss(plain, p, example))
-        grads = jax.jit(jax.grad(loss))(exact)
+        grads = jax.device_get(jax.jit(jax.grad(loss))(exact))
         rng = np.random.default_rng(0)
-        random = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), exact)
+        random = jax.tree.map(lambda p: rng.normal(size=p.shape), exact)
         worst = worst_of(_slope_error(loss, exact, grads, way) for way in (random, grads))
     return ask("along two directions, against differences in float64", worst)
 
@@ -334,8 +335,8 @@ def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
 def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Params, way: Params) -> float:
     """How far the slope in a direction, by the gradient, is from the difference quotient that is nearest to it, as a
     share of it. Of several steps, as a large one may cross a kink of a ReLU, and a small one drowns in rounding."""
-    norm = lambda tree: sum(float(jnp.vdot(x, x)) for x in jax.tree.leaves(tree)) ** 0.5  # noqa: E731
-    slope = sum(float(jnp.vdot(g, w)) for g, w in zip(*map(jax.tree.leaves, (grads, way)), strict=True))
+    norm = lambda tree: sum(float(np.vdot(x, x)) for x in jax.tree.leaves(tree)) ** 0.5  # noqa: E731
+    slope = sum(float(np.vdot(g, w)) for g, w in zip(*map(jax.tree.leaves, (grads, way)), strict=True))
     at = lambda t: float(loss(jax.tree.map(lambda p, w: p + t * w, params, way)))  # noqa: E731
     errors, here = [], abs(at(0))
     for relative in (1e-5, 1e-6, 1e-7):
@@ -386,8 +387,10 @@ def _leaves(result: Any, n: int | None) -> list[jax.Array]:
 
 def apart(one: jax.Array, other: jax.Array) -> float:
     """The largest difference, of the largest value or of 1; NaN where something is not finite."""
-    scale = jnp.maximum(1.0, jnp.max(jnp.abs(other), initial=0.0))
-    return float(jnp.max(jnp.abs(one - other), initial=0.0) / scale)
+    ours, theirs = np.asarray(one, np.float32), np.asarray(other, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):  # of infinities
+        scale = np.maximum(1.0, np.max(np.abs(theirs), initial=0.0))
+        return float(np.max(np.abs(ours - theirs), initial=0.0) / scale)
 
 
 def _without_dropout(config: Any) -> Any:

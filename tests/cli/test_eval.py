@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import Run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import Evaluator
+from tests.arrays import first_params
 from tests.helpers import small_run, write_books
 
 UNKNOWN = "Καλημέρα κόσμε 你好 🙂\n\n" * 40
@@ -77,7 +77,7 @@ def test_a_model_of_one_prediction_a_window_has_a_stride_of_one(here, monkeypatc
     tokenizer = Tokenizer.train(["a b"], 257)
     model = MLPConfig(vocab_size=257, context_length=8, d_model=4, d_ff=(4,), concatenate=True)
     config = Config("a", model, data=TextConfig(), steps=1)
-    params = model.build().init(jax.random.key(0), jnp.zeros(8, jnp.int32))["params"]
+    params = first_params(model.build(), jnp.zeros(8, jnp.int32))
     run = Run(Path("it"), config, model.build(), params, tokenizer, 0)
     monkeypatch.setattr(command, "open_run", lambda options, mesh: run)
     assert command.main(["--data.path", "books/0.txt"]) == 0

@@ -18,7 +18,7 @@ from jaxformer.cli import ladder
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.runs import create_run
-from tests.helpers import ROOT, write_books
+from tests.helpers import ROOT, exhaustive, write_books
 
 SMALL = [
     "--model.vocab-size", "280", "--model.context-length", "8", "--model.d-model", "8", "--model.d-ff", "12",
@@ -142,7 +142,7 @@ def test_wrong_input_is_one_sentence(options, said, capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [exhaustive(signal.SIGINT), signal.SIGTERM])
 def test_whoever_ends_the_ladder_ends_its_rung_which_saves(tmp_path, number):
     write_books(tmp_path / "books")
     (tmp_path / "configs").symlink_to(ROOT / "configs")

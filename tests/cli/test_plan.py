@@ -28,6 +28,7 @@ def lines(text: str) -> dict[str, str]:
     return {line[:20].strip(): line[20:] for line in text.splitlines() if line.startswith("  ")}
 
 
+@pytest.mark.slow
 def test_for_the_devices_here(capsys):
     assert main([*SMALL, "--mesh", "fsdp=8", "--compute.remat", "block", "--compute.scan-blocks"]) == 0
     said = capsys.readouterr().out
@@ -40,6 +41,7 @@ def test_for_the_devices_here(capsys):
     assert number(found["computed"]) > number(found["model operations"])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_to_change(capsys, monkeypatch):
     monkeypatch.setattr("jaxformer.train.plan.capacity", lambda device: 1e5)
     assert main([*SMALL, "--mesh", "data=8"]) == 1

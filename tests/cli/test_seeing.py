@@ -67,6 +67,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("broken.png").write_bytes(b"no picture")
 
 
+@pytest.mark.slow
 def test_classes_are_told_by_name_with_what_the_model_gives_them(
     runs: dict[str, str], capsys: pytest.CaptureFixture
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_video_is_an_animated_picture_and_classes_without_names_are_numbers(
     assert sorted(name for name, _ in shows) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_texts_are_matched_as_by_all_their_cosines(runs: dict[str, str], capsys: pytest.CaptureFixture) -> None:
     texts = ["red", "a blue one", "teal"]
     assert sample.main(["--run", runs["captions"], "--images", "small.png", "--prompt", *texts, "--jsonl"]) == 0

@@ -53,6 +53,7 @@ def _there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)
 
 
+@pytest.mark.slow
 def test_each_prompt_is_translated(made: Callable, capsys: pytest.CaptureFixture) -> None:
     assert sample.main(["--prompt", *SOURCES]) == 0
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in made(SOURCES))
@@ -96,6 +97,7 @@ def test_what_does_not_apply_is_refused(
     assert said in told.err and not told.out
 
 
+@pytest.mark.slow
 def test_eval_scores_what_is_made_of_the_held_out_sources(made: Callable, capsys: pytest.CaptureFixture) -> None:
     assert evaluation.main(["--batch-size", "8"]) == 0
     about, loss, quality = capsys.readouterr().out.splitlines()

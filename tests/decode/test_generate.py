@@ -23,6 +23,7 @@ from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import assert_close, build, random_params, random_tokens
+from tests.helpers import exhaustive
 
 V, CONTEXT = 23, 11
 GREEDY, RANDOM = Sampling(0), Sampling(1.5)
@@ -120,12 +121,14 @@ def test_a_prompt_can_be_cut_into_chunks_anywhere() -> None:
         assert_equals_full_passes(model, [prompt], 12, prefill_chunk=4, padded=CONTEXT + 12)
 
 
+@pytest.mark.slow
 def test_a_prompt_may_be_a_prefix_which_no_chunk_cuts() -> None:
     """Seen in both directions, as in training; what follows it is not."""
     model = build(replace(ROPE, window=None, prefix=True, n_blocks=2))
     assert_equals_full_passes(model, [[3], [5, 1, 4, 1, 5], [2, 7]], 7, prefill_chunk=2)
 
 
+@pytest.mark.slow
 def test_a_ring_of_slots_is_gone_round_while_the_prompt_is_read() -> None:
     """A window of 3 and chunks of 4 have 8 slots, for a prompt of 29."""
     model = build(replace(ROPE, window=3, context_length=31))
@@ -134,7 +137,7 @@ def test_a_ring_of_slots_is_gone_round_while_the_prompt_is_read() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["none", "learned", "sinusoidal", "rope"])
+@pytest.mark.parametrize("positions", [exhaustive("none"), "learned", exhaustive("sinusoidal"), "rope"])
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(
     placement=st.sampled_from(["pre", "post"]),
@@ -188,7 +191,7 @@ def test_learned_positions_go_on_from_the_last_half_of_the_context() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("mesh", [exhaustive("data=8"), "data=2,fsdp=2,tensor=2"])
 def test_eight_devices_equal_one(mesh: str) -> None:
     devices = jax.devices("cpu")
     if len(devices) < 8:
@@ -205,7 +208,7 @@ def test_eight_devices_equal_one(mesh: str) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.bfloat16, 0.03), (jnp.int8, 0.06)], ids=["bfloat16", "int8"])
 def test_a_smaller_cache_moves_the_logits_a_little(dtype: Any, bound: float) -> None:
     """Next to logits of up to about 5; keys and values are off by 2^-9 and by 1/254 of their largest."""
-    model = build(replace(ROPE, n_kv_heads=3, n_blocks=2))
+    model = build(replace(ROPE, n_kv_heads=3))
     full, small = (whole(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=d))) for d in (jnp.float32, dtype))
     same = (full.tokens_BN == small.tokens_BN).cumprod(axis=1).astype(bool)  # of one text until a draw differs
     assert same[:, :3].all()
@@ -372,6 +375,7 @@ class GRULanguageModel(nn.Module):
         return self.unembed(self.extend(tokens_T, jnp.arange(len(tokens_T)), self.init_cache(0, None), 0)[0])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_ours_and_keeps_a_state_goes_on_for_ever() -> None:
     model = GRULanguageModel()
     params = random_params(model, jnp.zeros(3, jnp.int32))

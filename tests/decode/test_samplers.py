@@ -292,6 +292,7 @@ def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: n
     assert chisquare(counts[possible], wanted[possible]).pvalue > SIGNIFICANCE
 
 
+@pytest.mark.slow
 def test_frequencies_over_several_blocks_of_the_vocabulary() -> None:
     n, V = 100_003, 3 * BLOCK + 7  # the last block is not full
     logits = 2 * normal(V)

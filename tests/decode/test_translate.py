@@ -79,6 +79,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(config, random_params(config.build(), *map(jnp.asarray, config.example())), ENDS[request.param])
 
 
+@pytest.mark.slow
 def test_greedy_is_a_loop_over_full_passes(case: Case) -> None:
     wanted = [case.greedy(source, LONGEST) for source in SOURCES]
     assert case.translate(SOURCES) == wanted

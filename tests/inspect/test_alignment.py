@@ -22,6 +22,7 @@ def params_of(config: TokenModelConfig) -> Params:
     return jax.jit(config.build().init)(jax.random.key(0), *config.example())["params"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [RECURRENT, TRANSFORMER], ids=["recurrent", "transformer"])
 def test_each_token_of_the_target_shares_its_look_over_the_source_and_knows_no_later_one(config):
     look = jax.jit(partial(alignment, config.build(), params_of(config)))

@@ -16,7 +16,7 @@ from jaxformer.inspect.names import dotted
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
-from tests.arrays import build, normal, random_tokens
+from tests.arrays import build, first_params, normal, random_tokens
 
 CONFIG = DecoderConfig(
     23, 7, 13, n_blocks=2, n_heads=3, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm", final_norm=True
@@ -81,6 +81,19 @@ def test_rows_are_what_the_model_gives_with_the_same_dropout_keys_in_the_order_o
     for row in parameters:
         np.testing.assert_allclose(sizes(row.gradient), size_of(expected[row.name]), rtol=1e-4, err_msg=row.name)
     assert {size.non_finite for row in (*modules, *parameters) for size in (row.value, row.gradient)} == {0}
+
+
+@pytest.mark.slow
+def test_examples_with_many_logits_are_computed_one_by_one(monkeypatch):
+    model, params = build(replace(CONFIG, vocab_size=29, n_blocks=1))  # no other test has compiled this
+    batch = next_token(random_tokens(29, 3, 8))
+    names = tuple(row.name for row in replay(model, params, batch)[0])
+    together = _measure_all(model, names, params, batch, None)
+    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 7 * 29)
+    _measure_all.clear_cache()  # also of what other tests compile, therefore this one comes before them
+    alone = _measure_all(model, names, params, batch, None)
+    assert "the model (logits)" in names and "final_norm" in names
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), alone, together)
 
 
 class Linear(nn.Module):
@@ -155,19 +168,6 @@ def test_memory_does_not_grow_with_the_batch():
     assert 2 * records < 18 * AT_ONCE * 199 * 11 * 4  # what one array of activations would take
 
 
-@pytest.mark.slow
-def test_examples_with_many_logits_are_computed_one_by_one(monkeypatch):
-    model, params = build(replace(CONFIG, vocab_size=29, n_blocks=1))  # no other test has compiled this
-    batch = next_token(random_tokens(29, 3, 8))
-    names = tuple(row.name for row in replay(model, params, batch)[0])
-    together = _measure_all(model, names, params, batch, None)
-    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 7 * 29)
-    _measure_all.clear_cache()
-    alone = _measure_all(model, names, params, batch, None)
-    assert "the model (logits)" in names and "final_norm" in names
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), alone, together)
-
-
 def test_a_finite_model_has_nothing_to_name():
     assert first_non_finite(*build(CONFIG), BATCH) is None
 
@@ -199,6 +199,7 @@ def test_the_first_module_to_overflow_is_named(path, module, dtype):
     assert all(row.value.non_finite == 0 for row in before)
 
 
+@pytest.mark.slow
 def test_the_dtype_of_the_step_decides():
     """Beyond 65,504 float16 ends."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
@@ -226,7 +227,7 @@ class Table(nn.Module):
 
 def test_a_loss_that_overflows_alone_is_named():
     model = Table(3e38)  # logits of ±3e38 are finite, their differences are not
-    params = model.init(jax.random.key(0), TOKENS[0])["params"]
+    params = first_params(model, TOKENS[0])
     found = first_non_finite(model, params, BATCH)
     assert (found.culprit, found.direction) == ("the loss", "forward")
     np.testing.assert_allclose(found.modules[found.at - 1].value.largest, 3e38, rtol=1e-6)
@@ -234,7 +235,7 @@ def test_a_loss_that_overflows_alone_is_named():
 
 def test_a_gradient_of_a_parameter_that_is_infinite_alone_is_named():
     model = Table(0.0, root=True)  # √0 is 0, its slope is infinite
-    params = model.init(jax.random.key(0), TOKENS[0])["params"]
+    params = first_params(model, TOKENS[0])
     found = first_non_finite(model, params, BATCH)
     assert (found.culprit, found.direction) == ("the gradient of W", "backward")
     assert found.modules[found.at].name == "the model (logits)"
@@ -265,7 +266,7 @@ class Layers(nn.Module):
 def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
     """The model, with the vector of a token set to zero."""
     model = Layers()
-    params = model.init(jax.random.key(0), TOKENS[0])["params"]
+    params = first_params(model, TOKENS[0])
     if zeroed is not None:
         table = params["embedding"]["embedding"]
         params["embedding"]["embedding"] = table.at[zeroed].set(0.0)

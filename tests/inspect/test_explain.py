@@ -8,6 +8,7 @@ import pytest
 
 from jaxformer.inspect import attention_maps
 from jaxformer.inspect.explain import explain
+from tests.arrays import apply
 from tests.inspect.test_trace import MODELS, T, V, made
 
 TEXT = [int(x) for x in np.random.default_rng(4).integers(0, V, T)]
@@ -16,7 +17,7 @@ TEXT = [int(x) for x in np.random.default_rng(4).integers(0, V, T)]
 @pytest.mark.parametrize("name", ["decoder", "grouped", "rowwise"])
 def test_rows_are_what_a_full_pass_gives(name):
     model, params, _ = made(MODELS[name])
-    logits_TV = model.apply({"params": params}, np.array(TEXT, np.int32))
+    logits_TV = apply(model, params, np.array(TEXT, np.int32))
     p_TV = np.asarray(jax.nn.softmax(logits_TV), np.float64)
     maps = attention_maps(model, params, np.array(TEXT, np.int32))
     mean_TT = np.mean(np.concatenate(maps), axis=0) if maps else None
@@ -41,7 +42,7 @@ def test_rows_are_what_a_full_pass_gives(name):
 def test_a_prompt_that_is_a_prefix_is_seen_as_one():
     model, params, _ = made(MODELS["prefix"])
     rows = explain(model, params, TEXT, 4)
-    p_TV = jax.nn.softmax(model.apply({"params": params}, np.array(TEXT, np.int32), 4))
+    p_TV = jax.nn.softmax(apply(model, params, np.array(TEXT, np.int32), 4))
     np.testing.assert_allclose([r.probability for r in rows], np.asarray(p_TV)[range(3, T - 1), TEXT[4:]], rtol=1e-4)
 
 
@@ -58,6 +59,6 @@ def test_a_text_may_go_on_past_the_context_where_the_model_does():
     config = replace(MODELS["decoder"], positions="rope", head_dim=4)
     model, params, _ = made(config)
     rows = explain(model, params, TEXT * 3, 20)
-    logits_TV = model.apply({"params": params}, np.array(TEXT * 3, np.int32))
+    logits_TV = apply(model, params, np.array(TEXT * 3, np.int32))
     p_TV = jax.nn.softmax(logits_TV)
     np.testing.assert_allclose(rows[0].probability, p_TV[19, (TEXT * 3)[20]], rtol=1e-3)

@@ -77,8 +77,9 @@ def test_a_silent_head_is_a_head_without_its_output_weights():
     model, params, batch = batch_of("decoder")
     found = ablate_heads(model, params, batch)
 
-    def loss(params) -> float:
-        return float(jnp.mean(jax.vmap(lambda x: objective_of(model).example_loss(model, params, x))(batch)))
+    @jax.jit
+    def loss(params):
+        return jnp.mean(jax.vmap(lambda x: objective_of(model).example_loss(model, params, x))(batch))
 
     np.testing.assert_allclose(found.loss, loss(params), rtol=1e-6)
     for block in range(2):
@@ -131,6 +132,7 @@ def test_heads_are_missed_together():
     np.testing.assert_allclose(loss_without(model, params, batch, all_of_it), np.mean(losses), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_say_what_counts_and_not_how_much_there_is():
     """Nats a target, whether weights are 1 throughout, add up to 1 over the batch, or leave a target out."""
     model, params, batch = batch_of("decoder")
@@ -141,13 +143,14 @@ def test_weights_say_what_counts_and_not_how_much_there_is():
         for layer, rise in plain.zero.items():
             np.testing.assert_allclose(weighted.zero[layer], rise, rtol=1e-3, atol=1e-5)
     first = batch._replace(weights=jnp.zeros(batch.targets.shape).at[:, 0].set(1))
-    logits_BV = jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T)[0])(batch.inputs[0])
+    logits_BV = jax.jit(jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T)[0]))(batch.inputs[0])
     wanted = -np.mean(
         [jax.nn.log_softmax(row)[target] for row, target in zip(logits_BV, batch.targets[:, 0], strict=True)]
     )
     np.testing.assert_allclose(ablate_heads(model, params, first).loss, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_means_leave_padding_out():
     """Of a source: what stands in padded places changes no ablation."""
     model, params, (tokens, _, target) = made(MODELS["encoder-decoder"])
@@ -161,6 +164,7 @@ def test_means_leave_padding_out():
         np.testing.assert_allclose(rise, rises[1][layer], rtol=1e-5, atol=1e-6, err_msg=layer)
 
 
+@pytest.mark.slow
 def test_layers_come_in_the_order_of_the_computation():
     config = replace(MODELS["decoder"], n_blocks=11)
     model, params, (tokens,) = made(config)

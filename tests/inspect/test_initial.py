@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +9,8 @@ import pytest
 from configs import ladder, quick
 from jaxformer.inspect.initial import at_first, expected
 from jaxformer.models.decoder import DecoderConfig
+from tests.arrays import first_params
+from tests.helpers import slow
 
 WIDE = DecoderConfig(500, 32, 96, 2, 4, output_projection=True, d_ff=(256,))
 CASES = {
@@ -32,10 +33,10 @@ def fresh(config: DecoderConfig):
     config = replace(config, d_ff=tuple(min(width, 256) for width in config.d_ff))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (8, config.context_length))
     model, tokens_BT = config.build(), jnp.asarray(tokens, jnp.int32)
-    return model, jax.jit(model.init)(jax.random.key(0), tokens_BT[0])["params"], tokens_BT
+    return model, first_params(model, tokens_BT[0]), tokens_BT
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in ("residual", "modern") else slow(name) for name in CASES])
 def test_what_is_expected_is_observed(name):
     found = at_first(*fresh(CASES[name]))
     assert len(found.expected) == len(found.observed) == CASES[name].n_blocks
@@ -57,6 +58,7 @@ def test_the_sources_first_entropy_is_the_expected_one():
     assert unscaled.entropy < 0.003
 
 
+@pytest.mark.slow
 def test_attention_that_will_be_one_hot_is_warned_of_with_its_rung_and_its_remedy():
     (warning,) = at_first(*fresh(ladder.attention_unscaled.model)).warnings
     assert warning.startswith("scores of blocks.0 have variance 6") and "as on the rung attention_unscaled" in warning
@@ -72,6 +74,7 @@ def test_attention_that_will_be_one_hot_is_warned_of_with_its_rung_and_its_remed
     assert "set model.projection_std to 0.102" in large and "model.scaled" not in large
 
 
+@pytest.mark.slow
 def test_blocks_without_a_norm_are_warned_of():
     (warning,) = at_first(*fresh(replace(WIDE, n_blocks=4))).warnings
     assert warning.startswith("4 blocks without a norm, which make the stream ") and "four_blocks" in warning

@@ -11,6 +11,7 @@ from configs.ladder import attention_scaled, attention_unscaled
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import attention_entropy, draw_saturation, saturation
 from jaxformer.models.objective import objective_of
+from tests.arrays import first_params
 
 SOFT, HARD = [10.0, 1.0], [0.03, 0.01, 0.002]
 
@@ -20,8 +21,7 @@ def untrained(config, n: int = 8):
     model_config = replace(config.model, d_ff=(64,), vocab_size=256)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (n, model_config.context_length + 1)), jnp.int32)
     model = model_config.build()
-    params = jax.jit(model.init)(jax.random.key(0), tokens[0, :-1])["params"]
-    return model, params, Batch((tokens[:, :-1],), tokens[:, 1:])
+    return model, first_params(model, tokens[0, :-1]), Batch((tokens[:, :-1],), tokens[:, 1:])
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_at_its_own_temperature_it_is_the_gradient_of_training():
     loss = lambda params: jnp.mean(  # noqa: E731
         jax.vmap(lambda x: objective_of(model).example_loss(model, params, x))(batch)
     )
-    grads = jax.grad(loss)(params)["blocks_0"]["attention"]
+    grads = jax.jit(jax.grad(loss))(params)["blocks_0"]["attention"]
     np.testing.assert_allclose([row.W_Q, row.W_K], [jnp.linalg.norm(grads[w]) for w in ("W_Q", "W_K")], rtol=1e-4)
     np.testing.assert_allclose(row.entropy, attention_entropy(model, params, *batch.inputs)[0].mean(), rtol=1e-5)
 

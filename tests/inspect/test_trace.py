@@ -22,6 +22,7 @@ from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.ops.attention import row_entropy
+from tests.helpers import slow
 
 V, T = 30, 7
 SMALL: dict[str, Any] = {"d_model": 12, "n_heads": 3, "d_ff": (16,)}
@@ -53,6 +54,8 @@ MODELS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
+QUICK = ("decoder", "unscaled", "rowwise", "masked")
+
 
 def random_inputs(config: ModelConfig) -> tuple[jax.Array, ...]:
     """An example of the largest size; flags, where something stands, are true but for the last."""
@@ -78,7 +81,7 @@ def outputs(found: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(value for name, value in found.items() if name == "logits" or name.startswith("output."))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in MODELS])
 def test_what_is_seen_is_what_the_model_computes_bit_for_bit(name):
     model, params, inputs = made(MODELS[name])
     apply = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731

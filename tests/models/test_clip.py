@@ -22,7 +22,7 @@ from jaxformer.nn.execution import Execution
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import apply, assert_close, random_params, random_tokens
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow
 
 V, T, E = 23, 6, 10
 VISION = ImageTowerConfig(
@@ -44,7 +44,7 @@ def build(config: CLIPConfig) -> tuple:
     return model, random_params(model, *config.example())
 
 
-@pytest.fixture(scope="module", params=[CONFIG, OTHER], ids=["paper", "other"])
+@pytest.fixture(scope="module", params=[CONFIG, slow(OTHER)], ids=["paper", "other"])
 def case(request: pytest.FixtureRequest) -> tuple:
     return build(request.param)
 
@@ -75,6 +75,7 @@ def test_embeddings_logits_and_loss_are_those_of_hugging_face() -> None:
     assert_close(loss, theirs["loss"])
 
 
+@pytest.mark.slow
 def test_the_defaults_have_as_many_parameters_as_the_release() -> None:
     """151,277,313: `openai/clip-vit-base-patch32`."""
     assert count_parameters(abstract_params(CLIPConfig().build(), CLIPConfig())) == 151_277_313
@@ -186,6 +187,7 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
         assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key() -> None:
     config = replace(CONFIG, vision=replace(VISION, dropout=0.3), text=replace(TEXT, dropout=0.3))
     model, params = build(config)

@@ -19,7 +19,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import batch_split, make_mesh, replicated
 from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
-from tests.helpers import ROOT
+from tests.helpers import ROOT, exhaustive, slow
 
 V, T, D = 23, 7, 13
 TOKENS_T = random_tokens(V, T)
@@ -49,6 +49,12 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
     "experts": replace(MODERN, n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
 }
+
+CASES = [
+    *("attention_unscaled", "rmsnorm", "modern", "window"),
+    *map(slow, ("residual", "multihead", "vaswani", "experts", "no_positions")),
+    *map(exhaustive, ("attention_scaled", "multihead_full")),  # others but for a factor, and but for a width
+]
 
 
 def extend(model: Decoder, params: Params, *args: object) -> tuple:
@@ -97,7 +103,7 @@ class Small:
         return extend(self.model, self.params, *args)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Small:
     return Small(CONFIGS[request.param], *build(CONFIGS[request.param]))
 
@@ -168,6 +174,7 @@ def test_eight_devices_equal_one(name: str) -> None:
     assert_close(split, forward(params, tokens_BT))
 
 
+@pytest.mark.slow
 def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
     model, params = build(MODERN)
     tokens_T = random_tokens(V, T)
@@ -281,7 +288,7 @@ def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int)
         ("gpt2_124m", 124_439_808),
         ("llama_1b", 1_235_814_400),
         ("llama_7b", 6_738_415_616),
-        ("llama_70b", 68_976_648_192),
+        slow("llama_70b", 68_976_648_192),
     ],
 )
 def test_published_shapes_have_the_published_number_of_parameters(name: str, count: int) -> None:

@@ -132,6 +132,7 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert min(jnp.abs(a - b).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
 
 
+@pytest.mark.slow
 def test_bert_base_has_as_many_parameters_as_its_release() -> None:
     """109,514,298: `bert-base-uncased` with its head for masked tokens, without the pooler and next sentences."""
     config = EncoderConfig(30_522, 512, 768, n_blocks=12, n_heads=12, d_ff=(3072,), n_segments=2)

@@ -24,7 +24,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import apply, assert_close, assert_same_however_computed, normal, random_params, random_tokens
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow
 
 V, S, T, D = 23, 7, 5, 12
 POST = EncoderDecoderConfig(V, 11, D, n_heads=3, head_dim=5, d_ff=(17,), n_encoder_blocks=1, n_decoder_blocks=2)
@@ -74,7 +74,7 @@ def test_logits_are_those_of_torch_and_of_marian(file: str, placement: str) -> N
     assert_close(ours, theirs["logits"])
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["post", "pre", slow("rope"), slow("learned")])
 def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
     return build(CONFIGS[request.param])
 
@@ -112,6 +112,7 @@ def test_padding_is_as_if_it_were_not_there(case: tuple) -> None:
     assert_close(apply(model, params, SOURCE_S[:4], None, TARGET_T), apply(model, params, *INPUTS))
 
 
+@pytest.mark.slow
 def test_decoding_with_a_cache_equals_the_full_pass(case: tuple) -> None:
     """Two tokens at once, the second place of three being padding, then one at a time."""
     model, params = case

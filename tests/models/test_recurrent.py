@@ -16,8 +16,9 @@ from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.ops.masks import EMPTY
-from tests.arrays import assert_close, first_params, normal, random_tokens
+from tests.arrays import apply, assert_close, first_params, normal, random_tokens
 from tests.fixtures.recurrent_weights import LENGTHS, A, D, I, recurrence_of, torch_says
+from tests.helpers import exhaustive, slow
 
 V, S, T = 11, 6, 5
 SOURCE_S, TARGET_T = random_tokens(V, S), random_tokens(V, T, seed=1)
@@ -72,7 +73,7 @@ def drawn(config: RecurrentConfig) -> Small:
     return Small(config, model, jax.tree.unflatten(tree, params))
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[name if name in ("bahdanau", "fixed") else slow(name) for name in CONFIGS])
 def case(request: pytest.FixtureRequest) -> Small:
     return drawn(CONFIGS[request.param])
 
@@ -156,7 +157,7 @@ def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
         assert_close(jnp.stack(rows), full_TV)
 
 
-@pytest.mark.parametrize("name", ["bahdanau", pytest.param("dot, two layers of lstm", marks=pytest.mark.slow), "fixed"])
+@pytest.mark.parametrize("name", [slow("bahdanau"), exhaustive("dot, two layers of lstm"), "fixed"])
 def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
     case = drawn(CONFIGS[name])
 
@@ -176,6 +177,7 @@ def test_a_source_of_padding_alone_gives_finite_numbers_and_gradients() -> None:
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((value, gradient)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_beams", [1, 3])
 def test_beam_search_takes_the_model_as_it_is(n_beams: int) -> None:
     """One beam is greedy decoding; a score is the log-probability that the full pass gives."""
@@ -211,6 +213,7 @@ def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
     assert jnp.abs(got - wanted).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1(tied: bool) -> None:
     """So that gates begin in the middle of their range, and the loss near that of a guess."""
@@ -219,7 +222,7 @@ def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1(tied: bool) -> None
     params = first_params(model, SOURCE_S, VALID_S, TARGET_T)
     W_VD = params["embedding"]["W_E"] * (64**0.5 if tied else 1)
     assert_close(W_VD.std(), 1, 0.05)
-    logits_TV = model.apply({"params": params}, SOURCE_S, VALID_S, random_tokens(211, T))
+    logits_TV = apply(model, params, SOURCE_S, VALID_S, random_tokens(211, T))
     assert 0.3 < logits_TV.std() < 2
 
 

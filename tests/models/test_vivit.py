@@ -57,6 +57,7 @@ def test_logits_are_those_of_hugging_face() -> None:
     assert_close(jax.jit(jax.vmap(partial(model.apply, {"params": params})))(theirs["pixels"]), theirs["logits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_the_factorised_encoder_is_a_loop_over_times(pooling: str) -> None:
     """The same modules called for one time after the other, without a mask, and then for what came out."""
@@ -124,6 +125,7 @@ def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
         assert_close(row, apply(model, params, pixels))
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key(case: tuple) -> None:
     model, params = case
     without = apply(model, params, PIXELS[0])

@@ -1,5 +1,7 @@
 """Blocks run one by one, computed again, and in a loop: the same function."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 
 from jaxformer.errors import UserError
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
-from tests.arrays import normal
+from tests.arrays import first_params, normal
 
 D = 7
 X_TD = normal(5, D)
@@ -40,9 +42,10 @@ class Stack(nn.Module):
         return run_blocks(self.blocks, self.execution, x, 0.5, keys=keys)
 
 
-PARAMS = Stack().init(jax.random.key(0), X_TD)
+PARAMS = {"params": first_params(Stack(), X_TD)}
 
 
+@partial(jax.jit, static_argnames=("execution", "widths"))
 def loss(params, execution, keys=None, **fields):
     return jnp.sum(Stack(execution, **fields).apply(params, X_TD, keys) ** 2)
 
@@ -58,7 +61,7 @@ def test_the_loss_and_its_gradient_are_the_same(remat, scan, keys):
 
 
 def test_parameters_have_the_same_names_and_values_whatever_the_execution():
-    scanned = Stack(Execution(remat="block", scan=True)).init(jax.random.key(0), X_TD)
+    scanned = {"params": first_params(Stack(Execution(remat="block", scan=True)), X_TD)}
     assert sorted(scanned["params"]) == ["blocks_0", "blocks_1", "blocks_2"]
     jax.tree.map(np.testing.assert_array_equal, scanned, PARAMS)
 
@@ -93,7 +96,7 @@ def test_what_is_gathered_is_asked_for_by_the_name_of_the_block(scan):
 
 def test_blocks_that_differ_run_one_by_one_but_cannot_be_scanned():
     widths = (D, D + 1, D)
-    params = Stack(widths=widths).init(jax.random.key(0), X_TD)
+    params = {"params": first_params(Stack(widths=widths), X_TD)}
     again = loss(params, Execution(remat="block"), widths=widths)
     np.testing.assert_allclose(again, loss(params, PLAIN, widths=widths), rtol=1e-6)
     with pytest.raises(UserError, match="differ in shape and cannot be scanned"):

@@ -129,9 +129,9 @@ def test_room_is_limited_in_training_alone() -> None:
 
 def test_nothing_is_sown_where_nobody_asks() -> None:
     module = MODULES["all"]
-    variables = module.init(jax.random.key(0), X_BTD[0])
+    variables = jax.eval_shape(lambda: module.init(jax.random.key(0), X_BTD[0]))
     assert set(variables) == {"params"}
-    _, sown = module.apply(variables, X_BTD[0], mutable=["intermediates"])
+    _, sown = jax.eval_shape(lambda variables: module.apply(variables, X_BTD[0], mutable=["intermediates"]), variables)
     assert sown == {}
 
 
@@ -153,6 +153,7 @@ def test_experts_begin_unlike_each_other() -> None:
 def test_bfloat16_is_routed_in_float32() -> None:
     module, params = MODULES["all"], params_of(MODULES["all"])
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    out, sown = module.apply({"params": half}, X_BTD[0].astype(jnp.bfloat16), mutable=[ROUTER])
+    apply_to = lambda x: module.apply({"params": half}, x, mutable=[ROUTER])  # noqa: E731
+    out, sown = jax.eval_shape(apply_to, X_BTD[0].astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(sown)} == {jnp.dtype(jnp.float32)}

@@ -17,6 +17,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import AHEAD, Evaluator, perplexity
+from tests.arrays import first_params
 
 TOKENS = np.random.default_rng(0).integers(0, 37, 101)
 LENGTHS = np.arange(37) % 5  # bytes of each token; some have none, as end-of-text
@@ -27,14 +28,15 @@ SHAPE = {"vocab_size": 37, "context_length": 7, "d_model": 8, "d_ff": (5,)}
 @pytest.mark.parametrize("config", [DecoderConfig(**SHAPE), MLPConfig(**SHAPE, concatenate=True)], ids=["all", "last"])
 def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
     model = config.build()
-    params = model.init(jax.random.key(0), jnp.zeros(7, jnp.int32))["params"]
+    params = first_params(model, jnp.zeros(7, jnp.int32))
+    losses = jax.jit(lambda window: next_token_nll(model, params, window))
     every = 1 if getattr(config, "concatenate", False) else 7
     nll, n_bytes = [], 0
     for first in range(0, 100 - 7 + every, every):
         window = TOKENS[first : first + 8]
         if len(window) < 8 and every == 1:
             break
-        part = next_token_nll(model, params, jnp.asarray(window))
+        part = losses(window)
         nll += part.tolist()
         n_bytes += LENGTHS[window[-len(part) :]].sum()
     for batch_size, mesh in ((8, "data=8"), (16, "data=2,fsdp=2,tensor=2")):
@@ -89,7 +91,7 @@ def test_nothing_to_predict_is_the_users_error(monkeypatch):
 def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most_before_it(stride):
     config = DecoderConfig(**SHAPE)
     model = config.build()
-    params = model.init(jax.random.key(0), jnp.zeros(7, jnp.int32))["params"]
+    params = first_params(model, jnp.zeros(7, jnp.int32))
     nll, windows = [], jax.jit(lambda tokens_8: next_token_nll(model, params, tokens_8))
     for place in range(1, 101):
         first = max(0, -(-(place - 7) // stride) * stride)  # the first window, at a multiple of stride, that has it
@@ -104,7 +106,7 @@ def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most
 @pytest.mark.slow
 def test_the_batch_and_the_devices_do_not_show_in_the_result():
     config = DecoderConfig(**{**SHAPE, "context_length": 64})
-    params = config.build().init(jax.random.key(0), jnp.zeros(64, jnp.int32))["params"]
+    params = first_params(config.build(), jnp.zeros(64, jnp.int32))
     tokens = np.random.default_rng(1).integers(0, 37, 2_000)  # 32 windows, or 123: no batch size below divides them
 
     def loss(batch_size: int, n_devices: int, stride: int | None) -> float:

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "clip.py": ({}, "captions"),
 }  # fmt: skip
 """By config: fields of its model that make it small, and the data it is given."""
-B = 8
+B = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,11 +94,10 @@ def small(spec: str, places: dict[str, str], steps: int) -> Config:
         {"path": places[kind]} if kind else {"n_pairs": 64, "n_held_out": 8, "locales": ("en_GB",), "forms": ("short",)}
     )
     data = replace(config.data, **given)
-    batch_size = 4 if kind == "captions" else B
     return replace(
         config, model=model, data=data, steps=steps, optimizer=OptimizerConfig(learning_rate=0.05),
-        train=TrainConfig(batch_size=batch_size, log_every=1, eval_every=3, eval_examples=4, report_every=3,
-                          checkpoint_every=3, sample_tokens=4, label_smoothing=config.train.label_smoothing),
+        train=TrainConfig(batch_size=B, log_every=1, eval_every=2, eval_examples=4, report_every=2,
+                          checkpoint_every=2, sample_tokens=4, label_smoothing=config.train.label_smoothing),
     )  # fmt: skip
 
 
@@ -111,7 +110,7 @@ ONCE = ("moe.py:moe", "dates.py:bahdanau")
     "spec", [pytest.param(spec, marks=[] if spec in ONCE else pytest.mark.exhaustive) for spec in CASES]
 )
 def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_path):
-    config = small(spec, places, steps=6)
+    config = small(spec, places, steps=4)
     load = partial(config.data.load, config.model, config.train.batch_size, config.seed)
 
     def run(name: str, steps: int, n_devices: int, watched: bool = False, resume: bool = False) -> Path:
@@ -125,7 +124,7 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
         return folder
 
     # The same on one device and on as many as there are examples in a batch.
-    one, many = run("one", 6, 1, watched=True), run("many", 6, config.train.batch_size)
+    one, many = run("one", 4, 1, watched=True), run("many", 4, config.train.batch_size)
     rows = read_metrics(one)
     losses = [[row["loss"] for row in read_metrics(folder)[1:]] for folder in (one, many)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
@@ -134,9 +133,9 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
 
     # As if it had never stopped.
     shutil.copytree(one, tmp_path / "stopped")
-    for last in (tmp_path / "stopped/checkpoints").glob("6*"):
+    for last in (tmp_path / "stopped/checkpoints").glob("4*"):
         shutil.rmtree(last) if last.is_dir() else last.unlink()
-    resumed, whole = load_run(run("stopped", 6, 1, resume=True)), load_run(one)
+    resumed, whole = load_run(run("stopped", 4, 1, resume=True)), load_run(one)
     assert resumed.config == config
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     measured = [[row["loss"] for row in read_metrics(folder)[1:]] for folder in (one, tmp_path / "stopped")]
@@ -150,4 +149,4 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
     assert plan.parameters == sum(w.size for w in jax.tree.leaves(resumed.params)) and plan.model_operations > 0
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     grads = jax.jit(jax.grad(lambda p: objective_of(model).example_loss(model, p, example)))(resumed.params)
-    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads)) and any(g.any() for g in jax.tree.leaves(grads))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads)) and any(np.any(g) for g in jax.tree.leaves(grads))

@@ -42,6 +42,7 @@ from jaxformer.train.step import (
     make_train_step,
 )
 from tests.arrays import assert_close
+from tests.helpers import exhaustive
 
 V, T, B = 40, 12, 16
 MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, output_projection=True, d_ff=(24,), norm="rmsnorm")
@@ -81,15 +82,14 @@ def mesh_of(text: str) -> jax.sharding.Mesh:
 
 
 @lru_cache
-def first_params(n_blocks: int = 1) -> Params:
+def first_params(model: DecoderConfig = MODEL) -> Params:
     """What training starts from, on the host: made once, because compiling takes longer than twenty steps."""
-    config = replace(CONFIG, model=replace(MODEL, n_blocks=n_blocks))
-    return jax.device_get(init_state(config, mesh_of("data=1")).params)
+    return jax.device_get(init_state(replace(CONFIG, model=model), mesh_of("data=1")).params)
 
 
 def state_on(mesh: jax.sharding.Mesh, config: Config) -> TrainState:
     """The same first state on any mesh."""
-    params = first_params(config.model.n_blocks)
+    params = first_params(replace(config.model, dropout=0.0))  # which has no parameters
     state = TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), np.int32(0))
     return jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh)))
 
@@ -120,7 +120,7 @@ def assert_same_training(mesh: str, config: Config, other_mesh: str, other: Conf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "data=2,tensor=4", CUBE, "tensor=2"])
+@pytest.mark.parametrize("mesh", ["data=8", exhaustive("fsdp=8"), exhaustive("data=2,tensor=4"), CUBE, "tensor=2"])
 def test_the_same_training_on_every_mesh(mesh):
     assert_same_training(mesh, CONFIG, "data=1", CONFIG)
     losses = trained("data=1")[0]
@@ -128,7 +128,7 @@ def test_the_same_training_on_every_mesh(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [exhaustive(2), 4])
 def test_a_batch_in_parts_is_the_same_training(parts):
     assert_same_training("data=2,fsdp=2", computed(CONFIG, accumulate=parts), "data=1", CONFIG)
 
@@ -138,8 +138,8 @@ def test_a_batch_in_parts_is_the_same_training(parts):
     ("mesh", "fields"),
     [
         ("data=1", {"remat": "dots"}),
-        ("fsdp=4", {"remat": "block"}),
-        ("fsdp=4", {"scan_blocks": True}),
+        exhaustive("fsdp=4", {"remat": "block"}),
+        exhaustive("fsdp=4", {"scan_blocks": True}),
         (CUBE, {"remat": "block", "scan_blocks": True, "accumulate": 2}),
     ],
     ids=str,
@@ -151,7 +151,7 @@ def test_what_is_stored_or_looped_over_is_the_same_training(mesh, fields):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "fields"),
-    [("data=8", {}), (CUBE, {"accumulate": 2}), ("fsdp=2", {"remat": "block", "scan_blocks": True})],
+    [exhaustive("data=8", {}), (CUBE, {"accumulate": 2}), ("fsdp=2", {"remat": "block", "scan_blocks": True})],
     ids=str,
 )
 def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
@@ -163,15 +163,15 @@ def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
 def gradient_of_experts(mesh: str, **fields: object) -> tuple[jax.Array, Params]:
     """Loss and gradient of the first batch, with experts that are often full and weights at which balancing counts."""
     config, on = computed(EXPERTS, **fields), mesh_of(mesh)
-    return jax.device_get(jax.jit(make_gradient(config, on))(init_state(config, on), BATCHES[0], 0))
+    return jax.device_get(jax.jit(make_gradient(config, on))(state_on(on, config), BATCHES[0], 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("expert=4", {}),
-        ("data=8", {}),
+        exhaustive("expert=4", {}),
+        exhaustive("data=8", {}),
         ("fsdp=2,expert=2,tensor=2", {}),
         ("expert=4", {"remat": "block", "scan_blocks": True}),
     ],
@@ -185,7 +185,7 @@ def test_experts_are_the_same_on_every_mesh(mesh, fields):
 @pytest.mark.slow
 def test_balancing_is_minimised_and_not_reported():
     """The loss is that of the batch without it, and the gradient is that with it, of the whole batch at once."""
-    model, params = EXPERTS.model.build(), init_state(EXPERTS, mesh_of("data=1")).params
+    model, params = EXPERTS.model.build(), first_params(EXPERTS.model)
     keys = step.example_keys(EXPERTS.seed, 0, B)
 
     def both(params: Params) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +205,7 @@ def test_balancing_is_minimised_and_not_reported():
 
 @pytest.mark.slow
 def test_the_routers_of_logits_in_pieces_tell_the_same(monkeypatch):
-    model, params = EXPERTS.model.build(), init_state(EXPERTS, mesh_of("data=1")).params
+    model, params = EXPERTS.model.build(), first_params(EXPERTS.model)
     whole = jax.jit(lambda: of_each_target(negative_log_likelihood, model, params, BATCHES[0]))()
     monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 5 * V)
     jax.tree.map(
@@ -231,7 +231,7 @@ def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
+@pytest.mark.parametrize("name", ["nesterov_sgd", exhaustive("adamw"), "muon", exhaustive("lion"), "schedule_free"])
 def test_an_optimizer_steps_on_its_shards(name):
     config = replace(CONFIG, optimizer=OptimizerConfig(name=name, learning_rate=HIGHER_RATES[name], clip_norm=1.0))
     assert_same_training("fsdp=8", config, "data=1", config)
@@ -242,6 +242,7 @@ def test_an_optimizer_steps_on_its_shards(name):
         assert all(x.addressable_shards[0].data.size == x.size // 8 for x in split)
 
 
+@pytest.mark.slow
 def test_the_first_state_is_the_same_on_every_mesh():
     one, cube = (init_state(CONFIG, mesh_of(mesh)) for mesh in ("data=1", CUBE))
     jax.tree.map(np.testing.assert_array_equal, one, cube)
@@ -258,7 +259,7 @@ def test_names_and_shapes_do_not_depend_on_how_it_is_computed():
 @pytest.mark.slow
 def test_dropout_differs_between_examples():
     model = DROPOUT.model.build()
-    params = first_params(2)
+    params = first_params(TWO_BLOCKS.model)
     same = jnp.broadcast_to(TOKENS[0, 0], (8, T + 1))
     keys = jax.random.split(jax.random.key(0), 8)
     nll = jax.jit(jax.vmap(lambda t, k: next_token_nll(model, params, t, k).mean()))(same, keys)
@@ -309,12 +310,21 @@ def loss_and_gradient(config: Config, pieces: int) -> tuple[jax.Array, Params]:
         if pieces > 1:
             patch.setattr(objective, "LOGITS_AT_ONCE", -(-B * T // pieces) * V)
         assert objective.pieces_of(B * T, V) == pieces
-        return jax.device_get(jax.jit(make_gradient(config, mesh))(init_state(config, mesh), BATCHES[0], 0))
+        return jax.device_get(jax.jit(make_gradient(config, mesh))(state_on(mesh, config), BATCHES[0], 0))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unembedding", ["linear", "tied", "mlp"])
-@pytest.mark.parametrize("pieces", [3, 7, B * T])
+@pytest.mark.parametrize(
+    ("unembedding", "pieces"),
+    [
+        ("linear", 3),
+        ("linear", 7),
+        ("linear", B * T),
+        ("tied", 7),
+        ("mlp", 7),
+        *(exhaustive(unembedding, pieces) for unembedding in ("tied", "mlp") for pieces in (3, B * T)),
+    ],
+)
 def test_logits_in_pieces_are_the_same_loss_and_gradient(unembedding, pieces):
     """In pieces of several sequences, in pieces with some tokens left over, and one by one."""
     last = unembedding == "mlp"
