@@ -23,6 +23,7 @@ from jaxformer.distributed import is_first
 from jaxformer.errors import writing
 from jaxformer.inspect import alignment, at_first, attention_entropy, draw_alignment, router_report
 from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
+from jaxformer.inspect.heads import counts_of
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, can_continue
 from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters
@@ -74,11 +75,13 @@ def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
     model, probe = config.model.build(), next(data.held_out(PROBED, PROBED))
     weights_BN = probe.weights.reshape(len(probe.weights), -1)
     kept = weights_BN.all(axis=1) if weights_BN.all(axis=1).any() else weights_BN.any(axis=1)  # no filling
-    inputs_B = jax.tree.map(lambda x: x[kept], probe.inputs)
+    inputs_B, counts_BT = jax.tree.map(lambda x: x[kept], (probe.inputs, counts_of(probe)))
 
     def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
         params = local_copy(state.params, mesh)
-        entropy = [np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B)]
+        entropy = [
+            np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B, counts_BT=counts_BT)
+        ]
         found = {"entropy": entropy, "router": router_report(model, params, inputs_B)}
         return {name: value for name, value in found.items() if value}
 

@@ -37,6 +37,9 @@ MOST_TOKENS = 128
 """Of a held-out text, as many are shown."""
 END = "∅"
 """What stands for the end of a text."""
+SIGNS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
+TARGETS, EXAMPLES = 1000, 256
+"""What heads are measured on, where nothing else is asked for."""
 DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. It has the
 text's tokens, to be pointed at, and where each head looks from them; the chance that each token had; what the stream
 would say after each block (logit lens), and which head or MLP spoke for the token that follows; what each head does,
@@ -57,8 +60,9 @@ class Arguments:
     """The page; without it, inspect.html in the run's folder."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
-    examples: int = 8
-    """Held-out examples that heads are measured on; on the prompt alone where the run's data is not here."""
+    examples: int | None = None
+    """Held-out examples that heads are measured on; without it, as many as have some 1,000 targets, or 256. Where the
+    run's data is not here, heads are measured on the prompt alone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer inspect", DESCRIPTION)
-    at_least(asked, 1, "examples")
+    at_least(asked, 1, *["examples"] if asked.examples is not None else [])
     machine.set_up()
     run = open_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint), None)
     place = run.path / "inspect.html" if asked.out is None else Path(asked.out)
-    if place.is_dir() or not place.parent.is_dir():
+    if not place.parent.is_dir() or (place.exists() and not place.is_file()):
         raise UserError(f"--out is {place}; it must be a file in a folder that exists.")
 
     from jaxformer.runs import count_parameters
@@ -80,7 +84,7 @@ def _main(arguments: list[str]) -> int:
 
     probe, lacking = _probe(run, asked.examples)
     example = _example(run, asked.prompt, probe)
-    facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters after {run.step:,} steps."]
+    facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
     sections: list[Section] = []
     if example is not None:
         words = lambda token: _word(run, token)  # noqa: E731
@@ -91,12 +95,12 @@ def _main(arguments: list[str]) -> int:
             probe = _alone(run, example)
     if probe is not None and (measured := views.heads(run.model, run.params, probe)):
         sections += measured + views.gradients_over_entropy(run.model, run.params, probe)
-        on = "the prompt alone" if lacking else f"{len(jax.tree.leaves(probe.inputs)[0])} held-out examples"
+        on = "the prompt alone" if lacking else f"held-out data: {len(probe.inputs[0]):,} examples"
         facts.append(f"Heads are measured on {on}.")
     if lacking:
         facts.append(f"The data of the run cannot be read: {lacking}")
     sections += training(read_metrics(run.path), read_samples(run.path))
-    write_page(place, f"{run.path.name}: inside", facts, sections)
+    write_page(place.resolve(), f"{run.path.resolve().name}: inside", facts, sections)
     print(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
 
@@ -106,17 +110,23 @@ def _word(run: Run, token: int) -> str:
     tokenizer = run.language()[1]
     if token >= tokenizer.vocab_size:
         return GAP
-    return END if token == tokenizer.end_of_text else tokenizer.decode([token])
+    if token == tokenizer.end_of_text:
+        return END
+    return tokenizer.decode([token]).translate(SIGNS)
 
 
-def _probe(run: Run, n: int) -> tuple[Batch | None, str]:
+def _probe(run: Run, n: int | None) -> tuple[Batch | None, str]:
     """Held-out examples of the run's data; or why there are none."""
     from jaxformer.runs import load_data
 
     try:
-        batch = next(load_data(run.path, run.config).held_out(n, n))
+        data = load_data(run.path, run.config)
     except UserError as error:
         return None, str(error)
+    if n is None:
+        targets = np.size(next(data.held_out(1, 1)).targets)
+        n = min(EXAMPLES, -(-TARGETS // targets))
+    batch = next(data.held_out(n, n))
     if batch.weights is None:
         return batch, ""
     real = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))  # the others fill it up
@@ -134,23 +144,29 @@ def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ..
         run.language()  # a model of images has no prompt
     if run.tokenizer is None or run.config.model.objective != "cross_entropy":
         return None
-    if prompt is None and probe is None:
-        raise UserError("the run's data is not here to take a text from; give one with --prompt.")
-    if prompt is not None:
-        example, what = _read(run, Prompt(prompt, "--prompt")), "--prompt"
-    else:
-        assert probe is not None
-        example, what = _unpadded(jax.tree.map(lambda x: jnp.asarray(x[0]), probe)), "the held-out text"
     if getattr(run.config.model, "n_predicted", 0) == 1:
-        return None  # it has something to say of full windows alone
-    shapes = trace_names(run.model, run.params, *example, names=views.WEIGHTS)
-    if (n := sum(x.size for x in shapes.values())) > MOST_WEIGHTS:
-        longest = max(len(x) for x in example if jnp.ndim(x))
+        if prompt is not None:
+            raise UserError(
+                "the run's model reads full windows alone, of which a page shows nothing; leave --prompt out."
+            )
+        return None
+    if prompt is not None:
+        example = _read(run, Prompt(prompt, "--prompt"))
+    elif probe is not None:
+        example = _unpadded(jax.tree.map(lambda x: jnp.asarray(x[0]), probe), MOST_TOKENS)
+    else:
+        raise UserError("the run's data is not here to take a text from; give one with --prompt.")
+    n = sum(x.size for x in trace_names(run.model, run.params, *example, names=views.WEIGHTS).values())
+    if n <= MOST_WEIGHTS:
+        return example
+    longest = max(len(x) for x in example if jnp.ndim(x))
+    fitting = int(longest * (MOST_WEIGHTS / n) ** 0.5)
+    if prompt is not None:
         raise UserError(
-            f"{what} has {longest} tokens, and so the model {n:,} attention weights; a page holds at most "
-            f"{MOST_WEIGHTS:,}: shorten it to about {int(longest * (MOST_WEIGHTS / n) ** 0.5)} tokens."
+            f"--prompt has {longest} tokens, and so the model {n:,} attention weights; a page holds at most "
+            f"{MOST_WEIGHTS:,}: shorten it to about {fitting} tokens."
         )
-    return example
+    return _unpadded(jax.tree.map(lambda x: jnp.asarray(x[0]), probe), fitting)
 
 
 def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
@@ -175,14 +191,14 @@ def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
     return jnp.array(tokens), *prefix
 
 
-def _unpadded(example: Batch) -> tuple[Any, ...]:
-    """The inputs of a held-out example, as long as its texts are, and at most `MOST_TOKENS`."""
+def _unpadded(example: Batch, most: int) -> tuple[Any, ...]:
+    """The inputs of a held-out example, as long as its texts are, and of at most so many tokens."""
     first, *rest = example.inputs
     if rest and rest[0].dtype == bool:
         first, rest[0] = first[rest[0]], rest[0][rest[0]]
     if len(rest) == 2:  # a target, which counts where it stands
         rest[1] = rest[1][example.weights > 0]
-    return tuple(x[:MOST_TOKENS] if x.ndim else jnp.minimum(x, MOST_TOKENS // 2) for x in (first, *rest))
+    return tuple(x[:most] if x.ndim else jnp.minimum(x, most // 2) for x in (first, *rest))
 
 
 def _alone(run: Run, example: tuple[Any, ...]) -> Batch | None:

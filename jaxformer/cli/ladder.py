@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxformer.cli.arguments import load_config, options_given, parse, run_command
 from jaxformer.cli.train import RUNS, Arguments
-from jaxformer.config import Config, to_dict
+from jaxformer.config import Config, flat, to_dict
 from jaxformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -145,7 +145,6 @@ def _climb(config: Config, run: Path, options: Sequence[str]) -> int:
 
 def _must_be(config: Config, run: Path) -> None:
     """Raise `UserError` where a run has another config."""
-    from jaxformer.cli.diff import flat
     from jaxformer.runs import read_config
 
     wanted, found = (flat(to_dict(c)) for c in (config, read_config(run)))
@@ -278,7 +277,7 @@ def _figure(runs: Sequence[Path]) -> Figure:
         steps, losses = _curve(run)
         traces.append({
             "type": "scatter", "mode": "lines+markers", "x": steps, "y": losses, "name": _label(run),
-            "line": {"colour": number, "dash": "solid" if number < 8 else "dot"}, "marker": {"size": 5},
+            "line": {"colour": number}, "marker": {"size": 5},
         })  # fmt: skip
     layout = {"height": 460, "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": LOSS}}}
     return Figure("On the way", traces, layout)

@@ -1,35 +1,52 @@
-"""`report.html` in a run's folder: what its log says, as a page, made anew with every validation."""
+"""`report.html` in a run's folder: what its log says, as a page that can be reloaded while it trains."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxformer.errors import writing
-from jaxformer.inspect.curves import training
+from jaxformer.inspect.curves import Row, training
 from jaxformer.inspect.page import write_page
 from jaxformer.runs import read_config
-from jaxformer.train.log import Sink, read_metrics, read_samples
+from jaxformer.train.log import Sink, read_metrics, read_samples, say
 
 REPORT = "report.html"
+SHARE = 0.01
+"""Of the time, at most, that goes into the page while a run trains."""
 
 
 def reporter(folder: Path) -> Sink:
-    """What takes rows of the run's log and keeps the page up to date."""
+    """What takes rows of the run's log and keeps the page up to date, as far as `SHARE` allows, and until it cannot be
+    written."""
     rows: list[dict[str, Any]] = []
+    due = 0.0
 
     def take(row: dict[str, Any]) -> None:
+        nonlocal due
         rows.extend([row] if rows else read_metrics(folder))  # at first also those from before it was resumed
-        if "val_loss" in row:
-            with writing(folder, REPORT):
-                write_report(folder, rows)
+        began = time.perf_counter()
+        if "val_loss" in row and began >= due:
+            written = write_report(folder, rows)
+            due = began + (time.perf_counter() - began) / SHARE if written else math.inf
 
     return take
 
 
-def write_report(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the page of some rows of the log."""
+def write_report(folder: Path, rows: Sequence[Row]) -> bool:
+    """Write the page of some rows of the log, and tell whether it could be; if not, that is said.
+
+    It is no error: a page can be made again, steps cannot.
+    """
     config, last = read_config(folder), rows[-1]
     loss = "" if last.get("val_loss") is None else f": held-out loss {last['val_loss']:.4f} nats"
     fact = f"{type(config.model.build()).__name__}, step {last['step']:,} of {config.steps:,}{loss}."
-    write_page(folder / REPORT, f"{folder.name}: training", [fact], training(rows, read_samples(folder)))
+    title = f"{folder.resolve().name}: training"
+    try:
+        write_page(folder / REPORT, title, [fact], training(rows, read_samples(folder)))
+    except OSError as error:
+        say(f"{REPORT} cannot be written: {error.strerror or error}; all else goes on")
+        return False
+    return True

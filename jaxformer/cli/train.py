@@ -109,10 +109,10 @@ def _main(arguments: list[str]) -> int:
 
 def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
     from jaxformer.cli.hooks import make_hooks
-    from jaxformer.cli.report import reporter
+    from jaxformer.cli.report import reporter, write_report
     from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
-    from jaxformer.train.log import console, plot, say
+    from jaxformer.train.log import console, plot, read_metrics, say
     from jaxformer.train.loop import train
     from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
@@ -158,6 +158,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     if is_first():
         with writing(folder, PLOTS):
             plot(folder)
+        write_report(folder, read_metrics(folder))
     wait_for_all()
     if outcome.status == "interrupted":
         say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")

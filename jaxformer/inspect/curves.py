@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxformer.data.dataset import evenly
 from jaxformer.inspect.page import Figure, Section, Table, Texts, plain
 
 Row = Mapping[str, Any]
 """Of `metrics.jsonl`."""
 LATEST = 6
 """Samples that are shown."""
+MOST_POINTS = 2000
+"""Of a line; of a longer log, as many are taken, evenly."""
 
 
 def training(rows: Sequence[Row], samples: Sequence[str] = ()) -> list[Section]:
@@ -38,7 +41,7 @@ def _over_steps(title: str, **axis: Any) -> dict[str, Any]:
 def _losses(rows: Sequence[Row]) -> Iterator[Section]:
     traces = []
     for number, (key, name) in enumerate((("loss", "training batch"), ("val_loss", "held out"))):
-        found = [row for row in rows if key in row]
+        found = _thinned([row for row in rows if key in row])
         look = {"mode": "lines+markers", "marker": {"size": 5}, "line": {"width": 2.5}} if number else {}
         traces.append(_line([row["step"] for row in found], [row[key] for row in found], name, number, **look))
     if any(trace["x"] for trace in traces):
@@ -46,7 +49,7 @@ def _losses(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _entropy(rows: Sequence[Row]) -> Iterator[Section]:
-    rows = [row for row in rows if row.get("entropy")]
+    rows = _thinned([row for row in rows if row.get("entropy")])
     if not rows:
         return
     steps, traces = [row["step"] for row in rows], []
@@ -60,7 +63,7 @@ def _entropy(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _updates(rows: Sequence[Row]) -> Iterator[Section]:
-    rows = [row for row in rows if row.get("gradients")]
+    rows = _thinned([row for row in rows if row.get("gradients")])
     if not rows:
         return
     found: dict[str, tuple[list[int], list[float]]] = {}
@@ -91,14 +94,14 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _rate(rows: Sequence[Row]) -> Iterator[Section]:
-    rows = [row for row in rows if "lr" in row]
+    rows = _thinned([row for row in rows if "lr" in row])
     if rows:
         trace = _line([row["step"] for row in rows], [row["lr"] for row in rows], "learning rate", 0, showlegend=False)
         yield Figure("Learning rate", [trace], _over_steps("learning rate", rangemode="tozero") | {"height": 240})
 
 
 def _experts(rows: Sequence[Row]) -> Iterator[Section]:
-    rows = [row for row in rows if row.get("router")]
+    rows = _thinned([row for row in rows if row.get("router")])
     if not rows:
         return
     steps, traces = [row["step"] for row in rows], []
@@ -137,6 +140,11 @@ def _samples(samples: Sequence[str]) -> Iterator[Section]:
             [text.strip() for text in samples[: -LATEST - 1 : -1]],
             "What it wrote on the way, the latest first.",
         )
+
+
+def _thinned(rows: Sequence[Row]) -> Sequence[Row]:
+    """As many as a line may have, the first and the last among them."""
+    return [rows[i] for i in evenly(len(rows), MOST_POINTS)]
 
 
 def _hover(name: str) -> str:

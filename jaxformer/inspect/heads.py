@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.attention import CROSS, text_of
 from jaxformer.inspect.trace import editing, trace, trace_names
 from jaxformer.models.objective import Params, mean_example_loss
 from jaxformer.ops.attention import row_entropy
@@ -41,6 +42,11 @@ class Gaze:
     """Weight on what followed the same token earlier, of rows that have one: what is to be copied if the text repeats
     itself (the prefix-matching score of Olsson et al. 2022)."""
 
+    def of_another_text(self) -> Gaze:
+        """Without what is said of places, which are not those of the rows."""
+        nowhere = self.entropy * jnp.nan
+        return replace(self, distance=nowhere, first=nowhere, previous=nowhere)
+
 
 def gaze(
     weights_HTS: jax.Array, visible_TS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax.Array | None = None
@@ -48,7 +54,7 @@ def gaze(
     """Where the heads of one layer look in one example.
 
     Args:
-      weights_HTS: of a sequence to itself, S = T, or to another one; then all but entropy and share mean little.
+      weights_HTS: of a sequence to itself, S = T, or to another one; see `Gaze.of_another_text`.
       visible_TS: what the mask shows.
       tokens_T: of which the weights are; `duplicate` and `induction` need them.
       valid_T: rows that count; padding does not.
@@ -84,45 +90,45 @@ def gaze(
 jax.tree_util.register_dataclass(Gaze)
 
 
-def gazes(model: nn.Module, params: Params, *inputs_B: Any) -> dict[str, Gaze]:
+def gazes(model: nn.Module, params: Params, *inputs_B: Any, counts_BT: Any = None) -> dict[str, Gaze]:
     """Where every head looks, by layer, over several examples. Rows of padding are left out where the inputs tell what
     is padding, as they do of a source.
 
-    Tokens are compared in self-attention alone, where each place of the sequence is a token.
+    Tokens are compared in self-attention alone, where each place of the sequence is a token; what is said of places is
+    NaN for attention to another sequence.
 
     Args:
       inputs_B: what the model is called with, of several examples.
+      counts_BT: True where a target of theirs is no padding.
     """
-    found = jax.device_get(_gazes(model, params, inputs_B))
+    found = jax.device_get(_gazes(model, params, inputs_B, counts_BT))
     return {name: found[name] for name in _layers(model, params, inputs_B)}
 
 
 @partial(jax.jit, static_argnames="model")
-def _gazes(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> dict[str, Gaze]:
-    def one(inputs: tuple[Any, ...]) -> dict[str, Gaze]:
+def _gazes(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], counts_BT: Any) -> dict[str, Gaze]:
+    def one(example: tuple[tuple[Any, ...], Any]) -> dict[str, Gaze]:
+        inputs, counts_T = example
         found = trace(model, params, *inputs, names=("*attention.weights", "*attention.visible"))
         layers = [name.removesuffix(".weights") for name in found if name.endswith(".weights")]
-        return {at: gaze(found[f"{at}.weights"], found[f"{at}.visible"], *_text_of(at, inputs)) for at in layers}
+        looks = {
+            at: gaze(found[f"{at}.weights"], found[f"{at}.visible"], *text_of(at, inputs, counts_T)) for at in layers
+        }
+        return {at: look.of_another_text() if CROSS in at else look for at, look in looks.items()}
 
     # One example after the other: the weights are as large as the square of its length.
-    return jax.tree.map(lambda x_BH: jnp.nanmean(x_BH, axis=0), jax.lax.map(one, inputs_B))
+    return jax.tree.map(lambda x_BH: jnp.nanmean(x_BH, axis=0), jax.lax.map(one, (inputs_B, counts_BT)))
+
+
+def counts_of(batch: Batch) -> Any:
+    """Where the targets of a batch are no padding, `(B, T)`; None where all count, or not each has a place."""
+    return None if batch.weights is None or batch.weights.ndim != 2 else batch.weights > 0
 
 
 def _layers(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> list[str]:
     """The names of all layers of attention, in the order of the computation."""
     first = jax.tree.map(lambda x: x[0], inputs_B)
     return [name.removesuffix(".heads") for name in trace_names(model, params, *first, names="*attention.heads")]
-
-
-def _text_of(layer: str, inputs: tuple[Any, ...]) -> tuple[jax.Array | None, jax.Array | None]:
-    """The tokens that the rows of a layer's self-attention are of, and which of them there are; None for none."""
-    if "cross_attention" in layer:
-        return None, None
-    at = 2 if layer.startswith("decoder_blocks") else 1 if layer.startswith("text_blocks") else 0
-    tokens, *rest = inputs[at:]
-    if tokens.ndim != 1 or tokens.dtype == jnp.uint8:
-        return None, None
-    return tokens, rest[0] if rest and rest[0] is not None and rest[0].dtype == bool else None
 
 
 @dataclass(frozen=True)
@@ -177,24 +183,27 @@ def loss_without(model: nn.Module, params: Params, batch: Batch, heads: Iterable
 def _whole(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, dict[str, jax.Array], Heads]:
     """The batch as arrays, what heads give in it on average, and that all are kept."""
     batch = jax.tree.map(jnp.asarray, batch)
-    means = _mean_heads(model, params, batch.inputs)
+    means = _mean_heads(model, params, batch.inputs, counts_of(batch))
     return batch, means, {name: jnp.ones(len(x_HK)) for name, x_HK in means.items()}
 
 
 @partial(jax.jit, static_argnames="model")
-def _mean_heads(model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+def _mean_heads(
+    model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...], counts_BT: Any
+) -> dict[str, jax.Array]:
     """What each head gives, the mean over places and examples, `(H, K)` by layer."""
 
-    def one(inputs: tuple[Any, ...]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def one(example: tuple[tuple[Any, ...], Any]) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Sums over the places that are no padding, and how many these are."""
+        inputs, counts_T = example
         sums = {}
         for name, x_HTK in trace(model, params, *inputs, names="*attention.heads").items():
-            valid_T = _text_of(name, inputs)[1]
+            valid_T = text_of(name, inputs, counts_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
             sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
         return sums
 
-    found = jax.lax.map(one, inputs_B)
+    found = jax.lax.map(one, (inputs_B, counts_BT))
     return {name: sums_BHK.sum(axis=0) / n_B.sum() for name, (sums_BHK, n_B) in found.items()}
 
 

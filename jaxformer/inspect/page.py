@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,8 @@ SHELL = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src {sums};
+ style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'; base-uri 'none'">
 <title>{title}</title>
 <style>
 {css}</style>
@@ -37,12 +38,11 @@ SHELL = """<!doctype html>
 </main>
 <script type="application/json" id="data">{data}</script>
 <script>{plotly}</script>
-<script>
-{js}</script>
+<script>{js}</script>
 </body>
 </html>
 """
-"""The policy forbids every request, whatever a page's texts say."""
+"""The policy knows no script but the page's two, and forbids every request, whatever a page's texts say."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,12 @@ class Reading:
         return f'<div class="reading" data-of="{key}"></div>'
 
     def data(self) -> dict[str, Any]:
-        """What the page's script makes of it; weights as bytes, of which 255 is all of a row."""
+        """What the page's script makes of it; the roots of weights as bytes, of which 255 is all of a
+        row: small ones keep their digits."""
         layers = [
             {
                 "name": layer.name, "rows": layer.rows, "columns": layer.columns, "heads": len(layer.weights_HTS),
-                "weights": base64.b64encode(np.rint(255 * layer.weights_HTS).astype(np.uint8).tobytes()).decode(),
+                "weights": base64.b64encode(np.rint(255 * np.sqrt(layer.weights_HTS)).astype(np.uint8)).decode(),
             }
             for layer in self.layers
         ]  # fmt: skip
@@ -178,10 +179,11 @@ def page(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
     made = [_section(section, key) for section, key in zip(sections, keys, strict=True)]
     data = {key: found for section, key in zip(sections, keys, strict=True) if (found := section.data()) is not None}
     links = (f'<a href="#{key}">{html.escape(s.title)}</a>' for s, key in zip(sections, keys, strict=True))
+    scripts = get_plotlyjs(), (ASSETS / "page.js").read_text(encoding="utf-8")
     return SHELL.format(
         title=html.escape(title), facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
-        contents="\n".join(links), sections="\n".join(made), data=_json(data), plotly=get_plotlyjs(),
-        css=(ASSETS / "page.css").read_text(encoding="utf-8"), js=(ASSETS / "page.js").read_text(encoding="utf-8"),
+        contents="\n".join(links), sections="\n".join(made), data=_json(data), plotly=scripts[0], js=scripts[1],
+        css=(ASSETS / "page.css").read_text(encoding="utf-8"), sums=" ".join(map(_sum, scripts)),
     )  # fmt: skip
 
 
@@ -193,6 +195,11 @@ def write_page(file: Path, title: str, facts: Sequence[str], sections: Sequence[
 def _section(section: Section, key: str) -> str:
     about = f"<p>{html.escape(section.about)}</p>\n" if section.about else ""
     return f'<section id="{key}">\n<h2>{html.escape(section.title)}</h2>\n{about}{section.body(key)}\n</section>'
+
+
+def _sum(script: str) -> str:
+    """By which a content security policy knows a script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _json(value: Any) -> str:

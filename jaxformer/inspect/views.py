@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
-from jaxformer.inspect.heads import ablate_heads, gazes
+from jaxformer.inspect.heads import ablate_heads, counts_of, gazes
 from jaxformer.inspect.page import Figure, Layer, Reading, Section, Table, plain
 from jaxformer.inspect.saturation import saturation
 from jaxformer.inspect.stream import logit_attribution, logit_lens
@@ -68,12 +68,20 @@ def reading(
     logits_TV = found[LOGITS]
     said = {}
     if logits_TV.ndim == 2 and len(logits_TV) == len(tokens[-1]):
-        said = {names[-1]: list(_chances(np.asarray(logits_TV, np.float64), tokens[-1], words, mask))}
+        chances = _chances(np.asarray(logits_TV, np.float64), tokens[-1], words, mask)
+        said = {names[-1]: ["" if at < _prefix(inputs) else chance for at, chance in enumerate(chances)]}
     about = (
-        "Point at a token, or tap it to hold on to it: the darker others are, the more the chosen head looks at them "
-        "from there. Each small picture is a head, with a row for each token that looks."
+        "Point at a token, or tap it to hold on to it: the stronger the colour of others, the more the chosen head "
+        "looks at them from there. Each small picture is a head, with a row for each token that looks."
     )
+    if _prefix(inputs):
+        about += f" The first {_prefix(inputs)} tokens are the prefix, which all see and none is predicted of."
     return Reading("What the heads look at" if layers else "Tokens", texts, layers, said, about if layers else "")
+
+
+def _prefix(inputs: tuple[Any, ...]) -> int:
+    """How many of the first tokens a prefix language model is given; 0 for another model."""
+    return int(inputs[1]) if len(inputs) == 2 and jnp.ndim(inputs[1]) == 0 else 0
 
 
 def _sides(name: str, names: Sequence[str]) -> tuple[str, str]:
@@ -115,6 +123,10 @@ def stream(model: nn.Module, params: Params, inputs: tuple[Any, ...], words: Wor
         parts = logit_attribution(model, params, *inputs, wanted_T=jnp.asarray(next_T))
     except UserError:
         return []
+    if start := max(0, _prefix(inputs) - 1):  # what the model predicts begins here
+        tokens_T, next_T = tokens_T[start:], next_T[start:]
+        lens = {name: x_TV[start:] for name, x_TV in lens.items()}
+        parts = {name: x[..., start:] for name, x in parts.items()}
     ticks = {
         "tickvals": list(range(len(tokens_T))),
         "ticktext": [_tick(words(int(t))) for t in tokens_T],
@@ -146,7 +158,7 @@ def _lens_figure(lens: Mapping[str, np.ndarray], layout: dict[str, Any], width: 
     }  # fmt: skip
     about = (
         "The token that would follow each place, were the stream read out after the embedding or a block (logit lens); "
-        "the darker, the surer. The last row is what the model says."
+        "the stronger the colour, the surer. The last row is what the model says."
     )
     return Figure("Logit lens", [trace], layout | {"height": 140 + 30 * len(lens)}, about, width)
 
@@ -178,7 +190,7 @@ def _attribution_figure(
 def heads(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
     """What each head does over several examples, and what the loss would be without it; nothing for a model that has
     none."""
-    looks = gazes(model, params, *batch.inputs)
+    looks = gazes(model, params, *batch.inputs, counts_BT=counts_of(batch))
     if not looks:
         return []
     without = ablate_heads(model, params, batch)
@@ -195,10 +207,7 @@ def heads(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
         "height": 120 + 34 * len(layers), "yaxis": {"autorange": "reversed", "showgrid": False},
         "xaxis": {"showgrid": False},
     }  # fmt: skip
-    about = (
-        f"By how much the loss, {without.loss:.4f} nats, rises where a head gives its mean at every place instead. "
-        "Where it falls, the head does harm here."
-    )
+    about = f"By how much the loss, {without.loss:.4f} nats, rises where a head gives its mean at every place instead."
     rows: list[list[str | float]] = []
     for name in layers:
         look = {field: np.asarray(value) for field, value in asdict(looks[name]).items()}
@@ -226,6 +235,8 @@ def gradients_over_entropy(model: nn.Module, params: Params, batch: Batch) -> li
     ):
         return []
     rows = [row for row in saturation(model, params, batch, TEMPERATURES, layer) if row.entropy > 0 and row.scores > 0]
+    if not rows:
+        return []
     looks = (("scores", "of the scores", "solid"), ("scores_by_hand", "the same by hand", "dot"),
              ("W_Q", "of W_Q", "solid"), ("W_K", "of W_K", "solid"))  # fmt: skip
     traces = [

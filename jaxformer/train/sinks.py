@@ -68,7 +68,7 @@ def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
 
 @contextmanager
 def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
-    """An event file of this start's own below the folder's tensorboard/.
+    """An event file of this start's own below the folder's tensorboard/, with all rows there are.
 
     Events are written here and now: tensorboardX's SummaryWriter has a thread for it, which dies of a full disk and
     lets training wait for it forever; its RecordWriter waits for the disk after each.
@@ -78,8 +78,7 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
     from tensorboardX.proto.summary_pb2 import Summary
     from tensorboardX.record_writer import masked_crc32c
 
-    place, rows = folder / TENSORBOARD, read_metrics(folder)
-    lacking = [] if any(place.glob("*tfevents*")) else rows
+    place = folder / TENSORBOARD
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
     with writing(folder, TENSORBOARD):
         place.mkdir(exist_ok=True)
@@ -99,9 +98,9 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
 
     try:
         write(file_version="brain.Event:2")
-        # From this step on, readers forget what earlier files say.
-        write(step=rows[-1]["step"] + 1 if rows else 0, session_log=SessionLog(status=SessionLog.START))
-        for row in lacking:
+        # From this step on, readers forget what earlier files say: all of it, which may lack or have steps too many.
+        write(step=0, session_log=SessionLog(status=SessionLog.START))
+        for row in read_metrics(folder):
             sink(row)
         yield sink
     finally:

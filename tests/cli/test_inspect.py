@@ -1,13 +1,25 @@
 """`python -m jaxformer inspect`, on a run that was trained, and in a browser."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.cli import inspect, train
+from jaxformer.config import Config, ModelConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.models.mlp import MLPConfig
+from jaxformer.runs import create_run
 from jaxformer.train.log import read_metrics
+from tests.arrays import random_params
 from tests.browser import browsing, complaints, traces
 from tests.helpers import small_run, tiny, write_books
 
@@ -43,9 +55,7 @@ def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pyte
         assert held["y"] == [row["val_loss"] for row in rows if "val_loss" in row]
         assert held["x"] == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 12]
         assert batch["y"] == [row["loss"] for row in rows if "loss" in row]
-        heads = [
-            [row["entropy"][layer][head] for row in rows if "entropy" in row] for layer in range(2) for head in range(2)
-        ]
+        heads = [[row["entropy"][0][head] for row in rows if "entropy" in row] for head in range(2)]
         assert [trace["y"] for trace in traces(browser, "Entropy of attention")] == heads
         updates = {trace["hovertemplate"].split("<br>")[0]: trace for trace in traces(browser, "Update ratios")}
         tables = [(row["step"], row["gradients"]) for row in rows if "gradients" in row]
@@ -67,7 +77,7 @@ def test_without_a_prompt_a_held_out_text_is_shown_beside_the_run(run: Path, cap
     assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
     shown = data_of(run / "inspect.html")["section-0"]
     assert len(shown["texts"]["text"]) == 32  # a whole window
-    assert "Heads are measured on 2 held-out examples." in (run / "inspect.html").read_text()
+    assert "Heads are measured on held-out data: 2 examples." in (run / "inspect.html").read_text()
 
 
 @pytest.mark.slow
@@ -83,6 +93,70 @@ def test_where_the_data_is_gone_the_prompt_has_to_do(run: Path, tmp_path: Path, 
     assert inspect.main([str(moved), "--prompt", "The cat sees the dog."]) == 0
     text = (moved / "inspect.html").read_text()
     assert "Heads are measured on the prompt alone." in text and "The data of the run cannot be read: " in text
+
+
+def untrained(folder: Path, model: ModelConfig) -> Path:
+    """A run of a small model that has learned nothing; its data is not here."""
+    tokenizer = Tokenizer.train([WORDS], 280)
+    place = create_run(folder / "other", Config("other", model, data=TextConfig("nowhere"), steps=1), tokenizer, False)
+    with Checkpoints(place) as checkpoints:
+        params = random_params(model.build(), *model.example())
+        checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
+    return place
+
+
+SMALL: dict = {"vocab_size": 280, "context_length": 16, "d_model": 8, "n_heads": 2, "d_ff": (8,)}
+
+
+@pytest.mark.slow
+def test_a_prefix_is_told_from_what_is_predicted(tmp_path: Path):
+    place = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True, prefix=True))
+    assert inspect.main([str(place), "--prompt", "ai bj ck dl"]) == 0
+    shown = data_of(place / "inspect.html")
+    notes = shown["section-0"]["notes"]["text"]
+    prefix = len(notes) // 2
+    assert notes[:prefix] == [""] * prefix and all(note.startswith("It had a chance") for note in notes[prefix:])
+    lens = shown["section-1"]["traces"][0]
+    assert len(lens["z"][0]) == len(notes) - prefix + 1  # also what the prefix's last token says
+    weights = shown["section-0"]["layers"][0]
+    assert (weights["rows"], weights["columns"], weights["heads"]) == ("text", "text", 2)
+
+
+@pytest.mark.slow
+def test_gaps_and_what_fits_them(tmp_path: Path):
+    place = untrained(tmp_path, EncoderConfig(**SMALL | {"vocab_size": 281}, n_blocks=1))
+    assert inspect.main([str(place), "--prompt", "ai [MASK] ck"]) == 0
+    shown = data_of(place / "inspect.html")["section-0"]
+    at = shown["texts"]["text"].index("[MASK]")
+    assert [bool(note) for note in shown["notes"]["text"]] == [i == at for i in range(len(shown["notes"]["text"]))]
+    assert shown["notes"]["text"][at].startswith("Likeliest here: “")
+
+
+@pytest.mark.slow
+def test_a_source_and_what_is_made_of_it(tmp_path: Path):
+    place = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
+    assert inspect.main([str(place), "--prompt", "ai bj"]) == 0
+    shown = data_of(place / "inspect.html")["section-0"]
+    assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == inspect.END
+    assert [layer["name"] for layer in shown["layers"]] == [
+        "encoder_blocks.0.attention", "decoder_blocks.0.attention", "decoder_blocks.0.cross_attention",
+    ]  # fmt: skip
+
+
+def test_a_model_of_full_windows_has_no_text_to_show(tmp_path: Path, capsys: pytest.CaptureFixture):
+    model = MLPConfig(vocab_size=280, context_length=4, d_model=4, d_ff=(8,), concatenate=True)
+    place = untrained(tmp_path, model)
+    assert inspect.main([str(place), "--prompt", "abcd"]) == 2
+    assert "reads full windows alone, of which a page shows nothing; leave --prompt out." in capsys.readouterr().err
+    assert inspect.main([str(place)]) == 0 and "<h1>other: inside</h1>" in (place / "inspect.html").read_text()
+
+
+def test_a_place_that_is_no_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture):
+    place = small_run(tmp_path / "small", [WORDS])
+    os.mkfifo(tmp_path / "fifo")
+    assert inspect.main([str(place), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
+    assert "it must be a file in a folder that exists." in capsys.readouterr().err
+    assert (tmp_path / "fifo").is_fifo()
 
 
 @pytest.mark.parametrize(

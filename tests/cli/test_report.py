@@ -2,20 +2,22 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jaxformer.cli import report
 from jaxformer.cli.report import reporter
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(report, "SHARE", float("inf"))
     model = DecoderConfig(vocab_size=257, context_length=8, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,))
     config = Config("small", model, data=TextConfig(), steps=30)
     return create_run(tmp_path / "small", config, Tokenizer.train([], 257), may_number=False)
@@ -53,10 +55,32 @@ def test_a_loss_that_is_none_is_no_number(run: Path):
     assert "<p>Decoder, step 10 of 30.</p>" in (run / "report.html").read_text()
 
 
-def test_a_page_that_cannot_be_written_says_how_to_go_on(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_page_that_cannot_be_written_ends_no_training(run: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxformer.inspect.page.write_atomically", full)
-    with pytest.raises(UserError, match=r"report.html cannot be written .*No space left on device; free some space"):
-        feed(run, [{"step": 0, "val_loss": 6.0}])
+    monkeypatch.setattr(report, "write_page", full)
+    feed(run, [{"step": 0, "val_loss": 6.0}, {"step": 1, "val_loss": 6.0}])
+    said = capsys.readouterr().out
+    assert said == "report.html cannot be written: No space left on device; all else goes on\n"  # once
+
+
+def test_the_page_takes_its_share_of_the_time(run: Path, monkeypatch: pytest.MonkeyPatch):
+    """A page that takes a second is made again after a hundred."""
+    now, made = 0.0, []
+
+    def write(folder: Path, rows: list[dict]) -> bool:
+        nonlocal now
+        made.append(rows[-1]["step"])
+        now += 1
+        return True
+
+    monkeypatch.setattr(report, "write_report", write)
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(report, "SHARE", 0.01)
+    sink = reporter(run)
+    for step in range(30):
+        (run / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
+        sink({"step": step, "val_loss": 1.0})
+        now += 10
+    assert made == [0, 10, 20]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxformer.inspect.curves import LATEST, training
+from jaxformer.inspect.curves import LATEST, MOST_POINTS, training
 from jaxformer.inspect.page import Figure, Section, Table, Texts
 
 
@@ -82,6 +82,14 @@ def test_the_latest_samples_come_first():
     texts = by_title(ROWS, [f"[step {i}] text\n\n" for i in range(LATEST + 2)])["Samples"]
     assert isinstance(texts, Texts)
     assert list(texts.texts) == [f"[step {i}] text" for i in range(LATEST + 1, 1, -1)]
+
+
+def test_a_long_log_keeps_its_ends():
+    found = by_title([{"step": step, "loss": 1 / (1 + step)} for step in range(5 * MOST_POINTS)])["Loss"]
+    assert isinstance(found, Figure)
+    batch, _ = found.traces
+    assert len(batch["x"]) == MOST_POINTS and (batch["x"][0], batch["x"][-1]) == (0, 5 * MOST_POINTS - 1)
+    assert batch["y"] == [1 / (1 + step) for step in batch["x"]]
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 0, "note": "nothing"}]])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.heads import ablate_heads, gaze, gazes, loss_without
+from jaxformer.inspect.attention import attention_entropy
+from jaxformer.inspect.heads import ablate_heads, counts_of, gaze, gazes, loss_without
 from jaxformer.inspect.trace import editing, trace
 from jaxformer.models.objective import objective_of
 from tests.inspect.test_trace import MODELS, T, V, made
@@ -53,6 +54,27 @@ def test_gazes_are_the_mean_over_examples():
         np.testing.assert_allclose(getattr(found["blocks.1.attention"], name), wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_padding_of_a_target_counts_nowhere():
+    """Neither what heads look at from it, nor what they give there."""
+    model, params, (source, valid, target) = made(MODELS["encoder-decoder"])
+    n = len(target) - 3
+    found = []
+    for filling in (1, 2):
+        padded = target.at[n:].set(filling)
+        weights = jnp.where(jnp.arange(len(target)) < n, 1.0, 0.0)
+        batch = Batch(tuple(x[None] for x in (source, valid, padded)), jnp.roll(padded, -1)[None] % n, weights[None])
+        batch = batch._replace(targets=batch.targets.at[:, n - 1 :].set(0))
+        looks = gazes(model, params, *batch.inputs, counts_BT=counts_of(batch))
+        entropy = attention_entropy(model, params, *batch.inputs, counts_BT=counts_of(batch))
+        for look, of_log in zip(looks.values(), entropy, strict=True):
+            np.testing.assert_allclose(look.entropy, of_log, rtol=1e-5)
+        found.append((looks, ablate_heads(model, params, batch)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0][0], found[1][0])
+    for name in found[0][1].mean:
+        np.testing.assert_allclose(found[0][1].mean[name], found[1][1].mean[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["encoder-decoder", "masked", "clip", "vit"])
 def test_every_model_with_heads_has_gazes(name):
     model, params, inputs = made(MODELS[name])
@@ -61,7 +83,9 @@ def test_every_model_with_heads_has_gazes(name):
     assert found
     for layer, of in found.items():
         has_tokens = name != "vit" and not layer.startswith("vision") and "cross" not in layer
-        assert np.isfinite(of.entropy).all() and np.isfinite(of.distance).all()
+        assert np.isfinite(of.entropy).all()
+        for of_places in (of.distance, of.first, of.previous):  # of another sequence, places mean nothing
+            assert np.isnan(of_places).all() if "cross" in layer else np.isfinite(of_places).all()
         assert not np.isnan(of.duplicate).all() if has_tokens else np.isnan(of.duplicate).all()
 
 

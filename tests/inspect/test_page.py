@@ -15,14 +15,16 @@ from tests.browser import browsing, complaints, traces
 EVIL = "<script>alert(1)</script>"
 WEIGHTS_HTS = np.array([[[1, 0, 0], [0.25, 0.75, 0], [0, 0.5, 0.5]], [[1, 0, 0], [1, 0, 0], [0.2, 0.2, 0.6]]])
 READING = Reading(
-    "Heads", {"text": ["The", f" {EVIL}", "\n"]}, [Layer("blocks.0.attention", "text", "text", WEIGHTS_HTS)],
+    "Heads", {"text": ["The", f" {EVIL}", "⏎"]}, [Layer("blocks.0.attention", "text", "text", WEIGHTS_HTS)],
     {"text": ["", f"It had a chance of 5 %; others: “{EVIL}” 3 %.", "end"]},
 )  # fmt: skip
-CURVE = Figure(
-    "Curve",
-    [{"type": "scatter", "x": [0, 1, 2], "y": [2.5, float("nan"), 1.25], "name": plain(EVIL), "line": {"colour": 1}}],
-)
-HEATMAP = Figure("Map", [{"type": "heatmap", "z": [[0, 1], [1, 0]], "colorscale": "sequential"}], width=900)
+LINE = {"type": "scatter", "x": [0, 1, 2], "y": [2.5, float("nan"), 1.25], "name": plain(EVIL), "line": {"colour": 1}}
+CURVE = Figure("Curve", [LINE, {"type": "scatter", "x": [0], "y": [1.0], "name": "held out"}])
+CELLS = {
+    "type": "heatmap", "z": [[0, 1], [1, 0]], "colorscale": "sequential", "customdata": [[plain(EVIL)] * 2] * 2,
+    "hovertemplate": "%{customdata}<extra></extra>",
+}  # fmt: skip
+HEATMAP = Figure("Map", [CELLS], width=900)
 TABLE = Table("Numbers", [EVIL, "n", "x"], [["b", 1000, 0.5], ["a", 20, float("nan")], [EVIL, 3, 1e-7]])
 SECTIONS = [READING, CURVE, HEATMAP, TABLE, Texts("Samples", [EVIL, "two\nlines"])]
 
@@ -54,16 +56,17 @@ def test_nothing_is_fetched_and_no_text_becomes_a_tag():
     ]  # fmt: skip
     assert not [a for tag, a in tags if {"src", "href"} & set(a) and not (a.get("href") or "").startswith("#")]
     policy = next(a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy is not None and policy.startswith("default-src 'none';") and "http" not in policy
+    assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
+    assert "'unsafe-inline'" not in policy.split(";")[1]
 
 
 def test_data_are_what_was_given():
     data = data_of(page("t", [], SECTIONS))
-    assert data["section-0"]["texts"] == {"text": ["The", f" {EVIL}", "\n"]}
+    assert data["section-0"]["texts"] == {"text": ["The", f" {EVIL}", "⏎"]}
     layer = data["section-0"]["layers"][0]
     assert (layer["name"], layer["rows"], layer["columns"], layer["heads"]) == ("blocks.0.attention", "text", "text", 2)
     stored = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(2, 3, 3)
-    assert np.abs(stored / 255 - WEIGHTS_HTS).max() <= 0.5 / 255
+    assert np.abs(np.sqrt(WEIGHTS_HTS) - stored / 255).max() <= 0.5 / 255
     assert data["section-1"]["traces"][0]["y"] == [2.5, None, 1.25]  # JSON has no NaN
     assert "section-3" not in data  # a table is HTML
 
@@ -83,6 +86,7 @@ def test_a_page_is_replaced_whole(tmp_path: Path):
 @pytest.mark.slow
 def test_a_browser_shows_texts_as_texts_and_where_heads_look(tmp_path: Path):
     from selenium.webdriver import ActionChains
+    from selenium.webdriver.support.wait import WebDriverWait
 
     write_page(tmp_path / "p.html", EVIL, [EVIL], SECTIONS)
     with browsing(tmp_path / "p.html") as browser:
@@ -91,10 +95,13 @@ def test_a_browser_shows_texts_as_texts_and_where_heads_look(tmp_path: Path):
         tokens = find(".tokens button")
         assert [token.get_property("textContent") for token in tokens] == ["The", f" {EVIL}", "⏎"]
         assert [pre.text for pre in find("pre")] == [EVIL, "two\nlines"]
-        [trace] = traces(browser, "Curve")
+        trace, _ = traces(browser, "Curve")
         assert trace["y"] == [2.5, None, 1.25]
-        legend = [text.text for text in find(".legendtext")]
-        assert EVIL in legend or not legend
+        assert [text.text for text in find(".legendtext")] == [EVIL, "held out"]
+        assert f"1  {EVIL}" in [text.text for text in find(".map .xtick text")]
+        cell = find(".heatmaplayer")[1]  # that of the second figure
+        ActionChains(browser).move_to_element(cell).perform()
+        WebDriverWait(browser, 10).until(lambda _: EVIL in "".join(text.text for text in find(".hoverlayer text")))
 
         said = browser.find_element("css selector", ".said")
         shades = lambda: [token.value_of_css_property("background-color") for token in tokens]  # noqa: E731
@@ -103,7 +110,7 @@ def test_a_browser_shows_texts_as_texts_and_where_heads_look(tmp_path: Path):
         assert f"head 0 of blocks.0.attention looks at “ {EVIL}” 75 %, “The” 25 %." in said.text
         # Darkness is the root of the weight.
         alpha = lambda shade: float(shade.split(",")[3].strip(" )"))  # noqa: E731
-        assert [alpha(shade) for shade in shades()] == pytest.approx([0.85 * 0.25**0.5, 0.85 * 0.75**0.5, 0], abs=0.01)
+        assert [alpha(shade) for shade in shades()] == pytest.approx([0.5 * 0.25**0.5, 0.5 * 0.75**0.5, 0], abs=0.01)
         find(".layer button")[1].click()  # the other head, from the same token
         assert "head 1 of blocks.0.attention looks at “The” 100 %." in said.text
         tokens[2].click()  # hold on to it
@@ -126,21 +133,51 @@ def test_a_browser_shows_texts_as_texts_and_where_heads_look(tmp_path: Path):
 def test_a_page_fits_the_screen_and_its_scheme(tmp_path: Path, width: int, scheme: str):
     write_page(tmp_path / "p.html", "t", ["a fact"], SECTIONS)
     with browsing(tmp_path / "p.html", width, scheme) as browser:
+        browser.find_element("css selector", ".tokens button").click()  # it can look at itself alone
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         found = browser.execute_script("""
             const style = (css) => getComputedStyle(document.querySelector(css));
             return [style("body").color, style("body").backgroundColor, style("section").backgroundColor,
-                    style(".xtitle, .xtick text").fill];
+                    style(".xtitle, .xtick text").fill, style(".tokens button").backgroundColor];
         """)
-        text, behind, card, label = (np.array(re.findall(r"\d+", colour)[:3], float) for colour in found)
-        assert (text.mean() > behind.mean()) == (scheme == "dark")
+        text, behind, card, label, shade = (np.array(re.findall(r"[\d.]+", colour), float) for colour in found)
+        assert (text[:3].mean() > behind[:3].mean()) == (scheme == "dark")
         assert min(contrast(text, behind), contrast(text, card), contrast(label, card)) >= 7  # WCAG 2, level AAA
+        assert shade[3] == 0.5  # a token that has all the weight
+        shaded = shade[3] * shade[:3] + (1 - shade[3]) * card[:3]
+        assert contrast(text, shaded) >= 4.5  # level AA
+        assert complaints(browser) == []
+
+
+@pytest.mark.slow
+def test_a_head_that_looks_at_one_place_is_seen_in_its_small_picture(tmp_path: Path):
+    """Also where there are more tokens than pixels."""
+    previous_TS = np.eye(128, k=-1)
+    previous_TS[0, 0] = 1
+    layer = Layer("blocks.0.attention", "text", "text", np.stack([previous_TS, np.full((128, 128), 1 / 128)]))
+    write_page(tmp_path / "p.html", "t", [], [Reading("Heads", {"text": ["a"] * 128}, [layer])])
+    with browsing(tmp_path / "p.html") as browser:
+        first, second = browser.execute_script("""
+            return [...document.querySelectorAll(".layer canvas")].map((canvas) => {
+                const { width, height } = canvas;
+                const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+                return Array.from({ length: height }, (_, y) =>
+                    Array.from({ length: width }, (_, x) => data[4 * (y * width + x) + 3]));
+            });
+        """)
+        first, second = np.array(first), np.array(second)
+        assert first.shape == (56, 56) and (np.diag(first) == 255).all()
+        assert (first[~(np.eye(56, dtype=bool) | np.eye(56, k=-1, dtype=bool))] == 0).all()
+        assert (second == round(255 * 128**-0.5)).all()
+        said = browser.find_element("css selector", ".said")
+        browser.find_elements("css selector", ".layer button")[1].click()
+        assert "“a” 0.8 %" in said.text
         assert complaints(browser) == []
 
 
 def contrast(a: np.ndarray, b: np.ndarray) -> float:
     """The contrast ratio of two sRGB colours of WCAG 2."""
-    c = np.array([a, b]) / 255
+    c = np.array([a[:3], b[:3]]) / 255
     linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
     light = np.sort(linear @ [0.2126, 0.7152, 0.0722])
     return float((light[1] + 0.05) / (light[0] + 0.05))

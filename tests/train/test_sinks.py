@@ -138,6 +138,10 @@ def test_tensorboard_is_given_the_rows_from_before_it_was_asked_for(tmp_path):
     with open_sinks(tmp_path, CONFIG):
         pass
     assert told(tmp_path) == [(0, {"loss": 5.0}), (1, {"loss": 4.0})]
+    write_rows(tmp_path, range(4))  # after it had trained on without
+    with open_sinks(tmp_path, CONFIG):
+        pass
+    assert told(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):

@@ -15,6 +15,7 @@ const COLOURS = {
   light: ["#2a62c9", "#d1590a", "#16856b", "#b3368b", "#8a6d00", "#6b4fc4", "#b22a2a", "#4f6472"],
   dark: ["#8db4ff", "#ff9c57", "#5fcfae", "#f08cce", "#d9bd4a", "#b7a1ff", "#ff8a80", "#a9bcc9"],
 };
+const DASHES = ["solid", "dot", "dash", "dashdot"];
 const SCALES = {
   light: { sequential: [[0, "#ffffff"], [1, "#17469e"]], diverging: [[0, "#16856b"], [0.5, "#f4f3f0"], [1, "#c04a00"]] },
   dark: { sequential: [[0, "#1e2023"], [1, "#9cc0ff"]], diverging: [[0, "#5fcfae"], [0.5, "#2a2d31"], [1, "#ff9c57"]] },
@@ -39,7 +40,8 @@ function drawn(trace) {
   if (given.type === "heatmap") given.colorbar = { thickness: 10, outlinewidth: 0, ...given.colorbar };
   if (given.line && "colour" in given.line) {
     const { colour: number, ...line } = given.line;
-    given.line = { ...line, color: COLOURS[theme][number % COLOURS[theme].length] };
+    const again = Math.floor(number / COLOURS[theme].length);
+    given.line = { dash: DASHES[again % DASHES.length], ...line, color: COLOURS[theme][number % COLOURS[theme].length] };
   }
   return given;
 }
@@ -69,7 +71,8 @@ for (const header of document.querySelectorAll("th")) {
   });
 }
 
-const visible = (token) => token.replaceAll("\n", "⏎");
+// Pixels of a head's picture, and how strong the colour is behind the token that has all the weight.
+const [SIDE, STRONGEST] = [56, 0.5];
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 function reading(place, { texts, notes, layers }) {
@@ -77,15 +80,15 @@ function reading(place, { texts, notes, layers }) {
     layer.bytes = Uint8Array.from(atob(layer.weights), (letter) => letter.charCodeAt(0));
     [layer.T, layer.S] = [texts[layer.rows].length, texts[layer.columns].length];
   }
-  const weight = (layer, head, row, column) => layer.bytes[(head * layer.T + row) * layer.S + column] / 255;
+  const weight = (layer, head, row, column) => (layer.bytes[(head * layer.T + row) * layer.S + column] / 255) ** 2;
   const pictures = make("div", place, "", "layers");
   const strips = {};
   for (const [name, tokens] of Object.entries(texts)) {
     if (Object.keys(texts).length > 1) make("p", place, name, "name");
     const strip = make("div", place, "", "tokens");
     strips[name] = tokens.map((token, at) => {
-      const button = make("button", strip, visible(token));
-      if (token.endsWith("\n")) strip.append("\n");
+      const button = make("button", strip, token);
+      if (token.endsWith("⏎")) strip.append("\n");
       for (const event of ["pointerenter", "focus"]) button.addEventListener(event, () => look(name, at));
       button.addEventListener("click", () => { pinned = pinned === button ? null : button; look(name, at, true); });
       return button;
@@ -101,16 +104,16 @@ function reading(place, { texts, notes, layers }) {
     here = [name, at];
     for (const strip of Object.values(strips)) for (const token of strip) { token.style.background = ""; token.className = ""; }
     strips[name][at].className = "from";
-    const about = [`${name} ${at}: “${visible(texts[name][at])}”`];
+    const about = [`${name} ${at}: “${texts[name][at]}”`];
     if (notes[name]) about.push(notes[name][at]);
     if (chosen && chosen.layer.rows === name) {
       const { layer, head } = chosen;
       const shares = texts[layer.columns].map((_, column) => weight(layer, head, at, column));
       shares.forEach((share, column) => {
-        strips[layer.columns][column].style.background = `rgba(${colour("--look")}, ${Math.sqrt(share) * 0.85})`;
+        strips[layer.columns][column].style.background = `rgba(${colour("--look")}, ${Math.sqrt(share) * STRONGEST})`;
       });
       const most = shares.map((share, column) => [share, column]).sort((a, b) => b[0] - a[0]).slice(0, 4);
-      const named = most.filter(([share]) => share > 0).map(([share, column]) => `“${visible(texts[layer.columns][column])}” ${percent(share)}`);
+      const named = most.filter(([share]) => share > 0).map(([share, column]) => `“${texts[layer.columns][column]}” ${percent(share)}`);
       about.push(`head ${head} of ${layer.name} looks at ${named.join(", ")}.`);
     }
     said.textContent = about.filter(Boolean).join(" ");
@@ -120,8 +123,8 @@ function reading(place, { texts, notes, layers }) {
     for (const other of pictures.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button);
     chosen = { layer, head };
     const ticks = (tokens) => ({
-      tickvals: tokens.map((_, at) => at), ticktext: tokens.map((token) => visible(token).replaceAll("&", "&amp;").replaceAll("<", "&lt;")),
-      tickfont: { size: 9 }, showgrid: false, fixedrange: false,
+      tickvals: tokens.map((_, at) => at), tickfont: { size: 9 }, showgrid: false,
+      ticktext: tokens.map((token, at) => `${at} ${token.replaceAll("&", "&amp;").replaceAll("<", "&lt;")}`),
     });
     const z = Array.from({ length: layer.T }, (_, row) => Array.from({ length: layer.S }, (_, column) => weight(layer, head, row, column)));
     const seen = layer.T <= 48 && layer.S <= 48 ? ticks : () => ({ showgrid: false });
@@ -136,13 +139,19 @@ function reading(place, { texts, notes, layers }) {
   }
 
   function paint(canvas, layer, head) {
-    [canvas.width, canvas.height] = [layer.S, layer.T];
+    // Where there are more tokens than pixels, a pixel has the largest weight of those that share it.
+    const side = Math.round(SIDE * devicePixelRatio);
+    [canvas.width, canvas.height] = [Math.min(layer.S, side), Math.min(layer.T, side)];
     const context = canvas.getContext("2d");
-    const image = context.createImageData(layer.S, layer.T);
+    const image = context.createImageData(canvas.width, canvas.height);
     const ink = colour("--look").split(",").map(Number);
-    for (let at = 0; at < layer.T * layer.S; at++) {
-      image.data.set(ink, 4 * at);
-      image.data[4 * at + 3] = 255 * Math.sqrt(layer.bytes[head * layer.T * layer.S + at] / 255);
+    for (let row = 0; row < layer.T; row++) {
+      for (let column = 0; column < layer.S; column++) {
+        const [y, x] = [Math.floor((row * canvas.height) / layer.T), Math.floor((column * canvas.width) / layer.S)];
+        const at = 4 * (y * canvas.width + x);
+        const alpha = Math.max(image.data[at + 3], layer.bytes[(head * layer.T + row) * layer.S + column]);
+        image.data.set([...ink, alpha], at);
+      }
     }
     context.putImageData(image, 0, 0);
   }
