@@ -53,7 +53,7 @@ full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=T
 multihead_full = rung("multihead_full", full_heads)
 
 # Four heads that share the width: 65.11.
-low_rank_heads = replace(full_heads, head_dim=64)
+low_rank_heads = replace(full_heads, head_dim=None)
 multihead = rung("multihead", low_rank_heads)
 
 # 55.74, the first block nearly one-hot.
