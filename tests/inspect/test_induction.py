@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import ablate_heads, gazes, loss_without
+from jaxformer.inspect import ablate_heads, gazes, loss_without, views
+from jaxformer.inspect.page import Table
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
 
@@ -72,3 +73,8 @@ def test_the_report_finds_induction_heads_and_the_loss_misses_them(trained):
     assert heads and others
     assert loss_without(model, params, batch, heads) - without.loss >= 1
     assert all(without.mean[layer][h] < 0.1 for layer, h in others)
+
+    table = views.heads(model, params, batch)[1]  # of the page
+    assert isinstance(table, Table)
+    column = table.head.index("induction")
+    assert max(table.rows, key=lambda row: row[column])[0] == f"{best[0]}, head {best[1]}"
