@@ -260,7 +260,7 @@ def draw(runs: Sequence[Path]) -> bytes:
     axes = picture.subplots()
     for run in runs:
         axes.plot(*_curve(run), "o-", markersize=3, label=_label(run))
-    axes.set(xlabel="step", ylabel=LOSS)
+    axes.set(xlabel="step", ylabel=LOSS, yscale="log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     with io.BytesIO() as file:
@@ -279,7 +279,7 @@ def _figure(runs: Sequence[Path]) -> Figure:
             "type": "scatter", "mode": "lines+markers", "x": steps, "y": losses, "name": _label(run),
             "line": {"colour": number}, "marker": {"size": 5},
         })  # fmt: skip
-    layout = {"height": 460, "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": LOSS}}}
+    layout = {"height": 460, "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": LOSS}, "type": "log"}}
     return Figure("On the way", traces, layout)
 
 
