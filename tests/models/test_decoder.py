@@ -31,10 +31,9 @@ def small(name: str) -> DecoderConfig:
     """A rung with prime sizes: width 13, three heads of 13 or 5, and no more than two blocks."""
     config = rung(name)
     assert isinstance(config, DecoderConfig)
-    config = replace(config, vocab_size=V, context_length=T, d_model=D, d_ff=(17, 19), n_blocks=min(config.n_blocks, 2))
-    if config.n_heads == 1:
-        return config
-    return replace(config, n_heads=3, head_dim=D if name == "multihead_full" else 5)
+    heads = {} if config.n_heads == 1 else {"n_heads": 3, "head_dim": D if name == "multihead_full" else 5}
+    n_blocks = min(config.n_blocks, 2)
+    return replace(config, vocab_size=V, context_length=T, d_model=D, d_ff=(17, 19), n_blocks=n_blocks, **heads)
 
 
 PLAIN = DecoderConfig(V, T, D, n_blocks=2, n_heads=3, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm")
