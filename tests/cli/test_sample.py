@@ -21,7 +21,9 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import sample
+from jaxformer.cli.answers import Answer
 from jaxformer.cli.prompts import Prompt
+from jaxformer.cli.sampler import Sampler, biases, check_stop_strings, words
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
@@ -131,9 +133,9 @@ def test_what_was_made_before_a_failure_is_shown(here, monkeypatch, capsys, json
         n_calls += 1
         if n_calls == 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
-        return [sample.Answer(prompt, 0, 0, Text(BYTES)) for prompt, _ in prompts]
+        return [Answer(prompt, 0, 0, Text(BYTES)) for prompt, _ in prompts]
 
-    monkeypatch.setattr(sample.Sampler, "_continue", fails_at_the_third)
+    monkeypatch.setattr(Sampler, "_continue", fails_at_the_third)
     assert sample.main(["--prompts-file", "long_first.txt", *ALONE, *(["--jsonl"] if json_rows else [])]) == 2
     out, err = capsys.readouterr()
     if json_rows:
@@ -229,9 +231,9 @@ def test_a_prompt_that_a_draft_or_search_has_no_room_for_is_refused_by_itself(mo
         )
         return Run(Path(options.run), config, config.model.build(), {}, BYTES, 0)
 
-    monkeypatch.setattr(sample, "open_run", open_run)
+    monkeypatch.setattr("jaxformer.cli.sampler.open_run", open_run)
     given = ["--run", run, "--max-new-tokens", "6", *options]
-    sampler = sample.Sampler(sample.parse(sample.Arguments, given, sample.Arguments(), "", ""))
+    sampler = Sampler(sample.parse(sample.Arguments, given, sample.Arguments(), "", ""))
     letters = "q" * 17  # a token each
     assert len(sampler.encode(Prompt(letters[:most], "it"))) == most
     with pytest.raises(UserError, match=f"it has {most + 1} tokens; it may have at most (the context's )?{most}"):
@@ -278,13 +280,13 @@ def test_what_does_not_fit_the_run_is_one_sentence(capsys, options, said):
 def test_what_needs_a_cache_is_refused_without_one(monkeypatch, capsys, options):
     config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), data=TextConfig(), steps=1)
     monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
-    monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
+    monkeypatch.setattr("jaxformer.cli.sampler.open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
     assert sample.main(["--prompt", "a", *options]) == 2
     assert f"it has a model without a cache, which {options[0]} needs; leave it out." in capsys.readouterr().err
 
 
 def test_a_seed_in_a_file_of_prompts_is_not_for_beams():
-    sampler = sample.Sampler(sample.Arguments(num_beams=2, max_new_tokens=2))
+    sampler = Sampler(sample.Arguments(num_beams=2, max_new_tokens=2))
     with pytest.raises(UserError, match="p, line 2, has a seed, but beam search draws nothing"):
         sampler.encode(Prompt("a", "p, line 2,", seed=3))
 
@@ -293,7 +295,7 @@ def test_a_seed_in_a_file_of_prompts_is_not_for_beams():
 @pytest.mark.parametrize("several", [False, True])
 def test_ctrl_c_shows_what_was_made(monkeypatch, capsys, several):
     """Pressed after the first piece: the first text is shown as far as it went; a second batch does not begin."""
-    take = sample.Sampler._continue
+    take = Sampler._continue
 
     def pressing(self, prompts, n_prompts, streams, pressed):
         monkeypatch.setattr(
@@ -302,7 +304,7 @@ def test_ctrl_c_shows_what_was_made(monkeypatch, capsys, several):
         return take(self, prompts, n_prompts, streams, pressed)
 
     real = Text.take
-    monkeypatch.setattr(sample.Sampler, "_continue", pressing)
+    monkeypatch.setattr(Sampler, "_continue", pressing)
     prompts = ["The cat", "The dog"] if several else ["The cat"]
     assert sample.main(["--prompt", *prompts, "--batch-size", "1", "--max-new-tokens", "5000"]) == 130
     out, err = capsys.readouterr()
@@ -414,38 +416,38 @@ def test_what_is_wrong_with_one_text_does_not_end_a_conversation(monkeypatch, co
     """Neither an option that only the search itself can refuse, nor Ctrl-C before the text begins."""
     status, out, err = converse(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
     assert status == 2 and not out and err.count("error: n_beams is 1000; for a vocabulary of 280 it must be") == 2
-    monkeypatch.setattr(sample.Sampler, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
-    monkeypatch.setattr(sample.Sampler, "show", lambda _, prompts, pressed: print(pressed.is_set()))
+    monkeypatch.setattr(Sampler, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
+    monkeypatch.setattr(Sampler, "show", lambda _, prompts, pressed: print(pressed.is_set()))
     assert converse(b"The cat\nThe dog\n")[:2] == (0, "True\nTrue\n")
 
 
 def test_a_number_that_json_does_not_know_is_null():
     text, prompt = Text(BYTES), Prompt("p", "the prompt")
     text.tokens, text.logprobs, text.top_logprobs = [65], [-np.inf], [[(1, np.nan)]]
-    row = sample.Answer(prompt, 0, 0, text).as_row()
+    row = Answer(prompt, 0, 0, text).as_row()
     assert row["logprobs"] == [None] and row["top_logprobs"] == [[(1, None)]]
-    assert sample.Answer(prompt, 0, 0, text, score=-np.inf).as_row()["score"] is None
+    assert Answer(prompt, 0, 0, text, score=-np.inf).as_row()["score"] is None
 
 
 def test_biases_are_of_one_token():
-    assert sample.biases(["a=1.5", "==-2", " =3"], BYTES) == ((BYTES.encode("a")[0], 1.5), (BYTES.encode("=")[0], -2.0),
+    assert biases(["a=1.5", "==-2", " =3"], BYTES) == ((BYTES.encode("a")[0], 1.5), (BYTES.encode("=")[0], -2.0),
                                                               (BYTES.encode(" ")[0], 3.0))  # fmt: skip
     for option, said in (("a", "not of the form"), ("=1", "not of the form"), ("a=b", "not of the form"),
                          ("ab=1", "'ab' is 2 tokens of this run, 'a', 'b'"), ("\udcff=1", "not UTF-8")):  # fmt: skip
         with pytest.raises(UserError, match=said):
-            sample.biases([option], BYTES)
+            biases([option], BYTES)
 
 
 def test_words_are_banned_with_and_without_a_space_before_them():
-    assert sample.words(["ab", " c", "ab"], BYTES) == tuple(tuple(BYTES.encode(t)) for t in ("ab", " ab", " c"))
+    assert words(["ab", " c", "ab"], BYTES) == tuple(tuple(BYTES.encode(t)) for t in ("ab", " ab", " c"))
     with pytest.raises(UserError, match="empty"):
-        sample.words(["a", ""], BYTES)
+        words(["a", ""], BYTES)
 
 
 def test_a_stop_string_longer_than_all_that_is_made_is_refused():
-    sample.check_stop_strings(["é", "<|endoftext|>"], BYTES, 13)  # 13 tokens of a byte
+    check_stop_strings(["é", "<|endoftext|>"], BYTES, 13)  # 13 tokens of a byte
     with pytest.raises(UserError, match="stop string 'é' can never occur: it has 2 bytes, and 1 tokens of this run at"):
-        sample.check_stop_strings(["é"], BYTES, 1)
+        check_stop_strings(["é"], BYTES, 1)
 
 
 def test_every_field_of_sampling_is_an_option(capsys):
