@@ -76,7 +76,10 @@ def _row(check: Check) -> str:
 
 def _checks(run: Run, asked: Arguments) -> Iterator[Check]:
     inputs = random_inputs(run.config.model, asked.examples, asked.seed, asked.tokens)
-    yield from verify(run.model, run.params, inputs, _targets(run, inputs, asked.seed))
+    for found in verify(run.model, run.params, inputs, _targets(run, inputs, asked.seed)):
+        yield found
+    if found.promise == "finite":  # that it is not, and the last thing to say
+        return
     with jax.default_matmul_precision("highest"):  # as `verify` has it
         found = _sharding(run, asked)
     yield found

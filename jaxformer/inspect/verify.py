@@ -48,7 +48,8 @@ class Check:
 
 
 def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Array) -> Iterator[Check]:
-    """Hold a model against all that it promises, one promise after the other.
+    """Hold a model against all that it promises, one promise after the other; against the first alone, finite results,
+    where it does not keep that.
 
     It runs as it is built, which must be plainly (not scanned), in float32 and without dropout; gradients alone are
     those of the plain formula for attention. What is not a matter of one model, several devices,
@@ -61,6 +62,7 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
     params = jax.tree.map(widened, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
     for check in (
+        lambda: finite(model, params, inputs_B),
         lambda: causality(model, params, first),
         lambda: visible_places(model, params, first),
         lambda: rows_of_attention(model, params, first),
@@ -73,6 +75,8 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
         with jax.default_matmul_precision("highest"):  # an accelerator would round more than this looks for
             found = check()
         yield found
+        if found.promise == "finite" and not found.holds:
+            return
 
 
 def random_inputs(config: ModelConfig, n: int, seed: int = 0, most_tokens: int = 64) -> Inputs:
@@ -102,6 +106,14 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, most_tokens: int =
         return rng.integers(0, size, (n, T)).astype(x.dtype)
 
     return tuple(jnp.asarray(fill(x)) for x in config.example())
+
+
+def finite(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
+    """No result is infinite or NaN: else nothing can be compared."""
+    results = jax.jit(jax.vmap(lambda *inputs: model.apply({"params": params}, *inputs)))(*inputs_B)
+    broken = [int(jnp.sum(~jnp.isfinite(x))) for x in jax.tree.leaves(results)]
+    numbers = sum(x.size for x in jax.tree.leaves(results))
+    return Check("finite", f"numbers that are infinite or NaN, of {numbers:,} that it gives", float(sum(broken)), 0.0)
 
 
 def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
@@ -339,6 +351,8 @@ def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Par
     slope = sum(float(np.vdot(g, w)) for g, w in zip(*map(jax.tree.leaves, (grads, way)), strict=True))
     at = lambda t: float(loss(jax.tree.map(lambda p, w: p + t * w, params, way)))  # noqa: E731
     errors, here = [], abs(at(0))
+    if not np.isfinite(slope):
+        return float("nan")
     for relative in (1e-5, 1e-6, 1e-7):
         step = relative * norm(params) / max(norm(way), 1e-300)
         resolved = 1e-8 * here / step  # a slope of less than rounding shows is no slope

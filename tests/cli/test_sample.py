@@ -280,7 +280,9 @@ def test_what_does_not_fit_the_run_is_one_sentence(capsys, options, said):
 def test_what_needs_a_cache_is_refused_without_one(monkeypatch, capsys, options):
     config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), data=TextConfig(), steps=1)
     monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
-    monkeypatch.setattr("jaxformer.cli.sampler.open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
+    monkeypatch.setattr(
+        "jaxformer.cli.sampler.open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0)
+    )
     assert sample.main(["--prompt", "a", *options]) == 2
     assert f"it has a model without a cache, which {options[0]} needs; leave it out." in capsys.readouterr().err
 

@@ -18,7 +18,8 @@ from jaxformer.ops import attention, masks
 from tests.inspect.test_trace import MODELS, T, made
 
 PROMISES = [
-    "causality", "visible places", "rows of attention", "padding", "decoding", "batching", "no dropout", "gradients",
+    "finite", "causality", "visible places", "rows of attention", "padding", "decoding", "batching", "no dropout",
+    "gradients",
 ]  # fmt: skip
 ONCE = ("grouped", "attending", "encoder-decoder", "masked")
 
@@ -143,6 +144,13 @@ def test_a_scale_at_its_limit_is_no_wrong_gradient():
     inputs = [x[0] for x in random_inputs(MODELS["clip"], 2)]
     found = gradients(model, params | {"t": jnp.float32(5)}, Batch(tuple(inputs), jnp.int32(0)))
     assert found.holds, found
+
+
+def test_a_slope_that_is_infinite_is_none():
+    model, params, inputs = made(MODELS["decoder"])
+    steep = params | {"W_out": np.full(params["W_out"].shape, 1e300)}
+    found = gradients(model, steep, Batch(inputs, jnp.zeros(T, jnp.int32)))
+    assert not found.holds and np.isnan(found.measured)
 
 
 def test_a_model_that_says_nothing_has_no_causality_to_show():
