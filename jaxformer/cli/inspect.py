@@ -43,8 +43,8 @@ TARGETS, EXAMPLES = 1000, 256
 DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. It has the
 text's tokens, to be pointed at, and where each head looks from them; the chance that each token had; what the stream
 would say after each block (logit lens), and which head or MLP spoke for the token that follows; what each head does,
-and what the loss would be without it; what becomes of gradients as attention becomes one-hot; and the training:
-losses, entropy, update ratios, samples. A model shows what it has of these."""
+and what the loss would be without it; what becomes of gradients as attention becomes one-hot, and what gradient each
+example asks for; and the training: losses, entropy, update ratios, samples. A model shows what it has of these."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,21 @@ def _main(arguments: list[str]) -> int:
     example = _example(run, asked.prompt, probe)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
     sections: list[Section] = []
+    words = lambda token: _word(run, token)  # noqa: E731
     if example is not None:
-        words = lambda token: _word(run, token)  # noqa: E731
         mask = run.language()[0].vocab_size - 1 if isinstance(run.model, MaskedLanguageModel) else None
         sections += [views.reading(run.model, run.params, example, words, mask)]
         sections += views.stream(run.model, run.params, example, words)
         if probe is None:
             probe = _alone(run, example)
-    if probe is not None and (measured := views.heads(run.model, run.params, probe)):
-        sections += measured + views.gradients_over_entropy(run.model, run.params, probe)
+    if probe is not None:
+        measured = views.heads(run.model, run.params, probe)
+        measured += views.gradients_over_entropy(run.model, run.params, probe)
+        measured += views.examples(run.model, run.params, probe, words if run.tokenizer else None)
+        sections += measured
+    if probe is not None and measured:
         on = "the prompt alone" if lacking else f"held-out data: {len(probe.inputs[0]):,} examples"
-        facts.append(f"Heads are measured on {on}.")
+        facts.append(f"Heads and gradients are measured on {on}.")
     if lacking:
         facts.append(f"The data of the run cannot be read: {lacking}")
     sections += training(read_metrics(run.path), read_samples(run.path))

@@ -4,7 +4,7 @@ from jaxformer.inspect.alignment import alignment, draw_alignment
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.explain import Explained, explain
-from jaxformer.inspect.gradients import GradientReport, gradient_report
+from jaxformer.inspect.gradients import ExampleGradients, GradientReport, example_gradients, gradient_report
 from jaxformer.inspect.heads import ablate_heads, gazes, loss_without
 from jaxformer.inspect.initial import at_first
 from jaxformer.inspect.routing import router_report
@@ -16,6 +16,7 @@ from jaxformer.inspect.verify import Check, verify
 __all__ = [
     "Autopsy",
     "Check",
+    "ExampleGradients",
     "Explained",
     "GradientReport",
     "ablate_heads",
@@ -26,6 +27,7 @@ __all__ = [
     "draw_alignment",
     "draw_saturation",
     "editing",
+    "example_gradients",
     "explain",
     "first_non_finite",
     "gazes",

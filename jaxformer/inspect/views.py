@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
+from jaxformer.inspect.gradients import example_gradients
 from jaxformer.inspect.heads import ablate_heads, counts_of, gazes
 from jaxformer.inspect.page import Figure, Layer, Reading, Section, Table, plain
 from jaxformer.inspect.saturation import saturation
@@ -40,6 +41,9 @@ ABOUT_GRADIENTS = (
     "reaches the scores: ∂L/∂z = w (u - Σ w u) is 0, whatever u is. That of W_Q is the scores' times the keys over the "
     "temperature, and so can rise until rows are one-hot to rounding."
 )
+
+BEGINNING = 8
+"""Tokens that tell a text from others."""
 
 Words = Callable[[int], str]
 """A token's text."""
@@ -254,6 +258,37 @@ def gradients_over_entropy(model: nn.Module, params: Params, batch: Batch) -> li
         "yaxis": {"title": {"text": "norm of the gradient"}, **axis},
     }
     return [Figure("Gradients as attention becomes one-hot", traces, layout, ABOUT_GRADIENTS)]
+
+
+def examples(model: nn.Module, params: Params, batch: Batch, words: Words | None) -> list[Section]:
+    """What each example's own gradient is, and how they agree.
+
+    Args:
+      words: of models that read a text first.
+    """
+    if model.config.objective != "cross_entropy" or len(batch.targets) < 2:
+        return []
+    found = example_gradients(model, params, batch)
+
+    def name(b: int) -> str:
+        if words is None:
+            return str(b)
+        begins = [words(int(token)) for token in np.asarray(batch.inputs[0])[b][:BEGINNING]]
+        return f"{b}: {''.join(begins)}…"
+
+    rows = [
+        [name(b), loss, norm, cosine]
+        for b, (loss, norm, cosine) in enumerate(
+            zip(found.loss_B.tolist(), found.norm_B.tolist(), found.cosine_B.tolist(), strict=True)
+        )
+    ]
+    scale = found.noise_scale
+    noise = f"is as large as signal in a batch of {scale:.3g} examples" if np.isfinite(scale) else "drowns all signal"
+    about = (
+        "The gradient of each example's own loss: its norm, and its cosine with the mean of all, whose norm is "
+        f"{found.mean_norm:.3g}. By how they differ, noise {noise} (the gradient noise scale, McCandlish et al. 2018)."
+    )
+    return [Table("What each example asks for", ("example", "loss", "gradient", "cosine"), rows, about)]
 
 
 def _tick(text: str) -> str:

@@ -63,9 +63,10 @@ def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pyte
         wanted = [p["update"] for _, table in tables for p in table if p["name"] == "embedding.W_E"]
         assert updates["embedding.W_E"]["y"] == wanted
         titles = [heading.text for heading in browser.find_elements("tag name", "h2")]
-        assert titles[:6] == [
+        assert titles[:7] == [
             "What the heads look at", "Logit lens", "Who spoke for the next token", "The loss without each head",
             "What each head does", "Gradients as attention becomes one-hot",
+            "What each example asks for",
         ]  # fmt: skip
         assert "Samples" in titles and "Before the first step" in titles
         assert complaints(browser) == []
@@ -77,7 +78,7 @@ def test_without_a_prompt_a_held_out_text_is_shown_beside_the_run(run: Path, cap
     assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
     shown = data_of(run / "inspect.html")["section-0"]
     assert len(shown["texts"]["text"]) == 32  # a whole window
-    assert "Heads are measured on held-out data: 2 examples." in (run / "inspect.html").read_text()
+    assert "Heads and gradients are measured on held-out data: 2 examples." in (run / "inspect.html").read_text()
 
 
 @pytest.mark.slow
@@ -92,7 +93,10 @@ def test_where_the_data_is_gone_the_prompt_has_to_do(run: Path, tmp_path: Path, 
     assert not (moved / "inspect.html").exists()
     assert inspect.main([str(moved), "--prompt", "The cat sees the dog."]) == 0
     text = (moved / "inspect.html").read_text()
-    assert "Heads are measured on the prompt alone." in text and "The data of the run cannot be read: " in text
+    assert (
+        "Heads and gradients are measured on the prompt alone." in text
+        and "The data of the run cannot be read: " in text
+    )
 
 
 def untrained(folder: Path, model: ModelConfig) -> Path:

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.inspect import gradient_report
-from jaxformer.inspect.gradients import Row
+from jaxformer.data.dataset import Batch
+from jaxformer.inspect import example_gradients, gradient_report
+from jaxformer.inspect.gradients import EXAMPLES_AT_ONCE, Row, noise_scale
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.objective import Params
+from jaxformer.models.objective import Params, objective_of
 from tests.arrays import build, normal
+from tests.helpers import exhaustive, slow
+from tests.inspect.test_trace import MODELS, T, V, made
 
 CONFIG = DecoderConfig(
     23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm"
@@ -78,3 +81,60 @@ def test_the_table_has_a_line_for_each_row_under_a_heading() -> None:
     (line,) = [line for line in lines if line.startswith("W_out ")]
     assert line.split()[1:] == [f"{value:.2e}" for value in (row.g, row.w, row.u, row.update)]
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("name", ["decoder", slow("experts"), slow("masked"), exhaustive("vit")])
+def test_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
+    """Also where weights differ, and where more examples are there than are looked at together."""
+    model, params, inputs = made(MODELS[name])
+    n, rng = EXAMPLES_AT_ONCE + 2, np.random.default_rng(0)
+
+    def others(x: jax.Array) -> jax.Array:
+        if x.dtype == bool:
+            return jnp.stack([x] * n)
+        return jnp.asarray(rng.integers(0, 256 if x.dtype == np.uint8 else V, (n, *x.shape)), x.dtype)
+
+    shape = () if name == "vit" else (T,)
+    weights = rng.uniform(0.1, 2, (n, *shape)).astype(np.float32) if name == "masked" else None
+    batch = Batch(tuple(map(others, inputs)), jnp.asarray(rng.integers(0, 3, (n, *shape)), jnp.int32), weights)
+    grads = []
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        found = example_gradients(model, params, batch)
+        one = jax.jit(jax.value_and_grad(lambda p, example: objective_of(model).example_loss(model, p, example)))
+        total_B = np.ones(n) if weights is None else weights.sum(axis=1)
+        alone = [one(params, jax.tree.map(lambda x, b=b: x[b], batch)) for b in range(n)]
+    for b, (nats, grad) in enumerate(alone):
+        grad = jax.tree.map(lambda g, b=b: np.asarray(g) / total_B[b], grad)
+        assert found.loss_B[b] == pytest.approx(float(nats) / total_B[b], rel=1e-5)
+        grads.append(np.concatenate([g.ravel() for g in jax.tree.leaves(grad)]))
+        for row in gradient_report(params, grad, lr=1.0).rows:
+            part, _, head = row.name.partition(".heads.")
+            if head:
+                h, of_head = head.split(".")
+                assert found.parameters[f"{part}.{of_head}"][b, int(h)] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
+            else:
+                assert found.parameters[row.name][b] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
+    g_BP = np.stack(grads)
+    mean_P, norm_B = g_BP.mean(axis=0), np.linalg.norm(g_BP, axis=1)
+    np.testing.assert_allclose(found.norm_B, norm_B, rtol=1e-5)
+    np.testing.assert_allclose(found.cosine_B, g_BP @ mean_P / norm_B / np.linalg.norm(mean_P), rtol=1e-5, atol=1e-6)
+    assert found.mean_norm == pytest.approx(np.linalg.norm(mean_P), rel=1e-5)
+    trace = g_BP.var(axis=0, ddof=1).sum()  # of the covariance, without bias
+    wanted = trace / (mean_P @ mean_P - trace / n) if mean_P @ mean_P > trace / n else inf
+    assert found.noise_scale == pytest.approx(wanted, rel=1e-3)
+
+
+def test_examples_that_are_alike_have_no_noise() -> None:
+    model, params, (tokens,) = made(MODELS["decoder"])
+    found = example_gradients(model, params, Batch((jnp.stack([tokens] * 3),), jnp.stack([tokens] * 3)))
+    np.testing.assert_allclose(found.cosine_B, np.ones(3), rtol=1e-5)
+    assert found.noise_scale < 1e-4
+
+
+def test_a_noise_scale_by_hand() -> None:
+    """Of gradients (1, 0) and (1, 1): their mean is (1, 1/2), the trace of their covariance 1/2, and so |G|² is
+    5/4 - 1/4. Of (1, 0) and (0, 1) it is 1/2 - 1/2. One example alone says nothing of noise."""
+    assert noise_scale(np.sqrt([1.0, 2.0]), 1.25**0.5) == pytest.approx(0.5)
+    assert noise_scale(np.array([1.0, 1.0]), 0.5**0.5 * (1 - 1e-12)) == inf
+    assert np.isnan(noise_scale(np.array([1.0]), 1.0))
