@@ -2,7 +2,7 @@
 
 Data, budget and optimizer are the sources': 48 MB of English books, vocabulary 2048, windows of 32 tokens at
 stride 1 in batches of 4096, three epochs, Nesterov SGD at 0.05 with momentum 0.9. What the sources report
-stands beside each rung.
+stands beside each rung: perplexity on held-out text, and of what attention the entropy in nats.
 """
 
 from dataclasses import replace
@@ -12,9 +12,13 @@ from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 
+REPORTED: dict[str, str] = {}
+"""What the sources report of each rung, in the order of the ladder."""
 
-def rung(name: str, model: ModelConfig) -> Config:
-    """The sources' run of a model."""
+
+def rung(name: str, model: ModelConfig, reported: str) -> Config:
+    """The sources' run of a model, and what they say that it came to."""
+    REPORTED[name] = reported
     return Config(
         name=name,
         model=model,
@@ -25,50 +29,41 @@ def rung(name: str, model: ModelConfig) -> Config:
     )
 
 
-# Each position alone, a 1-gram model: does not work.
+# Each position alone, a 1-gram model.
 rowwise = MLPConfig(vocab_size=2048, context_length=32, d_model=256, d_ff=(2048, 2048))
-mlp_rowwise = rung("mlp_rowwise", rowwise)
+mlp_rowwise = rung("mlp_rowwise", rowwise, "does not work")
 
-# All positions at once, O((nd)²): hits a wall.
-mlp_concat = rung("mlp_concat", replace(rowwise, concatenate=True))
+# All positions at once, O((nd)²).
+mlp_concat = rung("mlp_concat", replace(rowwise, concatenate=True), "hits a wall")
 
-# One head, projections drawn from N(0, 1), no 1/√d, MLP straight to logits: perplexity in the hundreds,
-# attention entropy 0.003.
+# One head, projections drawn from N(0, 1), no 1/√d, MLP straight to logits.
 first = DecoderConfig(
     vocab_size=2048, context_length=32, d_model=256, n_blocks=1, n_heads=1, scaled=False, projection_std=1.0,
     d_ff=(2048, 2048), residual=False, unembedding="mlp",
 )  # fmt: skip
-attention_unscaled = rung("attention_unscaled", first)
+attention_unscaled = rung("attention_unscaled", first, "hundreds; entropy 0.003")
 
-# Scores / √d, projections from N(0, 1/d): entropy 1.492 at first, then 0.089.
+# Scores / √d, projections from N(0, 1/d).
 scaled = replace(first, scaled=True, projection_std=None)
-attention_scaled = rung("attention_scaled", scaled)
+attention_scaled = rung("attention_scaled", scaled, "degenerate; entropy 1.492, then 0.089")
 
-# x + f(x), and W_out to the logits: 68.28, entropy 1.16 to 1.18.
+# x + f(x), and W_out to the logits.
 with_residual = replace(scaled, residual=True, unembedding="linear")
-residual = rung("residual", with_residual)
+residual = rung("residual", with_residual, "68.284; entropy 1.16 to 1.18")
 
-# Four heads as wide as the model, concatenated through W_O: 66.48.
+# Four heads as wide as the model, concatenated through W_O.
 full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=True)
-multihead_full = rung("multihead_full", full_heads)
+multihead_full = rung("multihead_full", full_heads, "66.48; entropy 0.69, 0.158, 1.011, 0.861")
 
-# Four heads that share the width: 65.11.
+# Four heads that share the width.
 low_rank_heads = replace(full_heads, head_dim=None)
-multihead = rung("multihead", low_rank_heads)
+multihead = rung("multihead", low_rank_heads, "65.11")
 
-# 55.74, the first block nearly one-hot.
 two = replace(low_rank_heads, n_blocks=2)
-two_blocks = rung("two_blocks", two)
+two_blocks = rung("two_blocks", two, "55.74; first block nearly one-hot")
 
-# NaN before step 100.
 four = replace(two, n_blocks=4)
-four_blocks = rung("four_blocks", four)
+four_blocks = rung("four_blocks", four, "NaN before step 100")
 
-# RMSNorm before attention and MLP: 48.66, and 27.4 on the training text.
-normed = replace(four, norm="rmsnorm")
-rmsnorm = rung("rmsnorm", normed)
-
-RUNGS = (
-    mlp_rowwise, mlp_concat, attention_unscaled, attention_scaled, residual, multihead_full, multihead, two_blocks,
-    four_blocks, rmsnorm,
-)  # fmt: skip
+# RMSNorm before attention and MLP.
+rmsnorm = rung("rmsnorm", replace(four, norm="rmsnorm"), "48.66")

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -328,6 +329,15 @@ def flat(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
     for key, item in items.items():
         found |= flat(item, f"{name}{separator}{key}" if name else str(key), separator)
     return found
+
+
+def without_nan(value: Any) -> Any:
+    """A tree for JSON, which knows no number that is infinite or none: null instead."""
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: without_nan(x) for name, x in value.items()}
+    return [without_nan(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:

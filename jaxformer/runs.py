@@ -175,11 +175,11 @@ def create_run(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Replace a file's text: whoever reads it, or comes after a crash, finds the old or the new."""
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Replace what a file holds: whoever reads it, or comes after a crash, finds the old or the new."""
     scratch = file.with_name(f"{file.name}.new")
     try:
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         scratch.replace(file)
     finally:
         scratch.unlink(missing_ok=True)  # what a full disk took of it
@@ -226,7 +226,7 @@ def latest_run(parent: Path) -> Path:
     """
     runs = list(parent.glob(f"[!.]*/{CONFIG}"))  # one with a dot is not finished
     if not runs:
-        raise UserError(f"there is no run below {parent}; name one with --run, or train one with train.py.")
+        raise UserError(f"there is no run below {parent}; name a run's folder, or train one with train.py.")
     newest = max(
         runs, key=lambda file: (file.parent / METRICS if (file.parent / METRICS).exists() else file).stat().st_mtime
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -11,10 +12,11 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import tyro
 
@@ -71,6 +73,24 @@ def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, desc
     raise UserError(_sentence(said.getvalue(), arguments))
 
 
+def peek(arguments: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[argparse.Namespace, list[str]]:
+    """Some options, before it is known what the others can be; and all other arguments.
+
+    Args:
+      options: what `argparse` is to know of each, by its flag.
+
+    Raises:
+      UserError: a value is missing or of the wrong type.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag, known in options.items():
+        parser.add_argument(flag, **known)
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}.") from error
+
+
 def options_given(arguments: Sequence[str]) -> set[str]:
     """The options among arguments that were parsed, such as `--batch-size`.
 
@@ -108,15 +128,30 @@ def _sentence(printed: str, arguments: Sequence[str]) -> str:
 
 
 def load_config(spec: str) -> Config:
-    """The config that `FILE` or `FILE:NAME` names; without a name, the one called like the file.
-
-    The file is Python that the user wrote, and is run.
-    """
+    """The config that `FILE` or `FILE:NAME` names; without a name, the one called like the file."""
     path, _, name = spec.partition(":")
+    configs = {key: value for key, value in vars(load_module(path)).items() if isinstance(value, Config)}
+    wanted = name or Path(path).stem
+    if wanted not in configs:
+        near = get_close_matches(wanted, configs, 1)
+        hint = f"did you mean {path}:{near[0]}?" if near else f"it has {', '.join(configs) or 'none'}."
+        raise UserError(f"{path} has no config {wanted!r}; {hint}")
+    return configs[wanted]
+
+
+def load_module(path: str) -> ModuleType:
+    """A file of configs: Python that the user wrote, which is run.
+
+    Raises:
+      UserError: there is none, or it fails.
+    """
     file = Path(path)
     if not file.is_file():
         near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        raise UserError(f"there is no config file {path}" + (f"; there are {', '.join(near)}." if near else "."))
+        remedy = (
+            f"there are {', '.join(near)}" if near else "give one that exists, or go where the project's configs/ is"
+        )
+        raise UserError(f"there is no config file {path}; {remedy}.")
     found_spec = importlib.util.spec_from_file_location(f"configs.{file.stem}", file)
     if found_spec is None or found_spec.loader is None:
         raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")
@@ -132,10 +167,4 @@ def load_config(spec: str) -> Config:
             (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(file)), "?"
         )
         raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {error}.") from error
-    configs = {key: value for key, value in vars(module).items() if isinstance(value, Config)}
-    wanted = name or file.stem
-    if wanted not in configs:
-        near = get_close_matches(wanted, configs, 1)
-        hint = f"did you mean {path}:{near[0]}?" if near else f"it has {', '.join(configs) or 'none'}."
-        raise UserError(f"{path} has no config {wanted!r}; {hint}")
-    return configs[wanted]
+    return module

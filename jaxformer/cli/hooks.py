@@ -73,9 +73,7 @@ def _can_be_copied(config: Config, mesh: Mesh) -> bool:
 
 def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
     model, probe = config.model.build(), next(data.held_out(PROBED, PROBED))
-    weights_BN = probe.weights.reshape(len(probe.weights), -1)
-    kept = weights_BN.all(axis=1) if weights_BN.all(axis=1).any() else weights_BN.any(axis=1)  # no filling
-    inputs_B, counts_BT = jax.tree.map(lambda x: x[kept], (probe.inputs, counts_of(probe)))
+    inputs_B, counts_BT = jax.tree.map(lambda x: x[_whole(probe)], (probe.inputs, counts_of(probe)))
 
     def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
         params = local_copy(state.params, mesh)
@@ -86,6 +84,14 @@ def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
         return {name: value for name, value in found.items() if value}
 
     return call
+
+
+def _whole(probe: Batch) -> np.ndarray:
+    """Which examples are no filling, and have none that the model is not told of: a window's, at its end."""
+    weights_BN = probe.weights.reshape(len(probe.weights), -1)
+    if any(x.dtype == bool for x in probe.inputs):
+        return weights_BN.any(axis=1)
+    return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
 
 
 def _at_first(model: Decoder, mesh: Mesh, data: Dataset) -> Any:

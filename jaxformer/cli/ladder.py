@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import io
@@ -16,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.cli.arguments import load_config, options_given, parse, run_command
+from jaxformer.cli.arguments import load_config, load_module, options_given, parse, peek, run_command
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config, flat, to_dict
 from jaxformer.errors import UserError
@@ -27,20 +26,6 @@ if TYPE_CHECKING:
 RUNGS = "configs/ladder.py"
 ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
 LOSS = "loss on held-out text, nats a token"
-SOURCES = {
-    "mlp_rowwise": "does not work",
-    "mlp_concat": "hits a wall",
-    "attention_unscaled": "hundreds; entropy 0.003",
-    "attention_scaled": "degenerate; entropy 1.492, then 0.089",
-    "residual": "68.284; entropy 1.16 to 1.18",
-    "multihead_full": "66.48; entropy 0.69, 0.158, 1.011, 0.861",
-    "multihead": "65.11",
-    "two_blocks": "55.74; first block nearly one-hot",
-    "four_blocks": "NaN before step 100",
-    "rmsnorm": "48.66",
-}
-"""What the sources report of each rung: perplexity on held-out text, after 10,644 steps of 4,096 windows of 48 MB of
-books."""
 DESCRIPTION = f"""usage: python -m jaxformer ladder [--rungs NAME …] [--folder FOLDER] [OPTIONS OF train.py]
 
 Train rung after rung of {RUNGS}, each in a run of its own below the folder, with the same options: --steps,
@@ -79,14 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    own.add_argument("--rungs", nargs="+", default=list(SOURCES))
-    own.add_argument("--folder", default=str(RUNS / "ladder"))
-    own.add_argument("-h", "--help", action="store_true")
-    try:
-        asked, options = own.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}.") from error
+    asked, options = peek(arguments, {
+        "--rungs": {"nargs": "+", "default": None}, "--folder": {"default": str(RUNS / "ladder")},
+        "--help": {"action": "store_true"}, "-h": {"action": "store_true", "dest": "help"},
+    })  # fmt: skip
     if asked.help:
         print(DESCRIPTION)
         return 0
@@ -94,11 +75,12 @@ def _main(arguments: list[str]) -> int:
         {"--config", "--run", "--resume", "--name", "--allow-changed-data"} & options_given(arguments)
     ):
         raise UserError(f"the ladder says {own_business[0]} for each rung itself; leave it out.")
-    for name in asked.rungs:
-        if name not in SOURCES:
-            raise UserError(f"there is no rung {name}; there are {', '.join(SOURCES)}.")
+    reported: dict[str, str] = load_module(RUNGS).REPORTED
+    for name in asked.rungs or ():
+        if name not in reported:
+            raise UserError(f"there is no rung {name}; there are {', '.join(reported)}.")
     folder = Path(asked.folder)
-    rungs = [name for name in SOURCES if name in asked.rungs]
+    rungs = [name for name in reported if name in (asked.rungs or reported)]
     wanted = {name: _config(name, options) for name in rungs}  # a wrong option is answered before hours of training
     for name in rungs:
         status = _climb(wanted[name], folder / name, options)
@@ -106,7 +88,7 @@ def _main(arguments: list[str]) -> int:
             return status if status > 0 else 128 - status
         if not (folder / name).exists() or not ended(folder / name):
             raise UserError(f"rung {name} ended with status {status} before its last step; the same command goes on.")
-    table = [outcome(folder / name) for name in rungs]
+    table = [outcome(folder / name, reported[name]) for name in rungs]
     print(as_text(table))
     write(table, folder)
     print(f"the same in {folder}: ladder.csv, ladder.png, ladder.html")
@@ -164,8 +146,8 @@ def ended(run: Path) -> bool:
     return bool(_not_finite(run)) or StoredCheckpoints(run).steps()[-1:] == [read_config(run).steps]
 
 
-def outcome(run: Path) -> Rung:
-    """What a run's folder tells.
+def outcome(run: Path, reported: str) -> Rung:
+    """What a run's folder tells, beside what the sources do.
 
     Raises:
       UserError: it is no run.
@@ -194,7 +176,7 @@ def outcome(run: Path) -> Rung:
         minutes=took / 60_000,
         not_finite=broken,
         entropy=entropy,
-        sources=SOURCES.get(run.name, ""),
+        sources=reported,
     )
 
 
@@ -248,7 +230,7 @@ def write(table: Sequence[Rung], folder: Path) -> None:
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(rung)] for rung in table)
     write_atomically(folder / "ladder.csv", text.getvalue())
     runs = [folder / rung.rung for rung in table]
-    (folder / "ladder.png").write_bytes(draw(runs))
+    write_atomically(folder / "ladder.png", draw(runs))
     write_page(folder / "ladder.html", "The ladder", [ABOUT], [_table(table), _figure(runs)])
 
 

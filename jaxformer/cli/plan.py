@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import re
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config, parse, run_command
+from jaxformer.cli.arguments import load_config, parse, peek, run_command
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
@@ -81,12 +80,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> Arguments:
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--config", nargs="?")
-    try:
-        known, _ = first.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}.") from error
+    known, _ = peek(arguments, {"--config": {"nargs": "?"}})
     spec = known.config or DEFAULT_CONFIG
     return parse(Arguments, arguments, Arguments(load_config(spec), spec), PROGRAM, "Plan a training step.")
 

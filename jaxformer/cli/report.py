@@ -38,8 +38,10 @@ def reporter(folder: Path) -> Sink:
 def write_report(folder: Path, rows: Sequence[Row]) -> bool:
     """Write the page of some rows of the log, and tell whether it could be; if not, that is said.
 
-    It is no error: a page can be made again, steps cannot.
+    It is no error: a page can be made again, steps cannot. Without rows there is nothing to write.
     """
+    if not rows:
+        return True
     config, last = read_config(folder), rows[-1]
     loss = "" if last.get("val_loss") is None else f": held-out loss {last['val_loss']:.4f} nats"
     fact = f"{type(config.model.build()).__name__}, step {last['step']:,} of {config.steps:,}{loss}."

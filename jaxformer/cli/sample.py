@@ -95,7 +95,7 @@ class Arguments:
     jsonl: bool = False
     """Write a line of JSON for each text as soon as its batch is done: with its prompt's line, its tokens, their
     log-probabilities as the model gave them, why it ended, and the seconds from the start of its batch to its first
-    token and its last."""
+    token and its last. Of a translation, with its prompt's line and its tokens."""
     max_new_tokens: int = 200
     """Tokens to make; a text may end earlier."""
     num_samples: int = 1

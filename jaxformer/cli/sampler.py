@@ -125,7 +125,7 @@ class Sampler:
         try:
             for batch in batches([len(tokens) for _, tokens in prompts], size):
                 n_rows = size if len(prompts) > size else len(batch)
-                with _fitting_memory(len(batch) * asked.num_samples):
+                with fitting_memory(len(batch) * asked.num_samples):
                     answers = self._continue([prompts[i] for i in batch], n_rows, streams, pressed)
                 for place, i in enumerate(batch):
                     made[i] = answers[place * asked.num_samples : (place + 1) * asked.num_samples]
@@ -227,7 +227,7 @@ class Sampler:
 
 
 @contextlib.contextmanager
-def _fitting_memory(n_texts: int) -> Iterator[None]:
+def fitting_memory(n_texts: int) -> Iterator[None]:
     """Raise `UserError` where the device or the host has not memory enough for so many texts at once."""
     try:
         yield

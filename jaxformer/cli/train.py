@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shlex
@@ -17,7 +16,7 @@ import jax
 import tyro
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config, parse, run_command
+from jaxformer.cli.arguments import load_config, parse, peek, run_command
 from jaxformer.config import Config, differences
 from jaxformer.distributed import (
     DistributedOptions,
@@ -72,14 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--config", "--run"):
-        first.add_argument(flag, nargs="?")
-    first.add_argument("--resume", action="store_true")
-    try:
-        known, _ = first.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}.") from error
+    value = {"nargs": "?"}
+    known, _ = peek(arguments, {"--config": value, "--run": value, "--resume": {"action": "store_true"}})
 
     # orbax and grain are imported late: a mistyped option is answered sooner without them.
     stored = None

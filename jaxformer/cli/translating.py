@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxformer.cli.opening import open_run
 from jaxformer.cli.prompts import Prompt, prepared
+from jaxformer.cli.sampler import fitting_memory
 from jaxformer.data.pairs import Pairs
 from jaxformer.decode import exact_match, scores, translate_tokens
 from jaxformer.errors import UserError
@@ -27,7 +29,7 @@ OPTIONS = {
 
 
 def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | UserError]) -> int:
-    """Translate each prompt and show a line for each; the exit status.
+    """Translate each prompt and show a line for each, as soon as its batch is done; the exit status.
 
     Raises:
       UserError: an option does not apply, or a prompt that is not of a file cannot be translated.
@@ -40,16 +42,19 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
     model, tokenizer = run.language()
     encode = lambda prompt: (prompt, encode_source(prompt, run))  # noqa: E731
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
-    targets = translate_tokens(
-        run.model, run.params, [source for _, source in fitting], end_of_text=tokenizer.end_of_text,
-        context_length=model.context_length, batch_size=asked.batch_size, n_beams=asked.num_beams,
-        max_new_tokens=asked.max_new_tokens if "--max-new-tokens" in given else None,
-        length_penalty=asked.length_penalty, cache_dtype=asked.cache_dtype,
+    translate = partial(
+        translate_tokens, run.model, run.params, end_of_text=tokenizer.end_of_text, n_beams=asked.num_beams,
+        context_length=model.context_length, length_penalty=asked.length_penalty, cache_dtype=asked.cache_dtype,
+        max_new_tokens=asked.max_new_tokens if "--max-new-tokens" in given else None, batch_size=asked.batch_size,
     )  # fmt: skip
-    for (prompt, _), target in zip(fitting, targets, strict=True):
-        text = tokenizer.decode(target)
-        row = {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "tokens": target}
-        print(json.dumps(row) if asked.jsonl else text)
+    for first in range(0, len(fitting), asked.batch_size):
+        batch = fitting[first : first + asked.batch_size]
+        with fitting_memory(len(batch)):
+            targets = translate([source for _, source in batch])
+        for (prompt, _), target in zip(batch, targets, strict=True):
+            text = tokenizer.decode(target)
+            row = {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "tokens": target}
+            print(json.dumps(row) if asked.jsonl else text, flush=True)
     return 2 if len(fitting) < len(prompts) else 0
 
 

@@ -39,7 +39,8 @@ class Arguments:
     examples: int = 4
     """How many to try it on; the last text is shorter."""
     tokens: int = 64
-    """Of each text, at most; a model that reads only full windows gets these."""
+    """Of each text, at most; a model that reads only full windows gets these, and one that attends to a window of the
+    last tokens, 8 more than that, so that its end shows."""
     seed: int = 0
     """Of what is drawn."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from jaxformer.cli.arguments import load_config, parse, run_command
+from jaxformer.cli.arguments import load_config, parse, peek, run_command
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
@@ -44,14 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    own.add_argument("--config", nargs="?")
-    own.add_argument("--kill-at", "--kill_at", nargs="?")
-    own.add_argument("--folder", nargs="?")
-    try:
-        known, fields = own.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}.") from error
+    value = {"nargs": "?"}
+    own = {"--config": value, "--folder": value, "--kill-at": value, "--kill_at": value}
+    known, fields = peek(arguments, own)
     config = load_config(known.config or DEFAULT_CONFIG)
     defaults = Arguments(config, known.config or DEFAULT_CONFIG)
     asked = parse(Arguments, arguments, defaults, PROGRAM, "Kill a run, resume it, and compare.")

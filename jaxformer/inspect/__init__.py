@@ -8,7 +8,7 @@ from jaxformer.inspect.gradients import ExampleGradients, GradientReport, exampl
 from jaxformer.inspect.heads import ablate_heads, gazes, loss_without
 from jaxformer.inspect.initial import at_first
 from jaxformer.inspect.routing import router_report
-from jaxformer.inspect.saturation import draw_saturation, saturation
+from jaxformer.inspect.saturation import saturation
 from jaxformer.inspect.stream import logit_attribution, logit_lens, patch
 from jaxformer.inspect.trace import editing, trace, trace_gradients, trace_names
 from jaxformer.inspect.verify import Check, verify
@@ -25,7 +25,6 @@ __all__ = [
     "attention_entropy",
     "attention_maps",
     "draw_alignment",
-    "draw_saturation",
     "editing",
     "example_gradients",
     "explain",

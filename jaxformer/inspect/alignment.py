@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.inspect.attention import named_attention_maps
+from jaxformer.inspect.attention import CROSS, named_attention_maps
 from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import Recurrent
 
@@ -33,7 +33,7 @@ def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: j
         assert isinstance(found, jax.Array)
         return found
     maps = named_attention_maps(model, params, source_S, valid_S, target_T)
-    return [weights for name, weights in maps.items() if name.endswith("cross_attention")][-1].mean(axis=0)
+    return [weights for name, weights in maps.items() if name.endswith(CROSS)][-1].mean(axis=0)
 
 
 def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequence[str], file: Path) -> None:

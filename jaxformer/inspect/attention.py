@@ -57,8 +57,8 @@ def text_of(
 
 @partial(jax.jit, static_argnums=0)
 def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, counts_BT: Any = None) -> list[jax.Array]:
-    """Mean entropy of the rows of attention in nats, `(H,)` a layer of attention; empty for a model without any. Rows
-    of padding are left out.
+    """Entropy of the rows of attention in nats, `(H,)` a layer of attention: the mean over examples of each one's mean
+    over rows that are no padding. Empty for a model without attention.
 
     log t is the most that row t can have, 0 means that every query looks at one place.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.attention import CROSS, text_of
 from jaxformer.inspect.trace import editing, trace, trace_names
-from jaxformer.models.objective import Params, mean_example_loss
+from jaxformer.models.objective import Params, mean_loss
 from jaxformer.ops.attention import row_entropy
 
 Heads = dict[str, jax.Array]
@@ -23,8 +23,8 @@ Heads = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class Gaze:
-    """Where the heads of one layer look, means over rows and examples, each `(H,)` float32; NaN where no row has what
-    is asked for."""
+    """Where the heads of one layer look, each `(H,)` float32: means over the rows of an example, and of `gazes` over
+    the examples that have such rows; NaN where none has."""
 
     entropy: Any
     """Of the weights in a row, in nats; see `ops.attention.row_entropy`."""
@@ -152,7 +152,7 @@ def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
     """Silence each head of every layer of attention, one after the other.
 
     Args:
-      batch: examples side by side; see `mean_example_loss`.
+      batch: examples side by side; see `mean_loss`.
     """
     batch, means, kept = _whole(model, params, batch)
     found: dict[str, Heads] = {}
@@ -219,7 +219,7 @@ def _loss(model: nn.Module, params: Params, batch: Batch, kept: Heads, instead: 
         return (keep_H11 * value + (1 - keep_H11) * other_H1K).astype(value.dtype)
 
     with editing(silence):
-        return mean_example_loss(model, params, batch)
+        return mean_loss(model, params, batch)
 
 
 _loss_and_slope = jax.jit(jax.value_and_grad(_loss, argnums=3), static_argnums=0)

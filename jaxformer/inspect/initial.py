@@ -15,7 +15,7 @@ from jaxformer.inspect.trace import trace
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.mlp import ACTIVATIONS
-from jaxformer.nn.norms import RMSNorm
+from jaxformer.nn.norms import LayerNorm, RMSNorm
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
 
@@ -76,13 +76,13 @@ def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
     for _ in range(c.n_blocks):
         before = stream
-        read = _normed(before) if c.norm != "none" and c.norm_placement == "pre" else before
+        read = _normed(c, before) if c.norm != "none" and c.norm_placement == "pre" else before
         projected = c.d_model * std**2 * read
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) / (c.width_of_head if c.scaled else 1)
         entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, c.reach))
         attended = projected * averaged * (c.n_heads * c.width_of_head * std**2 if c.output_projection else 1)
         stream = _after(c, before, attended)
-        read = _normed(stream) if c.norm != "none" and c.norm_placement == "pre" else stream
+        read = _normed(c, stream) if c.norm != "none" and c.norm_placement == "pre" else stream
         made = _mlp(c, read)
         if c.n_experts is not None:
             made *= _chosen(read / 3, c.n_experts, c.experts_per_token) + c.shared_expert
@@ -91,9 +91,9 @@ def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
     return tuple(found)
 
 
-def _normed(mean_square: float) -> float:
+def _normed(c: DecoderConfig, mean_square: float) -> float:
     """Mean square after a norm, whose ε counts where there is little."""
-    return mean_square / (mean_square + RMSNorm.eps)
+    return mean_square / (mean_square + (LayerNorm if c.norm == "layernorm" else RMSNorm).eps)
 
 
 def _chosen(variance: float, n_experts: int, n_chosen: int) -> float:
@@ -116,12 +116,10 @@ def _mlp(c: DecoderConfig, mean_square: float) -> float:
     for hidden in c.d_ff:
         bias = 1 / (3 * width) if c.bias else 0.0
         linear = mean_square / 3 + bias
-        activated = float(weights @ np.square(ACTIVATIONS[c.activation](jnp.asarray(sqrt(linear) * nodes))))
-        gated = c.activation == "swiglu"  # its gate has no bias
-        if gated:
-            gate = sqrt(mean_square / 3) * nodes
-            activated = float(weights @ np.square(ACTIVATIONS["swiglu"](jnp.asarray(gate)))) * linear
-        mean_square, width = activated, hidden
+        gated = c.activation == "swiglu"
+        before = mean_square / 3 if gated else linear  # a gate has no bias
+        activated = float(weights @ np.square(ACTIVATIONS[c.activation](jnp.asarray(sqrt(before) * nodes))))
+        mean_square, width = activated * (linear if gated else 1), hidden
     return mean_square / 3 + (1 / (3 * width) if c.bias else 0.0)
 
 

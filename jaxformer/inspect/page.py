@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxformer.config import without_nan
 from jaxformer.runs import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
@@ -204,12 +205,4 @@ def _sum(script: str) -> str:
 
 def _json(value: Any) -> str:
     """JSON that no parser of HTML takes for an end of the script; of numbers that are none, null."""
-    return json.dumps(_without_nan(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {name: _without_nan(x) for name, x in value.items()}
-    return [_without_nan(x) for x in value] if isinstance(value, list | tuple) else value
+    return json.dumps(without_nan(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

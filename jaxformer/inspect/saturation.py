@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -108,23 +107,3 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
         jnp.mean(row_entropy(w_BHTS)), *(jnp.sqrt(jnp.sum(x * x)) / n for x in (to_scores, by_hand)),
         jnp.median(rows_BHT) / n, *norms,
     )  # fmt: skip
-
-
-def draw_saturation(rows: Sequence[Saturation], file: Path, title: str = "") -> None:
-    """Draw gradients over entropy: of the scores, which vanish where weights are one-hot, and of W_Q and W_K."""
-    from matplotlib.figure import Figure  # slow to import, and only needed here
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    rows = [row for row in rows if row.entropy > 0 and row.scores > 0]  # what a logarithm shows
-    entropy = [row.entropy for row in rows]
-    for name, label, style in (
-        ("scores", "scores, norm", "o-"), ("scores_by_hand", "the same by hand", "k:"),
-        ("W_Q", "W_Q, norm", "s-"), ("W_K", "W_K, norm", "^-"),
-    ):  # fmt: skip
-        axes.plot(entropy, [getattr(row, name) for row in rows], style, label=label, markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="entropy of attention, nats", ylabel="gradient", title=title)
-    axes.invert_xaxis()  # from attention that is spread to one that is one-hot
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, dpi=120)

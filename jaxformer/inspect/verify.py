@@ -110,7 +110,8 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, most_tokens: int =
 
 def finite(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
     """No result is infinite or NaN: else nothing can be compared."""
-    results = jax.jit(jax.vmap(lambda *inputs: model.apply({"params": params}, *inputs)))(*inputs_B)
+    forward = lambda params, inputs: model.apply({"params": params}, *inputs)  # noqa: E731
+    results = jax.jit(jax.vmap(forward, in_axes=(None, 0)))(params, inputs_B)
     broken = [int(jnp.sum(~jnp.isfinite(x))) for x in jax.tree.leaves(results)]
     numbers = sum(x.size for x in jax.tree.leaves(results))
     return Check("finite", f"numbers that are infinite or NaN, of {numbers:,} that it gives", float(sum(broken)), 0.0)
@@ -126,7 +127,7 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     at = list(embedded)[-1]
     direction_V = None
 
-    def along(moved_TD: jax.Array) -> jax.Array:
+    def along(moved_TD: jax.Array, params: Params) -> jax.Array:
         nonlocal direction_V
         with editing(lambda name, x: x + moved_TD if name == at else x):
             logits_TV = _apply(model, params, *inputs)
@@ -135,9 +136,9 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         return logits_TV @ direction_V
 
     still_TD = jnp.zeros(embedded[at].shape)
-    if len(jax.eval_shape(along, still_TD)) != len(tokens_T):
+    if len(jax.eval_shape(along, still_TD, params)) != len(tokens_T):
         return ask("it gives logits after a full window alone", None)
-    size_TS = jnp.linalg.norm(jax.jit(jax.jacrev(along))(still_TD), axis=-1)
+    size_TS = jnp.linalg.norm(jax.jit(jax.jacrev(along))(still_TD, params), axis=-1)
     allowed_TS = jnp.tril(jnp.ones(size_TS.shape, bool))
     if len(inputs) == 2:  # a prefix, which all see
         allowed_TS |= jnp.arange(len(tokens_T)) < inputs[1]
@@ -168,13 +169,13 @@ def visible_places(model: nn.Module, params: Params, inputs: Inputs) -> Check:
             found[name] = value
         return jnp.zeros_like(value) if name.endswith(".scores") else value
 
-    def look() -> dict[str, jax.Array]:
+    def look(params: Params) -> dict[str, jax.Array]:
         found.clear()
         with editing(level):
             _apply(model, params, *inputs)
         return dict(found)
 
-    maps = jax.jit(look)()
+    maps = jax.jit(look)(params)
     if not maps:
         return ask("it has no attention to its own tokens", None)
     T = len(inputs[_target(model)])
@@ -198,14 +199,14 @@ def rows_of_attention(model: nn.Module, params: Params, inputs: Inputs) -> Check
             heads.append(value)
         return jnp.ones_like(value) if name.endswith("attention.values") else value
 
-    def look() -> list[jax.Array]:
+    def look(params: Params) -> list[jax.Array]:
         heads.clear()
         with editing(ones):
             model.apply({"params": params}, *inputs)
         return list(heads)
 
     ask = partial(Check, "rows of attention", limit=ROUNDING)
-    found = jax.jit(look)()
+    found = jax.jit(look)(params)
     if not found:
         return ask("it has no heads", None)
     return ask(f"their sums less 1, {len(found)} layers", worst_of(jnp.max(jnp.abs(y - 1)) for y in found))
@@ -221,7 +222,7 @@ def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
         return ask("it is given nothing that is padded", None)
     at = flags[0]
     deviations: list[float] = []
-    forward = jax.jit(lambda *inputs: model.apply({"params": params}, *inputs))
+    forward = partial(jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)), params)
     size = _vocabulary(model.config)
     for b in range(len(inputs_B[at])):
         inputs = [x[b] for x in inputs_B]
@@ -247,7 +248,7 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
     prefix = {"prefix": n} if getattr(model, "prompt_is_prefix", False) else {}
 
     @jax.jit
-    def padded(tokens_T: jax.Array) -> jax.Array:
+    def padded(params: Params, tokens_T: jax.Array) -> jax.Array:
         """A prompt of n tokens in T slots, then one more in the slot after them."""
         positions_T = jnp.where(jnp.arange(T) < n, jnp.arange(T), EMPTY)
         cache = _call(model, params, "init_cache", T + 1)
@@ -256,9 +257,13 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
         return _call(model, params, "unembed", x_1D)
 
     text = jnp.append(tokens_T[:n], tokens_T[n - 1])
-    features = lambda text: _call(model, params, "features", text, *prefix.values())  # noqa: E731
-    without = jax.jit(lambda text: _call(model, params, "unembed", features(text))[-1:])(text)
-    return apart(padded(tokens_T), without)
+
+    @jax.jit
+    def alone(params: Params, text: jax.Array) -> jax.Array:
+        x_TD = _call(model, params, "features", text, *prefix.values())
+        return _call(model, params, "unembed", x_TD)[-1:]
+
+    return apart(padded(params, tokens_T), alone(params, text))
 
 
 def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
@@ -304,12 +309,12 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 def batching(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
     """An example among others gives what it gives alone."""
-    forward = lambda *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
-    together = jax.tree.leaves(jax.jit(jax.vmap(forward))(*inputs_B))
-    alone = jax.jit(forward)
+    forward = lambda params, inputs: model.apply({"params": params}, *inputs)  # noqa: E731
+    together = jax.tree.leaves(jax.jit(jax.vmap(forward, in_axes=(None, 0)))(params, inputs_B))
+    alone = partial(jax.jit(forward), params)
     worst, n = 0.0, len(inputs_B[0])
     for b in range(n):
-        for one, all_B in zip(jax.tree.leaves(alone(*(x[b] for x in inputs_B))), together, strict=True):
+        for one, all_B in zip(jax.tree.leaves(alone(tuple(x[b] for x in inputs_B))), together, strict=True):
             worst = worst_of((worst, apart(all_B[b], one)))
     return Check("batching", f"{n} examples together and one by one", worst, ROUNDING)
 

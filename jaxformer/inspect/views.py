@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
+from jaxformer.inspect.attention import CROSS
 from jaxformer.inspect.gradients import example_gradients
 from jaxformer.inspect.heads import ablate_heads, counts_of, gazes
 from jaxformer.inspect.page import Figure, Layer, Reading, Section, Table, plain
@@ -59,7 +60,7 @@ def reading(
       mask: the token that stands for those to be filled in, of a masked language model; of all others the logits at a
         place are of the next token.
     """
-    found = jax.device_get(jax.jit(lambda: trace(model, params, *inputs, names=(*WEIGHTS, LOGITS)))())
+    found = jax.device_get(jax.jit(lambda params: trace(model, params, *inputs, names=(*WEIGHTS, LOGITS)))(params))
     tokens = [np.asarray(x) for x in inputs if x is not None and jnp.ndim(x) == 1 and x.dtype == jnp.int32]
     names = ("text",) if len(tokens) == 1 else ("source", "target")
     texts = {name: [words(int(token)) for token in of_it] for name, of_it in zip(names, tokens, strict=True)}
@@ -90,7 +91,7 @@ def _prefix(inputs: tuple[Any, ...]) -> int:
 
 def _sides(name: str, names: Sequence[str]) -> tuple[str, str]:
     """Which text looks, and which it looks at."""
-    if "cross_attention" in name or name.startswith("reader"):
+    if CROSS in name or name.startswith("reader"):
         return names[-1], names[0]
     side = names[-1] if name.startswith("decoder") else names[0]
     return side, side

@@ -16,7 +16,7 @@ from jaxformer.config import ModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.ops.norms import l2_normalize
 from jaxformer.ops.patches import patchify, standardised
@@ -119,7 +119,7 @@ class CLIPConfig(ModelConfig):
         return CLIP(self, execution)
 
 
-class PatchEmbedding(nn.Module):
+class ImageEmbedding(nn.Module):
     """An image as a residual stream: the class token, then a projection of each patch, with positions added."""
 
     config: ImageTowerConfig
@@ -149,7 +149,7 @@ class CLIP(nn.Module):
 
     def setup(self) -> None:
         vision, text, d_joint = self.config.vision, self.config.text, self.config.d_joint
-        self.vision_embedding = PatchEmbedding(vision)
+        self.vision_embedding = ImageEmbedding(vision)
         self.vision_embedding_norm = vision.make_norm()
         self.vision_blocks = [vision.make_block(self.execution) for _ in range(vision.n_blocks)]
         self.text_embedding = Embedding(
@@ -208,10 +208,7 @@ class CLIP(nn.Module):
 
     def _through(self, blocks: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:
         """The residual stream `(T, D)` after a tower's blocks."""
-        keys = None
-        if self.has_rng("dropout"):
-            keys = jax.random.split(self.make_rng("dropout"), len(blocks) + 1)
-            x_TD, keys = dropout(x_TD, rng=keys[0]), keys[1:]
+        x_TD, keys = dropped_first(self, dropout, x_TD, len(blocks))
         return run_blocks(blocks, self.execution, x_TD, jnp.arange(len(x_TD)), mask, keys=keys)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxformer.config import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.mlp import ACTIVATIONS, MLP
 from jaxformer.ops import masks
 from jaxformer.ops.quantized import rows
@@ -106,10 +106,7 @@ class Encoder(nn.Module):
             raise ValueError("segments for a model whose n_segments is 0")
         if c.embedding_norm:
             x_TD = self.embedding_norm(x_TD)
-        keys = None
-        if self.has_rng("dropout"):
-            keys = jax.random.split(self.make_rng("dropout"), c.n_blocks + 1)
-            x_TD, keys = self.embedding_dropout(x_TD, rng=keys[0]), keys[1:]
+        x_TD, keys = dropped_first(self, self.embedding_dropout, x_TD, c.n_blocks)
         seen_TT = masks.tokens(len(tokens_T), valid_T)
         x_TD = run_blocks(self.blocks, self.execution, x_TD, positions_T, seen_TT, keys=keys)
         if c.final_norm:

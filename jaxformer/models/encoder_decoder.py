@@ -14,7 +14,7 @@ import numpy as np
 from jaxformer.config import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
 from jaxformer.ops.masks import Causal
@@ -142,8 +142,4 @@ class EncoderDecoder(nn.Module):
 
     def _embed(self, tokens_T: jax.Array, positions_T: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:
         """The residual stream before the first block, and a dropout key for each block, if dropout is on."""
-        x_TD = self.embedding(tokens_T, positions_T)
-        if not self.has_rng("dropout"):
-            return x_TD, None
-        keys = jax.random.split(self.make_rng("dropout"), n_blocks + 1)
-        return self.embedding_dropout(x_TD, rng=keys[0]), keys[1:]
+        return dropped_first(self, self.embedding_dropout, self.embedding(tokens_T, positions_T), n_blocks)

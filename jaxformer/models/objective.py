@@ -205,10 +205,10 @@ def objective_of(model: nn.Module) -> Objective:
     return OBJECTIVES[getattr(model, "config", ModelConfig).objective]
 
 
-def mean_example_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
-    """The mean over a batch's targets, as weighted, of what each example alone costs: a float32 scalar."""
-    losses_B = jax.vmap(lambda example: objective_of(model).example_loss(model, params, example))(batch)
-    return jnp.mean(losses_B) if batch.weights is None else jnp.sum(losses_B) / jnp.sum(batch.weights)
+def mean_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
+    """Nats a target of a batch, the mean over all of them as weighted, without dropout: a float32 scalar."""
+    nats = objective_of(model).loss(model, params, batch)[1]
+    return nats if batch.weights is None else nats / jnp.sum(batch.weights)
 
 
 def of_each_target(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import ImageModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.mlp import uniform_fan_in
 from jaxformer.nn.patches import PatchEmbedding, Placement
 from jaxformer.ops.patches import patchify, standardised
@@ -105,9 +105,6 @@ class ViT(nn.Module):
         c = self.config
         patches_NP = patchify(standardised(pixels, c.mean, c.std), c.patch_shape)
         x_TD = self.placement(self.patch_embedding(patches_NP))
-        keys = None
-        if self.has_rng("dropout"):
-            keys = jax.random.split(self.make_rng("dropout"), c.n_blocks + 1)
-            x_TD, keys = self.embedding_dropout(x_TD, rng=keys[0]), keys[1:]
+        x_TD, keys = dropped_first(self, self.embedding_dropout, x_TD, c.n_blocks)
         x_TD = run_blocks(self.blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=keys)
         return c.pool(self.final_norm(x_TD) if c.final_norm else x_TD)

@@ -61,6 +61,15 @@ class Execution:
 PLAIN = Execution()
 
 
+def dropped_first(module: nn.Module, dropout: nn.Module, x: jax.Array, n: int) -> tuple[jax.Array, jax.Array | None]:
+    """What blocks begin with, after dropout, and a dropout key for each of `n` blocks; the same and None where `module`
+    has been given none."""
+    if not module.has_rng("dropout"):
+        return x, None
+    keys = jax.random.split(module.make_rng("dropout"), n + 1)
+    return dropout(x, rng=keys[0]), keys[1:]
+
+
 def run_blocks(
     blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, *inputs: Any, keys: jax.Array | None = None
 ) -> jax.Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxformer.config import without_nan
 from jaxformer.errors import UserError, vanished, writing
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 
@@ -77,7 +77,7 @@ class Log:
             return
         if not (self._folder / METRICS).exists():  # the open file would take rows that nobody can read
             raise vanished(self._folder, METRICS)
-        stored = _finite(row)
+        stored = without_nan(row)
         with writing(self._folder, METRICS):
             self._file.write(json.dumps(stored) + "\n")
             self._file.flush()
@@ -126,7 +126,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(lines, start=1):
         try:
             row = json.loads(text)
-            row["step"]  # of every row
+            if type(row["step"]) is not int:
+                raise ValueError("a step is a whole number")
             rows.append(row)
         except (ValueError, TypeError, KeyError) as error:
             if number < len(lines):
@@ -185,12 +186,3 @@ def plot(folder: Path) -> None:
     axes.set(xlabel="step", ylabel="mean attention entropy (nats), a line a head")
     axes.legend()
     figure.savefig(folder / PLOTS / "entropy.png", dpi=120)
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN: null instead."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value

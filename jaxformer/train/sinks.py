@@ -126,10 +126,14 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
             id=file.read_text(encoding="utf-8").strip() if file.exists() else None,
         )  # fmt: skip
 
+    reached = 0
+
     def sink(row: dict[str, Any]) -> None:
-        if row["step"] >= run.starting_step and (found := scalars(row)):
+        nonlocal reached
+        reached = row["step"]
+        if reached >= run.starting_step and (found := scalars(row)):
             with _reaching(wandb, again):
-                run.log(found, step=row["step"], commit=True)
+                run.log(found, step=reached, commit=True)
 
     try:
         with writing(folder, WANDB_ID):
@@ -143,7 +147,7 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
             run.finish(exit_code=1)
         raise
     with _reaching(wandb, again):
-        run.finish()
+        run.finish(exit_code=int(reached < config.steps))  # also a run that was interrupted, or diverged, is not done
 
 
 _OPENERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}

@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.cli.hooks import _gradients
+from jaxformer.cli.hooks import _gradients, _whole
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
+from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import next_token
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
@@ -14,6 +15,24 @@ from jaxformer.train.step import init_state, make_train_step
 from tests.arrays import random_tokens
 
 MODEL = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2, output_projection=True, d_ff=(12,), norm="rmsnorm")
+
+
+@pytest.mark.parametrize(
+    ("padding_is_told", "weights_BN", "kept"),
+    [
+        # Pairs, of which one is as long as its batch: padded ones are looked at beside it.
+        (True, [[1, 1, 1], [1, 0, 0], [0, 0, 0]], [True, True, False]),
+        # Windows, the last one filled up, which the model is not told; and a prefix, of which nothing is predicted.
+        (False, [[1, 1, 1], [1, 1, 0], [0, 0, 0]], [True, False, False]),
+        (False, [[1, 1, 1], [0, 0, 1], [0, 1, 0]], [True, True, False]),
+        # One short text is better than nothing.
+        (False, [[1, 1, 0], [0, 0, 0]], [True, False]),
+    ],
+)
+def test_filling_is_not_looked_at(padding_is_told, weights_BN, kept):
+    weights_BN = np.array(weights_BN, np.float32)
+    inputs = (weights_BN.astype(np.int32), *([weights_BN > 0] if padding_is_told else []))
+    assert _whole(Batch(inputs, weights_BN.astype(np.int32), weights_BN)).tolist() == kept
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxformer.cli import report
-from jaxformer.cli.report import reporter
+from jaxformer.cli.report import reporter, write_report
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
@@ -53,6 +53,10 @@ def test_a_loss_that_is_none_is_no_number(run: Path):
     feed(run, [{"step": 10, "loss": None, "val_loss": None}])
     assert [trace["y"] for trace in losses(run)] == [[None], [None]]
     assert "<p>Decoder, step 10 of 30.</p>" in (run / "report.html").read_text()
+
+
+def test_without_rows_there_is_no_page(tmp_path: Path):
+    assert write_report(tmp_path, []) and not list(tmp_path.iterdir())
 
 
 def test_a_page_that_cannot_be_written_ends_no_training(run: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -11,12 +11,12 @@ import pytest
 from jaxformer import load_run
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.cli import eval as evaluation
-from jaxformer.cli import sample
+from jaxformer.cli import sample, translating
 from jaxformer.config import Config
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.scores import exact_match, scores
-from jaxformer.decode.translate import translate
+from jaxformer.decode.translate import translate, translate_tokens
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.runs import create_run
 
@@ -62,6 +62,25 @@ def test_each_prompt_is_translated(made: Callable, capsys: pytest.CaptureFixture
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["text"] for row in rows] == made(SOURCES, n_beams=3, length_penalty=0.6, max_new_tokens=9)
     assert [(row["line"], row["prompt"]) for row in rows] == [(1, SOURCES[0]), (2, SOURCES[1])]
+
+
+def test_what_was_made_is_shown_when_the_memory_ends(
+    made: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text at a time, the second of which does not fit."""
+    wanted, n_calls = made(SOURCES[:1]), 0
+
+    def ends(*given: object, **how: object) -> list[list[int]]:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
+        return translate_tokens(*given, **how)
+
+    monkeypatch.setattr(translating, "translate_tokens", ends)
+    assert sample.main(["--batch-size", "1", "--prompt", *SOURCES]) == 2
+    told = capsys.readouterr()
+    assert told.out.splitlines() == wanted and "1 texts at once do not fit into the memory" in told.err
 
 
 def test_a_broken_line_of_a_file_is_named_and_the_others_translated(

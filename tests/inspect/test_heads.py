@@ -97,6 +97,22 @@ def batch_of(name: str):
     return model, params, Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
 
 
+@pytest.mark.slow
+def test_of_pairs_the_loss_among_all_of_them_is_what_a_head_is_worth():
+    model, params, inputs = made(MODELS["clip"])
+    rng = np.random.default_rng(0)
+    image_B = jnp.asarray(rng.integers(0, 256, (3, *inputs[0].shape)), jnp.uint8)
+    tokens_BT = jnp.asarray(rng.integers(0, V, (3, T)), jnp.int32)
+    batch = Batch((image_B, tokens_BT, jnp.ones((3, T), bool)), jnp.arange(3))
+    found = ablate_heads(model, params, batch)
+    loss = lambda params: objective_of(model).loss(model, params, batch)[0]  # noqa: E731
+    np.testing.assert_allclose(found.loss, loss(params), rtol=1e-5)
+    W_O = params["text_blocks_0"]["attention"]["W_O"]
+    params["text_blocks_0"]["attention"]["W_O"] = W_O.at[1].set(0)
+    rise = loss(params) - found.loss
+    np.testing.assert_allclose(found.zero["text_blocks.0.attention"][1], rise, rtol=1e-3, atol=1e-5)
+
+
 def test_a_silent_head_is_a_head_without_its_output_weights():
     model, params, batch = batch_of("decoder")
     found = ablate_heads(model, params, batch)

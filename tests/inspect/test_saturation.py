@@ -9,7 +9,7 @@ import pytest
 
 from configs.ladder import attention_scaled, attention_unscaled
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import attention_entropy, draw_saturation, saturation
+from jaxformer.inspect import attention_entropy, saturation
 from jaxformer.models.objective import objective_of
 from tests.arrays import first_params
 
@@ -63,11 +63,3 @@ def test_at_its_own_temperature_it_is_the_gradient_of_training():
 def test_a_layer_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"no blocks\.1\.attention"):
         saturation(*untrained(attention_scaled, n=1), [1.0], "blocks.1.attention")
-
-
-def test_the_curve_is_drawn(rows, tmp_path):
-    from PIL import Image
-
-    draw_saturation([*rows, replace(rows[-1], entropy=0.0, scores=0.0)], tmp_path / "curve.png", "attention_scaled")
-    with Image.open(tmp_path / "curve.png") as picture:
-        assert picture.width > 500 and np.asarray(picture.convert("L")).std() > 10

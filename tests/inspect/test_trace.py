@@ -10,7 +10,7 @@ import pytest
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import attention_maps, trace, trace_gradients
+from jaxformer.inspect import attention_entropy, attention_maps, trace, trace_gradients
 from jaxformer.inspect.trace import editing
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
@@ -21,7 +21,6 @@ from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
-from jaxformer.ops.attention import row_entropy
 from tests.helpers import slow
 
 V, T = 30, 7
@@ -205,9 +204,17 @@ def test_weights_that_are_put_in_place_are_those_that_mix():
     np.testing.assert_allclose(found["blocks.0.attention.heads"][0], before[0], rtol=1e-5, atol=1e-6)
 
 
-def test_maps_and_their_entropy_are_of_the_same_weights():
+def test_maps_and_entropy_are_those_of_scores_by_hand():
+    """Of the queries and keys that are traced, in float64."""
     model, params, inputs = made(DECODER)
+    found = trace(model, params, *inputs, names=("*.queries", "*.keys"))
     maps = attention_maps(model, params, *inputs)
-    found = trace(model, params, *inputs, names="*.weights")
-    jax.tree.map(np.testing.assert_array_equal, maps, list(found.values()))
-    assert all((row_entropy(weights)[:, 0] == 0).all() for weights in maps)  # the first place sees itself alone
+    entropy = attention_entropy(model, params, *(x[None] for x in inputs))
+    for i, (weights, of_heads) in enumerate(zip(maps, entropy, strict=True)):
+        q_HTK, k_HTK = (np.asarray(found[f"blocks.{i}.attention.{name}"], np.float64) for name in ("queries", "keys"))
+        scores = q_HTK @ k_HTK.swapaxes(-1, -2) / np.sqrt(q_HTK.shape[-1])
+        w = np.where(np.tri(T, dtype=bool), np.exp(scores), 0)
+        w /= w.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(weights, w, rtol=1e-4, atol=1e-6)
+        by_hand = -np.sum(w * np.log(np.where(w > 0, w, 1)), axis=-1).mean(axis=-1)
+        np.testing.assert_allclose(of_heads, by_hand, rtol=1e-4)

@@ -238,9 +238,10 @@ def test_an_interrupted_run_is_one_run_of_weights_and_biases_and_its_last_upload
     write_rows(folder, range(2))  # as resuming at step 1 cuts it
     with open_sinks(folder, config) as (sink,):
         sink(ROW)
+        sink({"step": 6, "loss": 3.0})  # the last
     wandb.teardown()
     (second,) = set(folder.glob("wandb/offline-run-*/*.wandb")) - {first}
-    assert uploaded_rows(second) == [(0, {"loss": 5.0}), (1, {"loss": 4.0}), (3, NAMED)]
+    assert uploaded_rows(second) == [(0, {"loss": 5.0}), (1, {"loss": 4.0}), (3, NAMED), (6, {"loss": 3.0})]
     runs = [record.run for file in (first, second) for record in uploads(file) if record.HasField("run")]
     assert {run.run_id for run in runs} == {(folder / "wandb/id").read_text().strip()}
     assert {(run.project, run.display_name) for run in runs} == {("jaxformer", "quick")}

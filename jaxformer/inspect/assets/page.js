@@ -135,6 +135,7 @@ function reading(place, { texts, notes, layers }) {
         yaxis: { ...seen(texts[layer.rows]), autorange: "reversed", title: { text: `from (${layer.rows})` } },
       },
     });
+    if (here && here[0] !== layer.rows) pinned = null;
     look(layer.rows, here && here[0] === layer.rows ? here[1] : layer.T - 1, true);
   }
 
