@@ -18,6 +18,7 @@ class UserError(Exception):
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that has no room."""
 
 
 def cause(error: Exception) -> str | None:

@@ -181,6 +181,9 @@ def write_atomically(file: Path, content: str | bytes) -> None:
     try:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         scratch.replace(file)
+    except OSError as error:
+        error.filename = error.filename or str(file)  # a write does not say where
+        raise
     finally:
         scratch.unlink(missing_ok=True)  # what a full disk took of it
 

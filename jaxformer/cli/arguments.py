@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import tyro
 
 from jaxformer.config import Config
-from jaxformer.errors import UserError
+from jaxformer.errors import FULL, UserError
 
 T = TypeVar("T")
 OPTION = r"--[\w.-]*\w"
@@ -49,8 +49,9 @@ def run_command(command: Callable[[list[str]], int], arguments: Sequence[str] | 
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         return 128 + signal.SIGPIPE
     except OSError as error:
-        place = f" ({error.filename})" if error.filename else ""
-        print(f"error: {error.strerror or error}{place}", file=sys.stderr)
+        place = f"{error.filename}: " if error.filename else ""
+        remedy = "; free some space" if error.errno in FULL else ""
+        print(f"error: {place}{error.strerror or error}{remedy}.", file=sys.stderr)
         return 2
 
 

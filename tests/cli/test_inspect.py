@@ -1,5 +1,6 @@
 """`python -m jaxformer inspect`, on a run that was trained, and in a browser."""
 
+import errno
 import json
 import os
 import shutil
@@ -161,6 +162,23 @@ def test_a_place_that_is_no_file_is_left_alone(tmp_path: Path, capsys: pytest.Ca
     assert inspect.main([str(place), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
     assert "it must be a file in a folder that exists." in capsys.readouterr().err
     assert (tmp_path / "fifo").is_fifo()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inspect, "_probe", lambda run, n: (None, "it is not here."))
+    place = small_run(tmp_path / "small", [WORDS])
+    (place / "inspect.html").write_text("old")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert inspect.main([str(place), "--prompt", "ab"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: {place}/inspect.html: No space left on device; free some space.\n"
+    assert (place / "inspect.html").read_text() == "old" and not list(place.glob("*.new"))
 
 
 @pytest.mark.parametrize(
