@@ -5,7 +5,7 @@
 The training is an ordinary one, in this process; what is looked at (attention entropy, gradient table, samples, what
 the initialisation gave, report.html) is timed where it is called, after the step before it has been waited for. The
 other side, of the same run and the same minutes, is all the rest: steps, validation, checkpoints. The target is 3 % at
-most.
+most, of a start whose programs are in the cache already; what compiling them takes is recorded apart.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """What every benchmark writes beside its figures: the hardware, the versions, the commit, the date."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -14,8 +15,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use, by affinity and by a container's quota: as `jaxformer.cli.machine` has it,
+    but without jax, which not every worker here is to load."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        n = min(n, max(1, int(quota) // int(period)))
+    return n
 
 
 def cpu() -> str:

@@ -201,7 +201,7 @@ class StoredCheckpoints:
         """
         try:
             loss = json.loads((self._place / str(step) / "metrics" / "metrics").read_bytes())["val_loss"]
-            return float(loss), -step
+            return float(loss) if math.isfinite(loss) else math.inf, -step
         except FileNotFoundError:
             return math.inf, -step
         except (OSError, ValueError, KeyError, TypeError):
@@ -306,7 +306,8 @@ class Checkpoints(StoredCheckpoints):
                     opt_state=ocp.args.StandardSave(opt_state),
                     position=ocp.args.JsonSave(dict(position)),
                 ),
-                metrics=None if val_loss is None else {"val_loss": val_loss},
+                # NaN would count as the best.
+                metrics=None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss},
             )
             if failure:
                 self._manager.wait_until_finished()

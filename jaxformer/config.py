@@ -111,7 +111,8 @@ class OptimizerConfig:
     """Which optax optimizer, and its schedule."""
 
     name: Literal["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"] = "nesterov_sgd"
-    """muon is for the matrices of the blocks, with adamw for the rest; schedule_free averages what adamw finds."""
+    """muon is for matrices, with adamw for embeddings of tokens, logits and vectors; schedule_free averages what adamw
+    finds."""
     learning_rate: float = 0.05
     """What the warm-up rises to."""
     schedule: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = "constant"

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,12 @@ def test_the_last_two_and_the_best_are_kept(tmp_path):
     stored = StoredCheckpoints(tmp_path)
     assert stored.steps() == [10, 20, 25]
     assert (stored.step("last"), stored.step("best"), stored.step(20), stored.step("20")) == (25, 10, 20, 20)
+
+
+def test_a_loss_that_is_none_is_not_the_best(tmp_path):
+    write(tmp_path, 5, 10, 15, 20, losses={5: 1.0, 10: math.nan, 15: math.inf, 20: math.nan})
+    stored = StoredCheckpoints(tmp_path)
+    assert stored.steps() == [5, 15, 20] and stored.step("best") == 5
 
 
 def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):

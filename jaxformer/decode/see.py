@@ -34,4 +34,6 @@ def match(model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Ar
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
     image_IE = jax.vmap(partial(apply, method="encode_image"))(images)
     text_NE = jax.vmap(partial(apply, method="encode_text"))(tokens_NT, valid_NT)
-    return jax.nn.softmax(jnp.exp(apply(method="log_scale")) * image_IE @ text_NE.T)
+    # A device's default would round cosines to a few digits, and the scale is up to 100.
+    cosine_IN = jnp.matmul(image_IE, text_NE.T, precision=jax.lax.Precision.HIGHEST)
+    return jax.nn.softmax(jnp.exp(apply(method="log_scale")) * cosine_IN)

@@ -183,7 +183,7 @@ def visible_places(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     age_TT = jnp.arange(T)[:, None] - jnp.arange(T)
     seen_TT = (age_TT >= 0) & (age_TT < reach)
     if len(inputs) == 2:
-        seen_TT |= jnp.arange(T) < inputs[1]
+        seen_TT |= (jnp.arange(T) < inputs[1]) & (age_TT < reach)
     wanted_TT = seen_TT / seen_TT.sum(-1, keepdims=True)
     deviation = worst_of(jnp.max(jnp.abs(weights - wanted_TT)) for weights in maps.values())
     unseen = "" if reach < T or getattr(model.config, "window", None) is None else f", a window of {reach} unseen"

@@ -12,9 +12,10 @@ from jaxformer.config import ModelConfig, TokenModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
+from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution
-from jaxformer.nn.mlp import MLP
-from jaxformer.nn.norms import NORMS
+from jaxformer.nn.mlp import MLP, Activation
+from jaxformer.nn.norms import NORMS, Norm
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class BlocksConfig(ModelConfig):
     """Biases in the projections of attention."""
     d_ff: tuple[int, ...] = (2048,)
     """Widths of the MLP's hidden layers."""
-    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "relu"
+    activation: Activation = "relu"
     bias: bool = True
     """Biases in the MLP."""
-    norm: Literal["rmsnorm", "layernorm"] = "layernorm"
+    norm: Norm = "layernorm"
     norm_placement: Literal["pre", "post"] = "post"
     """After what a part adds, or before what it reads, and then once more after the last block."""
-    positions: Literal["none", "learned", "sinusoidal", "rope"] = "sinusoidal"
+    positions: Positions = "sinusoidal"
     rope_base: float = 10_000.0
     dropout: float = 0.1
     """Share of the embedding, and of what each part adds, that is set to zero in training."""

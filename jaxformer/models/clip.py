@@ -15,8 +15,9 @@ import numpy as np
 from jaxformer.config import ModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
-from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
+from jaxformer.nn.mlp import Activation
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.ops.norms import l2_normalize
 from jaxformer.ops.patches import patchify, standardised
@@ -33,9 +34,9 @@ class TowerConfig(BlocksConfig):
 
     n_blocks: int = 12
     attention_bias: bool = True
-    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "quick_gelu"
+    activation: Activation = "quick_gelu"
     norm_placement: Literal["pre", "post"] = "pre"
-    positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
+    positions: Positions = "learned"
     dropout: float = 0.0
 
     def __post_init__(self) -> None:

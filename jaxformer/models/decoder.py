@@ -15,11 +15,11 @@ from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
-from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.experts import Experts
-from jaxformer.nn.mlp import MLP
-from jaxformer.nn.norms import NORMS
+from jaxformer.nn.mlp import MLP, Activation
+from jaxformer.nn.norms import NORMS, Norm
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.masks import Causal, Mask
@@ -53,7 +53,7 @@ class DecoderConfig(TokenModelConfig):
     et al. 2020); how long it is the model is told with the sequence. Of a text that is continued, it is the prompt."""
     d_ff: tuple[int, ...] = (2048, 2048)
     """Widths of the MLP's hidden layers."""
-    activation: Literal["relu", "squared_relu", "gelu", "swiglu"] = "relu"
+    activation: Activation = "relu"
     bias: bool = True
     """Biases in the MLP."""
     n_experts: int | None = None
@@ -70,11 +70,11 @@ class DecoderConfig(TokenModelConfig):
     router_z_weight: float = 0.001
     """Of the loss that keeps the logits of routers small; each block adds its own."""
     residual: bool = True
-    norm: Literal["none", "rmsnorm", "layernorm"] = "none"
+    norm: Literal["none", Norm] = "none"
     norm_placement: Literal["pre", "post"] = "pre"
     final_norm: bool = False
     """One more norm before the logits."""
-    positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
+    positions: Positions = "learned"
     rope_base: float = 10_000.0
     rope_scaling: float = 1.0
     """What RoPE divides positions by; above 1 for texts longer than those a model was trained on."""
@@ -245,7 +245,7 @@ class Decoder(nn.Module):
 
         Prefill is T tokens at slot 0, a decode step is one token. A place whose position is `masks.EMPTY` is
         padding: nothing ever sees it, and its own features mean nothing. A `prefix` must come in one call; later
-        ones need to be told of it only where a window would hide it.
+        ones need not be told of it.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
         mask_TS = self.mask(positions_T, position_S, prefix)
@@ -267,10 +267,10 @@ class Decoder(nn.Module):
         return self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
 
     def mask(self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
-        """Who sees whom, `(T, S)`, from positions."""
+        """Who sees whom, `(T, S)`, from positions: as far back as `reach`, also of a prefix."""
         seen_TS = Causal(self.config.reach)(query_T, key_S)
         if prefix is not None:
-            seen_TS |= key_S < prefix
+            seen_TS |= (key_S < prefix) & (query_T[:, None] - key_S < self.config.reach)
         return seen_TS & masks.padding(query_T, key_S)
 
     @property

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxformer.config import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
-from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
-from jaxformer.nn.mlp import ACTIVATIONS, MLP
+from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation
 from jaxformer.ops import masks
 from jaxformer.ops.quantized import rows
 
@@ -28,8 +28,8 @@ class EncoderConfig(TokenBlocksConfig):
     n_heads: int = 4
     attention_bias: bool = True
     d_ff: tuple[int, ...] = (1024,)
-    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"] = "gelu"
-    positions: Literal["none", "learned", "sinusoidal", "rope"] = "learned"
+    activation: Activation = "gelu"
+    positions: Positions = "learned"
     embedding_std: float = 0.02
     embedding_norm: bool = True
     """A norm before the first block."""

@@ -14,7 +14,7 @@ from jaxformer.config import ImageModelConfig, at_least
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
-from jaxformer.nn.mlp import uniform_fan_in
+from jaxformer.nn.mlp import Activation, uniform_fan_in
 from jaxformer.nn.patches import PatchEmbedding, Placement
 from jaxformer.ops.patches import patchify, standardised
 
@@ -35,7 +35,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
     n_heads: int = 12
     attention_bias: bool = True
     d_ff: tuple[int, ...] = (3072,)
-    activation: Literal["relu", "squared_relu", "gelu", "gelu_exact", "swiglu"] = "gelu"
+    activation: Activation = "gelu"
     norm_placement: Literal["pre", "post"] = "pre"
     positions: Literal["learned"] = "learned"
 

@@ -1,10 +1,15 @@
 """Tokens and positions into the residual stream, and out of it again."""
 
+from typing import Literal
+
 import flax.linen as nn
 import jax
 
 from jaxformer.ops.positions import sinusoidal
 from jaxformer.ops.quantized import rows
+
+Positions = Literal["none", "learned", "sinusoidal", "rope"]
+"""How a model is told where a token stands, as configs name it."""
 
 
 class Embedding(nn.Module):

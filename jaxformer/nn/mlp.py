@@ -3,11 +3,14 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
+from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"]
+"""Those of an MLP, as configs name them."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),

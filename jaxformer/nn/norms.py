@@ -1,6 +1,7 @@
 """Norms with their parameters."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -30,5 +31,7 @@ class LayerNorm(nn.Module):
         return norms.layer_norm(x, gamma, beta, self.eps)
 
 
+Norm = Literal["rmsnorm", "layernorm"]
+"""As configs name them."""
 NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 """The norms by the names that configs use."""

@@ -60,7 +60,7 @@ class Evaluation:
 
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where a float cannot hold it."""
-    return exp(loss) if loss < 700 else inf
+    return inf if loss >= 700 else exp(loss)
 
 
 class Evaluator:

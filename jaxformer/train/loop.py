@@ -88,7 +88,7 @@ def train(
         resumed, changed, skipped = resume and bool(checkpoints), False, 0
         if resumed:
             start, state, position = _restore(checkpoints, config, mesh)
-            skipped = position.get("skipped", 0)  # as long as there was none, it was not stored
+            skipped = position.get("skipped", 0)  # a run from before it was stored lacks it
             changed = position["fingerprint"] != data.fingerprint
             if changed and not allow_changed_data:
                 raise UserError(

@@ -47,10 +47,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     - `nesterov_sgd`: Sutskever et al. 2013 as torch has it: v ← m·v + g, w ← w - lr·(g + m·v).
     - `adamw`: Loshchilov and Hutter 2019.
-    - `muon`: Jordan et al. 2024 for the hidden matrices, `adamw` for embeddings of tokens, logits, positions,
-      gains and biases. Its updates are given the size of AdamW's (Liu et al. 2025, equation 4), so that one learning
-      rate and one weight decay serve both. optax corrects the bias of the momentum, as Adam does and the authors do
-      not: for the first 1/(1 - momentum) steps or so the newest gradient counts for more.
+    - `muon`: Jordan et al. 2024 for matrices, also for those of patches and of CLIP's joint space; `adamw` for
+      embeddings of tokens, logits, positions, gains and biases. Its updates are given the size of AdamW's (Liu et al.
+      2025, equation 4), so that one learning rate and one weight decay serve both. optax corrects the bias of the
+      momentum, as Adam does and the authors do not: for the first 1/(1 - momentum) steps or so the newest gradient
+      counts for more.
     - `lion`: Chen et al. 2023, algorithm 2.
     - `schedule_free`: Defazio et al. 2024, algorithm 1, over AdamW. The parameters are the average x, which is what
       to evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning
@@ -58,17 +59,16 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """
     rate = make_schedule(config, steps)
     clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
-    adamw = optax.adamw(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_is_matrix)
     if config.name == "schedule_free":
         return _schedule_free(config, rate, clip)
-    if config.name == "nesterov_sgd":
-        rule = optax.sgd(rate, config.momentum, nesterov=True)
-    elif config.name == "lion":
-        rule = optax.lion(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_is_matrix)
-    elif config.name == "muon":
-        rule = optax.partition({"muon": _muon(config, rate), "adamw": adamw}, _muon_or_adamw)
-    else:
-        rule = adamw
+    decay = {"weight_decay": config.weight_decay, "mask": _is_matrix}
+    adamw = optax.adamw(rate, config.b1, config.b2, **decay)
+    rule = {
+        "nesterov_sgd": optax.sgd(rate, config.momentum, nesterov=True),
+        "adamw": adamw,
+        "muon": optax.partition({"muon": _muon(config, rate), "adamw": adamw}, _muon_or_adamw),
+        "lion": optax.lion(rate, config.b1, config.b2, **decay),
+    }[config.name]
     return optax.chain(*clip, rule) if clip else rule
 
 

@@ -10,7 +10,7 @@ computed again for the backward pass takes time and does not count as use (Chowd
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -189,9 +189,13 @@ def model_operations(config: Config) -> tuple[float, float]:
         seen.append((q_HTK, k_GSK, mask))
         return q_HTK
 
-    model = config.model.build(Execution(attention=attend))
+    described, rngs = config.model, {}
+    if getattr(described, "n_experts", None) is not None:
+        # As in training, experts have so much room; what is needed is as much as there are tokens for them.
+        described, rngs = replace(described, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
+    model = described.build(Execution(attention=attend))
     params = abstract_params(config.model.build(), config.model)
-    jaxpr = jax.make_jaxpr(lambda params, *example: model.apply({"params": params}, *example))(
+    jaxpr = jax.make_jaxpr(lambda params, *example: model.apply({"params": params}, *example, rngs=rngs))(
         params, *config.model.example()
     )
     forward, visible = product_operations(jaxpr), 1.0
@@ -203,19 +207,22 @@ def model_operations(config: Config) -> tuple[float, float]:
 
 
 def bytes_on_paper(config: Config, mesh: Mesh) -> float | None:
-    """What a device must send in a step, as the sharding has it; None where an axis `tensor` sends activations too.
+    """What a device must send in a step, as the sharding has it; None where an axis `tensor` or `expert` sends
+    activations too.
 
     Of n devices on `fsdp`, a parameter of S bytes (in the type that is computed in) that lies in shards is gathered at
     (n - 1)/n · S, with recomputed blocks once more in the backward pass, and its gradient scattered at as much again.
     What lies on d devices whole, a parameter or a shard of it, has its gradient summed at 2 (d - 1)/d of its size. All
     of it again for each part of a batch that is taken in parts, except that sum.
     """
-    if mesh.shape["tensor"] > 1:
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_state(config, mesh).params)
+    split = {axis for _, leaf in leaves for axes in leaf.sharding.spec for axis in np.atleast_1d(axes or ())}
+    if any(mesh.shape[axis] > 1 for axis in ("tensor", "expert") if axis in split):
         return None
     width = compute_dtype(config.compute, mesh).itemsize
     n, parts = mesh.shape["fsdp"], config.compute.accumulate
     total = 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_state(config, mesh).params):
+    for path, leaf in leaves:
         sharded = "fsdp" in leaf.sharding.spec
         again = config.compute.remat != "none" and BLOCK_NAME.search(path[0].key) is not None
         if sharded:

@@ -123,9 +123,10 @@ def test_a_prompt_can_be_cut_into_chunks_anywhere() -> None:
 
 @pytest.mark.slow
 def test_a_prompt_may_be_a_prefix_which_no_chunk_cuts() -> None:
-    """Seen in both directions, as in training; what follows it is not."""
+    """Seen in both directions, as in training; what follows it is not. Past the context, its beginning is out of
+    sight."""
     model = build(replace(ROPE, window=None, prefix=True, n_blocks=2))
-    assert_equals_full_passes(model, [[3], [5, 1, 4, 1, 5], [2, 7]], 7, prefill_chunk=2)
+    assert_equals_full_passes(model, [[3], [5, 1, 4, 1, 5], [2, 7]], CONTEXT + 3, prefill_chunk=2)
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 from collections.abc import Callable
 from math import erf, sqrt
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.nn.mlp import MLP, uniform_fan_in
+from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation, uniform_fan_in
 from tests.arrays import apply, assert_close, first_params, normal, random_params
 
 T, D, OUT = 5, 7, 3
@@ -25,6 +26,10 @@ NUMPY: dict[str, Callable] = {
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "tanh": np.tanh,
 }
+
+
+def test_every_name_that_a_config_may_use_is_an_activation() -> None:
+    assert set(get_args(Activation)) == set(ACTIVATIONS) - {"tanh"}  # which is no MLP's
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -122,3 +122,4 @@ def test_the_batch_and_the_devices_do_not_show_in_the_result():
 
 def test_perplexity_of_a_huge_loss_is_infinite():
     assert perplexity(1e4) == float("inf")
+    assert np.isnan(perplexity(float("nan")))

@@ -99,6 +99,16 @@ def test_operations_of_a_model():
     assert model_operations(CONFIG)[0] == 3 * 16 * (2 * T * weights + attention)
 
 
+def test_operations_of_experts_are_those_of_the_tokens_that_they_get():
+    """Two of eight experts for each token, however much room the config gives them."""
+    T, D, L, F, V, E, J = 12, 16, 3, 32, 48, 8, 2
+    weights = L * (4 * D * D + E * D + J * (2 * D * F + D)) + D * V  # with the sum of what two experts give
+    attention = L * 4 * D * (T * (T + 1) // 2)
+    for room in (None, 1.25):
+        model = replace(MODEL, n_experts=E, experts_per_token=J, capacity_factor=room)
+        assert model_operations(replace(CONFIG, model=model))[0] == 3 * 16 * (2 * T * weights + attention)
+
+
 def test_bytes_that_must_be_sent():
     D, L, F, V = 16, 3, 32, 48
     blocks, outside, gains = 4 * L * (4 * D * D + 2 * D * F), 4 * 2 * V * D, 4 * L * 2 * D
@@ -115,3 +125,6 @@ def test_bytes_that_must_be_sent():
     shards = 2 * 1 / 2 * (blocks + outside) / 4  # of two copies of each shard
     assert paper("data=2,fsdp=4") == pytest.approx(3 / 4 * 2 * (blocks + outside) + shards + summed)
     assert paper("fsdp=2,tensor=4") is None
+    assert paper("expert=8") == paper("data=8")  # there are none
+    experts = replace(CONFIG, model=replace(MODEL, n_experts=8))
+    assert bytes_on_paper(experts, make_mesh("expert=8")) is None
