@@ -7,8 +7,7 @@ import dataclasses
 import io
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
 from typing import Annotated, Literal
@@ -25,6 +24,7 @@ from jaxformer.cli.seeing import tell_images
 from jaxformer.decode import Sampling, Speed, StopStrings
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.errors import UserError
+from jaxformer.signals import catch_signals
 
 DESCRIPTION = """Continue texts with a trained model.
 
@@ -159,7 +159,7 @@ def _main(arguments: list[str]) -> int:
     encode = lambda prompt: (prompt, sampler.encode(prompt))  # noqa: E731
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
     if fitting:
-        with _noticing_ctrl_c() as pressed:
+        with catch_signals(signal.SIGINT) as pressed:
             sampler.show(fitting, pressed)
         print(sampler.speed, file=sys.stderr)
         if pressed.is_set():
@@ -257,28 +257,8 @@ def _ask() -> str:
 
 def _answer(sampler: Sampler, line: str) -> None:
     """Continue a prompt of a conversation."""
-    with _noticing_ctrl_c() as pressed:
+    with catch_signals(signal.SIGINT) as pressed:
         prompt = Prompt(line, "the prompt")
         sampler.speed = Speed()
         sampler.show([(prompt, sampler.encode(prompt))], pressed)
     print(sampler.speed, file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _noticing_ctrl_c() -> Iterator[threading.Event]:
-    """Note the first Ctrl-C instead of dying of it; a second one acts as it always does."""
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed  # only the main thread may set handlers
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, _: object) -> None:
-        pressed.set()
-        signal.signal(number, before)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

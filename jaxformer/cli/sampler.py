@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import count, takewhile
@@ -33,6 +32,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.explain import explain
 from jaxformer.models.objective import can_continue
 from jaxformer.sharding import make_mesh
+from jaxformer.signals import Caught
 
 if TYPE_CHECKING:
     from jaxformer.cli.sample import Arguments
@@ -111,7 +111,7 @@ class Sampler:
             raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
         return tokens
 
-    def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: threading.Event) -> None:
+    def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: Caught) -> None:
         """Continue prompts and show the texts; not all of them once Ctrl-C is pressed.
 
         Rows of JSON come as they are made; other texts in the order of the prompts, and at the latest with the end,
@@ -140,7 +140,7 @@ class Sampler:
                 self._write(made[i], streams)
 
     def _continue(
-        self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: threading.Event
+        self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: Caught
     ) -> list[Answer]:
         """The texts of one batch. The last one is filled up, so that no program is compiled for it alone."""
         asked, run = self._asked, self._run

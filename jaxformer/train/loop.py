@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from jaxformer.distributed import Agreement, is_first, wait_for_all
 from jaxformer.errors import UserError
 from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
+from jaxformer.signals import catch_signals
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, cut_log, say
 from jaxformer.train.optimizer import make_schedule, updates_taken
@@ -84,7 +84,7 @@ def train(
     wait_for_all()  # some may have found the compiled step in their cache
 
     # The signals are caught until the last save is finished.
-    with catch_signals() as caught, Checkpoints(folder) as checkpoints:
+    with catch_signals(signal.SIGINT, signal.SIGTERM) as caught, Checkpoints(folder) as checkpoints:
         resumed, changed, skipped = resume and bool(checkpoints), False, 0
         if resumed:
             start, state, position = _restore(checkpoints, config, mesh)
@@ -219,32 +219,3 @@ def _restore(checkpoints: Checkpoints, config: Config, mesh: Mesh) -> tuple[int,
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     failures = place(np.array(position["failures"], np.int32), replicated(mesh))
     return step, TrainState(params, opt_state, failures), position
-
-
-class Caught:
-    """The signal that came, or 0."""
-
-    number: int = 0
-
-
-@contextmanager
-def catch_signals() -> Iterator[Caught]:
-    """Note the first SIGINT or SIGTERM instead of dying of it; a second one acts as it always does."""
-    caught = Caught()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught  # only the main thread may set handlers
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, _: object) -> None:
-        caught.number = number
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

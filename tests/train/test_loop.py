@@ -16,9 +16,10 @@ from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
+from jaxformer.signals import Caught
 from jaxformer.train import loop
 from jaxformer.train.log import read_metrics
-from jaxformer.train.loop import Caught, Outcome, train
+from jaxformer.train.loop import Outcome, train
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.step import CompiledStep, TrainState
 from tests.arrays import assert_close
@@ -71,7 +72,7 @@ def caught(monkeypatch) -> Caught:
     caught = Caught()
 
     @contextmanager
-    def catch() -> Iterator[Caught]:
+    def catch(*_: object) -> Iterator[Caught]:
         yield caught
 
     monkeypatch.setattr(loop, "catch_signals", catch)
