@@ -13,8 +13,17 @@ import pytest
 from jaxformer.config import OptimizerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
-from jaxformer.train.optimizer import gradient_point, make_optimizer, make_schedule, updates_taken
+from jaxformer.runs import abstract_params
+from jaxformer.train.optimizer import (
+    _is_matrix,
+    _muon_or_adamw,
+    gradient_point,
+    make_optimizer,
+    make_schedule,
+    updates_taken,
+)
 from tests.arrays import first_params, normal, random_tokens
+from tests.inspect.test_trace import MODELS
 
 TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
 CONFIGS = {
@@ -304,3 +313,20 @@ def test_clipping_shortens_long_gradients_to_the_limit():
     params = {"W": jnp.zeros(2)}
     updates, _ = optimizer.update({"W": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
     np.testing.assert_allclose(updates["W"], [-0.6, -0.8], rtol=1e-6)
+
+
+def test_what_a_parameter_is_goes_by_its_name():
+    """In every model. A new name is to be thought of here: whether it decays, and whether Muon may have it."""
+    found: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}
+    for config in MODELS.values():
+        params = abstract_params(config.build(), config)
+        labels, matrices = jax.tree_util.tree_leaves_with_path(_muon_or_adamw(params)), _is_matrix(params)
+        for (path, label), decayed in zip(labels, jax.tree.leaves(matrices), strict=True):
+            found[label if decayed else "not decayed"].add(path[-1].key)
+    attention, mlp = {"W_Q", "W_K", "W_V", "W_O"}, {"W_1", "W_2", "W_3", "W_gate_1", "W_router"}
+    recurrent = {"W", "U", "C", "W_a", "U_a", "v_a", "W_s_0", "W_s_1", "W_o"}
+    assert found["muon"] == attention | mlp | recurrent | {"W_patch", "W_i", "W_t"}
+    assert found["adamw"] == {"W_E", "W_out"}
+    vectors = {"b_1", "b_2", "b_3", "b_Q", "b_K", "b_V", "b_O", "b_W", "b_U", "b_o", "b_out", "b_patch"}
+    gains = {"gamma", "gamma_Q", "gamma_K", "beta"}
+    assert found["not decayed"] == vectors | gains | {"W_pos", "x_class", "t"}
