@@ -273,7 +273,7 @@ def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
 @pytest.mark.parametrize(
     ("victim", "number", "status"),
     [
-        (1, signal.SIGTERM, 128 + signal.SIGTERM),
+        pytest.param(1, signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
         pytest.param(1, signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
         (0, signal.SIGKILL, 1),
         pytest.param(1, signal.SIGSTOP, 1, marks=pytest.mark.exhaustive),
@@ -327,7 +327,7 @@ def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_lea
         assert process.returncode == 0, out + err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
     program = """if True:
         import sys, time

@@ -83,7 +83,7 @@ def test_the_table_has_a_line_for_each_row_under_a_heading() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
-@pytest.mark.parametrize("name", ["decoder", slow("experts"), slow("masked"), exhaustive("vit")])
+@pytest.mark.parametrize("name", ["decoder", slow("masked"), exhaustive("experts"), exhaustive("vit")])
 def test_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
     """Also where weights differ, and where more examples are there than are looked at together."""
     model, params, inputs = made(MODELS[name])

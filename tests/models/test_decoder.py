@@ -192,7 +192,7 @@ def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
 
 @pytest.mark.parametrize("name", ["modern", "window"])
 def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(name: str) -> None:
-    """By the gradient of each output with respect to each embedding. A window bounds what is not in the prefix."""
+    """By the gradient of each output with respect to each embedding. A window bounds it all."""
     config, n = replace(CONFIGS[name], n_blocks=1), 3
     model, params = build(config)
     weights_TV = normal(T, V)
@@ -207,7 +207,7 @@ def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(name: str) -> None:
             return (weights_TV * model.apply({"params": params}, TOKENS_T, prefix)).sum(-1)
 
     felt_TS = (jax.jit(jax.jacrev(mixed_logits))(jnp.zeros((T, D)), jnp.int32(n)) != 0).any(-1)
-    wanted = [[s < n or 0 <= t - s < (config.window or T) for s in range(T)] for t in range(T)]
+    wanted = [[(s < n or s <= t) and t - s < (config.window or T) for s in range(T)] for t in range(T)]
     np.testing.assert_array_equal(felt_TS, wanted)
 
 

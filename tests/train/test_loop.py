@@ -125,7 +125,9 @@ def test_a_step_that_was_left_out_leaves_its_rate_to_the_next(monkeypatch, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "of a run from before it was"])
+@pytest.mark.parametrize(
+    "stored", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["stored", "of a run from before it was"]
+)
 def test_steps_left_out_before_an_interruption_are_told_after_it(monkeypatch, tmp_path, caught, stored):
     config = skipping(tmp_path / "books", log_every=9)
     breaking(monkeypatch, {3, 4}, caught, interrupted=5)

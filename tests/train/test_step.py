@@ -151,7 +151,11 @@ def test_what_is_stored_or_looped_over_is_the_same_training(mesh, fields):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "fields"),
-    [exhaustive("data=8", {}), (CUBE, {"accumulate": 2}), ("fsdp=2", {"remat": "block", "scan_blocks": True})],
+    [
+        exhaustive("data=8", {}),
+        exhaustive(CUBE, {"accumulate": 2}),
+        ("fsdp=2", {"remat": "block", "scan_blocks": True}),
+    ],
     ids=str,
 )
 def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
@@ -231,7 +235,7 @@ def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nesterov_sgd", exhaustive("adamw"), "muon", exhaustive("lion"), "schedule_free"])
+@pytest.mark.parametrize("name", [*map(exhaustive, ("nesterov_sgd", "adamw", "lion")), "muon", "schedule_free"])
 def test_an_optimizer_steps_on_its_shards(name):
     config = replace(CONFIG, optimizer=OptimizerConfig(name=name, learning_rate=HIGHER_RATES[name], clip_norm=1.0))
     assert_same_training("fsdp=8", config, "data=1", config)
