@@ -379,7 +379,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
         assert stored.steps() == [5] and stored.step() == 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when_there_is_space(books, tmp_path):
     with mounted(tmp_path, "8m") as disk:
         processes = train_together(disk, books, books)
@@ -427,7 +427,7 @@ def test_processes_that_would_run_different_programs_all_say_so(books, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_without_data_says_so_and_the_other_does_not_wait_for_ever(books, tmp_path):
     first, second = train_together(tmp_path, books, tmp_path / "nothing")
     out, err = second.communicate(timeout=120)

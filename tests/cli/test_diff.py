@@ -1,6 +1,7 @@
 """`python -m jaxformer diff`."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,22 @@ ROWS: list[dict[str, Any]] = [
 PARAMS = {"W": np.float32([3.0, 4.0]), "b": np.float32([1.0])}
 
 
+SAVED: dict[tuple, Path] = {}
+"""A run that has the checkpoint, by its parameters and step: saving takes longer than copying."""
+
+
 def make(folder: Path, config: Config = CONFIG, rows: list[dict] = ROWS, params=PARAMS, step: int = 2) -> str:
     place = create_run(folder, config, Tokenizer.train([], 257), may_number=False)
     (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    key = (step, *((name, *value.tolist()) for name, value in params.items()))
+    if key in SAVED and SAVED[key].exists():
+        shutil.copytree(SAVED[key] / "checkpoints", place / "checkpoints", dirs_exist_ok=True)
+        return str(place)
     with Checkpoints(place) as checkpoints:
         values = {name: jnp.asarray(value) for name, value in params.items()}
         checkpoints.save(step, values, {"momentum": jnp.ones(1)}, {}, None)
+    if folder.name == "one":  # which no test changes
+        SAVED[key] = place
     return str(place)
 
 
