@@ -62,5 +62,6 @@ def explanation(answer: Answer) -> str:
 
 
 def show(text: str) -> None:
+    """Write it at once, also where the output is a pipe."""
     sys.stdout.write(text)
     sys.stdout.flush()
