@@ -7,7 +7,7 @@ import io
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ from jaxformer.data.dataset import Batch, Dataset, evenly, order
 from jaxformer.data.images import MODES, read_picture
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.views import draw_views, view
 from jaxformer.errors import UserError
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
@@ -33,14 +34,24 @@ class CaptionsConfig(DataConfig):
     """A folder with images.zip, and captions.tsv: file, caption and split (train or val) of each, under these words."""
     shift: int = 0
     """Pixels by which an image is moved at most, down or up and to a side, anew in each epoch; its edge is repeated."""
+    scale: float = 0.0
+    """By which share an image is enlarged at most, or made smaller: 0.25 is 0.8 to 1.25 of its size."""
+    rotate: float = 0.0
+    """Degrees by which it is turned at most, to either side."""
     flip: bool = False
     """Mirror half of the images, others in each epoch; not where captions tell left from right."""
+    jitter: float = 0.0
+    """How far the brightness and the contrast of each channel vary, so that colours do: by this share of half the range
+    of a pixel, and by a factor as `scale` has it."""
     drop_words: float = 0.0
     """Share of the words that are left out of captions in training, others in each epoch; one is always kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 0, "shift")
+        for name, limit in (("scale", 1), ("rotate", 180), ("jitter", 1)):
+            if not 0 <= getattr(self, name) <= limit:
+                raise UserError(f"data.{name} is {getattr(self, name)}; it must be from 0 to {limit}.")
         if not 0 <= self.drop_words < 1:
             raise UserError(f"data.drop_words is {self.drop_words}; it must be at least 0 and below 1.")
 
@@ -114,7 +125,7 @@ class Captions(Dataset):
         self.tokens, self.valid, self.n_shortened = as_tokens(texts, self.tokenizer, length)
         self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
-        settings = (length, model.text.vocab_size, shape, config.shift, config.flip, config.drop_words)
+        settings = (length, model.text.vocab_size, shape, replace(config, path=""))
         digest = hashlib.sha256(repr((settings, pairs)).encode())
         digest.update(self.images.tobytes())
         self.fingerprint = digest.hexdigest()
@@ -124,8 +135,12 @@ class Captions(Dataset):
         n, first = len(self.train), place * self.batch_size
         numbers = order(n, self.seed, epoch)[first : first + self.batch_size][which].astype(np.int64)
         chosen = self.train[numbers]
-        down, right, mirrored = (drawn[numbers] for drawn in draw_moves(n, self.seed, epoch, self.config.shift))
-        batch = self._batch(chosen, move(self.images[chosen], down, right, mirrored & self.config.flip))
+        images, c = self.images[chosen], self.config
+        variation = (c.shift, c.scale, c.rotate, c.flip, c.jitter)
+        if any(variation):
+            views = draw_views(n, images.shape[-1], self.seed, epoch, *variation)
+            images = np.stack([view(*one) for one in zip(images, *(of_n[numbers] for of_n in views), strict=True)])
+        batch = self._batch(chosen, images)
         if not self.config.drop_words:
             return batch
         kept = draw_kept(n, self.seed, epoch, self.config.drop_words)[numbers]
@@ -229,14 +244,6 @@ def as_tokens(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.n
 
 
 @lru_cache(maxsize=2)
-def draw_moves(n: int, seed: int, epoch: int, shift: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How each of n images is moved in an epoch, each `(n,)`: pixels down, pixels right, and whether it is mirrored."""
-    draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # the start of the stream is the `order`
-    down, right = draw.integers(-shift, shift, (2, n), endpoint=True)
-    return down, right, draw.random(n) < 0.5
-
-
-@lru_cache(maxsize=2)
 def draw_kept(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
     """Which words of n captions are kept in an epoch, `(n, 64)`; the same again for every 64 words."""
     draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
@@ -247,12 +254,3 @@ def keep_words(text: str, kept: np.ndarray) -> str:
     """Some of a text's words, in their order; the first alone, where none is kept."""
     words = text.split()
     return " ".join([word for i, word in enumerate(words) if kept[i % len(kept)]] or words[:1])
-
-
-def move(images_BHWC: np.ndarray, down_B: np.ndarray, right_B: np.ndarray, mirrored_B: np.ndarray) -> np.ndarray:
-    """Images moved by so many pixels, their edges repeated, and then mirrored, left for right."""
-    B, H, W, _ = images_BHWC.shape
-    y_BH = np.clip(np.arange(H) - down_B[:, None], 0, H - 1)
-    x_BW = np.clip(np.arange(W) - right_B[:, None], 0, W - 1)
-    x_BW = np.where(mirrored_B[:, None], x_BW[:, ::-1], x_BW)
-    return images_BHWC[np.arange(B)[:, None, None], y_BH[:, :, None], x_BW[:, None, :]]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from jaxformer.config import from_dict, to_dict
-from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_kept, draw_moves, keep_words, move
+from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_kept, keep_words
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
@@ -147,24 +147,23 @@ def test_held_out_pairs_come_in_order_and_are_filled_up(tmp_path: Path) -> None:
     assert [tuple(map(int, image[0, 0])) for image in spread[0].inputs[0][:2]] == [colours[0], colours[3]]
 
 
-def test_an_image_is_moved_and_mirrored_as_asked() -> None:
-    """A 3 by 3 image of numbers: down by one and right by one, its edge repeated; then its mirror image."""
-    image = np.arange(9, dtype=np.uint8).reshape(1, 3, 3, 1).repeat(4, 0)
-    none, one, back = 0, 1, -1
-    found = move(image, np.array([none, one, back, none]), np.array([none, one, none, none]), np.arange(4) == 3)[..., 0]
-    assert found[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert found[1].tolist() == [[0, 0, 1], [0, 0, 1], [3, 3, 4]]
-    assert found[2].tolist() == [[3, 4, 5], [6, 7, 8], [6, 7, 8]]
-    assert found[3].tolist() == [[2, 1, 0], [5, 4, 3], [8, 7, 6]]
-
-
-def test_moves_reach_from_minus_shift_to_shift_and_differ_by_epoch() -> None:
-    down, right, mirrored = draw_moves(1000, 0, 0, 2)
-    for drawn in (down, right):
-        assert set(drawn.tolist()) == {-2, -1, 0, 1, 2}
-    assert abs(mirrored.mean() - 0.5) < 0.064  # four times √(0.25/1000)
-    assert (down != right).any() and (down != draw_moves(1000, 0, 1, 2)[0]).any()
-    assert not draw_moves(1000, 0, 0, 0)[0].any()
+@pytest.mark.parametrize("option", [{"shift": 1}, {"scale": 0.5}, {"rotate": 90.0}, {"flip": True}, {"jitter": 0.5}])
+def test_images_are_varied_in_training_as_asked(tmp_path: Path, option: dict) -> None:
+    """An image of four colours, alone: several epochs show it in several ways; without the option, and held out, it is
+    what it is."""
+    image = Image.new("RGB", (SIDE, SIDE), (255, 0, 0))
+    for place, colour in (((2, 0), (0, 200, 0)), ((0, 2), (0, 0, 100)), ((2, 2), (255, 255, 255))):
+        image.paste(colour, (*place, place[0] + 2, place[1] + 2))
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        images = {"0.png": file.getvalue(), "1.png": file.getvalue()}
+    lines = ["0.png\tred\ttrain", "1.png\tred\tval"]
+    model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
+    plain, varied = (load(write(tmp_path, lines, images), 1, model=model, **asked) for asked in ({}, option))
+    epochs = lambda data: {data.rows(step).inputs[0].tobytes() for step in range(12)}  # noqa: E731
+    assert epochs(plain) == {np.asarray(image).tobytes()}
+    assert len(epochs(varied)) > 1
+    assert next(varied.held_out(1)).inputs[0].tobytes() == np.asarray(image).tobytes()
 
 
 def test_images_of_every_kind_are_brought_to_the_models_channels(tmp_path: Path) -> None:
@@ -189,13 +188,13 @@ def test_the_fingerprint_is_of_all_that_shapes_the_batches(tmp_path: Path) -> No
     data = load(path)
     assert len(data.fingerprint) == 64 and data.fingerprint == load(path, batch_size=1, seed=5).fingerprint
     others = [
-        load(path, shift=1), load(path, flip=True),
-        load(path, drop_words=0.5),
+        load(path, shift=1), load(path, scale=0.1), load(path, rotate=5.0), load(path, flip=True),
+        load(path, jitter=0.1), load(path, drop_words=0.5),
         load(path, model=replace(MODEL, text=replace(MODEL.text, context_length=11))),
     ]  # fmt: skip
     others.append(load(write(tmp_path, images={**IMAGES, "0.png": png((254, 0, 0))})))
     others.append(load(write(tmp_path, [LINES[0].replace("red", "Red"), *LINES[1:]])))
-    assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 7
+    assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 10
 
 
 def test_it_says_what_there_is(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_it_says_what_there_is(tmp_path: Path) -> None:
 
 
 def test_the_config_comes_back_from_json() -> None:
-    config = CaptionsConfig("somewhere", shift=3, flip=True)
+    config = CaptionsConfig("somewhere", shift=3, scale=0.1, flip=True)
     assert from_dict(CaptionsConfig, to_dict(config)) == config
 
 
@@ -273,6 +272,10 @@ def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
         load(path, model=replace(MODEL, vision=replace(MODEL.vision, mean=(0.5, 0.5), std=(0.2, 0.2))))
     with pytest.raises(UserError, match="shift is -1"):
         CaptionsConfig(path, shift=-1)
+    with pytest.raises(UserError, match=r"data\.rotate is 200\.0; it must be from 0 to 180"):
+        CaptionsConfig(path, rotate=200.0)
+    with pytest.raises(UserError, match=r"data\.scale is nan; it must be from 0 to 1"):
+        CaptionsConfig(path, scale=float("nan"))
     with pytest.raises(UserError, match=r"drop_words is 1\.0; it must be at least 0 and below 1"):
         CaptionsConfig(path, drop_words=1.0)
 

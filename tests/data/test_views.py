@@ -1,0 +1,99 @@
+"""Views of images: against what is worked out by hand, and against scipy's interpolation."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from scipy.ndimage import map_coordinates
+
+from jaxformer.data.views import Views, draw_views, view
+
+PLAIN = {"shift": 0, "scale": 0.0, "rotate": 0.0, "flip": False, "jitter": 0.0}
+
+
+def draw(n: int = 1000, epoch: int = 0, channels: int = 3, **options) -> Views:
+    return draw_views(n, channels, 0, epoch, **PLAIN | options)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A view by what it is to show: moved so far, and then mirrored."""
+
+    right: int = 0
+    down: int = 0
+    mirrored: bool = False
+
+    def of(self, image: np.ndarray) -> list:
+        affine = np.array([[-1 if self.mirrored else 1, 0, -self.right], [0, 1, -self.down]], float)
+        return view(image, affine, np.ones(1), np.zeros(1))[..., 0].tolist()
+
+
+def test_an_image_is_moved_and_mirrored() -> None:
+    """A 3 by 3 image of numbers: down by one and right by one, its edge repeated; then its mirror image."""
+    image = np.arange(9, dtype=np.uint8).reshape(3, 3, 1)
+    assert Seen().of(image) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert Seen(right=1, down=1).of(image) == [[0, 0, 1], [0, 0, 1], [3, 3, 4]]
+    assert Seen(down=-1).of(image) == [[3, 4, 5], [6, 7, 8], [6, 7, 8]]
+    assert Seen(mirrored=True).of(image) == [[2, 1, 0], [5, 4, 3], [8, 7, 6]]
+    assert Seen(right=-1, mirrored=True).of(image) == [[2, 2, 1], [5, 5, 4], [8, 8, 7]]
+
+
+def test_a_quarter_turn_is_numpys() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8)
+    quarter = np.array([[0, -1, 0], [1, 0, 0]], float)
+    np.testing.assert_array_equal(view(image, quarter, np.ones(3), np.zeros(3)), np.rot90(image))
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 3), (12, 20, 3), (9, 7, 1)])
+def test_what_lies_between_pixels_is_scipys(shape: tuple[int, int, int]) -> None:
+    """Turned, scaled, moved and mirrored at once; both round to whole numbers, so that they differ by one at most."""
+    image = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+    rows, columns = np.indices(shape[:2]) - (np.array(shape[:2])[:, None, None] - 1) / 2
+    views = draw(20, channels=shape[2], shift=3, scale=1.0, rotate=180.0, flip=True)
+    for affine, contrast, brightness in zip(*views, strict=True):
+        x, y = np.tensordot(affine, np.stack([columns, rows, np.ones_like(rows)]), 1)
+        places = [y + (shape[0] - 1) / 2, x + (shape[1] - 1) / 2]
+        wanted = [
+            map_coordinates(channel.astype(float), places, order=1, mode="nearest")
+            for channel in image.transpose(2, 0, 1)
+        ]
+        found = view(image, affine, contrast, brightness).transpose(2, 0, 1)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1)
+
+
+def test_colours_change_as_worked_out_by_hand() -> None:
+    """Half and double the distance from 127.5, then 0.2 of 127.5 up, nothing, and down beyond black."""
+    image = np.array([[[100, 100, 100], [255, 140, 0]]], np.uint8)
+    found = view(image, np.eye(3)[:2], np.array([0.5, 2.0, 1.0]), np.array([0.2, 0.0, -1.0]))
+    assert found.tolist() == [[[139, 72, 0], [217, 152, 0]]]
+
+
+def test_nothing_asked_is_the_image_itself() -> None:
+    image = np.random.default_rng(2).integers(0, 256, (5, 8, 3), np.uint8)
+    for one in zip(*draw(4), strict=True):
+        np.testing.assert_array_equal(view(image, *one), image)
+
+
+def test_draws_reach_as_far_as_asked_and_no_further() -> None:
+    """Of 1,000 even draws the extreme ones lie within 2 % of the limits, but for one time in e^10."""
+    affine, contrast, brightness = draw(shift=2, scale=0.25, rotate=10.0, flip=True, jitter=0.5)
+    size = np.hypot(affine[:, 0, 1], affine[:, 1, 1])
+    angle = np.degrees(np.arctan2(-affine[:, 0, 1], affine[:, 1, 1]))
+    for drawn, low, high in (
+        (np.log(size), np.log(0.8), np.log(1.25)), (angle, -10, 10), (brightness, -0.5, 0.5),
+        (np.log(contrast), -np.log(1.5), np.log(1.5)),
+    ):  # fmt: skip
+        assert low <= drawn.min() < low + 0.02 * (high - low) and high - 0.02 * (high - low) < drawn.max() <= high
+    for moved in (affine[:, 0, 2], affine[:, 1, 2]):
+        assert set(moved.tolist()) == {-2, -1, 0, 1, 2}
+    mirrored = np.linalg.det(affine[:, :, :2]) < 0
+    assert abs(mirrored.mean() - 0.5) < 0.064  # four times √(0.25/1000)
+
+
+def test_each_epoch_draws_anew_and_for_each_image_apart() -> None:
+    options = {"shift": 5, "scale": 0.2, "rotate": 20.0, "jitter": 0.2}
+    first, again, other = draw(**options), draw(**options), draw(epoch=1, **options)
+    for a, b, c in zip(first, again, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a != c).any() and (a[0] != a[1]).any()
+    assert (first.contrast[:, 0] != first.contrast[:, 1]).any()
