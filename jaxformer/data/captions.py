@@ -7,10 +7,10 @@ import io
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -33,7 +33,8 @@ class CaptionsConfig(DataConfig):
     path: str = ""
     """A folder with images.zip, and captions.tsv: file, caption and split (train or val) of each, under these words."""
     shift: int = 0
-    """Pixels by which an image is moved at most, down or up and to a side, anew in each epoch; its edge is repeated."""
+    """Whole pixels by which an image is moved at most, down or up and to a side, anew in each epoch; its edge is
+    repeated. Then it is scaled and turned about its middle, and then mirrored."""
     scale: float = 0.0
     """By which share an image is enlarged at most, or made smaller: 0.25 is 0.8 to 1.25 of its size."""
     rotate: float = 0.0
@@ -54,6 +55,11 @@ class CaptionsConfig(DataConfig):
                 raise UserError(f"data.{name} is {getattr(self, name)}; it must be from 0 to {limit}.")
         if not 0 <= self.drop_words < 1:
             raise UserError(f"data.drop_words is {self.drop_words}; it must be at least 0 and below 1.")
+
+    @property
+    def variation(self) -> dict[str, Any]:
+        """How images are varied: options of `draw_views`."""
+        return {name: getattr(self, name) for name in ("shift", "scale", "rotate", "flip", "jitter")}
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
         if not isinstance(model, Towers):
@@ -102,12 +108,17 @@ class Captions(Dataset):
 
         Raises:
           UserError: a file is missing or cannot be read, an image has no caption or a caption no image, an image has
-            another size than the model's, or there are fewer pairs for training than in a batch.
+            another size than the model's or would be moved out of sight, or there are fewer pairs for training than in
+            a batch.
         """
         self.config, self.batch_size, self.seed = config, batch_size, seed
         shape, length = model.example()[0].shape, model.text.context_length
         if length < 3:
             raise UserError(f"model.text.context_length is {length}; a token between start and end needs at least 3.")
+        if config.shift >= max(shape[:2]):
+            raise UserError(
+                f"data.shift is {config.shift}, but images have {shape[0]} x {shape[1]} pixels; move them by fewer."
+            )
         if not config.path:
             raise UserError(f"data.path is empty; give a folder with {IMAGES} and {CAPTIONS}.")
         folder = Path(config.path).expanduser()
@@ -125,7 +136,9 @@ class Captions(Dataset):
         self.tokens, self.valid, self.n_shortened = as_tokens(texts, self.tokenizer, length)
         self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
-        settings = (length, model.text.vocab_size, shape, replace(config, path=""))
+        # As numbers of one kind: a config that was read again has 10.0 where 10 was written.
+        variation = [float(x) for x in (*config.variation.values(), config.drop_words)]
+        settings = (length, model.text.vocab_size, shape, variation)
         digest = hashlib.sha256(repr((settings, pairs)).encode())
         digest.update(self.images.tobytes())
         self.fingerprint = digest.hexdigest()
@@ -135,10 +148,9 @@ class Captions(Dataset):
         n, first = len(self.train), place * self.batch_size
         numbers = order(n, self.seed, epoch)[first : first + self.batch_size][which].astype(np.int64)
         chosen = self.train[numbers]
-        images, c = self.images[chosen], self.config
-        variation = (c.shift, c.scale, c.rotate, c.flip, c.jitter)
-        if any(variation):
-            views = draw_views(n, images.shape[-1], self.seed, epoch, *variation)
+        images, variation = self.images[chosen], self.config.variation
+        if any(variation.values()):
+            views = draw_views(n, images.shape[-1], self.seed, epoch, **variation)
             images = np.stack([view(*one) for one in zip(images, *(of_n[numbers] for of_n in views), strict=True)])
         batch = self._batch(chosen, images)
         if not self.config.drop_words:

@@ -29,7 +29,9 @@ class Views(NamedTuple):
 def draw_views(
     n: int, channels: int, seed: int, epoch: int, shift: int, scale: float, rotate: float, flip: bool, jitter: float
 ) -> Views:
-    """How an epoch varies each of n images; all is drawn evenly.
+    """How an epoch varies each of n images: it is moved, then turned and scaled about its middle, then mirrored.
+
+    All is drawn evenly, factors by their logarithm.
 
     Args:
       shift: whole pixels by which one is moved at most, down or up and to a side.
@@ -52,8 +54,8 @@ def draw_views(
 
 
 def view(image_HWC: np.ndarray, affine_23: np.ndarray, contrast_C: np.ndarray, brightness_C: np.ndarray) -> np.ndarray:
-    """An image as `Views` have it, uint8 of its own size, with its edge repeated beyond it; between four pixels, in
-    proportion to how near they are."""
+    """An image as `Views` have it, uint8 of its own size, with its edge repeated beyond it; between four pixels, their
+    mean by how near they are, rounded down."""
     from PIL import Image  # it takes a moment
 
     height, width, _ = image_HWC.shape

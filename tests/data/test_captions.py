@@ -11,7 +11,9 @@ from PIL import Image
 
 from jaxformer.config import from_dict, to_dict
 from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_kept, keep_words
+from jaxformer.data.dataset import order
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.views import draw_views, view
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.mlp import MLPConfig
@@ -35,6 +37,13 @@ def png(colour: tuple[int, ...], size: tuple[int, int] = (SIDE, SIDE), mode: str
     """An image of one colour."""
     with io.BytesIO() as file:
         Image.new(mode, size, colour).save(file, kind)
+        return file.getvalue()
+
+
+def noise(rng: np.random.Generator) -> bytes:
+    """An image of any colours."""
+    with io.BytesIO() as file:
+        Image.fromarray(rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)).save(file, "PNG")
         return file.getvalue()
 
 
@@ -113,16 +122,16 @@ def test_equal_captions_have_one_number(tmp_path: Path) -> None:
 
 def test_a_batch_depends_on_data_seed_and_step_alone(tmp_path: Path) -> None:
     path = write(tmp_path)
-    a, b = (load(path, seed=3, shift=2, flip=True) for _ in range(2))
+    a, b = (load(path, seed=3, jitter=0.5) for _ in range(2))
     for step in (9, 0, 4):  # in any order
         assert equal(a.rows(step), b.rows(step))
     batches = [a.rows(step) for step in range(8)]
-    assert any(not equal(x, load(path, seed=4, shift=2, flip=True).rows(step)) for step, x in enumerate(batches))
+    assert any(not equal(x, load(path, seed=4, jitter=0.5).rows(step)) for step, x in enumerate(batches))
     assert any(not equal(x, y) for x, y in zip(batches[:2], batches[2:4], strict=True))  # another epoch, another order
 
 
 def test_some_rows_of_a_batch_are_those_rows(tmp_path: Path) -> None:
-    data = load(write(tmp_path), batch_size=4, shift=2, flip=True)
+    data = load(write(tmp_path), batch_size=4, jitter=0.5)
     whole, which = data.rows(5), np.array([1, 3])
     part = data.rows(5, which)
     for ours, wanted in zip((*part.inputs, part.targets), (*whole.inputs, whole.targets), strict=True):
@@ -160,9 +169,10 @@ def test_images_are_varied_in_training_as_asked(tmp_path: Path, option: dict) ->
     lines = ["0.png\tred\ttrain", "1.png\tred\tval"]
     model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
     plain, varied = (load(write(tmp_path, lines, images), 1, model=model, **asked) for asked in ({}, option))
-    epochs = lambda data: {data.rows(step).inputs[0].tobytes() for step in range(12)}  # noqa: E731
-    assert epochs(plain) == {np.asarray(image).tobytes()}
-    assert len(epochs(varied)) > 1
+    epochs = lambda data: [data.rows(step).inputs[0].tobytes() for step in range(12)]  # noqa: E731
+    assert set(epochs(plain)) == {np.asarray(image).tobytes()}
+    assert len(set(epochs(varied))) > 1
+    assert epochs(varied) != epochs(load(str(tmp_path), 1, seed=1, model=model, **option))
     assert next(varied.held_out(1)).inputs[0].tobytes() == np.asarray(image).tobytes()
 
 
@@ -209,6 +219,27 @@ def test_it_says_what_there_is(tmp_path: Path) -> None:
 def test_the_config_comes_back_from_json() -> None:
     config = CaptionsConfig("somewhere", shift=3, scale=0.1, flip=True)
     assert from_dict(CaptionsConfig, to_dict(config)) == config
+
+
+def test_a_run_whose_config_was_read_again_finds_the_same_data(tmp_path: Path) -> None:
+    """A config file may say 10 where the type says 10.0."""
+    config = CaptionsConfig(write(tmp_path), rotate=10)
+    again = from_dict(CaptionsConfig, to_dict(config))
+    assert config.load(MODEL, 2, 0).fingerprint == again.load(MODEL, 2, 0).fingerprint
+
+
+def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> None:
+    """What an epoch shows of each image is `view` of it as `draw_views` has it for its number."""
+    options = {"shift": 1, "scale": 0.3, "rotate": 40.0, "flip": True, "jitter": 0.4}
+    rng = np.random.default_rng(0)
+    images = {name: noise(rng) for name in IMAGES}
+    data = load(write(tmp_path, images=images), seed=5, **options)
+    for step in (0, 1, 2, 3):
+        epoch, place = divmod(step, 2)
+        numbers = order(4, 5, epoch)[2 * place :][:2]
+        views = draw_views(4, 3, 5, epoch, **options)
+        wanted = [view(data.images[data.train[i]], *(of_n[i] for of_n in views)) for i in numbers]
+        np.testing.assert_array_equal(data.rows(step).inputs[0], wanted)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +301,8 @@ def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
         load(path, model=replace(MODEL, text=replace(MODEL.text, context_length=2)))
     with pytest.raises(UserError, match="images of 2 channels"):
         load(path, model=replace(MODEL, vision=replace(MODEL.vision, mean=(0.5, 0.5), std=(0.2, 0.2))))
+    with pytest.raises(UserError, match=r"data\.shift is 4, but images have 4 x 4 pixels; move them by fewer"):
+        load(path, shift=SIDE)
     with pytest.raises(UserError, match="shift is -1"):
         CaptionsConfig(path, shift=-1)
     with pytest.raises(UserError, match=r"data\.rotate is 200\.0; it must be from 0 to 180"):
