@@ -11,7 +11,7 @@ from jaxformer.inspect.gradients import EXAMPLES_AT_ONCE, Row, noise_scale
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
 from tests.arrays import build, normal
-from tests.helpers import exhaustive, slow
+from tests.helpers import exhaustive
 from tests.inspect.test_trace import MODELS, T, V, made
 
 CONFIG = DecoderConfig(
@@ -83,7 +83,7 @@ def test_the_table_has_a_line_for_each_row_under_a_heading() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
-@pytest.mark.parametrize("name", ["decoder", slow("masked"), exhaustive("experts"), exhaustive("vit")])
+@pytest.mark.parametrize("name", ["decoder", exhaustive("masked"), exhaustive("experts"), exhaustive("vit")])
 def test_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
     """Also where weights differ, and where more examples are there than are looked at together."""
     model, params, inputs = made(MODELS[name])

@@ -21,7 +21,7 @@ from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
-from tests.helpers import slow
+from tests.helpers import exhaustive
 
 V, T = 30, 7
 SMALL: dict[str, Any] = {"d_model": 12, "n_heads": 3, "d_ff": (16,)}
@@ -53,7 +53,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
-QUICK = ("decoder", "unscaled", "rowwise", "masked")
+QUICK = ("decoder", "unscaled", "rowwise", "masked", "fixed", "encoder-decoder", "vit")
 
 
 def random_inputs(config: ModelConfig) -> tuple[jax.Array, ...]:
@@ -80,7 +80,7 @@ def outputs(found: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(value for name, value in found.items() if name == "logits" or name.startswith("output."))
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in MODELS])
+@pytest.mark.parametrize("name", [name if name in QUICK else exhaustive(name) for name in MODELS])
 def test_what_is_seen_is_what_the_model_computes_bit_for_bit(name):
     model, params, inputs = made(MODELS[name])
     apply = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731

@@ -93,6 +93,8 @@ def small(spec: str, places: dict[str, str], steps: int) -> Config:
     given = (
         {"path": places[kind]} if kind else {"n_pairs": 64, "n_held_out": 8, "locales": ("en_GB",), "forms": ("short",)}
     )
+    if kind == "captions":
+        given["shift"] = 1  # of images of 4 pixels
     data = replace(config.data, **given)
     return replace(
         config, model=model, data=data, steps=steps, optimizer=OptimizerConfig(learning_rate=0.05),
