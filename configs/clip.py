@@ -16,8 +16,8 @@ clip = Config(
             image_size=64, patch_size=8, mean=(0.85, 0.79, 0.72), std=(0.26, 0.27, 0.35),
             d_model=96, n_blocks=3, n_heads=3, d_ff=(384,),
         ),
-        # Captions of three words: which words there are says it all. Tokens that are whole words let what is learned
-        # of one caption serve another.
+        # Captions of three words: which words there are says it all. Tokens that are mostly whole words let what is
+        # learned of one caption serve another.
         text=TextTowerConfig(
             vocab_size=2400, context_length=18, d_model=128, n_blocks=1, n_heads=4, d_ff=(512,), positions="none",
             embedding_std=0.1,

@@ -60,8 +60,8 @@ def view(image_HWC: np.ndarray, affine_23: np.ndarray, contrast_C: np.ndarray, b
 
     height, width, _ = image_HWC.shape
     middle_2 = np.array([width, height]) / 2
-    corners_32 = np.array([[x, y, 1] for x in (-middle_2[0], middle_2[0]) for y in (-middle_2[1], middle_2[1])]).T
-    beyond = max(0, ceil((np.abs(affine_23 @ corners_32) - middle_2[:, None]).max()))
+    corners_34 = np.array([[x, y, 1] for x in (-middle_2[0], middle_2[0]) for y in (-middle_2[1], middle_2[1])]).T
+    beyond = max(0, ceil((np.abs(affine_23 @ corners_34) - middle_2[:, None]).max()))
     padded = np.pad(image_HWC, ((beyond, beyond), (beyond, beyond), (0, 0)), mode="edge")
     # Pillow counts from the corner.
     moved_2 = affine_23[:, 2] + middle_2 + beyond - affine_23[:, :2] @ middle_2
