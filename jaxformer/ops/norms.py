@@ -1,4 +1,11 @@
-"""Normalisation over the last axis. Statistics are taken in float32, the result has the dtype of `x`."""
+"""Normalisation over the last axis. Statistics are taken in float32, the result has the dtype of `x`.
+
+A row whose squares are too large for float32, from about 1e19 on, gives NaN: divided by an infinite norm it would be 0,
+and a network whose activations have blown up would look healthy.
+"""
+
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +15,41 @@ from jaxformer.ops.precision import widened
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
     """γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
-    wide_x = widened(x)
-    scale = jax.lax.rsqrt(jnp.mean(wide_x * wide_x, axis=-1, keepdims=True) + eps)
-    return (wide_x * scale * gamma).astype(x.dtype)
+    return (divide_by_norm(widened(x), jnp.mean, eps) * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
     """γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
     wide_x = widened(x)
     centred = wide_x - jnp.mean(wide_x, axis=-1, keepdims=True)
-    scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return (centred * scale * gamma + beta).astype(x.dtype)
+    return (divide_by_norm(centred, jnp.mean, eps) * gamma + beta).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     """x / √(Σ x² + ε), which has length 1. `x` is `(…, D)`."""
-    wide_x = widened(x)
-    return (wide_x * jax.lax.rsqrt(jnp.sum(wide_x * wide_x, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return divide_by_norm(widened(x), jnp.sum, eps).astype(x.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def divide_by_norm(x: jax.Array, reduce: Callable[..., jax.Array], eps: float) -> jax.Array:
+    """x / √(reduce(x²) + ε) along the last axis, `(…, D)`; NaN where x² overflows.
+
+    Its derivative is written in the result: in x, it takes a cube of the norm, which overflows from 1e13 on.
+
+    Args:
+      reduce: `jnp.mean` or `jnp.sum`.
+    """
+    return x * _inverse_norm(x, reduce, eps)
+
+
+@divide_by_norm.defjvp
+def _divide_by_norm_jvp(reduce: Callable[..., jax.Array], eps: float, primals: tuple, tangents: tuple) -> tuple:
+    (x,), (dx,) = primals, tangents
+    scale = _inverse_norm(x, reduce, eps)
+    y = x * scale
+    return y, scale * (dx - y * reduce(y * dx, axis=-1, keepdims=True))
+
+
+def _inverse_norm(x: jax.Array, reduce: Callable[..., jax.Array], eps: float) -> jax.Array:
+    square = reduce(x * x, axis=-1, keepdims=True)
+    return jnp.where(jnp.isinf(square), jnp.nan, jax.lax.rsqrt(square + eps))

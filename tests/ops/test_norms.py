@@ -45,3 +45,45 @@ def test_statistics_of_bfloat16_are_taken_in_float32() -> None:
     ones, zeros = jnp.ones(1009), jnp.zeros(1009)
     assert_close(rms_norm(x, ones), rms_norm(x.astype(jnp.float32), ones), 2**-8)
     assert_close(layer_norm(x, ones, zeros), layer_norm(x.astype(jnp.float32), ones, zeros), 2**-8)
+
+
+NORMS = {
+    "rms": lambda x, eps: rms_norm(x, GAMMA.astype(x.dtype), eps),
+    "layer": lambda x, eps: layer_norm(x, GAMMA.astype(x.dtype), BETA.astype(x.dtype), eps),
+    "l2": l2_normalize,
+}
+
+
+def reference(name: str, x: np.ndarray, eps: float) -> np.ndarray:
+    """The textbook formula in float64."""
+    gamma, beta = (np.asarray(w, np.float64) for w in (GAMMA, BETA))
+    if name == "l2":
+        return x / np.sqrt(np.sum(x**2, -1, keepdims=True) + eps)
+    centred = x - np.mean(x, -1, keepdims=True) if name == "layer" else x
+    y = gamma * centred / np.sqrt(np.mean(centred**2, -1, keepdims=True) + eps)
+    return y + beta if name == "layer" else y
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("size", [1e-30, 1e-18, 1e-6, 1.0, 1e6, 1e12, 1e15, 1e18])
+def test_values_and_gradients_from_tiny_to_huge_are_those_of_float64(name: str, size: float) -> None:
+    eps = 1e-6
+    x, direction = size * np.asarray(normal(T, D), np.float64), np.asarray(normal(T, D, seed=3), np.float64)
+    step = 1e-4 * max(size, 1e-6)  # a central difference in float64
+    y, dy = jax.jvp(lambda x: NORMS[name](x, eps), (jnp.float32(x),), (jnp.float32(direction),))
+    slope = (reference(name, x + step * direction, eps) - reference(name, x - step * direction, eps)) / (2 * step)
+    np.testing.assert_allclose(y, reference(name, x, eps), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dy, slope, rtol=1e-3, atol=1e-3 * np.abs(slope).max())
+    _, pull = jax.vjp(lambda x: NORMS[name](x, eps), jnp.float32(x))
+    onto = jnp.float32(normal(T, D, seed=4))
+    np.testing.assert_allclose(jnp.sum(pull(onto)[0] * direction), jnp.sum(onto * dy), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_whose_squares_overflow_is_not_finite_and_the_others_are(name: str, dtype: jnp.dtype) -> None:
+    x = normal(T, D).at[1].mul(1e25).at[3].mul(1e37).astype(dtype)
+    norm = jax.vmap(lambda x: NORMS[name](x, 1e-6))
+    for y in (norm(x), jax.grad(lambda x: norm(x).sum())(x)):
+        np.testing.assert_array_equal(jnp.isnan(y).all(-1), [False, True, False, True, False])
+        assert jnp.isfinite(y[jnp.array([0, 2, 4])]).all()
