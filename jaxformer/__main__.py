@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from jaxformer.cli.arguments import run_command
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell
 
 COMMANDS = {
     "train": ("jaxformer.cli.train", "train a model; the same as train.py"),
@@ -38,10 +39,10 @@ def _help(arguments: list[str]) -> int:
         near = get_close_matches(arguments[0], COMMANDS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise UserError(f"unknown command {arguments[0]}; {hint}")
-    print("usage: python -m jaxformer COMMAND [OPTIONS]\n")
+    tell("usage: python -m jaxformer COMMAND [OPTIONS]\n")
     for name, (_, what) in COMMANDS.items():
-        print(f"  {name:<15} {what}")
-    print("\nCOMMAND --help lists the options of one.")
+        tell(f"  {name:<15} {what}")
+    tell("\nCOMMAND --help lists the options of one.")
     return 0
 
 

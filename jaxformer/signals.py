@@ -20,17 +20,23 @@ class Caught:
 
 @contextmanager
 def catch_signals(*numbers: signal.Signals) -> Iterator[Caught]:
-    """Note the first of these signals instead of dying of it; a second one acts as it always does."""
+    """Note the first of these signals instead of dying of it; a second one acts as it always does.
+
+    But SIGHUP, of a terminal that is closed, may come twice and ends nothing that a signal has begun to end; and it
+    stays ignored where it was, as by nohup.
+    """
     caught = Caught()
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may set handlers
         return
     before = {number: signal.getsignal(number) for number in numbers}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        del before[signal.SIGHUP]
 
     def note(number: int, _: object) -> None:
         caught.number = number
         for each, handler in before.items():
-            signal.signal(each, handler)
+            signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else handler)
 
     for number in before:
         signal.signal(number, note)

@@ -1,6 +1,7 @@
 """What several tests need."""
 
 import os
+import pty
 import random
 import subprocess
 import sys
@@ -85,6 +86,27 @@ def start(script: str, *arguments: str, cwd: Path) -> subprocess.Popen:
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"},
     )  # fmt: skip
+
+
+IN_TERMINAL = """if True:
+    import fcntl, os, signal, sys, termios
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C and hanging up are for this process
+    for number in (signal.SIGINT, signal.SIGHUP):  # the tests' own may be ignored, which is inherited
+        signal.signal(number, signal.SIG_DFL)
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def start_in_terminal(script: str, *arguments: str, cwd: Path) -> tuple[subprocess.Popen, int]:
+    """As `start`, in a terminal of its own; with the descriptor that is its screen and keyboard."""
+    terminal, its_side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, str(ROOT / script), *arguments],
+        cwd=cwd, stdin=its_side, stdout=its_side, stderr=its_side, start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"},
+    )  # fmt: skip
+    os.close(its_side)
+    return process, terminal
 
 
 def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:

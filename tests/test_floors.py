@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"errors", "signals"},
+    {"errors", "signals", "terminal"},
     {"config"},
     {"data"},
     {"ops"},

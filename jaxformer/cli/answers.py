@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -59,9 +58,3 @@ def explanation(answer: Answer) -> str:
     note = f"  {left_out} more, past the context, are not explained\n" if left_out else ""
     lines = (f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}" for a, b, c, d, e in rows)
     return "".join(f"{line.rstrip()}\n" for line in lines) + note
-
-
-def show(text: str) -> None:
-    """Write it at once, also where the output is a pipe."""
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -22,27 +22,36 @@ import tyro
 
 from jaxformer.config import Config
 from jaxformer.errors import FULL, UserError
+from jaxformer.terminal import prepare_streams, tell_error, visible
 
 T = TypeVar("T")
 OPTION = r"--[\w.-]*\w"
 
 
-def run_command(command: Callable[[list[str]], int], arguments: Sequence[str] | None = None) -> int:
+def run_command(
+    command: Callable[[list[str]], int], arguments: Sequence[str] | None = None, outlive: bool = False
+) -> int:
     """Call a command; the exit status. What the user can mend becomes one sentence and status 2.
 
     `--debug` anywhere lets the traceback through.
+
+    Args:
+      outlive: go on quietly once nobody reads what is written.
     """
-    logging.basicConfig(format="%(levelname)s: %(message)s")  # before a library does, its own way
+    prepare_streams(outlive)
+    warnings = logging.StreamHandler()
+    warnings.setFormatter(_OneLine("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[warnings])  # before a library does, its own way
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in arguments:
         return command([a for a in arguments if a != "--debug"])
     try:
         return command(arguments)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        tell_error("interrupted")
         return 130
     except BrokenPipeError:  # whoever read what we print has gone, as `| head` does
         with contextlib.suppress(OSError, ValueError):
@@ -51,8 +60,15 @@ def run_command(command: Callable[[list[str]], int], arguments: Sequence[str] | 
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         remedy = "; free some space" if error.errno in FULL else ""
-        print(f"error: {place}{error.strerror or error}{remedy}.", file=sys.stderr)
+        tell_error(f"error: {place}{error.strerror or error}{remedy}.")
         return 2
+
+
+class _OneLine(logging.Formatter):
+    """Shows control characters, as of a path."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, description: str) -> T:

@@ -15,6 +15,7 @@ import tyro
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.config import flat, to_dict
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell
 
 PROGRAM = "python -m jaxformer diff"
 DESCRIPTION = """Compare two runs: fields of their configs; the first logged step at which they part, in what, and the
@@ -55,11 +56,11 @@ def _main(arguments: list[str]) -> int:
         "checkpoints": list(_checkpoints(*runs, asked.tolerance)),
     }
     for title, lines in sections.items():
-        print(f"{title}: {'' if lines else 'the same'}".rstrip())
+        tell(f"{title}: {'' if lines else 'the same'}".rstrip())
         for line in lines[:MOST]:
-            print(f"  {line}")
+            tell(f"  {line}")
         if len(lines) > MOST:
-            print(f"  … and {len(lines) - MOST} more")
+            tell(f"  … and {len(lines) - MOST} more")
     return 1 if any(sections.values()) else 0
 
 

@@ -14,6 +14,7 @@ from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.config import ComputeConfig, Config, at_least
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     from jaxformer.data.windows import HeldOutText
@@ -94,13 +95,13 @@ def _main(arguments: list[str]) -> int:
         data, what = _text(run, asked, asked.data.path)
     found = Evaluator(config, mesh, data)(params)
     rounded = "" if asked.opening.weights == "float32" else f"; weights rounded to {asked.opening.weights}"
-    print(f"run {run.path}, step {run.step:,}; {what}{rounded}")
+    tell(f"run {run.path}, step {run.step:,}; {what}{rounded}")
     row = {name.removeprefix("val_"): value for name, value in found.as_row().items()}
     told = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
-    print(" ".join([*told[:-1], f"targets={found.targets}"]))
+    tell(" ".join([*told[:-1], f"targets={found.targets}"]))
     if isinstance(data, Pairs):
         written = quality(run, params, data, asked.batch_size)
-        print(" ".join(f"{name}={value:.4f}" for name, value in written.items()))
+        tell(" ".join(f"{name}={value:.4f}" for name, value in written.items()))
     return 0
 
 

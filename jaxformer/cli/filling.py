@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     from jaxformer.decode.fill import Gap
@@ -44,7 +45,7 @@ def fill_prompts(
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, "--prompts-file" in given)
     for prompt, tokens in fitting:
         row = _filled(run, prompt, tokens, n_candidates or CANDIDATES)
-        print(json.dumps(row) if jsonl else _told(row), flush=True)
+        tell(json.dumps(row) if jsonl else _told(row))
     return 2 if len(fitting) < len(prompts) else 0
 
 

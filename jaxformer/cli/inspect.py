@@ -27,6 +27,7 @@ from jaxformer.inspect.curves import training
 from jaxformer.inspect.page import Section, write_page
 from jaxformer.models.encoder import MaskedLanguageModel
 from jaxformer.models.objective import can_continue
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -105,7 +106,7 @@ def _main(arguments: list[str]) -> int:
         facts.append(f"The data of the run cannot be read: {lacking}")
     sections += training(read_metrics(run.path), read_samples(run.path))
     write_page(place.resolve(), f"{run.path.resolve().name}: inside", facts, sections)
-    print(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    tell(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
 
 

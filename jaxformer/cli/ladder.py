@@ -19,6 +19,7 @@ from jaxformer.cli.arguments import load_config, load_module, options_given, par
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config, flat, to_dict
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     from jaxformer.inspect.page import Figure, Table
@@ -60,7 +61,7 @@ class Rung:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the ladder; the exit status: 0 done, 2 wrong input, 128 + the signal where interrupted."""
-    return run_command(_main, arguments)
+    return run_command(_main, arguments, outlive=True)
 
 
 def _main(arguments: list[str]) -> int:
@@ -69,7 +70,7 @@ def _main(arguments: list[str]) -> int:
         "--help": {"action": "store_true"}, "-h": {"action": "store_true", "dest": "help"},
     })  # fmt: skip
     if asked.help:
-        print(DESCRIPTION)
+        tell(DESCRIPTION)
         return 0
     if own_business := sorted(
         {"--config", "--run", "--resume", "--name", "--allow-changed-data"} & options_given(arguments)
@@ -89,9 +90,9 @@ def _main(arguments: list[str]) -> int:
         if not (folder / name).exists() or not ended(folder / name):
             raise UserError(f"rung {name} ended with status {status} before its last step; the same command goes on.")
     table = [outcome(folder / name, reported[name]) for name in rungs]
-    print(as_text(table))
+    tell(as_text(table))
     write(table, folder)
-    print(f"the same in {folder}: ladder.csv, ladder.png, ladder.html")
+    tell(f"the same in {folder}: ladder.csv, ladder.png, ladder.html")
     return 0
 
 
@@ -110,9 +111,9 @@ def _climb(config: Config, run: Path, options: Sequence[str]) -> int:
     name = run.name
     if run.exists() and ended(run):
         _must_be(config, run)
-        print(f"{name}: done before, in {run}", flush=True)
+        tell(f"{name}: done before, in {run}")
         return 0
-    print(f"{name}: {'going on in' if run.exists() else 'training in'} {run}", flush=True)
+    tell(f"{name}: {'going on in' if run.exists() else 'training in'} {run}")
     where = ["--resume", "--run", str(run)] if run.exists() else ["--config", f"{RUNGS}:{name}", "--run", str(run)]
     with subprocess.Popen([sys.executable, "-m", "jaxformer", "train", *where, *options]) as process:
         # Whoever ends the ladder means the rung, too, which saves; Ctrl-C it gets by itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell_error
 
 T = TypeVar("T")
 FIELDS = ("prompt", "seed", "id")
@@ -62,7 +62,7 @@ def prepared(prompts: Sequence[Prompt | UserError], prepare: Callable[[Prompt], 
         except UserError as error:
             if not from_file:
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            tell_error(f"error: {error}")
     return found
 
 

@@ -25,6 +25,7 @@ from jaxformer.decode import Sampling, Speed, StopStrings
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.errors import UserError
 from jaxformer.signals import catch_signals
+from jaxformer.terminal import tell, tell_error
 
 DESCRIPTION = """Continue texts with a trained model.
 
@@ -161,7 +162,7 @@ def _main(arguments: list[str]) -> int:
     if fitting:
         with catch_signals(signal.SIGINT) as pressed:
             sampler.show(fitting, pressed)
-        print(sampler.speed, file=sys.stderr)
+        tell(str(sampler.speed), sys.stderr)
         if pressed.is_set():
             raise KeyboardInterrupt
     return 2 if len(fitting) < len(prompts) else 0
@@ -234,7 +235,7 @@ def _converse(sampler: Sampler) -> int:
             if line:
                 _answer(sampler, line)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell_error(f"error: {error}")
             n_wrong += 1
         except EOFError:
             break
@@ -242,8 +243,8 @@ def _converse(sampler: Sampler) -> int:
             begun = line or ("readline" in sys.modules and readline.get_line_buffer())
             if not begun:
                 break
-            print(file=sys.stderr)
-    print(file=sys.stderr)
+            tell(file=sys.stderr)
+    tell(file=sys.stderr)
     return 2 if n_wrong and not typed else 0  # who typed it has seen it, and gone on
 
 
@@ -251,7 +252,7 @@ def _ask() -> str:
     """A line from the user. What asks for it is no part of the output, if that goes elsewhere than to the terminal."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return input("> ")
-    print("> ", end="", file=sys.stderr, flush=True)
+    tell("> ", sys.stderr, end="")
     return input()
 
 
@@ -261,4 +262,4 @@ def _answer(sampler: Sampler, line: str) -> None:
         prompt = Prompt(line, "the prompt")
         sampler.speed = Speed()
         sampler.show([(prompt, sampler.encode(prompt))], pressed)
-    print(sampler.speed, file=sys.stderr)
+    tell(str(sampler.speed), sys.stderr)

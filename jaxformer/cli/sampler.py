@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxformer.cli.answers import Answer, explanation, rounded, show
+from jaxformer.cli.answers import Answer, explanation, rounded
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, seeds
 from jaxformer.decode import (
@@ -33,6 +33,7 @@ from jaxformer.inspect.explain import explain
 from jaxformer.models.objective import can_continue
 from jaxformer.sharding import make_mesh
 from jaxformer.signals import Caught
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     from jaxformer.cli.sample import Arguments
@@ -181,7 +182,7 @@ class Sampler:
         stop_tokens, most = self._sampling.stop_tokens, asked.max_new_tokens
         for new in follow(generation, texts, stop_tokens, most, self.speed, pressed.is_set):
             if streams:
-                show(unsaid + new)
+                tell(unsaid + new, end="")
                 unsaid = ""
         if isinstance(generation, Speculation):
             self.speed.passes += generation.passes
@@ -213,17 +214,17 @@ class Sampler:
     def _write(self, answers: list[Answer], streamed: bool) -> None:
         """Show the texts of a prompt."""
         if streamed:
-            show("\n")
+            tell()
             for answer in answers:
-                show(explanation(answer))
+                tell(explanation(answer), end="")
             return
         for answer in answers:
             if self._asked.jsonl:
-                show(json.dumps(answer.as_row(), allow_nan=False) + "\n")
+                tell(json.dumps(answer.as_row(), allow_nan=False))
             else:
                 sample = f".{answer.sample + 1}" if len(answers) > 1 else ""
-                show(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}\n")
-                show(f"{explanation(answer)}\n")
+                tell(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}")
+                tell(explanation(answer))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -87,7 +88,7 @@ def _show(images: Sequence[str], found: Iterable[Sequence[float]], names: Sequen
     for image, probabilities in zip(images, found, strict=True):
         row = sorted(zip(names, probabilities, strict=True), key=lambda named: -named[1])
         if jsonl:
-            print(json.dumps({"image": image, "shows": [(name, float(f"{p:.4g}")) for name, p in row]}))
+            tell(json.dumps({"image": image, "shows": [(name, float(f"{p:.4g}")) for name, p in row]}))
         else:
-            print(f"{image}: " + ", ".join(f"{name} {p:.3f}" for name, p in row[:MOST_NAMED]))
+            tell(f"{image}: " + ", ".join(f"{name} {p:.3f}" for name, p in row[:MOST_NAMED]))
     return 0

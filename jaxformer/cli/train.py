@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from jaxformer.train.loop import Outcome
 
 DEFAULT_CONFIG = "configs/quick.py"
+DESCRIPTION = """Train a model; sample from it with sample.py.
+
+Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, and where only the reader of a
+pipe leaves (| head), training continues quietly."""
 RUNS = Path("runs")
 MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips", "train.log_to"}
 """Fields that may differ on resuming, with all of `compute`: the data is compared by its content."""
@@ -61,7 +65,7 @@ class Arguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 done, 1 not finite, 2 wrong input, 128 + the signal where interrupted."""
     try:
-        status = run_command(_main, arguments)
+        status = run_command(_main, arguments, outlive=True)
     except Exception:
         if not jax.distributed.is_initialized():
             raise
@@ -83,7 +87,7 @@ def _main(arguments: list[str]) -> int:
         stored = read_config(folder)
     config = load_config(known.config or DEFAULT_CONFIG) if known.config or stored is None else stored
     defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
-    asked = parse(Arguments, arguments, defaults, "train.py", "Train a model; sample from it with sample.py.")
+    asked = parse(Arguments, arguments, defaults, "train.py", DESCRIPTION)
     config = asked.fields
     if asked.allow_changed_data and stored is None:
         raise UserError("--allow-changed-data goes with --resume; a new run learns from the data as it is.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from jaxformer.data.pairs import Pairs
 from jaxformer.decode import exact_match, scores, translate_tokens
 from jaxformer.errors import UserError
 from jaxformer.sharding import make_mesh
+from jaxformer.terminal import tell, tell_error
 
 if TYPE_CHECKING:
     from jaxformer.cli.sample import Arguments
@@ -54,7 +54,7 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
         for (prompt, _), target in zip(batch, targets, strict=True):
             text = tokenizer.decode(target)
             row = {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "tokens": target}
-            print(json.dumps(row) if asked.jsonl else text, flush=True)
+            tell(json.dumps(row) if asked.jsonl else text)
     return 2 if len(fitting) < len(prompts) else 0
 
 
@@ -85,5 +85,5 @@ def quality(run: Run, params: Params, data: Pairs, batch_size: int) -> dict[str,
     try:
         return scores(made, references) | found
     except UserError as missing:
-        print(f"note: {missing}", file=sys.stderr)
+        tell_error(f"note: {missing}")
         return found

@@ -17,6 +17,7 @@ from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.config import ComputeConfig, at_least
 from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -57,14 +58,14 @@ def _main(arguments: list[str]) -> int:
     at_least(asked, 0, "seed")
     machine.set_up(machine.cores())
     run = open_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint), None)
-    print(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {asked.examples} random examples")
-    print(f"{'':4}  {'promise':<18}  {'deviation':>9}  {'limit':>7}")
+    tell(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {asked.examples} random examples")
+    tell(f"{'':4}  {'promise':<18}  {'deviation':>9}  {'limit':>7}")
     broken = []
     for check in _checks(run, asked):
-        print(_row(check), flush=True)
+        tell(_row(check))
         if not check.holds:
             broken.append(check.promise)
-    print(f"not kept: {', '.join(broken)}" if broken else "all that applies is kept")
+    tell(f"not kept: {', '.join(broken)}" if broken else "all that applies is kept")
     return 1 if broken else 0
 
 

@@ -20,6 +20,7 @@ from jaxformer.cli.arguments import load_config, parse, peek, run_command
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
+from jaxformer.terminal import tell
 
 PROGRAM = "python -m jaxformer verify-resume"
 
@@ -39,7 +40,7 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Verify; the exit status: 0 identical, 1 not, 2 wrong input."""
-    return run_command(_main, arguments)
+    return run_command(_main, arguments, outlive=True)
 
 
 def _main(arguments: list[str]) -> int:
@@ -68,10 +69,10 @@ def _verify(options: list[str], kill_at: int, folder: Path) -> int:
     from jaxformer.train.log import read_metrics
 
     straight, resumed = folder / "straight", folder / "resumed"
-    print("training undisturbed", flush=True)
+    tell("training undisturbed")
     with _training([*options, "--run", str(straight)], folder / "straight.log") as process:
         _must_succeed(process, folder / "straight.log")
-    print(f"training again, to be killed after step {kill_at:,}", flush=True)
+    tell(f"training again, to be killed after step {kill_at:,}")
     with _training([*options, "--run", str(resumed)], folder / "killed.log") as process:
         while _last_step(resumed) < kill_at and process.poll() is None:
             time.sleep(0.005)
@@ -81,14 +82,14 @@ def _verify(options: list[str], kill_at: int, folder: Path) -> int:
             raise UserError(f"the run ended before it could be killed after step {kill_at}; lower --kill-at.")
     killed_at, stored = _last_step(resumed), StoredCheckpoints(resumed)
     resumed_from = stored.step() if stored else 0
-    print(f"killed after step {killed_at:,}; resuming from step {resumed_from:,}", flush=True)
+    tell(f"killed after step {killed_at:,}; resuming from step {resumed_from:,}")
     with _training(["--resume", "--run", str(resumed)], folder / "resumed.log") as process:
         _must_succeed(process, folder / "resumed.log")
     if apart := parting(straight, resumed):
-        print("\n".join(apart))
+        tell("\n".join(apart))
         return 1
     arrays = StoredCheckpoints(straight).arrays(StoredCheckpoints(straight).step())
-    print(
+    tell(
         f"identical to the last bit: {len(read_metrics(straight)):,} rows of metrics over "
         f"{_last_step(straight):,} steps, and {sum(a.size for a in arrays.values()):,} numbers in {len(arrays)} arrays "
         "of parameters and optimizer state"

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxformer.config import without_nan
 from jaxformer.errors import UserError, vanished, writing
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
+from jaxformer.terminal import visible
 
 UNITS = ("tokens", "examples")
 """What a `Dataset` may count."""
@@ -34,8 +35,8 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
-    """One line in the terminal, as it is."""
-    console.print(text, markup=False)
+    """Show a line; control characters in it as signs, where that is a terminal."""
+    console.print(visible(text) if console.is_terminal else text, markup=False)
 
 
 class Log:
@@ -86,9 +87,9 @@ class Log:
         if "step_ms" in row:
             self._progress.update(self._task, note=f"loss {row['loss']:.3f}  {_speed(row)}")
         if "val_loss" in row:
-            console.print(line(row), markup=False)
+            say(line(row))
         if "note" in row:
-            console.print(f"step {row['step']:,}  note: {row['note']}", markup=False)
+            say(f"step {row['step']:,}  note: {row['note']}")
 
 
 def line(row: dict[str, Any]) -> str:

@@ -84,7 +84,7 @@ def train(
     wait_for_all()  # some may have found the compiled step in their cache
 
     # The signals are caught until the last save is finished.
-    with catch_signals(signal.SIGINT, signal.SIGTERM) as caught, Checkpoints(folder) as checkpoints:
+    with catch_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as caught, Checkpoints(folder) as checkpoints:
         resumed, changed, skipped = resume and bool(checkpoints), False, 0
         if resumed:
             start, state, position = _restore(checkpoints, config, mesh)

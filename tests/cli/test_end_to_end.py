@@ -1,6 +1,7 @@
 """`train.py` and `sample.py` as a user runs them, in processes of their own."""
 
 import json
+import os
 import random
 import re
 import shlex
@@ -19,7 +20,18 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.train.log import read_metrics
-from tests.helpers import ROOT, exhaustive, fill, flip_a_bit, mounted, run, start, tiny, write_books
+from tests.helpers import (
+    ROOT,
+    exhaustive,
+    fill,
+    flip_a_bit,
+    mounted,
+    run,
+    start,
+    start_in_terminal,
+    tiny,
+    write_books,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -238,6 +250,20 @@ def test_an_interruption_saves_first_and_resuming_changes_nothing(here, finished
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"run {name} (resumed)")
     assert_same_run(here / name, here / "runs/quick")
+
+
+def test_a_closed_terminal_saves_first_a_closed_pipe_ends_nothing_and_neither_changes_anything(here, finished):
+    process, terminal = start_in_terminal("train.py", *tiny(here / "books"), "--run", "hung-up", cwd=here)
+    wait_for(lambda: process.poll() is not None or rows_in(here / "hung-up") > 1)
+    os.close(terminal)
+    assert process.wait(timeout=300) == 128 + signal.SIGHUP
+    assert 1 <= load_run(here / "hung-up").step < 20
+    with start("train.py", "--resume", "--run", "hung-up", cwd=here) as process:
+        process.stdout.readline()
+        process.stdout.close()  # as `| head -n 1` does
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    assert_same_run(here / "hung-up", here / "runs/quick")
 
 
 def test_resuming_with_another_config_or_other_text_is_refused_and_changes_nothing(here, finished):

@@ -4,11 +4,9 @@ import dataclasses
 import io
 import json
 import os
-import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,14 +30,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import Run
-from tests.helpers import ROOT, small_run, write_books
+from tests.helpers import small_run, start_in_terminal, write_books
 
-IN_TERMINAL = """if True:
-    import fcntl, os, signal, sys, termios
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C is for this process
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests' own may be ignored, which is inherited
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
 BYTES = Tokenizer.train(["a b"], 257)
 
 
@@ -329,22 +321,8 @@ def test_a_reader_that_leaves_ends_it_quietly(monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_conversation_in_a_terminal(here, request):
     """Ctrl-C clears a line, stops a text, and at an empty prompt leaves; arrow up brings a prompt back."""
-    terminal, its_side = pty.openpty()
-    command = [
-        sys.executable,
-        "-c",
-        IN_TERMINAL,
-        str(ROOT / "sample.py"),
-        "--interactive",
-        "--max-new-tokens",
-        "1000000",
-    ]
-    env = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    process = subprocess.Popen(
-        command, cwd=here, env=env, stdin=its_side, stdout=its_side, stderr=its_side, start_new_session=True
-    )
+    process, terminal = start_in_terminal("sample.py", "--interactive", "--max-new-tokens", "1000000", cwd=here)
     request.addfinalizer(lambda: (process.kill(), process.wait()))
-    os.close(its_side)
 
     def read() -> str:
         if not select.select([terminal], [], [], 0.2)[0]:

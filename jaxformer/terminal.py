@@ -1,0 +1,84 @@
+"""The standard streams: text from outside is shown and not obeyed, and training outlives its terminal."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import TextIO
+
+PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+"""Control characters of ASCII and their pictures, such as ␛ for ESC; newline and tab are left."""
+ESCAPED = (
+    *range(0x80, 0xA0),  # control characters that some terminals obey like ESC sequences
+    0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),  # line separators, direction of writing
+    *range(0xD800, 0xE000),  # surrogates: bytes of an argument that were not UTF-8
+)  # fmt: skip
+"""Characters without a picture, shown by their number."""
+VISIBLE = PICTURES | {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in ESCAPED}
+
+
+def visible(text: str) -> str:
+    """Return text in which each character that a terminal would obey is replaced by a sign for it."""
+    return text.translate(VISIBLE)
+
+
+def tell(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
+    """Write text to a stream, stdout by default, at once; `visible` where that is a terminal, else as it is."""
+    file = sys.stdout if file is None else file
+    file.write((visible(text) if file.isatty() else text) + end)
+    file.flush()
+
+
+def tell_error(message: str) -> None:
+    """Write an error or note to stderr, on one line."""
+    tell(visible(message).replace("\n", "\N{SYMBOL FOR NEWLINE}"), sys.stderr)
+
+
+def prepare_streams(outlive: bool = False) -> None:
+    """Make stdin, stdout and stderr ones that can be used: closed ones lead nowhere, and characters that their encoding
+    lacks are written as escapes.
+
+    Args:
+      outlive: go on quietly once whoever reads what is written has gone (a closed terminal, `| head`).
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # else the next file that is opened would become a standard stream
+            _lead_nowhere(descriptor)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        elif stream is not getattr(sys, f"__{name}__"):  # someone has put another in its place
+            continue
+        if outlive:
+            stream.flush()
+            raw = io.BufferedWriter(_Outliving(descriptor, "w", closefd=False))
+            stream = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+        if stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
+
+
+class _Outliving(io.FileIO):
+    """A descriptor that leads nowhere once nobody reads from it."""
+
+    def write(self, data: object) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, and of a terminal that was hung up
+                raise
+            _lead_nowhere(self.fileno())
+            return len(memoryview(data).cast("B"))  # type: ignore[arg-type]
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)

@@ -1,0 +1,116 @@
+"""The standard streams: control characters, a terminal or pipe that goes away, streams that are closed."""
+
+import ast
+import errno
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxformer.signals import catch_signals
+from jaxformer.terminal import tell, visible
+from tests.helpers import ROOT
+
+HOSTILE = "a\x1b]0;title\x07\r\x9b2J\u202e\u2066\x7f\tb\n\udcff"
+SHOWN = "a␛]0;title␇␍\\x9b2J\\u202e\\u2066␡\tb\n\\udcff"
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_are_shown_on_a_terminal_and_left_alone_elsewhere():
+    screen, pipe = Screen(), io.StringIO()
+    tell(HOSTILE, screen)
+    tell(HOSTILE, pipe)
+    assert screen.getvalue() == SHOWN + "\n"
+    assert pipe.getvalue() == HOSTILE + "\n"
+    assert visible("Grüße 漢字 👩‍🔬 ﷽") == "Grüße 漢字 👩‍🔬 ﷽"
+
+
+def test_nothing_is_printed_past_the_one_place():
+    for path in (ROOT / "jaxformer").rglob("*.py"):
+        if path.name == "terminal.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert name not in ("print", "sys.stdout.write", "sys.stderr.write"), f"{path}: {name}"
+
+
+def python(code: str, prefix: str = "", **env: str) -> subprocess.CompletedProcess:
+    """Run code behind `prepare_streams` in a process of its own, in a shell that redirects."""
+    code = f"from jaxformer.terminal import prepare_streams, tell, tell_error\n{code}"
+    return subprocess.run(
+        ["bash", "-c", f'exec "$0" -c "$1" {prefix}', sys.executable, code],
+        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_closed_streams_lead_nowhere_and_no_file_takes_their_place(tmp_path):
+    done = python(
+        f"prepare_streams()\nimport sys\nfile = open({str(tmp_path / 'f')!r}, 'w')\n"
+        "assert file.fileno() > 2 and not sys.stdin.read()\ntell('lost')\ntell_error('lost')",
+        "<&- >&- 2>&-",
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "f").read_text() == ""
+
+
+def test_what_an_encoding_lacks_is_escaped():
+    done = python("prepare_streams()\ntell('é漢')\ntell_error('é\\nx')", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert (done.returncode, done.stdout) == (0, "\\xe9\\u6f22\n")
+    assert done.stderr == "\\xe9\\u2424x\n"
+
+
+def test_a_reader_that_leaves_ends_nothing():
+    code = "prepare_streams(outlive=True)\nfor i in range(20_000): tell(str(i))\ntell_error('ended')"
+    done = python(code, "| head -n 1")
+    assert (done.stdout, done.stderr) == ("0\n", "ended\n")
+
+
+def test_a_terminal_that_is_hung_up_ends_nothing(tmp_path):
+    parent, child = pty.openpty()
+    code = (
+        "import signal, sys\nfrom jaxformer.terminal import prepare_streams, tell\n"
+        "prepare_streams(outlive=True)\ntell('ready')\nsys.stdin.read()\n"
+        f"for i in range(3): tell('lost')\nopen({str(tmp_path / 'f')!r}, 'w').write('ended')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=child, stderr=child
+    ) as process:
+        os.close(child)
+        assert os.read(parent, 100).startswith(b"ready")
+        os.close(parent)
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+    assert (tmp_path / "f").read_text() == "ended"
+
+
+def test_a_full_disk_is_still_an_error():
+    done = python("prepare_streams(outlive=True)\ntell('x')", "> /dev/full")
+    assert done.returncode and os.strerror(errno.ENOSPC) in done.stderr
+
+
+@pytest.fixture
+def hangup():
+    """The handler of SIGHUP, put back."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_hanging_up_twice_is_noted_once_and_stays_ignored_where_it_was(hangup):
+    with catch_signals(signal.SIGTERM, signal.SIGHUP) as caught:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)  # the shell sends it, too
+    assert caught.number == signal.SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with catch_signals(signal.SIGTERM, signal.SIGHUP) as caught:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert not caught.is_set()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
