@@ -10,20 +10,35 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, shortened
 
 if TYPE_CHECKING:
     import flax.linen as nn
 
 T = TypeVar("T")
+MAX_INTEGER = 2**31 - 1
+"""What devices count with is int32."""
+MAX_SIZE = 2**20
+"""Of what shapes a model: widths, heads, classes, experts."""
+LIMITS: Mapping[str, int] = {
+    **dict.fromkeys(("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_temporal_blocks", "n_layers"), 2**10),
+    **dict.fromkeys(("image_size", "patch_size", "n_frames", "tubelet_frames", "shift", "max_speed"), 2**14),
+    **dict.fromkeys(("vocab_size", "context_length", "window", "n_pairs", "n_held_out"), 2**24),
+    **dict.fromkeys(("sample_tokens",), 2**16),
+    **dict.fromkeys(("batch_size", "accumulate", "processes"), 2**20),
+    "seed": 2**32 - 1,
+    "heartbeat_seconds": 86_400,
+}
+"""The largest integer that a field of a name may have, in whatever config: far beyond any model there is, and small
+enough that what does not fit is answered at once. Others: `MAX_SIZE` in a model's config, `MAX_INTEGER` elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,7 @@ class ModelConfig:
     """What it is trained on; a name in `jaxformer.models.objective.OBJECTIVES`."""
 
     def __post_init__(self) -> None:
-        one_of_its_choices(self)
+        check_fields(self)
 
     def build(self, execution: Any = None) -> nn.Module:
         """The Linen module for one example, computed as `jaxformer.nn.execution.Execution` says."""
@@ -92,7 +107,7 @@ class DataConfig:
     """What the trainer needs to know of every kind of data; each stands beside its reader in `jaxformer/data/`."""
 
     def __post_init__(self) -> None:
-        one_of_its_choices(self)
+        check_fields(self)
 
     def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None) -> Any:
         """A `jaxformer.data.dataset.Dataset`, in batches of what the model is called with.
@@ -135,7 +150,7 @@ class OptimizerConfig:
     """Gradients longer than this (global norm) are shortened to it."""
 
     def __post_init__(self) -> None:
-        one_of_its_choices(self)
+        check_fields(self)
         if not self.learning_rate > 0:
             raise UserError(f"optimizer.learning_rate is {self.learning_rate}; it must be above 0.")
         at_least(self, 0, "warmup_steps", "weight_decay", "final_fraction")
@@ -200,7 +215,7 @@ class TrainConfig:
     sample_tokens: int = 48
 
     def __post_init__(self) -> None:
-        one_of_its_choices(self)
+        check_fields(self)
         at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_examples", "report_every")
         at_least(self, 1, "checkpoint_every", "max_skips", "sample_tokens")
         if not 0 <= self.label_smoothing < 1:
@@ -227,7 +242,7 @@ class ComputeConfig:
     one part at a time: the balance of experts, and CLIP, which tells each pair from others. Else nothing changes."""
 
     def __post_init__(self) -> None:
-        one_of_its_choices(self)
+        check_fields(self)
         at_least(self, 1, "accumulate")
 
 
@@ -251,11 +266,11 @@ class Config:
     Without it, or for what it leaves, all devices split the batch (data)."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             raise UserError(f"name is {self.name!r}; it names a folder: letters, digits, '_', '-' and '.' only.")
         at_least(self, 1, "steps")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed}; it must be at least 0 and below 2**32.")
+        at_least(self, 0, "seed")
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
         if self.optimizer.schedule == "wsd" and self.optimizer.warmup_steps > stable_end:
             raise UserError(
@@ -269,16 +284,36 @@ class Config:
             )
 
 
-def one_of_its_choices(config: object) -> None:
-    """Raise `UserError` for the first field whose type is a `Literal`, or a tuple of one, that does not have its
-    value."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
+def check_fields(config: object) -> None:
+    """Raise `UserError` for the first field that has none of the values of its `Literal`, a number that is not finite,
+    or an integer beyond its limit: see `LIMITS`."""
+    hints = typing.get_type_hints(type(config))
+    for f in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, hint, most = getattr(config, f.name), hints[f.name], largest(config, f.name)
         values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
         if typing.get_origin(hint) is Literal:
             for wrong in (v for v in values if v not in typing.get_args(hint)):
                 choices = ", ".join(map(str, typing.get_args(hint)))
-                raise UserError(f"{name} is {wrong!r}; it must be one of {choices}.")
+                raise UserError(f"{f.name} is {wrong!r}; it must be one of {choices}.")
+        for number in _numbers(value):
+            if isinstance(number, float) and not isfinite(number):
+                raise UserError(f"{f.name} is {number}; it must be a finite number.")
+            if isinstance(number, int) and number > most:
+                raise UserError(f"{f.name} is {shortened(number)}; it must be at most {most}.")
+
+
+def largest(config: object, name: str) -> int:
+    """The largest integer that a field may have."""
+    return LIMITS.get(name, MAX_SIZE if isinstance(config, ModelConfig) else MAX_INTEGER)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a value, however deep in tuples."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
 
 
 def at_least(config: object, limit: float, *names: str) -> None:
@@ -352,7 +387,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
         if name not in names:
             near = get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
-            raise UserError(f"{where} has a field {name!r} that {cls.__name__} does not know; {hint}")
+            raise UserError(f"{where} has a field {shortened(name)} that {cls.__name__} does not know; {hint}")
     try:
         return cls(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in values.items()})
     except TypeError as error:
@@ -379,7 +414,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             return tuple(_typed(args[0], v, where) for v in value)
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return float(value) if isinstance(value, float) or value.bit_length() < 1024 else inf
     elif type(value) is hint:
         return value
-    raise UserError(f"{where} is {value!r}, which is not {getattr(hint, '__name__', None) or hint}.")
+    raise UserError(f"{where} is {shortened(value)}, which is not {getattr(hint, '__name__', None) or hint}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxformer.config import check_fields
 from jaxformer.errors import UserError
 
 PATIENCE = 60
@@ -49,6 +51,7 @@ class DistributedOptions:
     """A process that is silent for so long is given up, and the run ends."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
             raise UserError("distributed.coordinator, distributed.processes and distributed.process go together.")
@@ -75,13 +78,14 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     by_metadata = options.coordinator is None and processes_around(environment) == 1
     if by_metadata and SKIP_METADATA in environment:
         return
+    bound = None if options.coordinator is None else bind_address(options.coordinator)
     if options.coordinator is not None:
-        _check_address(options.coordinator, options.process == 0)
+        _check_address(options.coordinator, bound, options.process == 0)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself; `Agreement` serves here
     try:
         with at_abort(f"error: not all processes of this run came together within {PATIENCE} s; start all of them."):
             jax.distributed.initialize(
-                options.coordinator, options.processes, options.process,
+                options.coordinator, options.processes, options.process, coordinator_bind_address=bound,
                 initialization_timeout=PATIENCE, heartbeat_timeout_seconds=options.heartbeat_seconds,
                 shutdown_timeout_seconds=options.heartbeat_seconds,
             )  # fmt: skip
@@ -92,12 +96,24 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
         raise UserError(f"the processes of this run do not find each other: {_first_line(error)}{hint}") from error
 
 
-def _check_address(coordinator: str, first: bool) -> None:
+def bind_address(coordinator: str) -> str | None:
+    """Where process 0 listens: on the loopback interface alone where the coordinator's host is there, else on all
+    interfaces, which is None."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        addresses = {found[4][0] for found in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
+    except OSError:  # a name that is not known here, as `_check_address` says
+        return None
+    return coordinator if all(ipaddress.ip_address(address).is_loopback for address in addresses) else None
+
+
+def _check_address(coordinator: str, bound: str | None, first: bool) -> None:
     """Say in a sentence what the runtime would die of."""
     host, _, port = coordinator.rpartition(":")
     if first:
         try:
-            socket.create_server(("", int(port))).close()
+            family = socket.AF_INET6 if bound and ":" in host else socket.AF_INET
+            socket.create_server((host.strip("[]") if bound else "", int(port)), family=family).close()
         except OSError as error:
             raise UserError(f"process 0 cannot listen on port {port} ({error}); choose another one.") from error
         return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -15,6 +17,20 @@ class UserError(Exception):
 
     The command line prints the sentence and exits with status 2; from Python it is an ordinary exception.
     """
+
+
+def shortened(value: object, length: int = 80) -> str:
+    """The `repr` of a value of any size, its middle left out where it is longer than `length` characters."""
+    text = hex(value) if isinstance(value, int) and value.bit_length() > 1024 else repr(value)  # Python prints no more
+    return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 4 :]}"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON text holds; raises `ValueError` where it is none, or nested deeper than Python follows."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

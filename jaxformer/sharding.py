@@ -57,15 +57,17 @@ def parse_mesh(text: str) -> dict[str, int]:
     """'data=2,fsdp=4' as a dict.
 
     Raises:
-      UserError: not of that form, an unknown axis, one named twice, or a size below 1.
+      UserError: not of that form, an unknown axis, one named twice, or a size that is none.
     """
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         axis, _, size = part.partition("=")
         if axis not in AXES:
             raise UserError(f"mesh {text!r} names an axis {axis!r}; the axes are {', '.join(AXES)}.")
-        if axis in sizes or not (size.isdecimal() and int(size) >= 1):
-            raise UserError(f"mesh {text!r} must give {axis} one size of at least 1, such as data=2,fsdp=4.")
+        if axis in sizes or not re.fullmatch("[1-9][0-9]{0,6}", size):
+            raise UserError(
+                f"mesh {text!r} must give {axis} one size of at least 1 and below 10,000,000, such as data=2,fsdp=4."
+            )
         sizes[axis] = int(size)
     return sizes
 

@@ -5,7 +5,7 @@ import pty
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,22 @@ def write_books(folder: Path, n: int = 6, words: int = 900) -> Path:
     return folder
 
 
-def tiny(data: Path, steps: int = 20) -> list[str]:
-    """Options that make `train.py` a matter of seconds."""
-    return [
+def changed(options: Sequence[str], *changes: str) -> list[str]:
+    """The options, in which those that `changes` name are replaced: none may be given twice."""
+    groups: dict[str, list[str]] = {}
+    for part in (options, changes):
+        flag = ""
+        for word in part:
+            if word.startswith("--"):
+                flag = word.partition("=")[0]
+                groups[flag] = []
+            groups.setdefault(flag, []).append(word)
+    return [word for group in groups.values() for word in group]
+
+
+def tiny(data: Path, steps: int = 20, *changes: str) -> list[str]:
+    """Options that make `train.py` a matter of seconds, some of them changed."""
+    options = [
         "--config", str(ROOT / "configs/quick.py"), "--data.path", str(data), "--steps", str(steps),
         "--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16", "--model.n-blocks", "1",
         "--model.n-heads", "2", "--model.d-ff", "32", "--train.batch-size", "4", "--train.sample-tokens", "20",
@@ -53,6 +66,7 @@ def tiny(data: Path, steps: int = 20) -> list[str]:
         "--train.eval-examples", "8", "--train.log-every", "3", "--optimizer.learning-rate", "0.1",
         "--optimizer.warmup-steps", "0",
     ]  # fmt: skip
+    return changed(options, *changes)
 
 
 def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:

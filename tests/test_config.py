@@ -37,6 +37,8 @@ def test_fields_left_out_keep_their_default():
         ({"stride": "5"}, "stride is '5'"),
         ({"unwrap": 1}, "unwrap is 1"),
         ({"val_fraction": None}, "val_fraction is None"),
+        ({"val_fraction": 10**400}, "val_fraction is inf; it must be a finite number"),
+        ({"stride": [[0] * 10_000]}, r"stride is \[\[0, 0.{1,80}0\]\], which is not"),
     ],
 )
 def test_unknown_names_and_wrong_types_are_refused(values, said):
@@ -90,6 +92,11 @@ def test_a_missing_field_without_default_is_named():
         lambda: OptimizerConfig(name="sgd"),
         lambda: DecoderConfig(positions="Rope"),
         lambda: DecoderConfig(final_norm=True),
+        lambda: DecoderConfig(d_ff=(8, 2**20 + 1)),
+        lambda: ImageModelConfig(image_size=(2**14 + 1, 8)),
+        lambda: OptimizerConfig(final_fraction=float("inf"), schedule="cosine"),
+        lambda: TextConfig(stride=2**31),
+        lambda: replace(CONFIG, steps=2**31),
     ],
 )
 def test_values_out_of_range_are_refused(make):

@@ -21,7 +21,15 @@ import pytest
 from jaxformer import distributed
 from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
 from jaxformer.data.windows import next_token
-from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, processes_around
+from jaxformer.distributed import (
+    Agreement,
+    DistributedOptions,
+    bind_address,
+    connect,
+    from_first,
+    leave,
+    processes_around,
+)
 from jaxformer.errors import UserError
 from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.log import read_metrics
@@ -41,6 +49,7 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
         ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
         ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process is 2; of 2 processes"),
         ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process is -1; of 2 processes"),
+        ({"heartbeat_seconds": 10**9}, "heartbeat_seconds is 1000000000; it must be at most 86400"),
         ({"heartbeat_seconds": 0}, "heartbeat_seconds is 0; it must be at least 1"),
     ],
 )
@@ -74,6 +83,14 @@ def test_alone_nothing_is_asked_of_others():
     assert from_first("runs/quick") == "runs/quick"
     assert Agreement(make_mesh()).ask(15) == 15
     assert leave(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "bound"),
+    [("localhost:9", "localhost:9"), ("127.0.0.1:9", "127.0.0.1:9"), ("[::1]:9", "[::1]:9"), ("192.0.2.1:9", None)],
+)
+def test_a_coordinator_on_this_machine_alone_is_not_heard_from_outside(coordinator, bound):
+    assert bind_address(coordinator) == bound
 
 
 def free_port() -> int:
@@ -264,7 +281,7 @@ def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
     options += ["--train.eval-every", "100000", "--train.report-every", "100000", "--train.checkpoint-every", "50"]
 
     def command(where: list[str]) -> list[str]:
-        return [str(ROOT / "train.py"), *tiny(data[int(where[-1])], steps=100_000), *options, *where]
+        return [str(ROOT / "train.py"), *tiny(data[int(where[-1])], 100_000, *options), *where]
 
     return start_all(2, 1, command, cwd)
 
@@ -312,7 +329,7 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
 def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_leaving(tmp_path):
     program = """if True:
         import sys
-        from jaxformer.distributed import Agreement, DistributedOptions, connect, is_first, leave
+        from jaxformer.distributed import Agreement, DistributedOptions, bind_address, connect, is_first, leave
         from jaxformer.sharding import make_mesh
         _, coordinator, _, processes, _, process = sys.argv[1:]
         connect(DistributedOptions(coordinator, int(processes), int(process)))

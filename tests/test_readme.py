@@ -19,7 +19,7 @@ from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
 from jaxformer.runs import create_run
 from tests.arrays import first_params
-from tests.helpers import ROOT, run, tiny, write_books
+from tests.helpers import ROOT, changed, run, tiny, write_books
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -119,8 +119,8 @@ def test_commands_run(here, monkeypatch, capsys, command):
             assert (here / "runs/quick/samples.txt").exists()  # that is how the folder was made
         elif words[:2] == ["python", "train.py"] and "--resume" not in words:
             small = tiny(here / "books", steps=2)
-            options = [*small, *words[2:], "--steps", "2"] if "--config" not in words else [*words[2:], *small[2:]]
-            result = run("train.py", *options, cwd=here)
+            options = changed(words[2:], *small[2:]) if "--config" in words else tiny(here / "books", 2, *words[2:])
+            result = run("train.py", *changed(options, "--steps", "2"), cwd=here)
             assert result.returncode == 0, result.stderr
         else:
             assert words[:2] == ["python", "train.py"]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from jaxformer.config import Config
+from jaxformer.config import Config, check_fields
 from jaxformer.errors import FULL, UserError
 from jaxformer.terminal import prepare_streams, tell_error, visible
 
@@ -46,9 +46,16 @@ def run_command(
     if "--debug" in arguments:
         return command([a for a in arguments if a != "--debug"])
     try:
+        options_given(arguments)
         return command(arguments)
     except UserError as error:
         tell_error(f"error: {error}")
+        return 2
+    except (RuntimeError, AssertionError):
+        if (platforms := os.environ.get("JAX_PLATFORMS")) is None or _finds_devices():
+            raise
+        remedy = "unset it, or set it to cpu"
+        tell_error(f"error: JAX_PLATFORMS is {platforms!r}, but jax finds no such device; {remedy}.")
         return 2
     except KeyboardInterrupt:
         tell_error("interrupted")
@@ -64,6 +71,15 @@ def run_command(
         return 2
 
 
+def _finds_devices() -> bool:
+    import jax
+
+    try:
+        return bool(jax.devices())
+    except (RuntimeError, AssertionError):  # the latter where its plugin is not installed
+        return False
+
+
 class _OneLine(logging.Formatter):
     """Shows control characters, as of a path."""
 
@@ -75,15 +91,17 @@ def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, desc
     """Parse flags for every field of a dataclass, nested ones dotted.
 
     Raises:
-      UserError: an unknown option (with the nearest known one), a value missing or of the wrong type.
+      UserError: an unknown option (with the nearest known one), a value missing, of the wrong type or out of range.
     """
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(
+            parsed = tyro.cli(
                 cls, args=list(arguments), default=default, prog=program, description=description,
                 config=(tyro.conf.AvoidSubcommands,),
             )  # fmt: skip
+        check_fields(parsed)  # configs inside have checked themselves
+        return parsed
     except SystemExit as error:
         if error.code in (0, None):
             raise
@@ -109,12 +127,12 @@ def peek(arguments: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def options_given(arguments: Sequence[str]) -> set[str]:
-    """The options among arguments that were parsed, such as `--batch-size`.
+    """The options among arguments, such as `--batch-size`; `--no-resume` is one with `--resume`.
 
     Raises:
       UserError: one is given twice; only the last would count.
     """
-    flags = [a.partition("=")[0].replace("_", "-") for a in arguments]
+    flags = [re.sub(r"(^--|\.)no-", r"\1", a.partition("=")[0].replace("_", "-")) for a in arguments]
     given = [flag for flag in flags if re.fullmatch(OPTION, flag)]
     if twice := [flag for flag in given if given.count(flag) > 1]:
         raise UserError(f"{twice[0]} is given twice; give it once, where it takes several values with all of them.")

@@ -111,14 +111,16 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, read_metrics, say
     from jaxformer.train.loop import train
+    from jaxformer.train.memory import check_parameters
     from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
     console.quiet = not is_first()
     mesh = make_mesh(config.mesh)
     check_split(config, mesh)
+    shapes = abstract_params(config.model.build(), config.model)
+    check_parameters(shapes, mesh.size, jax.local_devices()[0])
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
-    parameters = count_parameters(abstract_params(config.model.build(), config.model))
     # As above, what cannot be is refused before anything is written.
     if is_first():
         prepare(config.train.log_to)
@@ -133,7 +135,7 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     say(f"run {folder}{' (resumed)' if resume else ''}")
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
     say(f"data {data.describe()}")
-    say(f"parameters {parameters:,}")
+    say(f"parameters {count_parameters(shapes):,}")
     counted = f"{data.per_step:,.0f} tokens in " if data.unit == "tokens" else ""
     say(
         f"steps {config.steps:,} of {counted}{config.train.batch_size:,} examples, "

@@ -42,6 +42,26 @@ def _machine_memory() -> int:
     return min(limits)
 
 
+def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
+    """Refuse, before anything is computed, a model that all devices together have no room to train.
+
+    Training holds at least the parameters and a gradient of each. Whether the rest fits, too, `check_memory` knows.
+
+    Args:
+      params: a tree of arrays, or of their shapes and dtypes.
+
+    Raises:
+      UserError: they do not fit.
+    """
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    needs, has = sum(2 * leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)), capacity(device)
+    if has is not None and needs > n_devices * has:
+        raise UserError(
+            f"the model has {count:,} parameters; with their gradients they need {size(needs)} of memory, and there "
+            f"are {size(n_devices * has)}; make it smaller: fewer blocks, or a smaller d_model, d_ff or vocab_size."
+        )
+
+
 def check_memory(compiled: Any, device: jax.Device) -> str:
     """A line for the log: what a step needs of what there is.
 
@@ -58,5 +78,5 @@ def check_memory(compiled: Any, device: jax.Device) -> str:
 
 def size(n_bytes: float) -> str:
     """Bytes for people."""
-    power = min(3, max(0, int(math.log2(max(n_bytes, 1)) // 10)))
-    return f"{n_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    power = min(5, max(0, int(math.log2(max(n_bytes, 1)) // 10)))
+    return f"{n_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"

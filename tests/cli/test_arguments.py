@@ -1,11 +1,12 @@
 """Arguments and their errors: one sentence, status 2, no traceback, nothing written."""
 
+import jax
 import pytest
 
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import load_config
+from jaxformer.cli.arguments import load_config, run_command
 from jaxformer.errors import UserError
-from tests.helpers import ROOT, tiny, write_books
+from tests.helpers import ROOT, changed, tiny, write_books
 
 
 @pytest.fixture
@@ -52,6 +53,14 @@ TRAIN = [
     ("--resume=1", "--resume"),
     ("--allow-changed-data", "--allow-changed-data goes with --resume"),
     ("--seed 99999999999", "seed is 99999999999"),
+    ("--model.d-model 1000000007", "d_model is 1000000007; it must be at most 1048576"),
+    ("--model.n-blocks 1000000000", "n_blocks is 1000000000; it must be at most 1024"),
+    (f"--steps {10**30}", f"steps is {10**30}; it must be at most 2147483647"),
+    ("--model.d-model 1048576", "parameters; with their gradients they need"),
+    ("--mesh data=1000000000", "one size of at least 1 and below 10,000,000"),
+    ("--optimizer.learning-rate 1e400", "learning_rate is inf; it must be a finite number"),
+    ("--optimizer.clip-norm inf", "clip_norm is inf; it must be a finite number"),
+    ("--model.rope-base nan", "rope_base is nan; it must be a finite number"),
     ("--name a/b", "name is 'a/b'"),
     ("--config nowhere.py", "no config file nowhere.py"),
     ("--config short.txt", "short.txt"),
@@ -62,12 +71,10 @@ TRAIN = [
 
 @pytest.mark.parametrize(("options", "said"), TRAIN)
 def test_train_says_what_is_wrong_in_one_sentence(here, capsys, options, said):
-    base = [*tiny(here / "books"), "--train.batch-size", "8"]
     given = options.split()
-    if "--config" in given:
-        base = []
+    base = [] if "--config" in given else tiny(here / "books", 20, "--train.batch-size", "8")
     before = sorted(p.name for p in here.iterdir())
-    assert train.main([*base, *given]) == 2
+    assert train.main(changed(base, *given)) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err
     assert said in err
@@ -85,8 +92,8 @@ SAMPLE = [
     ("--max-new-tokens 0", "--max-new-tokens is 0"),
     ("--num-samples 0", "--num-samples is 0"),
     ("--seed -1", "--seed is -1"),
-    ("--seed 4294967296", "--seed is 4294967296; it must be at least 0 and at most 4294967295"),
-    ("--prefill-chunk 3000000000", "--prefill-chunk is 3000000000; it must be at least 1 and at most 2147483647"),
+    ("--seed 4294967296", "seed is 4294967296; it must be at most 4294967295"),
+    ("--prefill-chunk 3000000000", "prefill_chunk is 3000000000; it must be at most 2147483647"),
     ("--draft lookup --draft-tokens 0", "--draft-tokens is 0; it must be at least 1 and at most 64"),
     ("--draft lookup --prefill-chunk 8", "leave out --prefill-chunk, or --draft"),
     ("--weights int8 --mesh data=2", "weights of int8 lie on one device; leave out --mesh"),
@@ -135,6 +142,34 @@ def test_a_prompt_that_is_no_text_is_refused(here, capsys, prompt, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("again", ["--steps=4", "--no-resume --resume", "--train.batch_size 2 --train.batch-size 2"])
+def test_an_option_that_is_given_twice_is_refused(capsys, again):
+    assert train.main(["--steps", "3", *again.split()]) == 2
+    err = capsys.readouterr().err
+    assert "is given twice; give it once" in err and err.count("\n") == 1
+
+
+def test_a_path_with_a_line_break_is_shown_in_one_line(here, capsys):
+    assert sample.main(["--run", "no\nrun\x1b[2J"]) == 2
+    assert capsys.readouterr().err.startswith("error: no␤run␛[2J does not exist")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_a_platform_that_jax_does_not_find_is_named(capsys, monkeypatch, error):
+    def no_devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", no_devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert run_command(lambda _: len(jax.devices()), []) == 2
+    assert capsys.readouterr().err == (
+        "error: JAX_PLATFORMS is 'cuda', but jax finds no such device; unset it, or set it to cpu.\n"
+    )
+    monkeypatch.undo()
+    with pytest.raises(error):  # of something else
+        run_command(lambda _: no_devices(), [])
+
+
 def test_debug_lets_the_traceback_through(here):
     with pytest.raises(UserError):
         train.main(["--debug", "--steps", "0"])
@@ -165,5 +200,5 @@ def test_each_rung_is_the_one_before_with_the_named_fields_changed():
         {"model.norm"},
     ]
     rungs = [load_config(f"{ROOT}/configs/ladder.py:{name}") for name in names]
-    for before, after, changed in zip(rungs, rungs[1:], changes, strict=False):
-        assert {field for field, _, _ in differences(before, after)} == changed | {"name"}
+    for before, after, fields in zip(rungs, rungs[1:], changes, strict=False):
+        assert {field for field, _, _ in differences(before, after)} == fields | {"name"}

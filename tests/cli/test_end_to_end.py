@@ -22,6 +22,7 @@ from jaxformer.inspect import first_non_finite
 from jaxformer.train.log import read_metrics
 from tests.helpers import (
     ROOT,
+    changed,
     exhaustive,
     fill,
     flip_a_bit,
@@ -301,7 +302,9 @@ def test_changed_text_can_be_allowed_and_is_read_with_the_runs_own_tokenizer(her
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_the_rest(here):
-    result = run("train.py", *tiny(here / "books"), "--run", "broken", "--optimizer.learning-rate", "1e18", cwd=here)
+    result = run(
+        "train.py", *tiny(here / "books", 20, "--run", "broken", "--optimizer.learning-rate", "1e18"), cwd=here
+    )
     assert result.returncode == 1, result.stdout + result.stderr
     last = result.stdout.splitlines()[-2:]
     assert last[0].startswith("step ") and "is not finite: first " in last[0]
@@ -331,7 +334,7 @@ def test_rungs_of_the_ladder_train(here, name):
     if name.startswith("mlp"):
         for flag in ("--model.n-heads", "--model.n-blocks"):
             del options[options.index(flag) : options.index(flag) + 2]
-    result = run("train.py", *options, "--run", name, "--train.batch-size", "32", cwd=here)
+    result = run("train.py", *changed(options, "--run", name, "--train.batch-size", "32"), cwd=here)
     assert result.returncode == 0, result.stderr
     assert "final: step=3" in result.stdout
 

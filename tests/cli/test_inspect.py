@@ -31,10 +31,9 @@ EVIL = "The <script>alert(1)</script>"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("inspect")
-    options = tiny(write_books(place / "books"), 12)
-    options[options.index("--train.batch-size") + 1] = "8"  # as many as the devices that tests pretend to have
-    options[options.index("--model.context-length") + 1] = "32"
-    assert train.main([*options, "--run", str(place / "run")]) == 0
+    # A batch as large as the number of devices that tests pretend to have.
+    changes = ["--train.batch-size", "8", "--model.context-length", "32", "--run", str(place / "run")]
+    assert train.main(tiny(write_books(place / "books"), 12, *changes)) == 0
     return place / "run"
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxformer.cli import machine
+from jaxformer.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,8 @@ def test_a_mesh_says_how_many_devices_all_processes_have(monkeypatch):
     assert machine.cpu_devices(16, "fsdp=4,tensor=2") == 8
     assert machine.cpu_devices(16, "fsdp=4", processes=2) == 2
     assert machine.cpu_devices(6, processes=2) == 1  # 4 would not split the 6
+    with pytest.raises(UserError, match="asks 99980001 devices of one process; give it at most 1024"):
+        machine.cpu_devices(16, "data=9999,fsdp=9999")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_remedies(monkeypatch):
         (1536, "1.5 KiB"),
         (2**20, "1 MiB"),
         (23.5 * 2**30, "23.5 GiB"),
-        (2**44, "1.64e+04 GiB"),
+        (2**44, "16 TiB"),
     ],
 )
 def test_bytes_are_told_in_three_digits(n_bytes, said):
