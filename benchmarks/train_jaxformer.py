@@ -79,8 +79,8 @@ def main(folder: Path) -> None:
 
     def step(taken: int) -> jax.Array:
         nonlocal state
-        state, loss = compiled(state, place(next_token(batches[taken % BATCHES]), split), np.int32(taken))
-        return loss
+        state, metrics = compiled(state, place(next_token(batches[taken % BATCHES]), split), np.int32(taken))
+        return metrics.loss
 
     device = jax.devices()[0]
     serve(

@@ -26,7 +26,10 @@ gpt2_124m = Config(
     ),
     data=TextConfig(), steps=100_000,
     optimizer=adamw,
-    train=TrainConfig(batch_size=32, eval_examples=256, eval_every=1000, report_every=5000, checkpoint_every=1000),
+    train=TrainConfig(
+        batch_size=32, eval_examples=256, eval_every=1000, report_every=5000, gradients_every=1000,
+        checkpoint_every=1000,
+    ),
 )  # fmt: skip
 
 llama = DecoderConfig(
@@ -41,7 +44,14 @@ llama_7b = Config(
     data=TextConfig(),
     steps=500_000,
     optimizer=replace(adamw, learning_rate=3e-4),
-    train=TrainConfig(batch_size=512, eval_examples=1024, eval_every=1000, report_every=5000, checkpoint_every=1000),
+    train=TrainConfig(
+        batch_size=512,
+        eval_examples=1024,
+        eval_every=1000,
+        report_every=5000,
+        gradients_every=1000,
+        checkpoint_every=1000,
+    ),
     compute=ComputeConfig(remat="block", scan_blocks=True),
     mesh="fsdp=256",
 )

@@ -202,6 +202,8 @@ class TrainConfig:
     """Held-out examples in a validation on the way; the last one takes all."""
     report_every: int = 500
     """Gradient table and sample generations."""
+    gradients_every: int = 50
+    """Norms of the gradient, weights and update of each parameter, to the log."""
     checkpoint_every: int = 100
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do at a loss or gradient that is not finite: stop and look for the cause, or leave that step out."""
@@ -216,7 +218,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_examples", "report_every")
+        at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_examples", "report_every", "gradients_every")
         at_least(self, 1, "checkpoint_every", "max_skips", "sample_tokens")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")

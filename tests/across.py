@@ -37,8 +37,8 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
         for k, batch in enumerate(BATCHES):
             if k == SAVED:
                 checkpoints.save(k, state.params, state.opt_state, {"step": k}, None)
-            state, loss = step(state, assemble(next_token(batch[held]), held, len(batch), split), np.int32(k))
-            losses.append(float(loss))
+            state, metrics = step(state, assemble(next_token(batch[held]), held, len(batch), split), np.int32(k))
+            losses.append(float(metrics.loss))
     told = {
         "losses": losses,
         "rows": held.tolist(),

@@ -234,8 +234,8 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
     def losses_from(state, start: int) -> list[float]:
         losses = []
         for k in range(start, CONFIG.steps):
-            state, loss = step(state, place(next_token(BATCHES[k]), batch_split(mesh)), np.int32(k))
-            losses.append(float(loss))
+            state, metrics = step(state, place(next_token(BATCHES[k]), batch_split(mesh)), np.int32(k))
+            losses.append(float(metrics.loss))
         return losses
 
     def resumed(folder: Path) -> list[float]:

@@ -15,7 +15,7 @@ FLOORS = [
     {"nn"},
     {"models"},
     {"distributed"},
-    {"checkpoints", "sharding"},
+    {"checkpoints", "parameters", "sharding"},
     {"runs"},
     {"train", "decode", "inspect", "interop"},
     {"cli"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,17 @@ from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
 from jaxformer.inspect import alignment, at_first, attention_entropy, draw_alignment, router_report
-from jaxformer.inspect.gradients import Norms, parameter_norms, report_of_norms
+from jaxformer.inspect.gradients import GradientReport
 from jaxformer.inspect.heads import counts_of
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, can_continue
+from jaxformer.parameters import Row
 from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters
-from jaxformer.sharding import local_copy, replicated
+from jaxformer.sharding import local_copy
 from jaxformer.train.log import say
 from jaxformer.train.loop import Hook
 from jaxformer.train.memory import capacity
-from jaxformer.train.optimizer import make_optimizer, make_schedule, updates_taken
-from jaxformer.train.step import TrainState, make_gradient
+from jaxformer.train.step import TrainState
 
 PROBED = 16
 """Held-out examples that attention is looked at on."""
@@ -47,7 +46,7 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
 
     Of several processes, all must call them; the first one prints and writes.
     """
-    t, gradients = config.train, Hook(config.train.report_every, _gradients(config, mesh))
+    t, gradients = config.train, Hook(config.train.report_every, _gradients)
     if not _can_be_copied(config, mesh):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
         return [gradients]
@@ -75,7 +74,7 @@ def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
     model, probe = config.model.build(), next(data.held_out(PROBED, PROBED))
     inputs_B, counts_BT = jax.tree.map(lambda x: x[_whole(probe)], (probe.inputs, counts_of(probe)))
 
-    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
+    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(state.params, mesh)
         entropy = [
             np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B, counts_BT=counts_BT)
@@ -98,7 +97,7 @@ def _at_first(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
     """Before the first step, what the initialisation gives beside what it should, and warnings."""
     probe = next(data.held_out(FEW, FEW))
 
-    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
+    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         if step:
             return None
         found = at_first(model, local_copy(state.params, mesh), *probe.inputs[:1])
@@ -113,31 +112,16 @@ def _at_first(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
     return call
 
 
-def _gradients(config: Config, mesh: Mesh) -> Any:
-    gradient, optimizer = make_gradient(config, mesh), make_optimizer(config.optimizer, config.steps)
-    schedule = make_schedule(config.optimizer, config.steps)
-
-    @partial(jax.jit, out_shardings=replicated(mesh))
-    def norms(state: TrainState, batch: Batch, step: jax.Array) -> tuple[Norms, Norms, Norms]:
-        grads = gradient(state, batch, step)[1]
-        updates = optimizer.update(grads, state.opt_state, state.params)[0]
-        return parameter_norms(state.params), parameter_norms(grads), parameter_norms(updates)
-
-    def call(step: int, state: TrainState, batch: Batch) -> dict[str, Any] | None:
-        if not (lr := float(schedule(updates_taken(state.opt_state)))):
-            return None  # a schedule that has come down to nothing moves nothing
-        w, g, update = norms(state, batch, step)
-        report = report_of_norms(w, g, lr, update)
-        say(str(report))
-        return {"gradients": [asdict(row) for row in report.rows]}
-
-    return call
+def _gradients(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
+    """Show the gradient table of the row that it stands in."""
+    if "gradients" in row:
+        say(str(GradientReport(tuple(Row(**parameter) for parameter in row["gradients"]))))
 
 
 def _samples(mesh: Mesh, folder: Path, write: Callable[[Params], Iterator[tuple[float, str]]]) -> Any:
     """What `write` makes of parameters, at several temperatures, is shown and kept."""
 
-    def call(step: int, state: TrainState, batch: Batch) -> None:
+    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         params = local_copy(state.params, mesh)
         place = folder / SAMPLES if is_first() else Path(os.devnull)
         with writing(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
@@ -196,7 +180,7 @@ def _alignment(config: Config, mesh: Mesh, data: Pairs, folder: Path) -> Any:
     source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
     names = [[tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])]
 
-    def call(step: int, state: TrainState, batch: Batch) -> None:
+    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         weights_TS = alignment(model, local_copy(state.params, mesh), source_S, target_T)
         if weights_TS is not None and is_first():
             with writing(folder, PLOTS):

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.names import dotted
 from jaxformer.models.objective import Params, objective_of, pieces_of
+from jaxformer.parameters import dotted
 
 MODEL, LOSS = "the model (logits)", "the loss"
 AT_ONCE = 8

@@ -10,11 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.inspect.names import dotted
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
 from jaxformer.ops.experts import RouterStatistics
+from jaxformer.parameters import dotted
 
 
 def router_report(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, dict[str, Any]]:

@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.names import dotted
 from jaxformer.inspect.trace import editing, trace
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.attention import row_entropy
+from jaxformer.parameters import dotted
 
 
 @dataclass(frozen=True)

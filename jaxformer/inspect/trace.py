@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.inspect.names import dotted
 from jaxformer.models.objective import Params
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
@@ -20,6 +19,7 @@ from jaxformer.nn.mlp import MLP
 from jaxformer.nn.recurrent import Attending
 from jaxformer.ops.attention import attention_scores, mix, softmax
 from jaxformer.ops.masks import Causal
+from jaxformer.parameters import dotted
 
 LOGITS = "logits"
 

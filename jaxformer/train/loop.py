@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from jaxformer.config import Config
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.distributed import Agreement, is_first, wait_for_all
 from jaxformer.errors import UserError
+from jaxformer.parameters import norm_rows, row_names
 from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
 from jaxformer.signals import catch_signals
@@ -31,12 +32,12 @@ from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allow
 
 @dataclass(frozen=True)
 class Hook:
-    """Something to do on the way: `call(step, state, batch)` after every `every`-th step, and after the last;
-    `at_start` also before the first. What it returns joins the step's row of metrics. The batch is the one that the
-    step learned from, on the devices."""
+    """Something to do on the way: `call(step, state, batch, row)` after every `every`-th step, and after the last;
+    `at_start` also before the first. What it returns joins the step's row of metrics, of which it is given what there
+    is already. The batch is the one that the step learned from, on the devices."""
 
     every: int
-    call: Callable[[int, TrainState, Batch], dict[str, Any] | None]
+    call: Callable[[int, TrainState, Batch, dict[str, Any]], dict[str, Any] | None]
     at_start: bool = False
 
 
@@ -79,6 +80,7 @@ def train(
     schedule = make_schedule(config.optimizer, config.steps)
     held, agreement = local_rows(split, t.batch_size), Agreement(mesh)
     train_step = CompiledStep(config, mesh, data.rows(0, held), say)
+    names = row_names(abstract_state(config, mesh).params)
     evaluate = Evaluator(config, mesh, data)
     whole: Evaluation | None = None
     wait_for_all()  # some may have found the compiled step in their cache
@@ -108,10 +110,9 @@ def train(
             position = {"step": step, "fingerprint": data.fingerprint, "failures": failures, "skipped": skipped}
             checkpoints.save(step, state.params, state.opt_state, position, val_loss)
 
-        def measure(step: int, batch: Batch) -> dict[str, Any]:
-            """Validation and hooks, where they are due."""
+        def measure(step: int, batch: Batch, row: dict[str, Any]) -> dict[str, Any]:
+            """The row with validation and hooks, where they are due."""
             nonlocal whole
-            row: dict[str, Any] = {}
             last = step == config.steps
             if last:
                 whole = evaluate(state.params)
@@ -120,7 +121,7 @@ def train(
                 row |= evaluate(state.params, t.eval_examples).as_row()
             for hook in hooks:
                 if (step % hook.every == 0 and (step or hook.at_start)) or last:
-                    row |= hook.call(step, state, batch) or {}
+                    row |= hook.call(step, state, batch, row) or {}
             return row
 
         written = folder if is_first() else None
@@ -129,8 +130,8 @@ def train(
                 log.row({"step": start, "note": f"the data is not what it was before; now it is {data.describe()}"})
             batch = assemble(data.rows(start, held), held, t.batch_size, split)
             if not resumed:
-                log.row({"step": 0, "epoch": 0.0, data.unit: 0, **measure(0, batch)})
-            paces = [t.log_every, t.eval_every, t.checkpoint_every, *(hook.every for hook in hooks)]
+                log.row(measure(0, batch, {"step": 0, "epoch": 0.0, data.unit: 0}))
+            paces = [t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every, *(hook.every for hook in hooks)]
             stream = data.stream(start, config.steps, held)
             pace, unchecked = Pace(start, data), deque[tuple]()
             in_a_row, stop = int(state.failures), 0
@@ -138,16 +139,16 @@ def train(
                 with pace.waiting():
                     rows = next(stream)
                 batch = assemble(rows, held, t.batch_size, split)
-                state, loss = train_step(state, batch, step - 1)
+                state, metrics = train_step(state, batch, step - 1)
                 log.advance(step)
                 last, due = step == config.steps, step == config.steps or any(step % every == 0 for every in paces)
                 # Looking at the step before keeps the device busy with this one meanwhile. Looking late loses
                 # nothing: from a step that broke on, the state stays as it was.
-                unchecked.append((step, batch, loss, agreement.ask(caught.number)))
+                unchecked.append((step, batch, metrics, agreement.ask(caught.number)))
                 while len(unchecked) > (0 if due or stop else 1):
-                    checked, its_batch, its_loss, signalled = unchecked.popleft()
+                    checked, its_batch, its_metrics, signalled = unchecked.popleft()
                     stop = stop or int(signalled)
-                    if np.isfinite(its_loss):
+                    if its_metrics.finite:
                         in_a_row = 0
                         continue
                     in_a_row += 1
@@ -158,18 +159,25 @@ def train(
                     say(f"step {checked:,} is not finite and was left out, {in_a_row} in a row")
                 row: dict[str, Any] = {}
                 if due:
+                    loss = float(metrics.loss)
+                    # A step that was left out leaves its learning rate to the next.
+                    lr = float(schedule(int(updates_taken(state.opt_state)) - bool(metrics.finite)))
                     row = {
                         "step": step,
                         "epoch": round(step / data.steps_per_epoch, 4),
                         data.unit: round(step * data.per_step),
-                        "loss": float(loss),
-                        **({} if data.token_lengths is None else {"ppl": perplexity(float(loss))}),
-                        # A step that was left out leaves its rate to the next.
-                        "lr": float(schedule(int(updates_taken(state.opt_state)) - bool(np.isfinite(loss)))),
+                        "loss": loss,
+                        **({} if data.token_lengths is None else {"ppl": perplexity(loss)}),
+                        "lr": lr,
+                        "grad_norm": float(metrics.grad_norm),
+                        "update_norm": float(metrics.update_norm),
                         **({"skipped": skipped} if skipped else {}),
                         **pace.lap(step),
                     }
-                    row |= measure(step, batch)
+                    if metrics.finite and (last or step % t.gradients_every == 0 or step % t.report_every == 0):
+                        rows = norm_rows(names, lr, *np.asarray(metrics.norms_3R).tolist())
+                        row["gradients"] = [asdict(parameter) for parameter in rows]
+                    measure(step, batch, row)
                     log.row(row)
                     skipped = 0
                 if last or stop or step % t.checkpoint_every == 0:

@@ -22,6 +22,7 @@ from jaxformer.models.objective import Across, Params, objective_of
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
+from jaxformer.parameters import row_norms
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import (
     BATCH,
@@ -55,6 +56,26 @@ class TrainState(NamedTuple):
     opt_state: Any
     failures: jax.Array
     """Steps in a row until now that were not finite, int32."""
+
+
+class StepMetrics(NamedTuple):
+    """Measurements of one step, the same on all devices: float32, but for `finite`.
+
+    A norm whose sum of squares exceeds float32 is infinite, though every number of the gradient may be finite.
+    """
+
+    loss: jax.Array
+    """Mean loss before the update; NaN where the step was left out."""
+    finite: jax.Array
+    """False where the step was left out, a bool."""
+    grad_norm: jax.Array
+    """Global norm of the gradient, before clipping."""
+    update_norm: jax.Array
+    """Global norm of the update; 0 where the step was left out."""
+    weight_norm: jax.Array
+    """Global norm of the parameters before the update."""
+    norms_3R: jax.Array
+    """Norms of gradient, weights and update of each parameter, heads apart; see `parameters.row_names`."""
 
 
 def compute_dtype(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
@@ -271,9 +292,9 @@ def across_devices(mesh: Mesh, parts: int = 1) -> Across:
 
 
 def make_train_step(config: Config, mesh: Mesh) -> Any:
-    """The jitted `(state, batch, step)` to `(state, loss)`; the state given is donated.
+    """The jitted `(state, batch, step)` to `(state, StepMetrics)`; the state given is donated.
 
-    The loss, a float32 scalar, is NaN where the step was left out; see `TrainState`.
+    A step whose loss or gradient is not finite is left out; see `TrainState`.
 
     Raises:
       UserError: the batch does not split evenly over the devices.
@@ -281,14 +302,17 @@ def make_train_step(config: Config, mesh: Mesh) -> Any:
     gradient, optimizer = make_gradient(config, mesh), make_optimizer(config.optimizer, config.steps)
     allowed = allowed_failures(config)
 
-    def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, jax.Array]:
+    def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
         loss, grads = gradient(state, batch, step)
         finite = jnp.isfinite(loss) & all_finite(grads) & (state.failures <= allowed)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         learned = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
         kept = state._replace(failures=state.failures + 1)
+        norms_3R = jnp.stack([row_norms(tree) for tree in (grads, state.params, updates)])
+        grad_norm, weight_norm, update_norm = jnp.linalg.norm(norms_3R, axis=1)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, kept)
-        return state, jnp.where(finite, loss, jnp.nan)
+        loss, update_norm = jnp.where(finite, loss, jnp.nan), jnp.where(finite, update_norm, 0.0)
+        return state, StepMetrics(loss, finite, grad_norm, update_norm, weight_norm, norms_3R)
 
     places = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh))
     return jax.jit(train_step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
@@ -311,7 +335,7 @@ class CompiledStep:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((config.train.batch_size, *x.shape[1:]), x.dtype), batch)
         say(check_memory(self._compile(shapes), self._device))
 
-    def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, jax.Array]:
+    def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
         """As `make_train_step`."""
         compiled = self._compiled.get(_shapes(batch))
         if compiled is None:

@@ -12,10 +12,10 @@ import pytest
 from jaxformer.data.windows import next_token
 from jaxformer.inspect import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.autopsy import AROUND, AT_ONCE, Row, Size, _measure_all, replay
-from jaxformer.inspect.names import dotted
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
+from jaxformer.parameters import dotted
 from tests.arrays import build, first_params, normal, random_tokens
 
 CONFIG = DecoderConfig(

@@ -84,8 +84,8 @@ def test_five_steps_of_training(drawn: tuple, torch_says: dict[str, np.ndarray])
 
     losses = []
     for step, batch_BT in enumerate(tokens):
-        state, loss = train_step(state, place(next_token(batch_BT), batch_split(mesh)), step)
-        losses.append(float(loss))
+        state, metrics = train_step(state, place(next_token(batch_BT), batch_split(mesh)), step)
+        losses.append(float(metrics.loss))
     assert_allclose(losses, torch_says["losses"], rtol=1e-5)
 
     for name, leaf in flatten_dict(state.params, sep=".").items():

@@ -21,7 +21,7 @@ from jaxformer.train import loop
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import Outcome, train
 from jaxformer.train.optimizer import make_schedule
-from jaxformer.train.step import CompiledStep, TrainState
+from jaxformer.train.step import CompiledStep, StepMetrics, TrainState
 from tests.arrays import assert_close
 from tests.helpers import write_books
 
@@ -92,14 +92,14 @@ def breaking(monkeypatch, steps: set[int], caught: Caught, interrupted: int | No
     """Let some steps meet a parameter that is not finite, and one a signal."""
 
     class Breaking(CompiledStep):
-        def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, jax.Array]:
+        def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
             caught.number = 2 if step + 1 == interrupted else 0
             if step + 1 not in steps:
                 return super().__call__(state, batch, step)
             params = jax.tree.map(jnp.copy, state.params)
             broken = {**state.params, "W_out": state.params["W_out"] * jnp.nan}
-            state, loss = super().__call__(state._replace(params=broken), batch, step)
-            return state._replace(params=params), loss
+            state, metrics = super().__call__(state._replace(params=broken), batch, step)
+            return state._replace(params=params), metrics
 
     monkeypatch.setattr(loop, "CompiledStep", Breaking)
 

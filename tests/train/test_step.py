@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
@@ -24,6 +25,7 @@ from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.objective import CrossEntropy, Params, next_token_nll, of_each_target
 from jaxformer.nn.experts import routers
 from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.parameters import row_names
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
 from jaxformer.train import memory, step
@@ -101,8 +103,8 @@ def trained(mesh: str, config: Config = CONFIG) -> tuple[np.ndarray, TrainState]
     state, step = state_on(on, config), make_train_step(config, on)
     losses = []
     for k, batch in enumerate(BATCHES):
-        state, loss = step(state, place(batch, batch_split(on)), np.int32(k))
-        losses.append(float(loss))
+        state, metrics = step(state, place(batch, batch_split(on)), np.int32(k))
+        losses.append(float(metrics.loss))
     return np.array(losses), state
 
 
@@ -283,9 +285,16 @@ def test_the_step_is_optax_on_the_gradient_of_the_loss():
     mesh, optimizer = mesh_of("data=2,fsdp=4"), make_optimizer(CONFIG.optimizer, CONFIG.steps)
     params = first_params()
     grads = jax.jit(jax.grad(lambda p: CrossEntropy().loss(MODEL.build(), p, BATCHES[0])[0]))(params)
-    expected = optax.apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])
-    state, _ = make_train_step(CONFIG, mesh)(state_on(mesh, CONFIG), BATCHES[0], 0)
-    jax.tree.map(assert_close, state.params, expected)
+    updates = optimizer.update(grads, optimizer.init(params), params)[0]
+    state, metrics = make_train_step(CONFIG, mesh)(state_on(mesh, CONFIG), BATCHES[0], 0)
+    jax.tree.map(assert_close, state.params, optax.apply_updates(params, updates))
+    assert metrics.finite
+    measured = metrics.grad_norm, metrics.weight_norm, metrics.update_norm
+    for tree, norm, norms_R in zip((grads, params, updates), measured, metrics.norms_3R, strict=True):
+        assert_allclose(norm, optax.tree.norm(tree), rtol=1e-5)
+        rows = dict(zip(row_names(params), norms_R, strict=True))
+        W_O = tree["blocks_0"]["attention"]["W_O"]
+        assert_allclose(rows["blocks.0.attention.heads.3.W_O"], jnp.linalg.norm(W_O[3]), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -444,10 +453,11 @@ def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_lea
         """The loss, whether anything was learned, and the count of failures."""
         nonlocal state
         before = jax.device_get((state.params, state.opt_state))
-        state, loss = step(state, batch, 0)
+        state, metrics = step(state, batch, 0)
         after = jax.device_get((state.params, state.opt_state))
         changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, after)
-        return float(loss), any(jax.tree.leaves(changed)), int(state.failures)
+        assert metrics.finite == np.isfinite(metrics.loss) == (metrics.update_norm > 0)
+        return float(metrics.loss), any(jax.tree.leaves(changed)), int(state.failures)
 
     loss, learned, failures = take(good)
     assert np.isfinite(loss) and learned and failures == 0
@@ -472,9 +482,9 @@ def test_a_compiled_step_says_when_it_is_compiled_again():
     for k in range(2):
         state, _ = step(state, place(BATCHES[k], batch_split(mesh)), k)
     assert not said
-    state, loss = step(state, place(next_token(TOKENS[2][:, :8]), batch_split(mesh)), 2)
+    state, metrics = step(state, place(next_token(TOKENS[2][:, :8]), batch_split(mesh)), 2)
     assert said == ["step 3 is compiled again, for a batch of (16, 7)"]
-    assert np.isfinite(loss)
+    assert metrics.finite and np.isfinite(metrics.loss)
     state, _ = step(state, place(next_token(TOKENS[3][:, :8]), batch_split(mesh)), 3)
     step(state, place(BATCHES[4], batch_split(mesh)), 4)  # both programs are kept
     assert len(said) == 1

@@ -1,0 +1,82 @@
+"""Parameters by their dotted names, and their norms, heads apart."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+HEAD_AXIS = {"W_Q": 1, "W_K": 1, "W_V": 1, "W_O": 0}
+"""Axis of the heads in the parameters that have them."""
+
+Norms = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Norms of one parameter, or of one head's part of it."""
+
+    name: str
+    """Dotted path, `blocks.2.attention.heads.1.W_K`."""
+    g: float
+    """Norm of the gradient."""
+    w: float
+    """Norm of the weights."""
+    u: float
+    """lr · g / w: the relative size of a plain gradient step."""
+    update: float | None
+    """Norm of the optimizer's true update over w, if updates were given."""
+
+
+def dotted(path: Iterable[object]) -> str:
+    """`('blocks_2', 'attention', 'W_Q')`, or a path of JAX's key objects, to `blocks.2.attention.W_Q`."""
+    parts = [str(getattr(key, "key", key)) for key in path]
+    return ".".join(re.sub(r"^(\w*blocks)_(\d+)$", r"\1.\2", part) for part in parts)
+
+
+@jax.jit
+def parameter_norms(tree: Any) -> Norms:
+    """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` where heads lie apart.
+
+    One whose sum of squares exceeds float32 is infinite.
+    """
+    norms = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = dotted(path)
+        head = HEAD_AXIS.get(name.rpartition(".")[2])
+        others = None if head is None or leaf.ndim != 3 else tuple(a for a in range(3) if a != head)
+        norms[name] = jnp.sqrt(jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=others))
+    return norms
+
+
+def row_norms(tree: Any) -> jax.Array:
+    """Return the same norms in one float32 array, `(R,)`, in the order of `row_names`."""
+    return jnp.concatenate([jnp.atleast_1d(norm) for norm in parameter_norms(tree).values()])
+
+
+def row_names(shapes: Any) -> list[str]:
+    """Return the dotted name of each row of `row_norms`, such as `blocks.2.attention.heads.1.W_K`.
+
+    Args:
+      shapes: the parameters, or their shapes and dtypes.
+    """
+    names = []
+    for name, norm in jax.eval_shape(parameter_norms, shapes).items():
+        where, _, last = name.rpartition(".")
+        names += [f"{where}.heads.{head}.{last}" for head in range(len(norm))] if norm.ndim else [name]
+    return names
+
+
+def norm_rows(
+    names: Sequence[str], lr: float, g: Sequence[float], w: Sequence[float], update: Sequence[float] | None = None
+) -> list[Row]:
+    """Return a row for each name from the norms of gradients, weights and, if given, updates."""
+    updates = [None] * len(names) if update is None else map(_ratio, update, w)
+    rows = zip(names, g, w, updates, strict=True)
+    return [Row(name, g, w, lr * _ratio(g, w), ratio) for name, g, w, ratio in rows]
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("inf") if a else 0.0
