@@ -1,4 +1,9 @@
-"""What `python train.py` runs: a small model of real English, in minutes on two CPU cores."""
+"""What `python train.py` runs: a small model of real English, in minutes on two CPU cores.
+
+Both recipes train on every machine and seed that was tried, with a margin of twice the learning rate: see
+docs/margins.md. What gives it is the bound on a step's length. Nesterov SGD moves by at most
+learning_rate · clip_norm / (1 - momentum), which is 5 here; at four times that, 8 of 9 starts diverged.
+"""
 
 from dataclasses import replace
 
@@ -7,8 +12,8 @@ from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 model = DecoderConfig(
-    vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True,
-    d_ff=(512,), norm="rmsnorm", final_norm=True, positions="rope",
+    vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True, qk_norm=True,
+    d_ff=(512,), norm="rmsnorm", final_norm=True, positions="rope", unembedding_std=0.03,
 )  # fmt: skip
 
 quick = Config(
@@ -16,18 +21,17 @@ quick = Config(
     model=model,
     data=TextConfig(),
     steps=1200,
-    optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=1.0, schedule="cosine", warmup_steps=50),
-    train=TrainConfig(batch_size=16),
+    optimizer=OptimizerConfig(
+        name="nesterov_sgd", learning_rate=1.0, schedule="cosine", warmup_steps=50, clip_norm=0.5
+    ),
+    train=TrainConfig(batch_size=8),
 )
 
 modern = replace(
     quick,
     name="modern",
-    model=replace(
-        model, activation="squared_relu", bias=False, embedding_std=0.02,
-        unembedding="tied",
-    ),
+    model=replace(model, activation="squared_relu", bias=False),
     optimizer=OptimizerConfig(
         name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, weight_decay=0.1, clip_norm=1.0
     ),
-)  # fmt: skip
+)

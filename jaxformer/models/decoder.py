@@ -81,6 +81,9 @@ class DecoderConfig(TokenModelConfig):
     embedding_std: float = 1.0
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
+    unembedding_std: float | None = None
+    """Standard deviation of W_out at initialisation; without it, 1/sqrt(d_model). Small values start the loss at
+    log(vocab_size)."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -123,8 +126,14 @@ class DecoderConfig(TokenModelConfig):
         self._check_experts()
         at_least(self, 1, "rope_base", "rope_scaling")
         at_least(self, 0, "embedding_std")
-        if self.projection_std is not None:
-            at_least(self, 0, "projection_std")
+        for name in ("projection_std", "unembedding_std"):
+            if getattr(self, name) is not None:
+                at_least(self, 0, name)
+        if self.unembedding_std is not None and self.unembedding != "linear":
+            raise UserError(
+                f"unembedding_std is {self.unembedding_std}, but unembedding {self.unembedding!r} has no W_out; leave "
+                "it out."
+            )
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
 
@@ -209,7 +218,8 @@ class Decoder(nn.Module):
         if norm is not None and c.final_norm:
             self.final_norm = norm()
         if c.unembedding == "linear":
-            init = nn.initializers.normal(c.d_model**-0.5)
+            std = c.d_model**-0.5 if c.unembedding_std is None else c.unembedding_std
+            init = nn.initializers.normal(std)
             self.W_out = self.param("W_out", init, (c.d_model, c.vocab_size))
 
     def __call__(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:

@@ -323,6 +323,8 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"capacity_factor": 1.5}, ["capacity_factor", "n_experts"]),
         ({"shared_expert": True}, ["shared_expert", "n_experts"]),
         ({"rope_scaling": 0.5}, ["rope_scaling", "0.5"]),
+        ({"unembedding_std": -1.0}, ["unembedding_std", "-1.0"]),
+        ({"unembedding_std": 0.1, "unembedding": "tied"}, ["unembedding_std", "0.1", "tied"]),
         ({"vocab_size": 0}, ["vocab_size", "0"]),
         ({"context_length": -7}, ["context_length", "-7"]),
     ],

@@ -1,0 +1,54 @@
+"""The recipes of `configs/quick.py` have margin; `benchmarks/margins.py` measures more of it."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from tests.helpers import ROOT
+
+STEPS = 120
+
+
+@pytest.fixture
+def margins(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("margins")
+
+
+def test_an_excursion_is_above_the_smallest_mean_before_it(margins: ModuleType) -> None:
+    excursion = margins.excursion
+    losses = np.array([9.0, 5.0, 8.0, 4.0, 4.5, 3.0, 3.75])
+    assert excursion(losses, 1, 0) == 3.0  # 8 after 5
+    assert excursion(losses, 1, 2) == 0.75  # 3.75 after 3; before, 4.5 after 4
+    assert excursion(losses, 2, 1) == 0.0  # means 6.5, 6, 4.25, 3.75, 3.375
+    assert excursion(losses, 7, 1) == 0.0
+    assert excursion(np.array([3.0, np.nan, 2.0]), 1, 0) == np.inf
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("config", ["quick.py:quick", "quick.py:modern"])
+def test_the_first_steps_of_the_full_schedule_have_no_loss_spike(
+    margins: ModuleType, config: str, tmp_path: Path
+) -> None:
+    # Compiled as for a user: unoptimised code, as other tests run it, takes minutes.
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    subprocess.run(
+        [sys.executable, "benchmarks/margins.py", "--out", str(tmp_path), "--only", config, "--seeds", "2",
+         "--devices", "2", "--steps", str(STEPS)],
+        cwd=ROOT, env=env, check=True, capture_output=True, timeout=400,
+    )  # fmt: skip
+    pieces = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert sorted((p["seed"], p["factor"]) for p in pieces) == [(0, 1.0), (0, 2.0), (1, 1.0), (1, 2.0)]
+    for piece in pieces:
+        assert (piece["config"], piece["devices"], piece["of"], piece["status"]) == (config, 2, 1200, "interrupted")
+        assert STEPS <= piece["steps"] <= STEPS + 2
+        assert piece["excursion"] <= margins.SPIKE_NATS
+        assert piece["last_loss"] < piece["first_loss"] - 1.5
