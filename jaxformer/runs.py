@@ -25,6 +25,7 @@ from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, 
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, can_continue, next_token_nll
 from jaxformer.sharding import abstract, shardings
 
@@ -61,15 +62,21 @@ class Run:
         return self.config.model, self.tokenizer
 
     def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
-        """Mean next-token loss in nats of one sequence, a float32 scalar; made for `jax.grad`.
+        """Mean next-token loss in nats per token of one sequence, a float32 scalar; made for `jax.grad`.
+
+        Args:
+          tokens_T: ids from 0 to below the vocabulary's size, at least 2; for a model of learned positions at most one
+            more than its context length.
 
         Raises:
-          UserError: the model predicts no next tokens.
+          UserError: the model predicts no next tokens, or these are not the tokens of one sequence.
         """
         if not can_continue(self.model):
             kind = type(self.model).__name__
             raise UserError(f"{self.path} holds a {kind}, which predicts no next token; see models.objective.")
-        return jnp.mean(next_token_nll(self.model, params, jnp.asarray(tokens_T)))
+        tokens_T = jnp.asarray(tokens_T)
+        check_next_tokens(self.model.config, tokens_T)
+        return jnp.mean(next_token_nll(self.model, params, tokens_T))
 
 
 def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None) -> Run:

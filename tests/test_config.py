@@ -11,6 +11,7 @@ from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TrainCon
 from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
 
 CONFIG = Config(
     "test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), data=TextConfig(), steps=3,
@@ -97,6 +98,8 @@ def test_a_missing_field_without_default_is_named():
         lambda: OptimizerConfig(final_fraction=float("inf"), schedule="cosine"),
         lambda: TextConfig(stride=2**31),
         lambda: replace(CONFIG, steps=2**31),
+        lambda: DecoderConfig(norm_eps=0.0),
+        lambda: EncoderConfig(norm_eps=float("inf")),
     ],
 )
 def test_values_out_of_range_are_refused(make):

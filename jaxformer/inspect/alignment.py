@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.inspect.attention import CROSS, named_attention_maps
+from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import Recurrent
 
@@ -26,6 +27,7 @@ def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: j
       target_T: int32 tokens, of which the first starts the target.
     """
     valid_S = jnp.ones(len(source_S), bool)
+    check_example(model, source_S, valid_S, target_T)
     if isinstance(model, Recurrent):
         if model.config.attention == "none":
             return None

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.inspect.trace import LOGITS, trace
+from jaxformer.models.inputs import check_tokens
 from jaxformer.models.objective import Params
 from jaxformer.ops.attention import row_entropy
 
@@ -45,8 +46,10 @@ def explain(
       tokens: all of the text.
 
     Raises:
+      UserError: a token is not in the vocabulary.
       ValueError: the text is longer than the model's positions, or gives logits only after a full window.
     """
+    check_tokens(tokens, model.config.vocab_size)
     T = len(tokens)
     padded = -(-T // BUCKET) * BUCKET
     if getattr(model, "reach", None) is None:  # it has no positions past its context

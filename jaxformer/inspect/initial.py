@@ -15,7 +15,7 @@ from jaxformer.inspect.trace import trace
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.mlp import ACTIVATIONS
-from jaxformer.nn.norms import LayerNorm, RMSNorm
+from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
 
@@ -93,7 +93,7 @@ def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
 
 def _normed(c: DecoderConfig, mean_square: float) -> float:
     """Mean square after a norm, whose ε counts where there is little."""
-    return mean_square / (mean_square + (LayerNorm if c.norm == "layernorm" else RMSNorm).eps)
+    return mean_square / (mean_square + epsilon(c.norm, c.norm_eps))
 
 
 def _chosen(variance: float, n_experts: int, n_chosen: int) -> float:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxformer.errors import UserError
 from jaxformer.inspect.trace import editing, trace, trace_names
 from jaxformer.models.decoder import Decoder
+from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
-from jaxformer.nn.norms import LayerNorm, RMSNorm
+from jaxformer.nn.norms import epsilon
 from jaxformer.ops.precision import widened
 
 STREAM = ("embedding", "blocks.*.after")
@@ -30,6 +31,7 @@ def logit_lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Ar
       inputs: what the model is called with: tokens, and the length of a prefix where it has one.
     """
     _check(model)
+    check_example(model, *inputs)
     found = _lens(model, params, *inputs)
     return {name: found[name] for name in trace_names(model, params, *inputs, names=STREAM)}
 
@@ -57,6 +59,7 @@ def logit_attribution(
       UserError: the parts of its blocks are not added up (no residual, or norms after them).
     """
     _check(model)
+    check_example(model, *inputs)
     found = _attribute(model, params, inputs, wanted_T, other_T)
     blocks = range(model.config.n_blocks)
     parts = [f"blocks.{i}.{part}" for i in blocks for part in ("attention.heads", "attention.b_O", "mlp")]
@@ -104,7 +107,7 @@ def _before_norm(
     norm, wide_TD = params["final_norm"], widened(x_TD)
     if centres:
         wide_TD -= wide_TD.mean(axis=-1, keepdims=True)
-    eps = LayerNorm.eps if centres else RMSNorm.eps
+    eps = epsilon(model.config.norm, model.config.norm_eps)
     scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + eps)
     before_TD = direction_TD * norm["gamma"] * scale_T1
     if not centres:
@@ -128,6 +131,8 @@ def patch(
       metric: of the logits, to a scalar: the difference of two tokens' at the last place, say. One function for many
         calls: each new one is compiled again.
     """
+    for inputs in (run, source):
+        check_example(model, *inputs)
     patterns = (names,) if isinstance(names, str) else tuple(names)
     found = _patch(model, params, tuple(run), tuple(source), patterns, metric)
     return {name: found[name] for name in trace_names(model, params, *run, names=patterns)}

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
@@ -55,7 +56,11 @@ def trace(model: nn.Module, params: Params, *inputs: Any, names: str | Collectio
       model: as `ModelConfig.build()` makes it, not scanned or rematerialised.
       inputs: what the model is called with, of one example.
       names: a pattern (`blocks.*.attention.weights`), or several; what matches none is left out.
+
+    Raises:
+      UserError: the inputs are those of a batch, or hold token ids that are none; so do the probes built on this one.
     """
+    check_example(model, *inputs)
     found: dict[str, jax.Array] = {}
 
     def keep(name: str, value: jax.Array) -> jax.Array:

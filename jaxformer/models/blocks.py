@@ -15,7 +15,7 @@ from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.mlp import MLP, Activation
-from jaxformer.nn.norms import NORMS, Norm
+from jaxformer.nn.norms import Norm, check_epsilon, norm_maker
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class BlocksConfig(ModelConfig):
     bias: bool = True
     """Biases in the MLP."""
     norm: Norm = "layernorm"
+    norm_eps: float | None = None
+    """ε that norms add to the mean square or variance; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "post"
     """After what a part adds, or before what it reads, and then once more after the last block."""
     positions: Positions = "sinusoidal"
@@ -45,6 +47,7 @@ class BlocksConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "d_model", "n_heads", "rope_base")
+        check_epsilon(self.norm_eps)
         if self.head_dim is not None:
             at_least(self, 1, "head_dim")
         elif self.d_model % self.n_heads:
@@ -68,7 +71,7 @@ class BlocksConfig(ModelConfig):
 
     def make_norm(self) -> nn.Module:
         """One norm."""
-        return NORMS[self.norm]()
+        return norm_maker(self.norm, self.norm_eps)()
 
     def make_block(self, execution: Execution, *, cross: bool = False) -> Block:
         """One block; with `cross`, it also attends to a source, in which no distance to a query is defined."""
@@ -79,7 +82,7 @@ class BlocksConfig(ModelConfig):
         return Block(
             partial(attention, rope_base=self.rope_base if self.positions == "rope" else None),
             partial(MLP, self.d_ff, self.d_model, self.activation, self.bias),
-            NORMS[self.norm],
+            norm_maker(self.norm, self.norm_eps),
             self.norm_placement,
             dropout=self.dropout,
             make_cross_attention=attention if cross else None,

@@ -18,7 +18,7 @@ from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.mlp import Activation
-from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.masks import Causal, Mask, zero_padding
 from jaxformer.ops.norms import l2_normalize
 from jaxformer.ops.patches import patchify, standardised
 from jaxformer.ops.positions import sinusoidal
@@ -196,7 +196,7 @@ class CLIP(nn.Module):
           ValueError: there are more tokens than learned positions.
         """
         self.config.text.check_length(len(tokens_T))
-        x_TD = self.text_embedding(tokens_T, jnp.arange(len(tokens_T)))
+        x_TD = zero_padding(self.text_embedding(tokens_T, jnp.arange(len(tokens_T))), valid_T)
         last = len(tokens_T) - 1 if valid_T is None else jnp.sum(valid_T) - 1
         x_D = self._through(self.text_blocks, self.text_dropout, x_TD, Causal())[last]
         return _joint(self.text_norm(x_D) if self.config.text.final_norm else x_D, self.W_t)

@@ -19,7 +19,7 @@ from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import MLP, Activation
-from jaxformer.nn.norms import NORMS, Norm
+from jaxformer.nn.norms import Norm, check_epsilon, epsilon, norm_maker
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.masks import Causal, Mask
@@ -71,6 +71,8 @@ class DecoderConfig(TokenModelConfig):
     """Of the loss that keeps the logits of routers small; each block adds its own."""
     residual: bool = True
     norm: Literal["none", Norm] = "none"
+    norm_eps: float | None = None
+    """ε that norms add to the mean square or variance; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "pre"
     final_norm: bool = False
     """One more norm before the logits."""
@@ -123,6 +125,7 @@ class DecoderConfig(TokenModelConfig):
             raise UserError(
                 "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
             )
+        check_epsilon(self.norm_eps)
         self._check_experts()
         at_least(self, 1, "rope_base", "rope_scaling")
         at_least(self, 0, "embedding_std")
@@ -195,9 +198,9 @@ class Decoder(nn.Module):
         attention = partial(
             MultiHeadAttention, c.n_heads, c.kv_heads, c.width_of_head, c.scaled, c.projection_std,
             c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
-            self.execution.attention, c.rope_scaling,
+            self.execution.attention, c.rope_scaling, epsilon("rmsnorm", c.norm_eps),
         )  # fmt: skip
-        norm = NORMS.get(c.norm)
+        norm = None if c.norm == "none" else norm_maker(c.norm, c.norm_eps)
         widths = [c.d_model] * c.n_blocks
         if c.unembedding == "mlp":
             widths[-1] = c.vocab_size

@@ -99,7 +99,7 @@ class Encoder(nn.Module):
         c = self.config
         c.check_length(len(tokens_T))
         positions_T = jnp.arange(len(tokens_T))
-        x_TD = self.embedding(tokens_T, positions_T)
+        x_TD = masks.zero_padding(self.embedding(tokens_T, positions_T), valid_T)
         if c.n_segments:
             x_TD += rows(self.W_segment, jnp.zeros_like(tokens_T) if segments_T is None else segments_T)
         elif segments_T is not None:
@@ -111,7 +111,7 @@ class Encoder(nn.Module):
         x_TD = run_blocks(self.blocks, self.execution, x_TD, positions_T, seen_TT, keys=keys)
         if c.final_norm:
             x_TD = self.final_norm(x_TD)
-        return x_TD if valid_T is None else jnp.where(valid_T[:, None], x_TD, 0)
+        return masks.zero_padding(x_TD, valid_T)
 
 
 class MaskedLanguageModel(Encoder):

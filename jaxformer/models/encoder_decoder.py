@@ -100,7 +100,7 @@ class EncoderDecoder(nn.Module):
         self.config.check_length(len(source_S))
         positions_S = jnp.arange(len(source_S))
         x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
-        seen_SS = masks.tokens(len(source_S), valid_S)
+        x_SD, seen_SS = masks.zero_padding(x_SD, valid_S), masks.tokens(len(source_S), valid_S)
         x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, positions_S, seen_SS, keys=keys)
         return self.encoder_norm(x_SD) if self.config.final_norm else x_SD
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -18,6 +19,8 @@ from jaxformer.nn.mlp import MLP
 @dataclass(frozen=True)
 class MLPConfig(TokenModelConfig):
     """The shape of an `MLPLanguageModel`."""
+
+    positions: ClassVar[str] = "learned"
 
     d_model: int = 256
     d_ff: tuple[int, ...] = (2048, 2048)

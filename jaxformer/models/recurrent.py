@@ -17,7 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.recurrent import CELLS, Attending, FixedContext, Memory, Recurrence
-from jaxformer.ops.masks import EMPTY
+from jaxformer.ops.masks import EMPTY, zero_padding
 from jaxformer.ops.recurrent import State
 
 
@@ -170,7 +170,7 @@ class Recurrent(nn.Module):
     def _encode(self, source_S: jax.Array, valid_S: jax.Array) -> RecurrentCache:
         """Read the source."""
         c = self.config
-        x_SE = self._embed(self.embedding, source_S)
+        x_SE = zero_padding(self._embed(self.embedding, source_S), valid_S)
         states: list[State] = []
         for i, forward in enumerate(self.encoder):
             x_SE = self._drop(x_SE) if i else x_SE

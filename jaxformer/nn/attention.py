@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.norms import RMSNorm
 from jaxformer.ops.attention import attention, from_heads, to_heads
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask
@@ -30,6 +31,7 @@ class MultiHeadAttention(nn.Module):
       attention: what computes it, with the signature of `ops.attention.attention`. For that one itself, a step of one
         token with a cache has a faster way, `ops.cache.decode_step`.
       rope_scaling: what positions are divided by for the rotation.
+      norm_eps: ε of the norms of queries and keys.
     """
 
     n_heads: int
@@ -43,6 +45,7 @@ class MultiHeadAttention(nn.Module):
     rope_base: float | None = None
     attention: Callable[..., jax.Array] = attention
     rope_scaling: float = 1.0
+    norm_eps: float = RMSNorm.eps
 
     def __call__(
         self,
@@ -98,7 +101,8 @@ class MultiHeadAttention(nn.Module):
     def _place(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
         """Queries or keys, normalised and then turned, where that is asked for."""
         if self.qk_norm:
-            x_HTK = rms_norm(x_HTK, self._weight(f"gamma_{name}", nn.initializers.ones, self.head_dim))
+            gamma_K = self._weight(f"gamma_{name}", nn.initializers.ones, self.head_dim)
+            x_HTK = rms_norm(x_HTK, gamma_K, self.norm_eps)
         return x_HTK if self.rope_base is None else rope(x_HTK, positions_T, self.rope_base, self.rope_scaling)
 
     @nn.compact

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -28,7 +28,7 @@ approximation by a sigmoid of CLIP (Hendrycks and Gimpel 2016)."""
 def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
     """U(-1/√fan_in, 1/√fan_in): what `torch.nn.Linear` starts from, for its matrix and its bias."""
 
-    def init(key: jax.Array, shape: Sequence[int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    def init(key: jax.Array, shape: Sequence[int], dtype: Any = float) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -1 / sqrt(fan_in), 1 / sqrt(fan_in))
 
     return init

@@ -1,11 +1,14 @@
 """Norms with their parameters."""
 
 from collections.abc import Callable
+from functools import partial
+from math import inf
 from typing import Literal
 
 import flax.linen as nn
 import jax
 
+from jaxformer.errors import UserError
 from jaxformer.ops import norms
 
 
@@ -31,7 +34,23 @@ class LayerNorm(nn.Module):
         return norms.layer_norm(x, gamma, beta, self.eps)
 
 
+def epsilon(norm: str, eps: float | None) -> float:
+    """ε of a norm: the one that is given, or else what its family has."""
+    return NORMS[norm].eps if eps is None else eps
+
+
 Norm = Literal["rmsnorm", "layernorm"]
 """As configs name them."""
-NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 """The norms by the names that configs use."""
+
+
+def norm_maker(norm: str, eps: float | None) -> Callable[[], nn.Module]:
+    """What makes the norm that a config names, with its `norm_eps`."""
+    return partial(NORMS[norm], epsilon(norm, eps))
+
+
+def check_epsilon(eps: float | None) -> None:
+    """Raise `UserError` for an ε that is not above 0: a row of zeros would be divided by it."""
+    if eps is not None and not 0 < eps < inf:
+        raise UserError(f"norm_eps is {eps}; it must be above 0, such as 1e-6, or none for that of the norm.")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.alignment import additive_scores, alignment_weights, dot_scores
+from jaxformer.ops.masks import zero_padding
 from jaxformer.ops.recurrent import State, Step, gru_step, lstm_step, recur
 
 
@@ -37,13 +38,13 @@ CELLS = {"gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, _lstm)}
 """The cells by the names that configs use. Gates are in the order of their steps: r, z, n and i, f, g, o."""
 
 
-def orthogonal_gates(key: jax.Array, shape: tuple[int, int, int], dtype: Any = jnp.float32) -> jax.Array:
+def orthogonal_gates(key: jax.Array, shape: tuple[int, int, int], dtype: Any = float) -> jax.Array:
     """An orthogonal matrix a gate (Saxe et al. 2014; for U in Bahdanau et al. 2015, appendix B.1)."""
     one = partial(nn.initializers.orthogonal(), shape=shape[1:], dtype=dtype)
     return jnp.stack([one(key) for key in jax.random.split(key, shape[0])])
 
 
-def forget_little(key: jax.Array, shape: tuple[int, int], dtype: Any = jnp.float32) -> jax.Array:
+def forget_little(key: jax.Array, shape: tuple[int, int], dtype: Any = float) -> jax.Array:
     """Biases of an LSTM: 1 for the forget gate (Jozefowicz et al. 2015), 0 for the others."""
     return jnp.zeros(shape, dtype).at[1].set(1)
 
@@ -164,7 +165,9 @@ class Attending(nn.Module):
             self.v_a = self.param("v_a", nn.initializers.normal(A**-0.5), (A, 1))
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
-        """The source ready for `__call__`: what does not depend on the state, for all steps at once."""
+        """The source ready for `__call__`: what does not depend on the state, for all steps at once. Annotations that
+        are not valid count as 0, be they NaN."""
+        annotations_SE = zero_padding(annotations_SE, valid_S)
         return Memory(annotations_SE, gates_of(annotations_SE, self.C), annotations_SE @ self.U_a, valid_S)
 
     def __call__(

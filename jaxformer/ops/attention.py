@@ -28,7 +28,19 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
     Returns:
       `(H, T, S)` float32. A row sums to one, or to zero where the query sees nothing.
     """
-    return softmax(attention_scores(q_HTK, k_GSK, scale), mask)
+    return softmax(attention_scores(q_HTK, zero_hidden(k_GSK, mask, q_HTK.shape[1]), scale), mask)
+
+
+def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
+    """Keys or values with zeros in place of those that no query sees, `(G, S, K)`.
+
+    Their weights are 0, but 0 times NaN or infinity is NaN, in the output and in the gradient to the queries.
+    """
+    S = x_GSK.shape[1]
+    if mask is None or (isinstance(mask, Causal) and n_queries >= S):  # every key is seen by someone
+        return x_GSK
+    seen_S = jnp.arange(S) < n_queries if isinstance(mask, Causal) else mask.any(axis=0)
+    return jnp.where(seen_S[:, None], x_GSK, 0)
 
 
 def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> jax.Array:
@@ -58,8 +70,13 @@ def attention(
     """Weighted sums of the values, `(H, T, K)` in the dtype of the values; see `attention_weights`.
 
     A query that sees nothing gets zeros, and passes no gradient.
+
+    What stands at a key that the mask hides from every query, such as padding, changes no bit, be it NaN. A key that is
+    hidden from some queries only, as by a causal mask, must be finite: NaN there is NaN for all of them. To test every
+    key for that would take 4 % of the time of a causal pass; fused kernels (`ops.kernels`) do not either.
     """
-    return mix(attention_weights(q_HTK, k_GSK, mask, scale), v_GSK)
+    weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale)
+    return mix(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))
 
 
 def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:

@@ -14,8 +14,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
-from jaxformer.ops.attention import MASKED
+from jaxformer.ops.attention import MASKED, zero_hidden
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.precision import wide, widened
 
 SAVED = "attention"
 """Name of what the backward pass needs of the forward one, for `jax.checkpoint_policies.save_only_these_names`: with
@@ -27,7 +28,7 @@ def blockwise_attention(
 ) -> jax.Array:
     """What `ops.attention.attention` gives, in memory linear in T and S, forward and backward.
 
-    Blocks that a `Causal` mask hides take no time. Differentiable once, in reverse.
+    Blocks that a `Causal` mask hides take no time. Differentiable once, in reverse. Hidden keys as in `attention`.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
@@ -40,7 +41,7 @@ def blockwise_attention(
     if mask_TS is not None:
         mask_TS = jnp.pad(mask_TS, ((0, tiles.n_q * tiles.b_q - T), (0, tiles.n_k * tiles.b_k - S)))
     q_NGRbK = split(q_HTK * scale, tiles.n_q, tiles.b_q).reshape(tiles.n_q, G, H // G, tiles.b_q, K)
-    k_MGcK, v_MGcK = split(k_GSK, tiles.n_k, tiles.b_k), split(v_GSK, tiles.n_k, tiles.b_k)
+    k_MGcK, v_MGcK = (split(zero_hidden(x, mask, T), tiles.n_k, tiles.b_k) for x in (k_GSK, v_GSK))
     y_NGRbK = tiled_attention(tiles, q_NGRbK, k_MGcK, v_MGcK, mask_TS)
     y_HTK = jnp.moveaxis(y_NGRbK.reshape(tiles.n_q, H, tiles.b_q, -1), 0, 1).reshape(H, tiles.n_q * tiles.b_q, -1)
     return y_HTK[:, :T]
@@ -98,8 +99,8 @@ class Tiles:
 
 
 def scores(tiles: Tiles, i: jax.Array, j: jax.Array, q: jax.Array, k: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Scores of one tile, `(G, R, b_q, b_k)` float32, minus infinity where hidden."""
-    scores_GRbc = jnp.einsum("grbk,gck->grbc", at(q, i), at(k, j), preferred_element_type=jnp.float32)
+    """Scores of one tile, `(G, R, b_q, b_k)` float32 or wider, minus infinity where hidden."""
+    scores_GRbc = jnp.einsum("grbk,gck->grbc", at(q, i), at(k, j), preferred_element_type=wide(q.dtype))
     return jnp.where(tiles.seen(i, j, mask), scores_GRbc, -jnp.inf)
 
 
@@ -121,6 +122,7 @@ def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask
 
 def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple:
     """The output, and what `backward` needs."""
+    dtype = wide(q.dtype)
 
     def step(carry: tuple, ij: tuple) -> tuple:
         i, j = ij
@@ -129,7 +131,7 @@ def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
         top = jnp.maximum(at(top_NGRb, i), scores_GRbc.max(-1))
         weights_GRbc = jnp.exp(scores_GRbc - top[..., None])
         shrink = jnp.exp(at(top_NGRb, i) - top)
-        part = jnp.einsum("grbc,gck->grbk", weights_GRbc.astype(v.dtype), at(v, j), preferred_element_type=jnp.float32)
+        part = jnp.einsum("grbc,gck->grbk", weights_GRbc.astype(v.dtype), at(v, j), preferred_element_type=dtype)
         return (
             put(sum_NGRbK, i, at(sum_NGRbK, i) * shrink[..., None] + part),
             put(total_NGRb, i, at(total_NGRb, i) * shrink + weights_GRbc.sum(-1)),
@@ -138,7 +140,7 @@ def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
 
     rows = q.shape[:-1]
     # The maximum starts finite, so that a row with nothing visible gives zeros and no NaN.
-    start = (jnp.zeros((*rows, v.shape[-1])), jnp.zeros(rows), jnp.full(rows, MASKED))
+    start = (jnp.zeros((*rows, v.shape[-1]), dtype), jnp.zeros(rows, dtype), jnp.full(rows, MASKED, dtype))
     (sum_NGRbK, total_NGRb, top_NGRb), _ = jax.lax.scan(step, start, tiles.visible())
     total_NGRb = jnp.where(total_NGRb > 0, total_NGRb, 1)
     y = checkpoint_name((sum_NGRbK / total_NGRb[..., None]).astype(v.dtype), SAVED)
@@ -149,22 +151,23 @@ def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
 def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
     """Gradients to q, k and v (Dao et al. 2022, algorithm 4)."""
     q, k, v, mask, y, log_total_NGRb = saved
-    dot_NGRb = jnp.sum(dy.astype(jnp.float32) * y, -1)  # Σ over keys of weight · gradient to it
+    dtype = wide(q.dtype)
+    dot_NGRb = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · gradient to it
 
     def step(carry: tuple, ij: tuple) -> tuple:
         i, j = ij
         dq, dk, dv = carry
         weights_GRbc = jnp.exp(scores(tiles, i, j, q, k, mask) - at(log_total_NGRb, i)[..., None])
-        to_weights = jnp.einsum("grbk,gck->grbc", at(dy, i), at(v, j), preferred_element_type=jnp.float32)
+        to_weights = jnp.einsum("grbk,gck->grbc", at(dy, i), at(v, j), preferred_element_type=dtype)
         to_scores = (weights_GRbc * (to_weights - at(dot_NGRb, i)[..., None])).astype(q.dtype)
-        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        product = partial(jnp.einsum, preferred_element_type=dtype)
         return (
             put(dq, i, at(dq, i) + product("grbc,gck->grbk", to_scores, at(k, j))),
             put(dk, j, at(dk, j) + product("grbc,grbk->gck", to_scores, at(q, i))),
             put(dv, j, at(dv, j) + product("grbc,grbk->gck", weights_GRbc.astype(dy.dtype), at(dy, i))),
         ), None
 
-    start = tuple(jnp.zeros(x.shape) for x in (q, k, v))
+    start = tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v))
     (dq, dk, dv), _ = jax.lax.scan(step, start, tiles.visible())
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 

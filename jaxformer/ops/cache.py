@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import MASKED
 from jaxformer.ops.masks import EMPTY
+from jaxformer.ops.precision import wide, widened
 
 
 class Stored(NamedTuple):
@@ -81,7 +82,7 @@ def decode_step(
     last: in a loop, the compiler copies a cache at every step in which it is read after it was written.
     """
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
-    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    einsum = partial(jnp.einsum, preferred_element_type=wide(dtype))
     q_GRK = q_H1K.reshape(G, H // G, K) * scale
     own_S = jnp.arange(mask_1S.shape[1]) == slot
     scores_GRS = einsum("grk,gks->grs", q_GRK, layer.k_GKS.values.astype(dtype))
@@ -95,7 +96,7 @@ def decode_step(
     if layer.v_GSK.scale_GS is not None:
         weights_GRS *= layer.v_GSK.scale_GS[:, None, :]
     mixed_GRK = einsum("grs,gsk->grk", weights_GRS.astype(dtype), layer.v_GSK.values.astype(dtype))
-    mixed_GRK += own_weight_GR1.astype(dtype) * _rounded(v_G1K, layer.v_GSK.values.dtype).astype(jnp.float32)
+    mixed_GRK += own_weight_GR1.astype(dtype) * widened(_rounded(v_G1K, layer.v_GSK.values.dtype))
     y_H1K = mixed_GRK.reshape(H, 1, K).astype(dtype)
     # The compiler sees what depends on what, and not in which order things stand here: it must not find that the write
     # could come first. A sum with 0 times a floating-point number is one that it leaves alone.

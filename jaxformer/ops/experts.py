@@ -18,8 +18,8 @@ from jaxformer.ops.precision import widened
 
 
 class RouterStatistics(NamedTuple):
-    """What a router did, all float32. Each is a mean over tokens: the mean over examples of one length is that of the
-    batch."""
+    """What a router did, all float32 or wider. Each is a mean over tokens: the mean over examples of one length is that
+    of the batch."""
 
     share_E: jax.Array
     """Of all choices, those that fell on each expert; they sum to 1, and pass no gradient."""
@@ -55,7 +55,7 @@ def assign(experts_TJ: jax.Array, n_experts: int, room: int) -> jax.Array:
     """
     chosen_N = experts_TJ.reshape(-1)
     chosen_NE = jax.nn.one_hot(chosen_N, n_experts, dtype=jnp.int32)
-    rank_N = jnp.sum((jnp.cumsum(chosen_NE, axis=0) - 1) * chosen_NE, axis=-1)
+    rank_N = jnp.sum((jnp.cumsum(chosen_NE, axis=0) - 1) * chosen_NE, axis=-1, dtype=jnp.int32)
     places_N = jnp.where(rank_N < room, chosen_N * room + rank_N, n_experts * room)
     return places_N.reshape(experts_TJ.shape)
 
@@ -80,10 +80,10 @@ def router_statistics(logits_TE: jax.Array, experts_TJ: jax.Array, places_TJ: ja
     E = logits_TE.shape[-1]
     logits_TE = widened(logits_TE)
     return RouterStatistics(
-        jnp.mean(jax.nn.one_hot(experts_TJ, E), axis=(0, 1)),
+        jnp.mean(jax.nn.one_hot(experts_TJ, E, dtype=logits_TE.dtype), axis=(0, 1)),
         jnp.mean(jax.nn.softmax(logits_TE), axis=0),
         jnp.mean(jnp.square(jax.nn.logsumexp(logits_TE, axis=-1))),
-        jnp.mean(places_TJ == E * room, dtype=jnp.float32),
+        jnp.mean(places_TJ == E * room, dtype=logits_TE.dtype),
     )
 
 

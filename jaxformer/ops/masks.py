@@ -42,6 +42,12 @@ def tokens(n_queries: int, valid_S: jax.Array | None) -> jax.Array | None:
     return None if valid_S is None else jnp.broadcast_to(valid_S, (n_queries, len(valid_S)))
 
 
+def zero_padding(x_TD: jax.Array, valid_T: jax.Array | None) -> jax.Array:
+    """Features with zeros at places that are padding, so that nothing that stands there reaches a gradient, as 0 times
+    NaN would; the same where None says that all are tokens."""
+    return x_TD if valid_T is None else jnp.where(valid_T[:, None], x_TD, 0)
+
+
 def segment(query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     """Given segment numbers in place of positions: a query sees its own segment (packed documents)."""
     return query_T[:, None] == key_S[None, :]

@@ -15,7 +15,7 @@ def standardised(pixels: jax.Array, mean: Sequence[float], std: Sequence[float])
       mean, std: of the training set, in parts of white; one for all channels, or one for each.
     """
     x = pixels / 255 if pixels.dtype == jnp.uint8 else pixels
-    return (x.astype(jnp.float32) - jnp.asarray(mean)) / jnp.asarray(std)
+    return (x.astype(jnp.float32) - jnp.asarray(mean, jnp.float32)) / jnp.asarray(std, jnp.float32)
 
 
 def patchify(pixels: jax.Array, size: Sequence[int]) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
     """The encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
     PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle."""
-    rates = 10_000.0 ** (-jnp.arange(0, d_model, 2) / d_model)
+    rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     angles = positions_T[:, None] * rates[None, :]
     both = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return both.reshape(len(positions_T), -1)[:, :d_model]

@@ -64,7 +64,7 @@ def recur(
       step: hashable; it must use no array but its arguments.
       state: what the first step begins with.
       x_T: `(T, …)`, a row a step: products with inputs, made for all steps at once.
-      valid_T: False where a step must leave the state as it is; None where no step must.
+      valid_T: False where a step must leave the state as it is, whatever x is there; None where no step must.
       weights: matrices `(D, …)`, any pytree; a step gets h times each.
       fixed: any arrays that each step reads.
 
@@ -72,7 +72,10 @@ def recur(
       The last state, the outputs `(T, D)`, and what the steps kept, each with a first axis T. At a place that is not
       valid the output is the one before.
     """
-    valid_T = jnp.ones(len(x_T), bool) if valid_T is None else valid_T
+    if valid_T is None:
+        valid_T = jnp.ones(len(x_T), bool)
+    else:  # NaN would be in no state, but in the derivative, as 0 times it
+        x_T = jnp.where(valid_T.reshape(-1, *(1,) * (x_T.ndim - 1)), x_T, 0)
     return _recur(step, state, x_T, valid_T, weights, fixed)
 
 

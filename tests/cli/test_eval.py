@@ -61,7 +61,7 @@ def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh
     np.testing.assert_allclose(found["ppl"], validation.perplexity, rtol=1e-5)  # six digits are shown
     for other in (["--batch-size", "1"], ["--batch-size", "3"], ["--mesh", "data=4,tensor=2"]):
         again = evaluate("--data.path", "books", *other)
-        np.testing.assert_allclose([again[k] for k in found], [found[k] for k in found], rtol=1e-6)
+        np.testing.assert_allclose([again[k] for k in found], [found[k] for k in found], rtol=1e-5)
 
 
 @pytest.mark.slow

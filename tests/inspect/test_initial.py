@@ -17,7 +17,7 @@ CASES = {
     "residual": ladder.residual.model,
     "multihead_full": ladder.multihead_full.model,
     "rmsnorm": replace(ladder.rmsnorm.model, n_blocks=2),
-    "modern": replace(quick.modern.model, n_blocks=1, context_length=32, vocab_size=500),
+    "modern": replace(quick.modern.model, n_blocks=1, context_length=32, vocab_size=500, norm_eps=1e-4),
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
     "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8),

@@ -14,7 +14,7 @@ from tests.inspect.test_trace import DECODER, MODELS, T, V, made
 
 STREAMS = {
     "no norm": replace(DECODER, norm="none"),
-    "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True),
+    "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True, norm_eps=0.1),
     "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
     "no W_O, experts": DecoderConfig(V, T, 12, 2, 3, d_ff=(16,), norm="rmsnorm", n_experts=3, final_norm=True),
 }

@@ -10,6 +10,7 @@ import pytest
 
 from jaxformer.ops import attention as ops
 from jaxformer.ops import masks
+from jaxformer.ops.blockwise import blockwise_attention
 from tests.arrays import assert_close, normal
 
 # One compiled program a call instead of one a primitive.
@@ -173,3 +174,28 @@ def test_vmap_adds_a_batch() -> None:
     q_BHTK, k_BGSK = normal(3, H, T, K), normal(3, 2, S, K)
     batched = jax.vmap(partial(attention, scale=0.3))(q_BHTK, k_BGSK, k_BGSK)
     assert_close(batched[1], attention(q_BHTK[1], k_BGSK[1], k_BGSK[1], scale=0.3))
+
+
+HIDDEN_S = jnp.arange(S) % 3 == 1
+NOT_FINITE = {"NaN": jnp.nan, "infinity": jnp.inf}
+
+
+@pytest.mark.parametrize("value", NOT_FINITE.values(), ids=NOT_FINITE)
+@pytest.mark.parametrize("attend", [ops.attention, partial(blockwise_attention, block=3)], ids=["whole", "tiled"])
+@pytest.mark.parametrize("mask", ["padding", "causal"])
+def test_what_stands_at_a_key_that_no_query_sees_changes_no_bit(attend: Callable, mask: str, value: float) -> None:
+    """Output and gradients, some of the other keys hidden from some queries."""
+    q, k, v = qkv(G=2)
+    seen_TS = ~HIDDEN_S & (jnp.arange(S) != jnp.arange(T)[:, None]) if mask == "padding" else masks.Causal(3)
+    hidden_S = HIDDEN_S if mask == "padding" else jnp.arange(S) >= T
+    run = jax.jit(
+        lambda q, k, v: jax.value_and_grad(lambda *x: (attend(*x, seen_TS, 0.3) ** 2).sum(), (0, 1, 2))(q, k, v)
+    )
+    put = lambda x, value: jnp.where(hidden_S[:, None], value, x)  # noqa: E731
+    for ours, wanted in zip(
+        jax.tree.leaves(run(q, put(k, value), put(v, value))),
+        jax.tree.leaves(run(q, put(k, 0), put(v, 0))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, wanted)
+        assert np.isfinite(ours).all()

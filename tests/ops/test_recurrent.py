@@ -110,3 +110,14 @@ def test_the_derivative_is_that_of_a_plain_loop(cell):
         jax.tree.map(lambda together, alone, i=i: assert_close(together[i], alone), each, one)
     together = jax.grad(lambda U: jax.vmap(lambda x_T: function(args[0], x_T, U, args[3]))(batch).sum())
     assert_close(jax.jit(together)(U[cell]), each[2].sum(axis=0))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_what_stands_at_a_place_that_is_not_valid_changes_no_bit(cell: str) -> None:
+    valid_T = jnp.array([True, False, True, True, False])
+    run = jax.jit(jax.value_and_grad(partial(summed, partial(looped, cell), valid_T), argnums=(0, 1, 2, 3)))
+    clean, hidden = (jnp.where(valid_T[:, None, None], X_T[cell], value) for value in (0, jnp.nan))
+    got, wanted = (jax.tree.leaves(run(STATE[cell], x_T, U[cell], BIAS[cell])) for x_T in (hidden, clean))
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.isfinite(ours).all()

@@ -1,0 +1,99 @@
+"""What is no example of a model is one sentence, and costs nothing where JAX traces."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.config import Config, ModelConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.errors import UserError
+from jaxformer.inspect import alignment, attention_maps, explain, logit_attribution, logit_lens, patch, trace
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.inputs import check_example
+from jaxformer.models.mlp import MLPConfig
+from jaxformer.runs import Run
+from tests.arrays import build
+from tests.test_x64 import MODELS
+
+V, CONTEXT = 13, 6
+SHAPE: dict[str, Any] = {"vocab_size": V, "context_length": CONTEXT, "d_model": 8, "d_ff": (12,)}
+LEARNED, ROTARY = DecoderConfig(**SHAPE), DecoderConfig(**SHAPE, positions="rope")
+
+
+def opened(config: ModelConfig) -> Run:
+    model, params = build(config)
+    return Run(Path("it"), Config("it", config, TextConfig(), steps=1), model, params, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "said"),
+    [
+        (ROTARY, np.zeros((8, 5), int), r"expected an input of shape \(T,\), got \(8, 5\); use jax.vmap for a batch"),
+        (ROTARY, 3, r"expected an input of shape \(T,\), got \(\)\.$"),
+        (ROTARY, [], "expected 2 tokens or more, got 0"),
+        (ROTARY, [3], "expected 2 tokens or more, got 1"),
+        (ROTARY, [3, V, 1], "token 13 at position 1 is not in the vocabulary of 13; give ids from 0 to 12"),
+        (ROTARY, [3, 1, -1], "token -1 at position 2"),
+        (LEARNED, range(CONTEXT + 2), "7 tokens, but the model has 6 learned positions"),
+        (MLPConfig(**SHAPE), range(CONTEXT + 2), "7 tokens, but the model has 6 learned positions"),
+        (MLPConfig(**SHAPE, concatenate=True), range(CONTEXT), "5 tokens, but this model reads a window of exactly 6"),
+    ],
+)
+def test_a_loss_of_what_is_no_sequence_says_what_was_expected(config: ModelConfig, tokens: Any, said: str) -> None:
+    run = opened(config)
+    with pytest.raises(UserError, match=said):
+        run.loss(run.params, jnp.asarray(tokens, jnp.int32))
+
+
+def test_a_sequence_of_the_longest_length_has_a_loss_and_a_gradient_also_while_tracing() -> None:
+    for config in (LEARNED, ROTARY):
+        run = opened(config)
+        for T in (2, CONTEXT + 1) if config is LEARNED else (2, 3 * CONTEXT):
+            tokens_T = jnp.arange(T, dtype=jnp.int32) % V
+            assert jnp.isfinite(run.loss(run.params, tokens_T))
+    grad = jax.jit(jax.vmap(jax.grad(run.loss), (None, 0)))(run.params, tokens_T.reshape(3, CONTEXT))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grad))
+
+
+def test_a_check_adds_nothing_to_a_compiled_program() -> None:
+    model = ROTARY.build()
+    assert not jax.make_jaxpr(lambda tokens_T: (check_example(model, tokens_T), tokens_T)[1])(jnp.arange(4)).eqns
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_of_every_model_is_one_and_a_batch_is_not(name: str) -> None:
+    model, example = MODELS[name].build(), MODELS[name].example()
+    check_example(model, *example)
+    with pytest.raises(UserError, match=r"use jax\.vmap for a batch"):
+        check_example(model, *(np.stack([x, x]) for x in example))
+
+
+def test_a_model_from_elsewhere_takes_what_it_takes() -> None:
+    check_example(SimpleNamespace(), np.zeros((3, 4)))  # type: ignore[arg-type]
+
+
+def test_every_probe_of_one_example_refuses_a_batch_and_ids_that_are_none() -> None:
+    model: nn.Module
+    model, params = build(DecoderConfig(**SHAPE, output_projection=True))
+    wrong_T, batch = jnp.array([1, V, 2]), jnp.zeros((2, 3), jnp.int32)
+    for tokens, said in ((wrong_T, "token 13 at position 1"), (batch, "use jax.vmap")):
+        probes = (
+            lambda x: trace(model, params, x),
+            lambda x: attention_maps(model, params, x),
+            lambda x: logit_lens(model, params, x),
+            lambda x: logit_attribution(model, params, x, wanted_T=x),
+            lambda x: patch(model, params, [x], [x], "blocks.*.before", jnp.sum),
+        )
+        for probe in probes:
+            with pytest.raises(UserError, match=said):
+                probe(tokens)
+    with pytest.raises(UserError, match="token 13 at position 1"):
+        explain(model, params, wrong_T.tolist(), 1)
+    with pytest.raises(UserError, match="token 13 at position 1"):
+        alignment(MODELS["encoder-decoder"].build(), {}, wrong_T, wrong_T)
