@@ -1,5 +1,6 @@
 """Eight CPU devices, exact matrix products, quick compilation, and caches apart from the user's."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -29,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     yield
     slow = Counter(item.path for item in items if "slow" in item.keywords)
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage seldom: tracing makes many objects that are no garbage, and looking at them takes a tenth of the
+    suite's time."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 jax.config.update("jax_default_matmul_precision", "highest")  # an accelerator would round float32 otherwise

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from jaxformer import checkpoints
 from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage
 from jaxformer.errors import UserError
-from tests.helpers import fill, flip_a_bit, mounted
+from tests.helpers import exhaustive, fill, flip_a_bit, mounted
 
 PARAMS = {"W": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": {"c": np.float32([1.5, -2.0])}}
 SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
@@ -171,7 +171,7 @@ def test_a_damaged_best_is_passed_over_for_the_next_best(folder, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [SUMS, "params", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize("gone", [exhaustive(SUMS), "params", exhaustive("_CHECKPOINT_METADATA")])
 @pytest.mark.parametrize(("best", "told"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
 def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, caplog, gone, best, told):
     write(tmp_path, 5, 10, losses={5: 2.0, 10: 1.0 if best == 10 else 3.0})
@@ -298,7 +298,9 @@ def test_one_process_writes_and_others_may_read(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leave", [0, 16_384, 65_536], ids=["no folder", "no item", "half an item"])
+@pytest.mark.parametrize(
+    "leave", [exhaustive(0, id="no folder"), exhaustive(16_384, id="no item"), pytest.param(65_536, id="half an item")]
+)
 def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)

@@ -19,7 +19,7 @@ from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
 from jaxformer.runs import create_run
 from tests.arrays import first_params
-from tests.helpers import ROOT, changed, run, tiny, write_books
+from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -70,8 +70,18 @@ def test_snippets_run(here, monkeypatch, capsys, snippet):
     assert bool(capsys.readouterr().out) == ("print" in snippet)
 
 
+ELSEWHERE = (
+    "--mesh fsdp=2 --compute",
+    "--log-to tensorboard",
+    "jaxformer ladder",
+    "jaxformer verify ",
+    "train.py --resume",
+)
+"""In what takes seconds and is run by another test, too."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [exhaustive(c) if any(x in c for x in ELSEWHERE) else c for c in COMMANDS])
 def test_commands_run(here, monkeypatch, capsys, command):
     """In this process, but for those that ask for devices of their own."""
     monkeypatch.chdir(here)

@@ -194,6 +194,7 @@ def test_a_damaged_last_checkpoint_is_passed_over_and_changes_nothing(here, fini
     assert_same_run(here / "runs/quick", here / name)
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(here, finished, tmp_path):
     with mounted(tmp_path, "8m") as disk:
         shutil.copytree(here / "runs/quick", disk / "run")
@@ -284,6 +285,7 @@ def test_resuming_with_another_config_or_other_text_is_refused_and_changes_nothi
     assert content() == before
 
 
+@pytest.mark.exhaustive
 def test_changed_text_can_be_allowed_and_is_read_with_the_runs_own_tokenizer(here, finished):
     shutil.copytree(here / "runs/quick", here / "allowed")
     write_books(here / "other", words=700)
@@ -339,6 +341,7 @@ def test_rungs_of_the_ladder_train(here, name):
     assert "final: step=3" in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_two_runs_started_together_get_a_folder_each(here, tmp_path):
     processes = [start("train.py", *tiny(here / "books", steps=2), cwd=tmp_path) for _ in range(2)]
     first_lines = {process.communicate(timeout=300)[0].splitlines()[0] for process in processes}

@@ -24,6 +24,8 @@ from tests.arrays import random_params
 from tests.browser import browsing, complaints, traces
 from tests.helpers import small_run, tiny, write_books
 
+pytestmark = pytest.mark.slow
+
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
 EVIL = "The <script>alert(1)</script>"
 
@@ -42,7 +44,6 @@ def data_of(page: Path) -> dict:
     return json.loads(text.split('id="data">')[1].split("</script>")[0])
 
 
-@pytest.mark.slow
 def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     page = tmp_path / "page.html"
     assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "2"]) == 0
@@ -72,7 +73,6 @@ def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pyte
         assert complaints(browser) == []
 
 
-@pytest.mark.slow
 def test_without_a_prompt_a_held_out_text_is_shown_beside_the_run(run: Path, capsys: pytest.CaptureFixture):
     assert inspect.main([str(run), "--examples", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
@@ -81,7 +81,6 @@ def test_without_a_prompt_a_held_out_text_is_shown_beside_the_run(run: Path, cap
     assert "Heads and gradients are measured on held-out data: 2 examples." in (run / "inspect.html").read_text()
 
 
-@pytest.mark.slow
 def test_where_the_data_is_gone_the_prompt_has_to_do(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     moved = tmp_path / "moved"
     shutil.copytree(run, moved, ignore=shutil.ignore_patterns("*.html"))
@@ -112,7 +111,6 @@ def untrained(folder: Path, model: ModelConfig) -> Path:
 SMALL: dict = {"vocab_size": 280, "context_length": 16, "d_model": 8, "n_heads": 2, "d_ff": (8,)}
 
 
-@pytest.mark.slow
 def test_a_prefix_is_told_from_what_is_predicted(tmp_path: Path):
     place = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True, prefix=True))
     assert inspect.main([str(place), "--prompt", "ai bj ck dl"]) == 0
@@ -126,7 +124,6 @@ def test_a_prefix_is_told_from_what_is_predicted(tmp_path: Path):
     assert (weights["rows"], weights["columns"], weights["heads"]) == ("text", "text", 2)
 
 
-@pytest.mark.slow
 def test_gaps_and_what_fits_them(tmp_path: Path):
     place = untrained(tmp_path, EncoderConfig(**SMALL | {"vocab_size": 281}, n_blocks=1))
     assert inspect.main([str(place), "--prompt", "ai [MASK] ck"]) == 0
@@ -136,7 +133,6 @@ def test_gaps_and_what_fits_them(tmp_path: Path):
     assert shown["notes"]["text"][at].startswith("Likeliest here: “")
 
 
-@pytest.mark.slow
 def test_a_source_and_what_is_made_of_it(tmp_path: Path):
     place = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
     assert inspect.main([str(place), "--prompt", "ai bj"]) == 0

@@ -21,7 +21,9 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import apply, assert_close, build, normal
-from tests.helpers import ROOT
+from tests.helpers import ROOT, exhaustive
+
+pytestmark = pytest.mark.slow
 
 GPT2 = DecoderConfig(
     61, 32, d_model=32, n_blocks=2, n_heads=4, output_projection=True, attention_bias=True, d_ff=(64,),
@@ -79,8 +81,7 @@ def test_the_beams_are_hugging_faces(gpt2: tuple, hugging_face: dict, stops: str
     assert_close(found.scores_PN, scores_PN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, exhaustive(jnp.bfloat16)])
 def test_scores_are_those_of_full_passes_over_the_texts(rope: tuple, dtype: Any) -> None:
     # A cache that went on from another's would show here; bfloat16 rounds keys and values to 8 bits.
     n, penalty = 9, 0.7
@@ -101,7 +102,6 @@ def test_scores_are_those_of_full_passes_over_the_texts(rope: tuple, dtype: Any)
     assert ends.any() and not ends.all()
 
 
-@pytest.mark.slow
 def test_a_prompt_that_is_a_prefix_is_read_as_by_generate() -> None:
     config = DecoderConfig(23, 16, 12, n_blocks=2, d_ff=(17,), norm="rmsnorm", positions="rope", prefix=True)
     model, params = build(config)

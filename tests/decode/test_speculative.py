@@ -50,7 +50,7 @@ def plainly(sampling, seed=0, n=30, prompt=PROMPT):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "n_proposed", "prompt"),
-    [("look-up", 4, PROMPT), exhaustive("look-up", 1, [7]), ("small", 3, [7]), ("itself", 4, PROMPT)],
+    [("look-up", 4, PROMPT), exhaustive("look-up", 1, [7]), ("small", 3, [7]), exhaustive("itself", 4, PROMPT)],
 )
 def test_greedily_it_is_the_same_text(draft, n_proposed, prompt):
     sampling = Sampling(temperature=0, top_logprobs=2)
@@ -69,7 +69,7 @@ def test_greedily_it_is_the_same_text(draft, n_proposed, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("draft", "dtype"), [("look-up", "int8"), ("small", "bfloat16")])
+@pytest.mark.parametrize(("draft", "dtype"), [("look-up", "int8"), exhaustive("small", "bfloat16")])
 def test_whatever_is_asked_for_it_is_the_same_text_past_the_context_too(draft, dtype, monkeypatch):
     """Of two samples, for which the prompt is read once. The stop token is the likeliest one, held back to the end."""
     free = tokens_of(plainly(Sampling(temperature=0), n=70))

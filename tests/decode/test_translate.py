@@ -16,6 +16,8 @@ from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import RecurrentConfig
 from tests.arrays import random_params
 
+pytestmark = pytest.mark.slow
+
 V, LONGEST = 7, 12
 ENDS = {"transformer": 5, "recurrent": 6}
 """A token that each, as its parameters are drawn, comes to say after some of the sources and not after others."""
@@ -79,7 +81,6 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(config, random_params(config.build(), *map(jnp.asarray, config.example())), ENDS[request.param])
 
 
-@pytest.mark.slow
 def test_greedy_is_a_loop_over_full_passes(case: Case) -> None:
     wanted = [case.greedy(source, LONGEST) for source in SOURCES]
     assert case.translate(SOURCES) == wanted

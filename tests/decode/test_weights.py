@@ -13,6 +13,7 @@ from jaxformer.decode.weights import restored, store
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.quantized import Quantized
 from tests.arrays import first_params
+from tests.helpers import exhaustive
 
 MODELS = {
     "rope, tied": DecoderConfig(
@@ -80,7 +81,7 @@ def test_bfloat16_is_half_and_close(made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("weights", [exhaustive("bfloat16"), "int8"])
 def test_it_generates(weights):
     model = MODELS["learned, biases"].build()
     params = first_params(model, TOKENS)

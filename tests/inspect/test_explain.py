@@ -11,6 +11,8 @@ from jaxformer.inspect.explain import explain
 from tests.arrays import apply
 from tests.inspect.test_trace import MODELS, T, V, made
 
+pytestmark = pytest.mark.slow
+
 TEXT = [int(x) for x in np.random.default_rng(4).integers(0, V, T)]
 
 

@@ -14,6 +14,8 @@ from jaxformer.inspect.trace import editing, trace
 from jaxformer.models.objective import objective_of
 from tests.inspect.test_trace import MODELS, T, V, made
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_gaze_by_hand():
     tokens_T = jnp.array([5, 7, 5, 7])
@@ -54,7 +56,6 @@ def test_gazes_are_the_mean_over_examples():
         np.testing.assert_allclose(getattr(found["blocks.1.attention"], name), wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_padding_of_a_target_counts_nowhere():
     """Neither what heads look at from it, nor what they give there."""
     model, params, (source, valid, target) = made(MODELS["encoder-decoder"])
@@ -97,7 +98,6 @@ def batch_of(name: str):
     return model, params, Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
 
 
-@pytest.mark.slow
 def test_of_pairs_the_loss_among_all_of_them_is_what_a_head_is_worth():
     model, params, inputs = made(MODELS["clip"])
     rng = np.random.default_rng(0)
@@ -172,7 +172,6 @@ def test_heads_are_missed_together():
     np.testing.assert_allclose(loss_without(model, params, batch, all_of_it), np.mean(losses), rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_weights_say_what_counts_and_not_how_much_there_is():
     """Nats a target, whether weights are 1 throughout, add up to 1 over the batch, or leave a target out."""
     model, params, batch = batch_of("decoder")
@@ -190,7 +189,6 @@ def test_weights_say_what_counts_and_not_how_much_there_is():
     np.testing.assert_allclose(ablate_heads(model, params, first).loss, wanted, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_means_leave_padding_out():
     """Of a source: what stands in padded places changes no ablation."""
     model, params, (tokens, _, target) = made(MODELS["encoder-decoder"])
@@ -204,7 +202,6 @@ def test_means_leave_padding_out():
         np.testing.assert_allclose(rise, rises[1][layer], rtol=1e-5, atol=1e-6, err_msg=layer)
 
 
-@pytest.mark.slow
 def test_layers_come_in_the_order_of_the_computation():
     config = replace(MODELS["decoder"], n_blocks=11)
     model, params, (tokens,) = made(config)

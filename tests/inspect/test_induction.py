@@ -55,7 +55,7 @@ def trained() -> tuple[Any, Any]:
     return model, params
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_report_finds_induction_heads_and_the_loss_misses_them(trained):
     model, params = trained
     tokens, counts = repeated(np.random.default_rng(1), 32)

@@ -10,7 +10,7 @@ from configs import ladder, quick
 from jaxformer.inspect.initial import at_first, expected
 from jaxformer.models.decoder import DecoderConfig
 from tests.arrays import first_params
-from tests.helpers import slow
+from tests.helpers import exhaustive, slow
 
 WIDE = DecoderConfig(500, 32, 96, 2, 4, output_projection=True, d_ff=(256,))
 CASES = {
@@ -27,6 +27,12 @@ CASES = {
     "no residual": replace(WIDE, residual=False, n_blocks=1),
 }  # fmt: skip
 
+CASES_BY_COST = [
+    *("residual", "modern"), *map(slow, ("experts", "post, window")),
+    *map(exhaustive, ("multihead_full", "rmsnorm", "qk_norm, swiglu", "one expert")),
+    *map(exhaustive, ("post, no residual", "no residual")),
+]  # fmt: skip
+
 
 def fresh(config: DecoderConfig):
     """With an MLP that is narrower than the sources', and random tokens."""
@@ -36,7 +42,7 @@ def fresh(config: DecoderConfig):
     return model, first_params(model, tokens_BT[0]), tokens_BT
 
 
-@pytest.mark.parametrize("name", [name if name in ("residual", "modern") else slow(name) for name in CASES])
+@pytest.mark.parametrize("name", CASES_BY_COST)
 def test_what_is_expected_is_observed(name):
     found = at_first(*fresh(CASES[name]))
     assert len(found.expected) == len(found.observed) == CASES[name].n_blocks

@@ -13,6 +13,8 @@ from jaxformer.inspect import attention_entropy, saturation
 from jaxformer.models.objective import objective_of
 from tests.arrays import first_params
 
+pytestmark = pytest.mark.slow
+
 SOFT, HARD = [10.0, 1.0], [0.03, 0.01, 0.002]
 
 

@@ -12,6 +12,8 @@ from jaxformer.inspect import logit_attribution, logit_lens, patch, trace
 from jaxformer.models.decoder import DecoderConfig
 from tests.inspect.test_trace import DECODER, MODELS, T, V, made
 
+pytestmark = pytest.mark.slow
+
 STREAMS = {
     "no norm": replace(DECODER, norm="none"),
     "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True, norm_eps=0.1),

@@ -10,7 +10,7 @@ import pytest
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import attention_entropy, attention_maps, trace, trace_gradients
+from jaxformer.inspect import attention_entropy, attention_maps, trace, trace_gradients, trace_names
 from jaxformer.inspect.trace import editing
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
@@ -21,7 +21,7 @@ from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
-from tests.helpers import exhaustive
+from tests.helpers import exhaustive, slow
 
 V, T = 30, 7
 SMALL: dict[str, Any] = {"d_model": 12, "n_heads": 3, "d_ff": (16,)}
@@ -53,7 +53,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
-QUICK = ("decoder", "unscaled", "rowwise", "masked", "fixed", "encoder-decoder", "vit")
+QUICK, MORE = ("decoder", "rowwise", "masked"), ("unscaled", "fixed", "encoder-decoder", "vit")
 
 
 def random_inputs(config: ModelConfig) -> tuple[jax.Array, ...]:
@@ -80,7 +80,9 @@ def outputs(found: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(value for name, value in found.items() if name == "logits" or name.startswith("output."))
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else exhaustive(name) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in MORE else name if name in QUICK else exhaustive(name) for name in MODELS]
+)
 def test_what_is_seen_is_what_the_model_computes_bit_for_bit(name):
     model, params, inputs = made(MODELS[name])
     apply = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
@@ -136,7 +138,7 @@ def test_a_filter_takes_patterns():
 def test_what_a_model_has_of_its_own_is_there():
     def names(kind: str) -> set[str]:
         model, params, inputs = made(MODELS[kind])
-        return set(trace(model, params, *inputs))
+        return set(trace_names(model, params, *inputs))
 
     assert {"reader.weights", "encoder_0", "backward_encoder_1", "decoder_0"} <= names("attending")
     assert {"encoder_blocks.0.attention.weights", "decoder_blocks.1.cross_attention.weights"} <= names(
@@ -147,7 +149,7 @@ def test_what_a_model_has_of_its_own_is_there():
     assert {"hidden.1", "hidden.2"} == {name.rpartition("mlp.")[2] for name in names("rowwise") if ".hidden" in name}
 
 
-@pytest.mark.parametrize("name", ["decoder", "grouped", "encoder-decoder", "vit", "experts", "attending"])
+@pytest.mark.parametrize("name", ["decoder", *map(slow, ("grouped", "encoder-decoder", "vit", "experts", "attending"))])
 def test_gradients_are_those_of_a_small_change(name):
     """A small step in any direction changes the loss by what the gradient says."""
     model, params, inputs = made(MODELS[name])
@@ -185,6 +187,7 @@ def test_the_model_goes_on_from_what_is_put_in_place():
     assert not np.allclose(theirs["logits"], model.apply({"params": params}, tokens))
 
 
+@pytest.mark.slow
 def test_weights_that_are_put_in_place_are_those_that_mix():
     """Every query looks at the first place alone, in one head: its output is the first value everywhere."""
     model, params, (tokens,) = made(MODELS["grouped"])

@@ -16,6 +16,8 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
 
+pytestmark = pytest.mark.slow
+
 DECODER = DecoderConfig(
     vocab_size=11, context_length=8, d_model=8, n_blocks=2, n_heads=2, output_projection=True, d_ff=(8,),
     norm="rmsnorm", residual=True, scaled=True,
@@ -124,7 +126,6 @@ def test_a_model_whose_parts_do_not_add_up_has_no_lens():
     assert views.stream(model, params, (jnp.array(TOKENS_T), jnp.ones(6, bool)), WORDS.__getitem__) == []
 
 
-@pytest.mark.slow
 def test_every_head_has_its_numbers(decoder):
     model, params = decoder
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
@@ -148,7 +149,6 @@ def test_every_head_has_its_numbers(decoder):
     assert len(table.rows) == 4 and len(row) == len(table.head)
 
 
-@pytest.mark.slow
 def test_gradients_are_drawn_over_entropy(decoder):
     model, params = decoder
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)

@@ -163,7 +163,7 @@ def test_the_first_scale_is_that_of_the_paper() -> None:
     assert_close(jnp.exp(log_scale), 1 / 0.07)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
     towers = {"vision": replace(VISION, dropout=0.3), "text": replace(TEXT, dropout=0.3)}
     config = replace(CONFIG, **towers)

@@ -247,7 +247,9 @@ def test_dropout_acts_only_with_a_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"scan": True}, {"remat": "dots"}, {"remat": "block", "scan": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [exhaustive({"scan": True}), exhaustive({"remat": "dots"}), {"remat": "block", "scan": True}], ids=str
+)
 def test_routers_tell_the_same_however_blocks_are_run(fields: dict) -> None:
     """And their statistics are differentiated."""
     config = CONFIGS["experts"]

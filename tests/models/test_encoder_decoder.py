@@ -24,7 +24,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import apply, assert_close, assert_same_however_computed, normal, random_params, random_tokens
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT, exhaustive
 
 V, S, T, D = 23, 7, 5, 12
 POST = EncoderDecoderConfig(V, 11, D, n_heads=3, head_dim=5, d_ff=(17,), n_encoder_blocks=1, n_decoder_blocks=2)
@@ -74,7 +74,7 @@ def test_logits_are_those_of_torch_and_of_marian(file: str, placement: str) -> N
     assert_close(ours, theirs["logits"])
 
 
-@pytest.fixture(scope="module", params=["post", "pre", slow("rope"), slow("learned")])
+@pytest.fixture(scope="module", params=["post", "pre", exhaustive("rope"), exhaustive("learned")])
 def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
     return build(CONFIGS[request.param])
 
@@ -142,7 +142,7 @@ def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
         assert_close(row[0], apply(model, params, *row[1:]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
     config = replace(POST, norm_placement="pre", dropout=0.3)
     params = random_params(config.build(), *INPUTS)

@@ -214,7 +214,7 @@ def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [exhaustive(False), True])
 def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1(tied: bool) -> None:
     """So that gates begin in the middle of their range, and the loss near that of a guess."""
     config = replace(BAHDANAU, vocab_size=211, d_embedding=64, d_model=32, tied=tied)

@@ -88,6 +88,7 @@ def test_places_that_are_not_valid_change_nothing(cell):
     jax.tree.map(partial(assert_close, tolerance=1e-6), last, short_last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_derivative_is_that_of_a_plain_loop(cell):
     """In reverse, also of each example apart, and forward, where the gradient's product with a direction is wanted."""

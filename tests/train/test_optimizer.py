@@ -23,6 +23,7 @@ from jaxformer.train.optimizer import (
     updates_taken,
 )
 from tests.arrays import first_params, normal, random_tokens
+from tests.helpers import exhaustive, slow
 from tests.inspect.test_trace import MODELS
 
 TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
@@ -33,6 +34,8 @@ CONFIGS = {
     "lion": OptimizerConfig("lion", learning_rate=0.003, weight_decay=0.5, b2=0.99),
     "schedule_free": OptimizerConfig("schedule_free", learning_rate=0.01, weight_decay=0.5),
 }
+STATEFUL = ("nesterov_sgd", "schedule_free")
+"""The least and the most that is saved."""
 each_optimizer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -268,8 +271,7 @@ def test_weight_decay_touches_matrices_and_neither_gains_biases_nor_positions(co
         np.testing.assert_array_equal(updates[name], 0.0)
 
 
-@pytest.mark.slow
-@each_optimizer
+@pytest.mark.parametrize("config", [(slow if n in STATEFUL else exhaustive)(c, id=n) for n, c in CONFIGS.items()])
 def test_training_lowers_the_loss_and_goes_on_from_disk_to_the_last_bit(tmp_path, config):
     """Compiled, with donated state, and clipped, so that a chain of states is saved."""
     config = replace(config, clip_norm=1.0, warmup_steps=2)
@@ -315,6 +317,7 @@ def test_clipping_shortens_long_gradients_to_the_limit():
     np.testing.assert_allclose(updates["W"], [-0.6, -0.8], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_a_parameter_is_goes_by_its_name():
     """In every model. A new name is to be thought of here: whether it decays, and whether Muon may have it."""
     found: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}

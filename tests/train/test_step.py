@@ -139,7 +139,7 @@ def test_a_batch_in_parts_is_the_same_training(parts):
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("data=1", {"remat": "dots"}),
+        exhaustive("data=1", {"remat": "dots"}),
         exhaustive("fsdp=4", {"remat": "block"}),
         exhaustive("fsdp=4", {"scan_blocks": True}),
         (CUBE, {"remat": "block", "scan_blocks": True, "accumulate": 2}),
@@ -179,7 +179,7 @@ def gradient_of_experts(mesh: str, **fields: object) -> tuple[jax.Array, Params]
         exhaustive("expert=4", {}),
         exhaustive("data=8", {}),
         ("fsdp=2,expert=2,tensor=2", {}),
-        ("expert=4", {"remat": "block", "scan_blocks": True}),
+        exhaustive("expert=4", {"remat": "block", "scan_blocks": True}),
     ],
     ids=str,
 )
@@ -237,7 +237,9 @@ def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*map(exhaustive, ("nesterov_sgd", "adamw", "lion")), "muon", "schedule_free"])
+@pytest.mark.parametrize(
+    "name", [*map(exhaustive, ("nesterov_sgd", "adamw", "lion")), exhaustive("schedule_free"), "muon"]
+)
 def test_an_optimizer_steps_on_its_shards(name):
     config = replace(CONFIG, optimizer=OptimizerConfig(name=name, learning_rate=HIGHER_RATES[name], clip_norm=1.0))
     assert_same_training("fsdp=8", config, "data=1", config)
@@ -298,7 +300,7 @@ def test_the_step_is_optax_on_the_gradient_of_the_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", [exhaustive(1), 4])
 def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(parts):
     """W_out's: with blocks that give nothing, the sum over 192 tokens of 3e37 times softmax less one-hot; float32 ends
     at 3.4e38. The autopsy must not find fault with it, either."""
@@ -331,10 +333,10 @@ def loss_and_gradient(config: Config, pieces: int) -> tuple[jax.Array, Params]:
     ("unembedding", "pieces"),
     [
         ("linear", 3),
-        ("linear", 7),
+        exhaustive("linear", 7),
         ("linear", B * T),
         ("tied", 7),
-        ("mlp", 7),
+        exhaustive("mlp", 7),
         *(exhaustive(unembedding, pieces) for unembedding in ("tied", "mlp") for pieces in (3, B * T)),
     ],
 )
