@@ -32,13 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     items.sort(key=lambda item: -slow[item.path])
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage seldom: tracing makes many objects that are no garbage, and looking at them takes a tenth of the
-    suite's time."""
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
-
-
+# Tracing makes many objects that are no garbage, and looking at them takes a tenth of the suite's time.
+gc.set_threshold(100_000, 50, 100)
 jax.config.update("jax_default_matmul_precision", "highest")  # an accelerator would round float32 otherwise
 
 

@@ -52,9 +52,12 @@ def pair_nll(
 
 
 def cross_entropy(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Array | None = None) -> jax.Array:
-    """Mean of `negative_log_likelihood`, weighted: Σ w·nll / Σ w, a float32 scalar; 0 where all weights are 0."""
-    loss_T = negative_log_likelihood(logits_TV, targets_T)
+    """Mean of `negative_log_likelihood`, weighted: Σ w·nll / Σ w, a float32 scalar; 0 where all weights are 0.
+
+    Logits of weight 0 change neither it nor its gradient, be they NaN.
+    """
     if weights_T is None:
-        return jnp.mean(loss_T)
+        return jnp.mean(negative_log_likelihood(logits_TV, targets_T))
+    loss_T = negative_log_likelihood(jnp.where(weights_T[..., None] == 0, 0, logits_TV), targets_T)
     total = jnp.sum(weights_T)
     return jnp.sum(loss_T * weights_T) / jnp.where(total == 0, 1.0, total)

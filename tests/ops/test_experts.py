@@ -136,3 +136,18 @@ def test_balancing_lowers_the_probability_of_those_chosen_too_often() -> None:
 
     gradient_E = jax.jit(jax.grad(loss))(jnp.zeros((T, E)).at[:, 2].set(0.1)).sum(0)
     assert gradient_E[2] > 0 and (jnp.delete(gradient_E, 2) < 0).all()
+
+
+def test_what_a_token_is_reaches_no_other_one_through_the_experts() -> None:
+    """NaN in one token, and in one that found no room; output and gradient."""
+    experts_TJ, weights_TJ = jnp.array([[0], [1], [0], [0]]), jnp.full((4, 1), 0.5)
+    places_TJ = assign(experts_TJ, 2, 2)  # the last token is dropped
+
+    def through(x_TD: jax.Array) -> jax.Array:
+        return combine(jnp.sin(dispatch(x_TD, places_TJ, 2, 2)), places_TJ, weights_TJ)
+
+    run = jax.value_and_grad(lambda x_TD: (jnp.nansum(through(x_TD)), through(x_TD)), has_aux=True)
+    clean, hidden = (run(normal(4, 3).at[jnp.array([1, 3])].set(value)) for value in (0.0, jnp.nan))
+    for wanted, got in ((clean[0][1], hidden[0][1]), (clean[1], hidden[1])):
+        np.testing.assert_array_equal(got[jnp.array([0, 2])], wanted[jnp.array([0, 2])])
+    assert not hidden[0][1][3].any()

@@ -76,3 +76,11 @@ def test_a_pair_is_told_from_others_by_hand() -> None:
     wanted = (log(2) + np.log1p(np.exp(-2))) / 2
     assert_close(pair_nll(one, one, jnp.stack([two, one]), jnp.stack([one, one]), scale), wanted, 1e-6)
     assert_close(pair_nll(one, one, jnp.eye(2), jnp.eye(2), scale, jnp.array([True, False])), 0.0, 1e-6)
+
+
+def test_logits_of_weight_0_change_no_bit_also_where_they_are_nan() -> None:
+    targets_T, weights_T = jnp.array([1, 0, 2]), jnp.array([1.0, 0.0, 3.0])
+    run = jax.value_and_grad(lambda logits_TV: cross_entropy(logits_TV, targets_T, weights_T))
+    (wanted, to_wanted), (got, to_got) = (run(normal(3, 4).at[1].set(value)) for value in (0.0, jnp.nan))
+    assert got == wanted and jnp.isfinite(got)
+    np.testing.assert_array_equal(to_got, to_wanted)
