@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jaxformer.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+MAX_LEARNED_CHARACTERS = 2**23
+"""Of different words that a tokenizer learns from, which bounds its memory to about a gigabyte: some hundred megabytes
+of English, where each new word is rare."""
 
 
 class Tokenizer:
@@ -24,11 +27,13 @@ class Tokenizer:
         self._inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
 
     @classmethod
-    def train(cls, texts: Sequence[str], vocab_size: int) -> Tokenizer:
-        """Learn merges from texts.
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learn merges from texts, up to where they have had `MAX_LEARNED_CHARACTERS` of different words.
+
+        The vocabulary is smaller than `vocab_size` where the texts have no more to merge.
 
         Raises:
-          UserError: below the 257 that bytes and end-of-text need, or more than the text has merges for.
+          UserError: vocab_size is below the 257 that bytes and end-of-text need.
         """
         if vocab_size < 257:
             raise UserError(f"vocab_size is {vocab_size}; 256 bytes and end-of-text need at least 257.")
@@ -41,12 +46,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
-        if inner.get_vocab_size() < vocab_size:
-            raise UserError(
-                f"vocab_size is {vocab_size}, but this text supports only {inner.get_vocab_size()} tokens; "
-                "use that or fewer, or more text."
-            )
+        inner.train_from_iterator(_learned(texts), trainer)
         return cls(inner)
 
     @classmethod
@@ -64,7 +64,16 @@ class Tokenizer:
             raise UserError(f"{path} is no tokenizer that can be read: {error}.") from error
         if inner.token_to_id(END_OF_TEXT) is None:
             raise UserError(f"{path} has no token {END_OF_TEXT}; use the tokenizer.json of a run.")
-        return cls(inner)
+        tokenizer = cls(inner)
+        try:
+            tokenizer.token_bytes  # noqa: B018
+        except KeyError as error:
+            what = "no token of id" if isinstance(error.args[0], int) else "a token with"
+            raise UserError(
+                f"{path} is no byte-level tokenizer with ids from 0 on: of {tokenizer.vocab_size} tokens, it has "
+                f"{what} {error}; use the tokenizer.json of a run."
+            ) from error
+        return tokenizer
 
     def save(self, path: Path) -> None:
         """Write everything that `load` needs, as JSON."""
@@ -87,12 +96,16 @@ class Tokenizer:
         return token
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text."""
-        return self._inner.encode(text).ids
+        """Return the tokens of a text.
+
+        Raises:
+          UserError: it has a lone surrogate, which is half a character.
+        """
+        return self._inner.encode(_whole(text)).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of each text, on all cores."""
-        return [e.ids for e in self._inner.encode_batch_fast(list(texts))]
+        """Return the tokens of each text, computed on all cores; raises as `encode` does."""
+        return [e.ids for e in self._inner.encode_batch_fast([_whole(text) for text in texts])]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text; bytes that are no UTF-8 become U+FFFD."""
@@ -115,6 +128,31 @@ class Tokenizer:
     def token_lengths(self) -> np.ndarray:
         """Bytes of each token, `(V,)` int32."""
         return np.array([len(b) for b in self.token_bytes], np.int32)
+
+
+def _learned(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts until they have had `MAX_LEARNED_CHARACTERS` of different words."""
+    known: set[str] = set()
+    left = MAX_LEARNED_CHARACTERS
+    for text in texts:
+        yield text
+        new = set(text.split()) - known
+        left -= sum(map(len, new))
+        if left < 0:
+            return
+        known |= new
+
+
+def _whole(text: str) -> str:
+    """Return the text, if it can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: half a "
+            "character, which UTF-8 cannot write; remove it."
+        ) from error
+    return text
 
 
 class StreamDecoder:

