@@ -13,7 +13,7 @@ clip = Config(
     name="clip",
     model=CLIPConfig(
         vision=ImageTowerConfig(
-            image_size=64, patch_size=8, mean=(0.85, 0.79, 0.72), std=(0.26, 0.27, 0.35),
+            image_size=(64, 64), patch_size=(8, 8), mean=(0.85, 0.79, 0.72), std=(0.26, 0.27, 0.35),
             d_model=96, n_blocks=3, n_heads=3, d_ff=(384,),
         ),
         # Captions of three words: which words there are says it all. Tokens that are mostly whole words let what is

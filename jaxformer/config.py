@@ -10,7 +10,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -86,8 +86,8 @@ class TokenModelConfig(ModelConfig):
 class ImageModelConfig(ModelConfig):
     """What all models share that tell what an image or a video shows."""
 
-    image_size: tuple[int, int] = (224, 224)
-    """Height and width in pixels."""
+    image_size: tuple[int, ...] = (224, 224)
+    """Height and width in pixels; one number stands for both."""
     channels: int = 3
     """1 for grey, 3 for colour."""
     n_classes: int = 1000
@@ -95,8 +95,7 @@ class ImageModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "channels", "n_classes")
-        if len(self.image_size) != 2 or min(self.image_size) < 1:
-            raise UserError(f"image_size is {self.image_size}; it must be a height and a width of at least 1 pixel.")
+        set_sides(self, "image_size")
 
     def example(self) -> tuple[np.ndarray, ...]:
         return (np.zeros((*self.image_size, self.channels), np.uint8),)
@@ -109,11 +108,16 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None) -> Any:
-        """A `jaxformer.data.dataset.Dataset`, in batches of what the model is called with.
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
+        fixed: Container[str] | None = None,
+    ) -> Any:  # fmt: skip
+        """Return a `jaxformer.data.dataset.Dataset`, in batches of what its `model` is called with.
 
         Args:
           tokenizer: of a run that goes on; without it, one learns from the training part, where there are tokens.
+          fixed: names of the model's fields, such as `image_size`, that must stay as they are where the data would have
+            them otherwise; without it, all but the size of a vocabulary.
 
         Raises:
           UserError: it cannot be read, or is not what the model takes.
@@ -316,6 +320,17 @@ def _numbers(value: Any) -> Iterator[int | float]:
             yield from _numbers(item)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield value
+
+
+def set_sides(config: object, *names: str) -> None:
+    """Make a height and a width of fields that may hold one number for both, or raise `UserError`."""
+    for name in names:
+        value = getattr(config, name)
+        sides = value if isinstance(value, tuple) else (value,)
+        sides = sides * 2 if len(sides) == 1 else sides
+        if len(sides) != 2 or min(sides) < 1:
+            raise UserError(f"{name} is {value}; it must be a height and a width of at least 1 pixel, or one for both.")
+        object.__setattr__(config, name, sides)
 
 
 def at_least(config: object, limit: float, *names: str) -> None:

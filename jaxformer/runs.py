@@ -7,7 +7,7 @@ import json
 import pkgutil
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -118,12 +118,18 @@ def _read_classes(file: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def load_data(folder: Path, config: Config) -> Dataset:
-    """The data of a run's config, read with the run's own tokenizer if it has tokens.
+def load_data(folder: Path | None, config: Config, fixed: Container[str] | None = None) -> Dataset:
+    """Return the data of a run's config, read with the run's own tokenizer if it has tokens.
+
+    Args:
+      folder: of the run; None for a new one, whose model is to be the data's `model`.
+      fixed: of a new run, names of the model's fields that must not be fitted to the data; see `DataConfig.load`.
 
     Raises:
       UserError: the tokenizer is missing or cannot be read, or see `DataConfig.load`.
     """
+    if folder is None:
+        return config.data.load(config.model, config.train.batch_size, config.seed, fixed=fixed)
     file = folder / TOKENIZER
     tokenizer = Tokenizer.load(file) if file.exists() else None
     data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)

@@ -48,9 +48,10 @@ def test_unknown_names_and_wrong_types_are_refused(values, said):
 
 
 def test_models_of_images_take_uint8_of_a_size_that_can_be():
+    assert ImageModelConfig((4,)) == ImageModelConfig((4, 4))  # one number is a square
     (pixels,) = ImageModelConfig((4, 6), 3).example()
     assert pixels.shape == (4, 6, 3) and pixels.dtype == np.uint8
-    for name, value in (("image_size", (4,)), ("image_size", (4, 0)), ("channels", 0), ("n_classes", 0)):
+    for name, value in (("image_size", (4, 5, 6)), ("image_size", (4, 0)), ("channels", 0), ("n_classes", 0)):
         with pytest.raises(UserError, match=rf"{name} is {re.escape(str(value))}"):
             ImageModelConfig(**{name: value})
 

@@ -4,11 +4,14 @@ import json
 import os
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dates import DatesConfig
+from jaxformer.data.masked import MaskedTextConfig
+from jaxformer.data.prefix import PrefixTextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -101,6 +104,33 @@ def test_a_run_reads_its_data_with_its_own_tokenizer_or_not_at_all(tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; put it back, or train anew\.$"):
         load_data(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "least"),
+    [
+        (TextConfig, DecoderConfig(vocab_size=5000, context_length=8), 258),
+        (PrefixTextConfig, DecoderConfig(vocab_size=5000, context_length=8), 258),
+        (MaskedTextConfig, EncoderConfig(vocab_size=5000, context_length=8), 259),
+    ],
+)
+def test_a_new_run_has_the_vocabulary_that_its_text_supports_and_goes_on_with_it(
+    tmp_path, monkeypatch, data, model, least
+):
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("the cat sat on the mat and the rat sat on it\n" * 20)
+    config = Config("x", model, data(path=str(tmp_path / "a.txt"), val_fraction=0.3), steps=1)
+    config = replace(config, train=replace(config.train, batch_size=2))
+    new = load_data(None, config)
+    assert new.model == replace(model, vocab_size=new.model.vocab_size) and least <= new.model.vocab_size < 400
+    there = new.model.vocab_size - config.data.n_extra_tokens
+    assert new.tokenizer.vocab_size == there
+    assert f"supports {there} tokens: model.vocab_size {new.model.vocab_size} (not 5000)" in new.notes[0]
+    config = replace(config, model=new.model)
+    again = load_data(create_run(tmp_path / "x", config, new.tokenizer, may_number=False), config)
+    assert (again.model, again.fingerprint, again.notes) == (new.model, new.fingerprint, ())
+    for one, other in zip(new.rows(3).inputs, again.rows(3).inputs, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_what_is_no_model_of_text_says_so(tmp_path):

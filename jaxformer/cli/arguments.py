@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import tyro
 
 from jaxformer.config import Config, check_fields
+from jaxformer.data.fit import fit_patches
 from jaxformer.errors import FULL, UserError
 from jaxformer.terminal import prepare_streams, tell_error, visible
 
@@ -137,6 +139,29 @@ def options_given(arguments: Sequence[str]) -> set[str]:
     if twice := [flag for flag in given if given.count(flag) > 1]:
         raise UserError(f"{twice[0]} is given twice; give it once, where it takes several values with all of them.")
     return set(given)
+
+
+def model_fields(arguments: Sequence[str]) -> set[str]:
+    """Return the names of the model's fields among arguments, such as `image_size`."""
+    prefix = "--model."
+    given = (flag for flag in options_given(arguments) if flag.startswith(prefix))
+    return {flag.removeprefix(prefix).replace("-", "_") for flag in given}
+
+
+def with_image_size(model: Any, arguments: Sequence[str]) -> Any:
+    """Return the model's config for the image size among arguments that are yet to be parsed: with patches that divide
+    it, where none are given."""
+    given = model_fields(arguments)
+    for prefix in ("", "vision."):
+        if f"{prefix}image_size" in given and f"{prefix}patch_size" not in given:
+            flag = f"--model.{prefix}image-size"
+            known, _ = peek(arguments, {flag: {"nargs": "+", "type": int}})
+            size = tuple(vars(known)[flag.removeprefix("--").replace("-", "_")])
+            if prefix and hasattr(model, "vision"):
+                model = replace(model, vision=fit_patches(model.vision, size))
+            elif not prefix:
+                model = fit_patches(model, size)
+    return model
 
 
 def _sentence(printed: str, arguments: Sequence[str]) -> str:

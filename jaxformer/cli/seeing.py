@@ -35,7 +35,7 @@ def tell_images(
         read; or a prompt that is not of a file has too many tokens.
     """
     from jaxformer.data.captions import as_tokens
-    from jaxformer.data.images import read_fitted
+    from jaxformer.data.pictures import read_fitted
     from jaxformer.decode.see import classify, match
     from jaxformer.decode.weights import restored
     from jaxformer.models.clip import CLIP

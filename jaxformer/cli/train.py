@@ -16,7 +16,7 @@ import jax
 import tyro
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config, parse, peek, run_command
+from jaxformer.cli.arguments import load_config, model_fields, parse, peek, run_command, with_image_size
 from jaxformer.config import Config, differences
 from jaxformer.distributed import (
     DistributedOptions,
@@ -86,6 +86,7 @@ def _main(arguments: list[str]) -> int:
         folder = Path(known.run) if known.run else latest_run(RUNS)
         stored = read_config(folder)
     config = load_config(known.config or DEFAULT_CONFIG) if known.config or stored is None else stored
+    config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
     defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
     asked = parse(Arguments, arguments, defaults, "train.py", DESCRIPTION)
     config = asked.fields
@@ -101,10 +102,14 @@ def _main(arguments: list[str]) -> int:
     machine.set_up(config.train.batch_size // config.compute.accumulate, config.mesh, n_processes)
     connect(asked.distributed)
     with relying_on_others("training has not begun."):
-        return _train(config, folder, stored is not None, asked.run is None, asked.allow_changed_data)
+        return _train(
+            config, folder, stored is not None, asked.run is None, asked.allow_changed_data, model_fields(arguments)
+        )
 
 
-def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool) -> int:
+def _train(
+    config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool, fixed: set[str]
+) -> int:
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.cli.report import reporter, write_report
     from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
@@ -124,7 +129,11 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     # As above, what cannot be is refused before anything is written.
     if is_first():
         prepare(config.train.log_to)
-    data = load_data(folder, config) if resume else config.data.load(config.model, config.train.batch_size, config.seed)
+    data = load_data(folder if resume else None, config, fixed)
+    if data.model != config.model:
+        config = dataclasses.replace(config, model=data.model)
+        shapes = abstract_params(config.model.build(), config.model)
+        check_parameters(shapes, mesh.size, jax.local_devices()[0])
     check_fit(config.model, data.rows(0, slice(1)))
     wait_for_all()  # if one of several processes has no data, no run is made
 
@@ -135,6 +144,8 @@ def _train(config: Config, folder: Path, resume: bool, may_number: bool, allow_c
     say(f"run {folder}{' (resumed)' if resume else ''}")
     say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
     say(f"data {data.describe()}")
+    for note in data.notes:
+        say(f"note: {note}")
     say(f"parameters {count_parameters(shapes):,}")
     counted = f"{data.per_step:,.0f} tokens in " if data.unit == "tokens" else ""
     say(

@@ -6,8 +6,9 @@ import hashlib
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -16,7 +17,8 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, evenly, order
-from jaxformer.data.images import MODES, read_picture
+from jaxformer.data.fit import ALL, describe_fit, fit_size, fit_vocabulary
+from jaxformer.data.pictures import MODES, picture_shape, read_picture
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.views import draw_views, view
@@ -61,18 +63,25 @@ class CaptionsConfig(DataConfig):
         """How images are varied: options of `draw_views`."""
         return {name: getattr(self, name) for name in ("shift", "scale", "rotate", "flip", "jitter")}
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] | None = None,
+    ) -> Dataset:  # fmt: skip
         if not isinstance(model, Towers):
             raise UserError(
                 f"the data is images with captions, but {type(model).__name__} does not describe a model of both; "
                 "change one."
             )
-        return Captions(self, model, batch_size, seed, tokenizer)
+        return Captions(self, model, batch_size, seed, tokenizer, ALL if fixed is None else fixed)
 
 
 @runtime_checkable
 class Towers(Protocol):
-    """What there is to know of a model of images and texts."""
+    """What there is to know of the config of a model of images and texts, a dataclass."""
+
+    @property
+    def vision(self) -> Any:
+        """Of the images: a dataclass with `image_size` and `patch_size`, heights and widths."""
 
     @property
     def text(self) -> TokenModelConfig:
@@ -102,28 +111,40 @@ class Captions(Dataset):
     tokenizer: Tokenizer
 
     def __init__(
-        self, config: CaptionsConfig, model: Towers, batch_size: int, seed: int, tokenizer: Tokenizer | None = None
-    ) -> None:
-        """Read everything.
+        self, config: CaptionsConfig, model: Any, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] = ALL,
+    ) -> None:  # fmt: skip
+        """Read everything. Images of another size than the model's are resized, unless the model is fitted to them.
+
+        Args:
+          model: config of `Towers`.
+          fixed: see `DataConfig.load`; `vision.image_size` and `vision.patch_size` are looked at.
 
         Raises:
-          UserError: a file is missing or cannot be read, an image has no caption or a caption no image, an image has
-            another size than the model's or would be moved out of sight, or there are fewer pairs for training than in
-            a batch.
+          UserError: a file is missing or cannot be read, an image has no caption or a caption no image, an image would
+            be moved out of sight, or there are fewer pairs for training than in a batch.
         """
         self.config, self.batch_size, self.seed = config, batch_size, seed
-        shape, length = model.example()[0].shape, model.text.context_length
+        length = model.text.context_length
         if length < 3:
             raise UserError(f"model.text.context_length is {length}; a token between start and end needs at least 3.")
+        if not config.path.strip():
+            raise UserError(f"data.path is empty; give a folder with {IMAGES} and {CAPTIONS}.")
+        folder = Path(config.path).expanduser()
+        pairs = read_pairs(folder / CAPTIONS)
+        names = [pair.file for pair in pairs]
+        sizes = sorted(read_sizes(folder / IMAGES, names))
+        size, patch = fit_size(
+            model.vision.image_size, model.vision.patch_size, sizes[0] if len(sizes) == 1 else None,
+            "vision.image_size" in fixed, "vision.patch_size" in fixed,
+        )  # fmt: skip
+        given, model = model, replace(model, vision=replace(model.vision, image_size=size, patch_size=patch))
+        shape = model.example()[0].shape
         if config.shift >= max(shape[:2]):
             raise UserError(
                 f"data.shift is {config.shift}, but images have {shape[0]} x {shape[1]} pixels; move them by fewer."
             )
-        if not config.path:
-            raise UserError(f"data.path is empty; give a folder with {IMAGES} and {CAPTIONS}.")
-        folder = Path(config.path).expanduser()
-        pairs = read_pairs(folder / CAPTIONS)
-        self.images = read_images(folder / IMAGES, [pair.file for pair in pairs], shape)
+        self.images = read_images(folder / IMAGES, names, shape)
         is_train = np.array([pair.split == "train" for pair in pairs])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
         if len(self.train) < batch_size:
@@ -133,6 +154,13 @@ class Captions(Dataset):
             )
         self.texts = texts = [pair.caption for pair in pairs]
         self.tokenizer = tokenizer or Tokenizer.train([texts[i] for i in self.train], model.text.vocab_size)
+        if tokenizer is None:
+            model = replace(model, text=fit_vocabulary(model.text, self.tokenizer))
+        self.model = model
+        why = f"{config.path} has images of {_by(sizes)} pixels and supports {self.tokenizer.vocab_size:,} tokens"
+        self.notes = describe_fit(given, model, why)
+        if sizes != [size]:
+            self.notes += (f"the images in {config.path} are resized from {_by(sizes)} to {_by([size])} pixels",)
         self.tokens, self.valid, self.n_shortened = as_tokens(texts, self.tokenizer, length)
         self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
@@ -209,20 +237,36 @@ def read_pairs(path: Path) -> list[Pair]:
     return list(pairs.values())
 
 
+def read_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
+    """Return the heights and widths of the images of a zip file; raises as `read_images` does."""
+    with _opened(path, names) as file:
+        return {picture_shape(io.BytesIO(file.read(name)), f"{name} in {path}")[:2] for name in names}
+
+
 def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
-    """Images of a zip file by their names, `(N, H, W, C)` uint8; see `read_picture`.
+    """Return images of a zip file by their names, `(N, H, W, C)` uint8; see `read_picture`.
 
     Args:
-      shape: `(H, W, C)`, which all must have; C is 1 for grey and 3 for colours.
+      shape: `(H, W, C)`, to which all are resized; C is 1 for grey and 3 for colours.
 
     Raises:
-      UserError: the file is missing or no zip file; an image is missing in it, is there without a name, cannot be read,
-        or has another size.
+      UserError: the file is missing or no zip file; an image is missing in it, is there without a name, or cannot be
+        read.
     """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
     if shape[2] not in MODES:
         raise UserError(f"the model reads images of {shape[2]} channels; from {path} it can have 1 or 3.")
+    images = np.empty((len(names), *shape), np.uint8)
+    with _opened(path, names) as file:
+        for image, name in zip(images, names, strict=True):
+            image[:] = read_picture(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2], shape[:2])
+    return images
+
+
+@contextmanager
+def _opened(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file that holds images of these names alone."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
     try:
         with zipfile.ZipFile(path) as file:
             there = {name for name in file.namelist() if not name.endswith("/")}
@@ -230,18 +274,14 @@ def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndar
                 raise UserError(f"{path} has no {missing[0]}, which a caption is for; add it, or remove its line.")
             if unknown := sorted(there.difference(names)):
                 raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
-            images = np.empty((len(names), *shape), np.uint8)
-            for image, name in zip(images, names, strict=True):
-                picture = read_picture(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2])
-                if picture.shape != shape:
-                    raise UserError(
-                        f"{name} in {path} has {picture.shape[1]} x {picture.shape[0]} pixels, but the model reads "
-                        f"{shape[1]} x {shape[0]}; change model.vision.image_size or the images."
-                    )
-                image[:] = picture
-            return images
+            yield file
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:
         raise UserError(f"{path} cannot be read as a zip file: {error}; make it anew.") from error
+
+
+def _by(sizes: Sequence[tuple[int, ...]]) -> str:
+    smallest, largest = (f"{height} x {width}" for height, width in (sizes[0], sizes[-1]))
+    return smallest if len(sizes) == 1 else f"{smallest} to {largest}"
 
 
 def as_tokens(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:

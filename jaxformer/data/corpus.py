@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Dataset
-from jaxformer.data.text import Document, hold_out, read_documents
+from jaxformer.data.fit import describe_fit, fit_vocabulary
+from jaxformer.data.text import SOTU, Document, hold_out, read_documents
 from jaxformer.data.token_cache import Split, cache_root, cached, encode, holds_tokens_of
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -22,6 +25,8 @@ FORMAT = 2
 class TextConfig(DataConfig):
     """Which text, and how it is cut into windows whose every token is to be predicted from those before it."""
 
+    n_extra_tokens: ClassVar[int] = 0
+    """Tokens of the model that no text has."""
     path: str = "sotu"
     """A file, a folder (every .txt below it), a glob, or 'sotu' (the State of the Union addresses)."""
     val_path: str | None = None
@@ -35,16 +40,34 @@ class TextConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("path", "val_path"):
+            if (path := getattr(self, name)) is not None and not path.strip():
+                raise UserError(f"data.{name} is {path!r}; give a file, a folder, a glob, or '{SOTU}'.")
         if not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction is {self.val_fraction}; it must lie between 0 and 1, such as 0.05.")
         if self.stride is not None:
             at_least(self, 1, "stride")
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Dataset:
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] | None = None,
+    ) -> Dataset:  # fmt: skip
+        model = token_model(model)
+        self.check(model)
+        corpus = load_corpus(self, model.vocab_size - self.n_extra_tokens, tokenizer)
+        fitted = fit_vocabulary(model, corpus.tokenizer, self.n_extra_tokens) if tokenizer is None else model
+        data = self.make(fitted, corpus, batch_size, seed)
+        data.notes = describe_fit(model, fitted, f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens")
+        return data
+
+    def check(self, model: TokenModelConfig) -> None:
+        """Raise `UserError` where the model cannot learn from what this describes."""
+
+    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> Dataset:
+        """Return the corpus in batches."""
         from jaxformer.data.windows import Text
 
-        model = token_model(model)
-        return Text(self, model, load_corpus(self, model.vocab_size, tokenizer), batch_size, seed)
+        return Text(self, model, corpus, batch_size, seed)
 
 
 def token_model(model: ModelConfig) -> TokenModelConfig:

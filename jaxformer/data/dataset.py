@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from jaxformer.config import ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 
 HELD_OUT = 2**32
@@ -40,6 +41,10 @@ class Dataset(ABC):
     """Whole batches."""
     fingerprint: str
     """SHA-256 over what was read, by which one sees that it has changed; how it is cut stands in the run's config."""
+    model: ModelConfig
+    """The model's config, fitted to what was read: the one to train."""
+    notes: Sequence[str] = ()
+    """What was fitted, resized or left out, a sentence each."""
     tokenizer: Tokenizer | None = None
     """Of the tokens in it, where there are any; a run keeps it."""
     classes: Sequence[str] = ()

@@ -7,6 +7,7 @@ of Babel may write some differently. Tokens are bytes.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +16,7 @@ from babel import Locale, UnknownLocaleError
 from babel.dates import format_date
 
 from jaxformer.config import DataConfig, ModelConfig, at_least
-from jaxformer.data.pairs import Pair, Pairs, sequence_to_sequence
+from jaxformer.data.pairs import Pair, Pairs, fitted_pairs, sequence_to_sequence
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
@@ -57,12 +58,14 @@ class DatesConfig(DataConfig):
             if form not in FORMS:
                 raise UserError(f"data.forms has {form!r}; each must be one of {', '.join(FORMS)}.")
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Pairs:
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] | None = None,
+    ) -> Pairs:  # fmt: skip
         shape = sequence_to_sequence(model)
-        tokenizer = tokenizer or Tokenizer.train([], shape.vocab_size)
         train, val = (self.draw(days, n) for days, n in zip(split_days(), (self.n_pairs, self.n_held_out), strict=True))
         name = f"dates in {len(self.locales)} locales"
-        return Pairs(name, train, val, tokenizer, shape, batch_size, seed)
+        return fitted_pairs(name, train, val, (), tokenizer, shape, batch_size, seed)
 
     def draw(self, days: np.ndarray, n: int) -> list[Pair]:
         """Dates of some days, as ordinals: as many in each form, one form after the other; always the same."""

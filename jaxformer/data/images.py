@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import struct
-import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, drawing, evenly, order
+from jaxformer.data.fit import ALL, describe_fit, fit_size
+from jaxformer.data.stills import ImageFolder, Stills, open_images
 from jaxformer.errors import UserError
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-IDX = ("train", "t10k")
-"""How the names of the files begin for training and to measure on; the latter may be missing."""
-PICTURES = (".png", ".jpg", ".jpeg")
-MODES = {1: "L", 3: "RGB"}
-"""What Pillow calls images of so many channels."""
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error)
-"""What reading a damaged picture may raise."""
-UBYTE = 8
-"""The type of an IDX file's numbers: bytes."""
-
-
-class Labelled(NamedTuple):
-    """Images and what they show."""
-
-    images: np.ndarray
-    """`(n, height, width, C)` uint8."""
-    labels: np.ndarray
-    """`(n,)` int32, places in the names of the classes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stills:
-    """What a folder of images has."""
-
-    train: Labelled
-    val: Labelled
-    names: tuple[str, ...]
-    """Of the classes: of folders, in alphabetical order, or the numbers in IDX files."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +47,52 @@ class ImagesConfig(StillsConfig):
         super().__post_init__()
         at_least(self, 0, "shift")
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None) -> Dataset:
-        """See `DataConfig`; the model must take images of just this size, with as many channels and classes."""
-        shape = pixels_of(model)
-        stills = read_stills(self.path, self.val_fraction, shape[-1])
-        found = stills.train.images.shape[1:]
-        if found != shape:
-            height, width, channels = found
-            raise UserError(
-                f"the images in {self.path} are {_sized(found)}, but the model takes {_sized(shape)}; set "
-                f"--model.image-size {height} {width} --model.channels {channels}, or resize them."
-            )
-        check_classes(model, len(stills.names), self.path)
-        return Images(self, stills, batch_size, seed)
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
+        fixed: Container[str] | None = None,
+    ) -> Dataset:  # fmt: skip
+        """See `DataConfig`; images are resized to what the model reads where they do not fit it, nor it them."""
+        pixels_of(model)
+        assert isinstance(model, ImageModelConfig)
+        folder = open_images(self.path)
+        fitted = fit_images(model, folder, ALL if fixed is None else fixed)
+        if fitted.n_classes != len(folder.names):
+            raise UserError(f"{wrong_classes(fitted, len(folder.names), self.path)}.")
+        stills = folder.read(self.val_fraction, fitted.image_size, fitted.channels)
+        data = Images(self, fitted, stills, batch_size, seed)
+        why = f"{self.path} has images of {_sized((*folder.shapes[0][:2], folder.channels))}"
+        resizing = folder.describe_resizing(fitted.image_size)
+        data.notes = (*describe_fit(model, fitted, why), *resizing, *folder.notes)
+        return data
+
+
+def fit_images(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str]) -> ImageModelConfig:
+    """Return the model's config for the size, the channels and the classes of the images in a folder; see `fit_size`.
+
+    Args:
+      fixed: names of fields to leave as they are.
+    """
+    patch = getattr(model, "patch_size", None)
+    size, new_patch = fit_size(
+        model.image_size, patch or (1, 1), folder.size, "image_size" in fixed, patch is None or "patch_size" in fixed
+    )
+    changes: dict[str, Any] = {"image_size": size} | ({} if patch is None else {"patch_size": new_patch})
+    if "n_classes" not in fixed:
+        changes["n_classes"] = len(folder.names)
+    return with_channels(model, folder.channels, fixed, changes)
+
+
+def with_channels(
+    model: ImageModelConfig, channels: int, fixed: Container[str], changes: dict[str, Any]
+) -> ImageModelConfig:
+    """Return the model's config with so many channels, and with other changes; statistics of each channel that are of
+    other channels become their mean."""
+    if "channels" not in fixed:
+        changes["channels"] = channels
+        for name in ("mean", "std"):
+            if name not in fixed and len(values := getattr(model, name, ())) not in (0, 1, channels):
+                changes[name] = (sum(values) / len(values),)
+    return replace(model, **changes)
 
 
 def pixels_of(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
@@ -111,25 +108,25 @@ def pixels_of(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
     return shape
 
 
-def check_classes(model: ModelConfig, n_classes: int, path: str) -> None:
-    """Raise `UserError` where the model has other than so many classes."""
-    assert isinstance(model, ImageModelConfig)
-    if model.n_classes != n_classes:
-        raise UserError(
-            f"what {path} shows is of {n_classes} classes, but model.n_classes is {model.n_classes}; set "
-            f"--model.n-classes {n_classes}."
-        )
+def wrong_classes(model: ImageModelConfig, n_classes: int, path: str) -> str:
+    """Return the sentence for a model that has other than so many classes, without its full stop."""
+    return (
+        f"what {path} shows is of {n_classes} classes, but model.n_classes is {model.n_classes}; set "
+        f"--model.n-classes {n_classes}"
+    )
 
 
 class PixelDataset(Dataset):
     """What images and videos made of images share: every example is of one still image."""
 
-    def __init__(self, stills: Stills, path: str, batch_size: int, seed: int, settings: Sequence[Any]) -> None:
+    def __init__(
+        self, stills: Stills, path: str, model: ImageModelConfig, batch_size: int, seed: int, settings: Sequence[Any]
+    ) -> None:
         """`settings` is all else that shapes an example. Raises `UserError` where there are too few images."""
         n = len(stills.train.images)
         if n < batch_size:
             raise UserError(f"{path} has {n} training images, fewer than train.batch_size {batch_size}; lower it.")
-        self.stills, self.path, self.batch_size, self.seed = stills, path, batch_size, seed
+        self.stills, self.path, self.model, self.batch_size, self.seed = stills, path, model, batch_size, seed
         self.classes = stills.names
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size
         digest = hashlib.sha256(repr((stills.names, *settings)).encode())
@@ -165,8 +162,10 @@ class PixelDataset(Dataset):
 class Images(PixelDataset):
     """What each image shows is to be told."""
 
-    def __init__(self, config: ImagesConfig, stills: Stills, batch_size: int, seed: int) -> None:
-        super().__init__(stills, config.path, batch_size, seed, [config.flip, config.shift])
+    def __init__(
+        self, config: ImagesConfig, model: ImageModelConfig, stills: Stills, batch_size: int, seed: int
+    ) -> None:
+        super().__init__(stills, config.path, model, batch_size, seed, [config.flip, config.shift])
         self.config = config
 
     def varied(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -208,207 +207,6 @@ def shifted(images: np.ndarray, moves: np.ndarray) -> np.ndarray:
 def uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
     """`(n, k)` numbers from 0 to below 1: what an epoch draws for each of n examples, apart from their order."""
     return drawing(seed, epoch).random((n, k))
-
-
-def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
-    """All images of a folder; see `StillsConfig`.
-
-    Args:
-      val_fraction: see `StillsConfig`.
-      channels: PNG and JPEG files become grey (1) or colour (3), whatever they were; see `read_picture`.
-
-    Raises:
-      UserError: no such folder, nothing in it, a broken file, or images of several sizes.
-    """
-    if not path:
-        raise UserError(
-            "data.path is empty; give a folder of images with --data.path, such as one with the four files of "
-            "Fashion-MNIST or with train/LABEL/*.png in it."
-        )
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"data.path is {path}, but there is no such folder; give one with images.")
-    if _idx_file(folder, IDX[0], "images"):
-        train, val = (_read_idx_pair(folder, part) for part in IDX)
-        largest = max(int(part.labels.max(initial=0)) for part in (train, val) if part is not None)
-        names = tuple(map(str, range(largest + 1)))
-    elif (folder / "train").is_dir():
-        names = tuple(sorted(place.name for place in (folder / "train").iterdir() if place.is_dir()))
-        train, val = (_read_folders(folder / part, names, channels) for part in ("train", "val"))
-    else:
-        raise UserError(f"{path} has neither {IDX[0]}-images-idx3-ubyte nor a folder train; give a folder with one.")
-    if train is None:
-        raise UserError(f"there are no images in {folder / 'train'}; put them into train/LABEL/ as PNG or JPEG files.")
-    if val is None:
-        train, val = hold_out(train, val_fraction)
-    if train.images.shape[1:] != val.images.shape[1:]:
-        raise UserError(
-            f"the images to train on in {path} are {_sized(train.images.shape[1:])}, those to measure on "
-            f"{_sized(val.images.shape[1:])}; all must have one size."
-        )
-    return Stills(train, val, names)
-
-
-def hold_out(images: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
-    """What to train on, and about this share of the images to measure on: those with the smallest SHA-256, so that two
-    of one content are never on both sides.
-
-    Raises:
-      UserError: one side would be empty.
-    """
-    digests = [int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") for image in images.images]
-    held = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
-    if held.all() or not held.any():
-        purpose = "train" if held.all() else "measure"
-        raise UserError(
-            f"data.val_fraction {fraction} of {len(held)} images leaves nothing to {purpose} on; change it, or give a "
-            "folder val."
-        )
-    train, val = (Labelled(images.images[at], images.labels[at]) for at in (~held, held))
-    return train, val
-
-
-def _idx_file(folder: Path, part: str, what: str) -> Path | None:
-    """The file of one part's images or labels, packed or not."""
-    name = f"{part}-{what}-idx{3 if what == 'images' else 1}-ubyte"
-    return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
-
-
-def _read_idx_pair(folder: Path, part: str) -> Labelled | None:
-    """The images and labels of one part; None where it has neither."""
-    files = [_idx_file(folder, part, what) for what in ("images", "labels")]
-    if files == [None, None]:
-        return None
-    for file, what in zip(files, ("images", "labels"), strict=True):
-        if file is None:
-            raise UserError(f"{folder} has no {part}-{what}-idx*-ubyte, with .gz or without; put it beside the others.")
-    images, labels = (read_idx(file, axes) for file, axes in zip(files, (3, 1), strict=True) if file is not None)
-    if len(images) != len(labels):
-        raise UserError(
-            f"{files[0]} has {len(images)} images, but {files[1]} has {len(labels)} labels; they are not of one set."
-        )
-    if not images.size:
-        raise UserError(f"{files[0]} has no images; give a file with at least 1.")
-    return Labelled(images[..., None], labels.astype(np.int32))
-
-
-def read_idx(file: Path, axes: int) -> np.ndarray:
-    """The bytes of an IDX file (LeCun et al., the format of MNIST), as an array with so many axes.
-
-    Raises:
-      UserError: it is none, has other axes, or its end is missing.
-    """
-    try:
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{file} cannot be unpacked: {error}; get it anew.") from error
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    if content[:4] != bytes([0, 0, UBYTE, axes]):
-        raise UserError(
-            f"{file} begins with {content[:4].hex(' ') or 'nothing'}, but an IDX file of bytes with {axes} "
-            f"{'axis' if axes == 1 else 'axes'} begins with 00 00 08 {axes:02x}; get it anew."
-        )
-    start = 4 + 4 * axes
-    shape = tuple(int(n) for n in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), ">u4"))
-    if len(content) != start + prod(shape):
-        raise UserError(
-            f"{file} has {len(content):,} bytes, but by its header it should have {start + prod(shape):,}; get it anew."
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-
-
-def _read_folders(folder: Path, names: Sequence[str], channels: int) -> Labelled | None:
-    """The images in the folder of each class; None where there is no such folder, or none in it."""
-    if not folder.is_dir():
-        return None
-    if unknown := sorted({place.name for place in folder.iterdir() if place.is_dir()} - set(names)):
-        raise UserError(
-            f"{folder} has a class {unknown[0]!r} that train has not; remove it, or give images to train on."
-        )
-    files = [
-        (file, label)
-        for label, name in enumerate(names)
-        if (folder / name).is_dir()
-        for file in sorted((folder / name).iterdir())
-        if file.suffix.lower() in PICTURES
-    ]
-    if not files:
-        return None
-    images: list[np.ndarray] = []
-    for file, _ in files:
-        image = read_picture(file, str(file), channels)
-        if images and image.shape != images[0].shape:
-            raise UserError(
-                f"{file} is {_sized(image.shape)}, but {files[0][0]} is {_sized(images[0].shape)}; resize it, for all "
-                "must have one size."
-            )
-        images.append(image)
-    return Labelled(np.stack(images), np.array([label for _, label in files], np.int32))
-
-
-def read_picture(file: Path | IO[bytes], name: str, channels: int) -> np.ndarray:
-    """A PNG or JPEG file as `(height, width, C)` uint8, made grey or coloured; what is transparent is white.
-
-    Raises:
-      UserError: it cannot be read, has more than 8 bits a channel, or C is neither 1 nor 3.
-    """
-    with _opened(file, name, channels) as picture:
-        return _pixels(picture, name, channels)
-
-
-def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A picture as a model takes it, uint8, resized to `shape`: height, width and channels, with the frames before them
-    for a video, which is an animated GIF, PNG or WebP file; as many of its frames are taken, evenly spread.
-
-    Raises:
-      UserError: see `read_picture`; or it has fewer frames.
-    """
-    *frames, height, width, channels = shape
-    with _opened(file, file, channels) as picture:
-        if not frames:
-            return _pixels(picture, file, channels, (width, height))
-        there, wanted = getattr(picture, "n_frames", 1), frames[0]
-        if there < wanted:
-            raise UserError(f"{file} has {there} frame(s), but the model takes {wanted}; give an animated GIF of more.")
-        pixels = np.empty(shape, np.uint8)
-        for frame, number in enumerate(evenly(there, wanted)):
-            picture.seek(int(number))
-            pixels[frame] = _pixels(picture, file, channels, (width, height))
-        return pixels
-
-
-@contextmanager
-def _opened(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
-    """A picture; what goes wrong in reading it is said of `name`."""
-    from PIL import Image  # it takes a moment
-
-    if channels not in MODES:
-        raise UserError(f"model.channels is {channels}, but pictures can be read as 1 (grey) or 3 (colour); set one.")
-    try:
-        with Image.open(file) as picture:
-            yield picture
-    except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist; name a picture that does.") from error
-    except BROKEN as error:  # a damaged GIF makes Pillow raise any of them
-        raise UserError(f"{name} cannot be read as a picture: {error}; remove it, or get it anew.") from error
-    except Image.DecompressionBombError as error:
-        raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error
-
-
-def _pixels(picture: Image.Image, name: str, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
-    """`(height, width, C)` uint8, resized where a width and a height are given."""
-    from PIL import Image, ImageOps
-
-    if picture.mode.startswith(("I", "F")):  # Pillow would make white of all above 255
-        raise UserError(f"{name} has more than 8 bits a channel; convert it to 8.")
-    picture = ImageOps.exif_transpose(picture)  # as a camera was held
-    plain = picture.convert("RGBA" if picture.has_transparency_data else MODES[channels])
-    if plain.mode == "RGBA":
-        plain = Image.alpha_composite(Image.new("RGBA", plain.size, "white"), plain)
-    plain = plain.convert(MODES[channels])
-    pixels = np.asarray(plain if size in (None, plain.size) else plain.resize(size, Image.Resampling.BICUBIC))
-    return pixels.reshape(*pixels.shape[:2], channels)
 
 
 def _sized(shape: Sequence[int]) -> str:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxformer.config import ModelConfig, TokenModelConfig
-from jaxformer.data.corpus import Corpus, TextConfig, load_corpus, token_model
+from jaxformer.config import TokenModelConfig
+from jaxformer.data.corpus import Corpus, TextConfig
 from jaxformer.data.dataset import HELD_OUT, Batch, drawing
-from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import Text, eval_batches
 from jaxformer.errors import UserError
 
@@ -24,6 +23,7 @@ class MaskedTextConfig(TextConfig):
     """Which text, cut into windows in which some tokens are left out (a cloze test). The vocabulary of the model has
     one token more than the text's, its last: the mask."""
 
+    n_extra_tokens = 1
     masked_fraction: float = 0.15
     """Share of the tokens that are to be predicted."""
 
@@ -34,11 +34,12 @@ class MaskedTextConfig(TextConfig):
                 f"data.masked_fraction is {self.masked_fraction}; it must be above 0 and at most 1, such as 0.15."
             )
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> MaskedText:
-        model = token_model(model)
+    def check(self, model: TokenModelConfig) -> None:
         if model.vocab_size < 258:
             raise UserError(f"vocab_size is {model.vocab_size}; bytes, end-of-text and the mask need at least 258.")
-        return MaskedText(self, model, load_corpus(self, model.vocab_size - 1, tokenizer), batch_size, seed)
+
+    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> MaskedText:
+        return MaskedText(self, model, corpus, batch_size, seed)
 
 
 class MaskedText(Text):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.fit import describe_fit, fit_vocabulary
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -42,13 +43,16 @@ class PairsConfig(DataConfig):
     reverse: bool = False
     """Make sources of targets: translate the other way."""
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> Pairs:
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] | None = None,
+    ) -> Pairs:  # fmt: skip
         shape = sequence_to_sequence(model)
         train, val = (read_pairs(file) for file in self._files())
         if self.reverse:
             train, val = ([Pair(target, source) for source, target in pairs] for pairs in (train, val))
-        tokenizer = tokenizer or Tokenizer.train([text for pair in train for text in pair], shape.vocab_size)
-        return Pairs(self.path, train, val, tokenizer, shape, batch_size, seed)
+        texts = (text for pair in train for text in pair)
+        return fitted_pairs(self.path, train, val, texts, tokenizer, shape, batch_size, seed)
 
     def _files(self) -> tuple[Path, Path]:
         if not self.path:
@@ -101,6 +105,19 @@ def read_pairs(path: Path) -> list[Pair]:
     return pairs
 
 
+def fitted_pairs(
+    name: str, train: Sequence[Pair], val: Sequence[Pair], texts: Iterable[str], tokenizer: Tokenizer | None,
+    model: TokenModelConfig, batch_size: int, seed: int,
+) -> Pairs:  # fmt: skip
+    """Return pairs as tokens; without a tokenizer, one learns from texts, and the model is fitted to it."""
+    if tokenizer is not None:
+        return Pairs(name, train, val, tokenizer, model, batch_size, seed)
+    tokenizer = Tokenizer.train(texts, model.vocab_size)
+    data = Pairs(name, train, val, tokenizer, fitted := fit_vocabulary(model, tokenizer), batch_size, seed)
+    data.notes = describe_fit(model, fitted, f"{name} supports {tokenizer.vocab_size:,} tokens")
+    return data
+
+
 class Pairs(Dataset):
     """Pairs of texts as tokens, each batch of pairs of like length.
 
@@ -121,7 +138,7 @@ class Pairs(Dataset):
         batch_size: int, seed: int,
     ) -> None:  # fmt: skip
         """Raises `UserError` where too few pairs fit the model."""
-        self.name, self.tokenizer, self.val = name, tokenizer, val
+        self.name, self.model, self.tokenizer, self.val = name, model, tokenizer, val
         self._end = tokenizer.end_of_text
         self.fingerprint = _fingerprint(train, val, model)
         self.context_length, self._batch_size, self._seed = model.context_length, batch_size, seed

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxformer.config import ModelConfig, TokenModelConfig, at_least
-from jaxformer.data.corpus import Corpus, TextConfig, load_corpus, token_model
+from jaxformer.config import TokenModelConfig, at_least
+from jaxformer.data.corpus import Corpus, TextConfig
 from jaxformer.data.dataset import HELD_OUT, Batch, drawing
-from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import Text
 from jaxformer.errors import UserError
 
@@ -31,15 +30,16 @@ class PrefixTextConfig(TextConfig):
         if self.longest_prefix is not None:
             at_least(self, self.shortest_prefix, "longest_prefix")
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None) -> PrefixText:
-        model = token_model(model)
+    def check(self, model: TokenModelConfig) -> None:
         for name in ("shortest_prefix", "longest_prefix"):
             if (getattr(self, name) or 0) > model.context_length:
                 raise UserError(
                     f"data.{name} is {getattr(self, name)}; it must be at most the model's context_length, "
                     f"{model.context_length}."
                 )
-        return PrefixText(self, model, load_corpus(self, model.vocab_size, tokenizer), batch_size, seed)
+
+    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixText:
+        return PrefixText(self, model, corpus, batch_size, seed)
 
 
 class PrefixText(Text):

@@ -41,6 +41,8 @@ class Document:
     """The same in UTF-8."""
     digest: bytes
     """SHA-256 of the cleaned text."""
+    stamp: tuple[int, int]
+    """Size and time of change of its file, by which one sees that it stays as it was."""
     start: int = 0
     """First character of the cleaned text that belongs to the document."""
     stop: int | None = None
@@ -53,17 +55,24 @@ class Document:
         Raises:
           UserError: see `read_pieces`.
         """
+        stamp = _stamp(path)
         width = page_width(read_pieces(path)) if unwrap_lines else None
         digest, n_characters, n_bytes = hashlib.sha256(), 0, 0
         for piece in clean(read_pieces(path), width):
             raw = piece.encode()
             digest.update(raw)
             n_characters, n_bytes = n_characters + len(piece), n_bytes + len(raw)
-        return cls(path.name, path, width, n_characters, n_bytes, digest.digest())
+        return cls(path.name, path, width, n_characters, n_bytes, digest.digest(), stamp)
 
     def pieces(self) -> Iterator[str]:
-        """Yield the text in pieces of at most `PIECE_CHARACTERS`, which give the tokens of the whole."""
-        return cut(_between(clean(read_pieces(self.path), self.width), self.start, self.stop))
+        """Yield the text in pieces of at most `PIECE_CHARACTERS`, which give the tokens of the whole.
+
+        Raises:
+          UserError: the file has changed since `read`.
+        """
+        yield from cut(_between(clean(read_pieces(self.path), self.width), self.start, self.stop))
+        if _stamp(self.path) != self.stamp:
+            raise UserError(f"{self.path} changed while it was read; start again once it stays as it is.")
 
     def split(self, fraction: float) -> tuple[Document, Document]:
         """Cut at the last line break, or else space, that leaves `fraction` of the text behind, and at most twice that;
@@ -266,6 +275,14 @@ def hold_out(documents: list[Document], fraction: float) -> tuple[list[Document]
         [document for document in documents if document.digest not in held],
         [document for document in documents if document.digest in held],
     )
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    return status.st_size, status.st_mtime_ns
 
 
 def _lines(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:

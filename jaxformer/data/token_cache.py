@@ -90,15 +90,14 @@ def cached(
       UserError: see `Tokenizer.train`; or the folder cannot be written, or not be read back.
     """
     _remove_abandoned(folder.parent)
-    for _ in range(2):
-        try:
-            return read(folder)
-        except FileNotFoundError:
-            pass
-        except Unverified as error:
-            logging.getLogger(__name__).warning("cached tokens in %s %s; tokenizing again.", folder, error)
-            _discard(folder)
-        _build(folder, train, val, vocab_size, tokenizer)
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        pass
+    except Unverified as error:
+        logging.getLogger(__name__).warning("cached tokens in %s %s; tokenizing again.", folder, error)
+        _discard(folder)
+    _build(folder, train, val, vocab_size, tokenizer)
     try:
         return read(folder)
     except (FileNotFoundError, Unverified) as error:
@@ -154,7 +153,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tupl
     for document in documents:
         for piece in chain(document.pieces(), (None,)):
             batch.append(piece)
-            if len(batch) == 2 * PIECES_AT_ONCE:
+            if len(batch) == PIECES_AT_ONCE:
                 yield from flush()
                 batch = []
     if batch:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.config import ModelConfig, at_least
+from jaxformer.config import ImageModelConfig, ModelConfig, at_least
 from jaxformer.data.dataset import HELD_OUT, Dataset
+from jaxformer.data.fit import ALL, MAX_TAKEN_SIDE, describe_fit
 from jaxformer.data.images import (
     PixelDataset,
-    Stills,
     StillsConfig,
-    check_classes,
     pixels_of,
-    read_stills,
     uniforms,
+    with_channels,
+    wrong_classes,
 )
+from jaxformer.data.stills import Stills, open_images
 from jaxformer.errors import UserError
 
 DIRECTIONS = {
@@ -43,25 +45,47 @@ class MovingImagesConfig(StillsConfig):
         super().__post_init__()
         at_least(self, 1, "max_speed")
 
-    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None) -> Dataset:
-        """See `DataConfig`; the model's canvas must have room for the motion, and as many channels and classes."""
-        n_frames, *canvas, channels = pixels_of(model, 4)
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
+        fixed: Container[str] | None = None,
+    ) -> Dataset:  # fmt: skip
+        """See `DataConfig`; the model's canvas must have room for the motion, and as many classes."""
+        fixed = ALL if fixed is None else fixed
+        n_frames, *canvas, _ = pixels_of(model, 4)
+        assert isinstance(model, ImageModelConfig)
         if n_frames == 1 and self.label == "direction":
             raise UserError("model.n_frames is 1, but where something moves takes at least 2 to tell; raise it.")
-        stills = read_stills(self.path, self.val_fraction, channels)
-        *size, found = stills.train.images.shape[1:]
-        if found != channels:
-            raise UserError(f"the images in {self.path} have {found} channel(s), but model.channels is {channels}.")
+        folder = open_images(self.path)
         way = (n_frames - 1) * self.max_speed
-        if any(room < length + way for room, length in zip(canvas, size, strict=True)):
-            needed = " ".join(str(length + way) for length in size)
-            raise UserError(
-                f"model.image_size is {canvas[0]} x {canvas[1]}, but images of {size[0]} x {size[1]} that move {way} "
-                f"pixels in {n_frames} frames need {needed.replace(' ', ' x ')}; set --model.image-size {needed} or "
-                "more, lower data.max_speed or model.n_frames."
-            )
-        check_classes(model, self.n_directions if self.label == "direction" else len(stills.names), self.path)
-        return MovingImages(self, stills, (n_frames, canvas[0], canvas[1]), batch_size, seed)
+        size = folder.size
+        if size is None or max(size) > MAX_TAKEN_SIDE:
+            size = max(1, canvas[0] - way), max(1, canvas[1] - way)
+        needed = [length + way for length in size]
+        errors: list[str] = []
+        changes: dict[str, Any] = {}
+        if any(room < length for room, length in zip(canvas, needed, strict=True)):
+            if "image_size" in fixed:
+                errors.append(
+                    f"model.image_size is {canvas[0]} x {canvas[1]}, but images of {size[0]} x {size[1]} that move "
+                    f"{way} pixels in {n_frames} frames need {needed[0]} x {needed[1]}; set --model.image-size "
+                    f"{needed[0]} {needed[1]} or more, lower data.max_speed or model.n_frames"
+                )
+            patch = getattr(model, "patch_size", (1, 1))
+            changes["image_size"] = tuple(-(-length // side) * side for length, side in zip(needed, patch, strict=True))
+        n_classes = self.n_directions if self.label == "direction" else len(folder.names)
+        if "n_classes" not in fixed:
+            changes["n_classes"] = n_classes
+        elif model.n_classes != n_classes:
+            errors.append(wrong_classes(model, n_classes, self.path))
+        if errors:
+            raise UserError(f"{'; and '.join(errors)}.")
+        fitted = with_channels(model, folder.channels, fixed, changes)
+        stills = folder.read(self.val_fraction, size, fitted.channels)
+        height, width = fitted.image_size
+        data = MovingImages(self, fitted, stills, (n_frames, height, width), batch_size, seed)
+        why = f"images of {size[0]} x {size[1]} pixels move {way} in {n_frames} frames"
+        data.notes = (*describe_fit(model, fitted, why), *folder.describe_resizing(size), *folder.notes)
+        return data
 
 
 class MovingImages(PixelDataset):
@@ -69,11 +93,12 @@ class MovingImages(PixelDataset):
     are of held-out images, and always the same."""
 
     def __init__(
-        self, config: MovingImagesConfig, stills: Stills, size: tuple[int, int, int], batch_size: int, seed: int
-    ) -> None:
+        self, config: MovingImagesConfig, model: ImageModelConfig, stills: Stills, size: tuple[int, int, int],
+        batch_size: int, seed: int,
+    ) -> None:  # fmt: skip
         """`size` is frames, height and width."""
         settings = [config.label, config.n_directions, config.max_speed, size]
-        super().__init__(stills, config.path, batch_size, seed, settings)
+        super().__init__(stills, config.path, model, batch_size, seed, settings)
         self.config, self.size = config, size
         self.directions = tuple(DIRECTIONS)[:: len(DIRECTIONS) // config.n_directions]
         self.classes = self.directions if config.label == "direction" else stills.names

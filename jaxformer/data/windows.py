@@ -140,6 +140,7 @@ class Text(Dataset):
     """A corpus in windows of which every token is to be predicted from those before it."""
 
     unit = "tokens"
+    model: TokenModelConfig
 
     def __init__(self, config: TextConfig, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
         """Raises `UserError` where one of its parts is too short."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log
+from math import log, prod
 from typing import ClassVar, Literal
 
 import flax.linen as nn
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ModelConfig, at_least
+from jaxformer.config import ModelConfig, at_least, set_sides
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
@@ -48,10 +48,11 @@ class TowerConfig(BlocksConfig):
 class ImageTowerConfig(TowerConfig):
     """The shape of the tower for images; the defaults are those of ViT-B/32."""
 
-    image_size: int = 224
-    """Pixels on each side of an image."""
-    patch_size: int = 32
-    """And on each side of the squares that stand for tokens."""
+    image_size: tuple[int, ...] = (224, 224)
+    """Height and width in pixels; one number stands for both."""
+    patch_size: tuple[int, ...] = (32, 32)
+    """Height and width of the patches that stand for tokens, one number for both; they must divide those of the
+    image."""
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     """Of the pixels from 0 to 1 in each channel, which is subtracted; the default is that of CLIP's own images."""
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
@@ -62,19 +63,16 @@ class ImageTowerConfig(TowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "image_size", "patch_size")
-        if self.image_size % self.patch_size:
-            raise UserError(
-                f"image_size is {self.image_size}; it must be a multiple of patch_size {self.patch_size}, of which "
-                "whole squares fill an image."
-            )
+        set_sides(self, "image_size", "patch_size")
+        if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
+            raise UserError(f"patch_size {self.patch_size} does not divide image_size {self.image_size}; change one.")
         if not self.mean or len(self.mean) != len(self.std) or not all(std > 0 for std in self.std):
             raise UserError(f"mean is {self.mean} and std {self.std}; give one of each for every channel, std above 0.")
 
     @property
     def n_patches(self) -> int:
         """N."""
-        return (self.image_size // self.patch_size) ** 2
+        return prod(self.image_size) // prod(self.patch_size)
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ class CLIPConfig(ModelConfig):
         at_least(self, 0.01, "temperature")
 
     def example(self) -> tuple[np.ndarray, ...]:
-        side, length = self.vision.image_size, self.text.context_length
-        image_HWC = np.zeros((side, side, len(self.vision.mean)), np.uint8)
+        length = self.text.context_length
+        image_HWC = np.zeros((*self.vision.image_size, len(self.vision.mean)), np.uint8)
         return image_HWC, np.zeros(length, np.int32), np.zeros(length, bool)
 
     def build(self, execution: Execution = PLAIN) -> CLIP:
@@ -131,8 +129,8 @@ class ImageEmbedding(nn.Module):
         c = self.config
         init = nn.initializers.normal(c.d_model**-0.5)
         x_class_D = self.param("x_class", init, (c.d_model,))
-        W_E = self.param("W_E", init, (c.patch_size**2 * len(c.mean), c.d_model))
-        patches_NP = patchify(standardised(image_HWC, c.mean, c.std), 2 * (c.patch_size,))
+        W_E = self.param("W_E", init, (prod(c.patch_size) * len(c.mean), c.d_model))
+        patches_NP = patchify(standardised(image_HWC, c.mean, c.std), c.patch_size)
         x_ND = patches_NP.astype(W_E.dtype) @ W_E
         x_TD = jnp.concatenate([x_class_D[None], x_ND])
         if c.positions == "learned":

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ImageModelConfig, at_least
+from jaxformer.config import ImageModelConfig, at_least, set_sides
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
@@ -23,8 +23,8 @@ from jaxformer.ops.patches import patchify, standardised
 class ViTConfig(BlocksConfig, ImageModelConfig):
     """The shape of a `ViT`. The defaults are ViT-B/16 of the paper, table 1."""
 
-    patch_size: tuple[int, int] = (16, 16)
-    """Height and width in pixels; they must divide those of the image."""
+    patch_size: tuple[int, ...] = (16, 16)
+    """Height and width in pixels, one number for both; they must divide those of the image."""
     pooling: Literal["class", "mean"] = "class"
     """What stands for the image: the features of a token added for that, or the mean over all patches."""
     mean: tuple[float, ...] = (0.5,)
@@ -42,8 +42,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "n_blocks")
-        if len(self.patch_size) != 2 or min(self.patch_size) < 1:
-            raise UserError(f"patch_size is {self.patch_size}; it must be a height and a width of at least 1 pixel.")
+        set_sides(self, "patch_size")
         if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
             raise UserError(f"patch_size {self.patch_size} does not divide image_size {self.image_size}; change one.")
         for name in ("mean", "std"):

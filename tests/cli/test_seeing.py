@@ -15,7 +15,8 @@ from jaxformer.checkpoints import Checkpoints
 from jaxformer.cli import sample
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.captions import CaptionsConfig
-from jaxformer.data.images import ImagesConfig, read_fitted
+from jaxformer.data.images import ImagesConfig
+from jaxformer.data.pictures import read_fitted
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.videos import MovingImagesConfig
 from jaxformer.errors import UserError

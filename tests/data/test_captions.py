@@ -247,7 +247,6 @@ def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> No
     [
         ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip has no 5\.png, which a caption is for"),
         ({"images": {**IMAGES, "x.png": b""}}, r"x\.png in .*images\.zip has no caption; add a line to captions\.tsv"),
-        ({"images": {**IMAGES, "1.png": png((0, 0, 0), (4, 5))}}, "has 4 x 5 pixels, but the model reads 4 x 4"),
         ({"images": {**IMAGES, "1.png": b"no image"}}, r"1\.png in .* cannot be read as a picture"),
         ({"images": {**IMAGES, "1.png": IMAGES["1.png"][:40]}}, r"1\.png in .* cannot be read as a picture"),
         ({"header": "image\ttext"}, r"the first line of .*captions\.tsv is 'image\\ttext'"),
@@ -262,6 +261,24 @@ def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> No
 def test_files_that_do_not_fit_together_are_the_users_error(tmp_path: Path, change: dict, said: str) -> None:
     with pytest.raises(UserError, match=said):
         load(write(tmp_path, **change))
+
+
+def test_a_model_is_fitted_to_images_and_captions_and_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, images={name: png((9, 9, 9), (10, 6)) for name in IMAGES})
+    model = replace(MODEL, text=replace(MODEL.text, vocab_size=5000))
+    data = CaptionsConfig(path).load(model, 2, 0, fixed=())
+    vision = replace(MODEL.vision, image_size=(6, 10), patch_size=(2, 5))
+    fewer = data.tokenizer.vocab_size
+    assert 257 < fewer < 5000
+    assert data.model == replace(MODEL, vision=vision, text=replace(MODEL.text, vocab_size=fewer))
+    assert data.rows(0).inputs[0].shape == (2, 6, 10, 3)
+    assert data.notes == (
+        f"{path} has images of 6 x 10 pixels and supports {fewer} tokens: model.vision.image_size 6 10 (not 4 4), "
+        f"model.vision.patch_size 2 5 (not 2 2), model.text.vocab_size {fewer} (not 5000)",
+    )
+    fixed = CaptionsConfig(path).load(MODEL, 2, 0)
+    assert fixed.model == MODEL and fixed.rows(0).inputs[0].shape == (2, 4, 4, 3)
+    assert fixed.notes == (f"the images in {path} are resized from 6 x 10 to 4 x 4 pixels",)
 
 
 @pytest.mark.parametrize("name", ["images.zip", "captions.tsv"])

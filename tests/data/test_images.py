@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxformer.data.images import ImagesConfig, Labelled, hold_out, read_idx, read_stills, shifted, uniforms
+from jaxformer.data.fit import fit_size
+from jaxformer.data.images import ImagesConfig, shifted, uniforms
+from jaxformer.data.pictures import read_fitted, read_idx, read_picture
+from jaxformer.data.stills import Labelled, Stills, hold_out, open_images
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
@@ -51,6 +54,13 @@ def write_pictures(folder: Path, pixels: np.ndarray, suffix: str = ".png") -> Pa
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.squeeze()).save(place / f"{i:02}{suffix}")
     return folder
+
+
+def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
+    """All images in their own size."""
+    folder = open_images(path)
+    assert folder.size is not None
+    return folder.read(val_fraction, folder.size, channels)
 
 
 @pytest.fixture
@@ -260,19 +270,68 @@ def test_idx_files_that_do_not_belong_together_are_refused(idx_folder: Path) -> 
         read_stills(str(idx_folder), 0.1, 1)
 
 
-def test_pictures_of_several_sizes_are_refused_with_both(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "train", images(N))
-    file = tmp_path / "train" / "b" / "99.png"
-    Image.fromarray(np.zeros((5, 6), np.uint8)).save(file)
-    with pytest.raises(UserError, match=f"{file} is 5 x 6 pixels .* but .*00.png is 4 x 6 pixels .*; resize it"):
-        read_stills(str(tmp_path), 0.1, 1)
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_pictures_of_several_sizes_are_resized_to_the_models_as_in_sampling(tmp_path: Path, part: str) -> None:
+    write_pictures(tmp_path / "train", images(N, 3))
+    write_pictures(tmp_path / "val", images(3, 3))
+    file = tmp_path / part / "b" / "99.png"
+    Image.fromarray(np.random.default_rng(0).integers(256, size=(9, 7, 3)).astype(np.uint8)).save(file)
+    data = ImagesConfig(str(tmp_path)).load(MODEL, 2, 0, fixed=())
+    assert data.model == replace(MODEL, channels=3)
+    assert any("resized from 2 sizes, 4 x 6 to 9 x 7, to 4 x 6 pixels" in note for note in data.notes)
+    pixels = {image.tobytes() for image in getattr(data.stills, part).images}
+    assert read_picture(file, "", 3, (HEIGHT, WIDTH)).tobytes() in pixels
+    assert read_fitted(str(file), (HEIGHT, WIDTH, 3)).tobytes() in pixels
 
 
-def test_parts_of_different_sizes_are_refused(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "train", images(N))
-    write_pictures(tmp_path / "val", images(N)[:, :3])
-    with pytest.raises(UserError, match=r"to train on .* are 4 x 6 .* to measure on 3 x 6"):
-        read_stills(str(tmp_path), 0.1, 1)
+def test_a_model_is_fitted_to_images_and_says_so(tmp_path: Path) -> None:
+    """As many patches as before, where that divides the image: 2 x 3 of them."""
+    pixels = np.random.default_rng(0).integers(256, size=(N, 10, 9, 3)).astype(np.uint8)
+    write_pictures(tmp_path / "train", pixels)
+    write_pictures(tmp_path / "test", pixels)
+    data = ImagesConfig(str(tmp_path), val_fraction=0.5).load(replace(MODEL, n_classes=10), 2, 0, fixed=())
+    assert data.model == replace(MODEL, image_size=(10, 9), channels=3, patch_size=(5, 3))
+    assert data.rows(0).inputs[0].shape == (2, 10, 9, 3)
+    assert data.notes == (
+        f"{tmp_path} has images of 10 x 9 pixels with 3 channels: model.image_size 10 9 (not 4 6), model.channels 3 "
+        "(not 1), model.n_classes 3 (not 10), model.patch_size 5 3 (not 2 2)",
+        f"the folder {tmp_path / 'test'} is not read: images to measure on are some of train; call it val to take them "
+        "from there",
+    )
+
+
+def test_what_was_given_stays_and_images_are_resized_to_it(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "train", np.random.default_rng(0).integers(256, size=(N, 10, 9, 3)).astype(np.uint8))
+    config = ImagesConfig(str(tmp_path), val_fraction=0.5)
+    data = config.load(MODEL, 2, 0)
+    assert data.model == MODEL and data.rows(0).inputs[0].shape == (2, HEIGHT, WIDTH, 1)
+    assert data.notes == (f"the images in {tmp_path} are resized from 10 x 9 to 4 x 6 pixels",)
+    with pytest.raises(UserError, match=r"of 3 classes, but model.n_classes is 4; set --model.n-classes 3\.$"):
+        config.load(replace(MODEL, n_classes=4), 2, 0, fixed={"n_classes"})
+
+
+def test_the_channels_of_idx_files_are_fitted_or_made(idx_folder: Path) -> None:
+    coloured = replace(MODEL, channels=3, mean=(0.25, 0.5, 0.75), std=(0.25, 0.25, 0.25))
+    config = ImagesConfig(str(idx_folder))
+    assert config.load(coloured, 2, 0, fixed=()).model == replace(coloured, channels=1, mean=(0.5,), std=(0.25,))
+    (pixels,) = config.load(coloured, 2, 0).rows(0).inputs
+    assert pixels.shape[-1] == 3 and (pixels == config.load(MODEL, 2, 0).rows(0).inputs[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("found", "fixed", "size", "patch"),
+    [
+        ((28, 28), "", (28, 28), (7, 7)),
+        ((40, 32), "", (40, 32), (10, 8)),
+        ((37, 28), "", (35, 28), (7, 7)),  # 37 is a prime
+        ((300, 28), "", (28, 28), (7, 7)),
+        (None, "", (28, 28), (7, 7)),
+        ((40, 32), "size", (28, 28), (7, 7)),
+        ((40, 35), "patch", (42, 35), (7, 7)),
+    ],
+)
+def test_sizes_and_patches_are_fitted(found: tuple | None, fixed: str, size: tuple, patch: tuple) -> None:
+    assert fit_size((28, 28), (7, 7), found, fixed == "size", fixed == "patch") == (size, patch)
 
 
 def test_a_class_that_training_has_not_is_refused(tmp_path: Path) -> None:
@@ -329,8 +388,6 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (replace(MODEL, image_size=(8, 6)), "are 4 x 6 pixels with 1 channel, but the model takes 8 x 6 .* 4 6"),
-        (replace(MODEL, channels=3), "with 1 channel, but the model takes 4 x 6 pixels with 3 channels"),
         (replace(MODEL, n_classes=4), "of 3 classes, but model.n_classes is 4; set --model.n-classes 3"),
         (DecoderConfig(), "the data is images, but DecoderConfig describes no model of images"),
         (ViViTConfig(), "the data is images, but ViViTConfig describes no model of images"),

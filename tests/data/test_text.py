@@ -183,6 +183,14 @@ def test_whole_documents_are_held_out_whatever_their_order(documents):
     assert {d.name for d in again[1]} == {d.name for d in val}
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(documents):
+    """Else other text than was looked at would be tokenized, and kept under its name."""
+    (document,) = documents("a text")
+    document.path.write_text("another text")
+    with pytest.raises(UserError, match="changed while it was read; start again"):
+        whole(document)
+
+
 def test_documents_of_one_content_are_on_one_side(documents):
     texts = [f"document {i} " * 20 for i in range(6)]
     for fraction in (0.01, 0.3, 0.99):

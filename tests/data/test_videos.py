@@ -126,7 +126,11 @@ def test_the_fingerprint_is_of_all_that_shapes_a_batch(config: MovingImagesConfi
             MODEL,
             r"14 x 12, but images of 4 x 6 that move 9 pixels in 4 frames need 13 x 15; .* 13 15",
         ),
-        ({}, replace(MODEL, channels=3), "have 1 channel.*, but model.channels is 3"),
+        (
+            {"max_speed": 3},
+            replace(MODEL, n_classes=4),
+            "need 13 x 15; .* n_frames; and what .* but model.n_classes is 4; set --model.n-classes 8\\.$",
+        ),
         ({}, replace(MODEL, n_classes=4), "of 8 classes, but model.n_classes is 4"),
         ({"label": "class"}, MODEL, "of 3 classes, but model.n_classes is 8"),
         ({}, replace(MODEL, n_frames=1, tubelet_frames=1), "n_frames is 1, but where something moves takes at least 2"),
@@ -138,6 +142,14 @@ def test_a_model_of_something_else_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=said):
         replace(config, **change).load(model, 2, 0)
+
+
+def test_a_canvas_is_made_large_enough_where_it_was_not_given(config: MovingImagesConfig) -> None:
+    data = replace(config, max_speed=3).load(replace(MODEL, n_classes=4), 2, 0, fixed=())
+    assert data.model == replace(MODEL, image_size=data.model.image_size)
+    assert all(side >= least for side, least in zip(data.model.image_size, (13, 15), strict=True))
+    assert data.rows(0).inputs[0].shape == (2, 4, *data.model.image_size, 1)
+    assert "model.image_size" in data.notes[0] and "model.n_classes 8 (not 4)" in data.notes[0]
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

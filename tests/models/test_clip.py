@@ -222,7 +222,7 @@ def test_more_tokens_than_positions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda: replace(VISION, patch_size=3), "image_size is 8; it must be a multiple of patch_size 3"),
+        (lambda: replace(VISION, patch_size=3), r"patch_size \(3, 3\) does not divide image_size \(8, 8\)"),
         (lambda: replace(VISION, patch_size=0), "patch_size is 0"),
         (lambda: replace(VISION, std=(0.0,)), r"std \(0.0,\); give one of each for every channel"),
         (lambda: replace(VISION, mean=(0.5, 0.5)), r"mean is \(0.5, 0.5\)"),

@@ -159,7 +159,7 @@ def test_weights_of_8_bits_say_nearly_the_same(case: tuple) -> None:
     ("changes", "said"),
     [
         ({"n_blocks": 0}, "n_blocks is 0"),
-        ({"patch_size": (4,)}, "patch_size is"),
+        ({"patch_size": (4, 2, 1)}, "patch_size is"),
         ({"patch_size": (0, 2)}, "patch_size is"),
         ({"patch_size": (5, 2)}, r"patch_size \(5, 2\) does not divide image_size \(12, 8\)"),
         ({"pooling": "max"}, "pooling is 'max'"),
