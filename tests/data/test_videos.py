@@ -129,7 +129,7 @@ def test_the_fingerprint_is_of_all_that_shapes_a_batch(config: MovingImagesConfi
         (
             {"max_speed": 3},
             replace(MODEL, n_classes=4),
-            "need 13 x 15; .* n_frames; and what .* but model.n_classes is 4; set --model.n-classes 8\\.$",
+            r"need 13 x 15; .*n_frames; and what .* but model.n_classes is 4; set --model.n-classes 8\.$",
         ),
         ({}, replace(MODEL, n_classes=4), "of 8 classes, but model.n_classes is 4"),
         ({"label": "class"}, MODEL, "of 3 classes, but model.n_classes is 8"),
