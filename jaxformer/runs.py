@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import pkgutil
@@ -20,11 +21,11 @@ from jax.sharding import Mesh
 
 import jaxformer.data
 import jaxformer.models
-from jaxformer.checkpoints import StoredCheckpoints
+from jaxformer.checkpoints import SUMS, StoredCheckpoints
 from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, from_dict, to_dict
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, parse_json, shortened
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, can_continue, next_token_nll
 from jaxformer.sharding import abstract, shardings
@@ -89,32 +90,58 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
       mesh: over which the parameters are to lie; without it, on the first device.
 
     Raises:
-      UserError: no such run, no such checkpoint, all of them or the given one damaged, or a file that cannot be read.
+      UserError: no such run, no such checkpoint, all of them or the given one damaged, a file that cannot be read, or a
+        tokenizer or names of classes that are not the run's own.
     """
     folder = Path(path)
     config = read_config(folder)
     model = config.model.build()
     checkpoints = StoredCheckpoints(folder)
     step = checkpoints.step(checkpoint)
+    has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
+    tokenizer = Tokenizer.load(_own(folder, TOKENIZER)) if has_text else None
+    classes = _read_classes(folder)
     shapes = abstract_params(model, config.model)
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, mesh))
     params = checkpoints.restore_params(step, shapes)
-    has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
-    tokenizer = Tokenizer.load(folder / TOKENIZER) if has_text else None
-    return Run(folder, config, model, params, tokenizer, step, _read_classes(folder / CLASSES))
+    return Run(folder, config, model, params, tokenizer, step, classes)
 
 
-def _read_classes(file: Path) -> tuple[str, ...]:
-    """Names of classes; none, where there is no such file."""
-    if not file.exists():
-        return ()
+def _own(folder: Path, name: str, remedy: str = "") -> Path:
+    """Return the path of a file that came into a run's folder with the run, and is still the same.
+
+    Raises:
+      UserError: it has changed since, or `SUMS`, which would say so, is missing or cannot be read.
+    """
+    if lost := next((lost for lost in (name, SUMS) if not (folder / lost).is_file()), None):
+        raise UserError(f"{folder} has no {lost}; put back the one it was trained with{remedy}, or train anew.")
     try:
-        names = json.loads(file.read_text(encoding="utf-8"))
+        wanted = parse_json((folder / SUMS).read_bytes())[name]
+        own = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{folder / SUMS} does not hold the sum of {name}; put back the one that was written with the run{remedy}."
+        ) from error
+    if own != wanted:
+        raise UserError(
+            f"{folder / name} is not the one that this run was trained with; put that back{remedy}, or train anew."
+        )
+    return folder / name
+
+
+def _read_classes(folder: Path) -> tuple[str, ...]:
+    """Names of classes; none, where there is no such file."""
+    if not (folder / CLASSES).exists():
+        return ()
+    remedy = ", or remove it to have numbers"
+    file = _own(folder, CLASSES, remedy)
+    try:
+        names = parse_json(file.read_bytes())
     except ValueError as error:
-        raise UserError(f"{file} cannot be read as names of classes ({error}); remove it to have numbers.") from error
+        raise UserError(f"{file} cannot be read as names of classes ({error}); put it right{remedy}.") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file} is no list of names; remove it to have numbers.")
+        raise UserError(f"{file} is no list of names; put it right{remedy}.")
     return tuple(names)
 
 
@@ -131,7 +158,7 @@ def load_data(folder: Path | None, config: Config, fixed: Container[str] | None 
     if folder is None:
         return config.data.load(config.model, config.train.batch_size, config.seed, fixed=fixed)
     file = folder / TOKENIZER
-    tokenizer = Tokenizer.load(file) if file.exists() else None
+    tokenizer = Tokenizer.load(_own(folder, TOKENIZER)) if file.exists() else None
     data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
     if tokenizer is None and data.tokenizer is not None:
         raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train anew.")
@@ -151,8 +178,8 @@ def count_parameters(params: Params) -> int:
 def create_run(
     folder: Path, config: Config, tokenizer: Tokenizer | None, may_number: bool, classes: Sequence[str] = ()
 ) -> Path:
-    """Make a run's folder with its config, and its tokenizer and the names of classes if there are any; the place where
-    it came to lie.
+    """Make a run's folder with its config, and its tokenizer and the names of classes if there are any, with their
+    sums; the place where it came to lie.
 
     It appears whole, by a rename. A folder that another process made meanwhile is left alone: the next free
     number is appended, if that is allowed.
@@ -169,6 +196,9 @@ def create_run(
             tokenizer.save(scratch / TOKENIZER)
         if classes:
             write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
+        own = [file for file in (scratch / TOKENIZER, scratch / CLASSES) if file.exists()]
+        sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in own}
+        write_atomically(scratch / SUMS, json.dumps(sums, indent=2) + "\n")
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
         place, number = folder, 1
@@ -218,12 +248,15 @@ def read_config(folder: Path) -> Config:
         near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
         raise UserError(f"{folder} {what}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_bytes())
         model, data, train = dict(values["model"]), dict(values["data"]), dict(values.get("train", {}))
         model_class = _class_of(model.pop("kind"), jaxformer.models, ModelConfig)
         data_class = _class_of(data.pop("kind", "corpus.TextConfig"), jaxformer.data, DataConfig)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} cannot be read as a run's config ({type(error).__name__}: {error}).") from error
+        raise UserError(
+            f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "
+            "written with the run, or train anew."
+        ) from error
     if "eval_windows" in train:  # of a run from when all data was text, and had no kind either
         train["eval_examples"] = train.pop("eval_windows")
     parts = {
@@ -253,8 +286,8 @@ def _class_of(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
     """The config class that `file.Class` names; only one package is searched."""
     module_name, _, class_name = str(kind).partition(".")
     if module_name not in {m.name for m in pkgutil.iter_modules(package.__path__)}:
-        raise ValueError(f"no file {module_name!r} in {package.__name__}")
+        raise ValueError(f"no file {shortened(module_name)} in {package.__name__}")
     found = getattr(importlib.import_module(f"{package.__name__}.{module_name}"), class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{kind!r} is no {base.__name__}")
+        raise ValueError(f"{shortened(kind)} is no {base.__name__}")
     return found

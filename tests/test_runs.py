@@ -20,6 +20,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.runs import Run, create_run, latest_run, load_data, load_run, read_config, write_config
+from tests.helpers import small_run
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
@@ -74,7 +75,7 @@ def test_a_config_names_a_model_of_this_package_or_nothing(tmp_path, kind):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": 3}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": 3}', '{"a":' * 100_000, "[" * 100_000])
 def test_a_broken_config_is_one_sentence(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
@@ -87,7 +88,7 @@ def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
     assert [p.name for p in places] == ["x", "x-2", "x-3"]
     for place in places:
         assert read_config(place) == config
-        assert sorted(p.name for p in place.iterdir()) == ["config.json", "tokenizer.json"]
+        assert sorted(p.name for p in place.iterdir()) == ["config.json", "sha256.json", "tokenizer.json"]
     with pytest.raises(UserError, match="x exists"):
         create_run(tmp_path / "runs/x", config, tokenizer, may_number=False)
     assert len(list((tmp_path / "runs").iterdir())) == 3
@@ -131,6 +132,29 @@ def test_a_new_run_has_the_vocabulary_that_its_text_supports_and_goes_on_with_it
     assert (again.model, again.fingerprint, again.notes) == (new.model, new.fingerprint, ())
     for one, other in zip(new.rows(3).inputs, again.rows(3).inputs, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_tokenizer_of_another_run_is_refused_by_all_that_read_it(tmp_path):
+    """Also where it has as many tokens, so that every shape fits."""
+    words = [" ".join(f"{a}{b}{c}" for a in "xyz" for b in "abc" for c in "klm")] * 2
+    one = small_run(tmp_path / "one", words)
+    Tokenizer.train([words[0][::-1]] * 2, 280).save(one / "tokenizer.json")
+    refusal = r"tokenizer\.json is not the one that this run was trained with; put that back, or train anew\.$"
+    with pytest.raises(UserError, match=refusal):
+        load_run(one)
+    with pytest.raises(UserError, match=refusal):
+        load_data(one, read_config(one))
+
+
+@pytest.mark.parametrize("sums", [None, "[]", "{}", "[" * 100_000, '{"tokenizer.json": 3}'])
+def test_a_tokenizer_whose_sum_is_not_known_is_refused(tmp_path, sums):
+    config = Config("x", DecoderConfig(), TextConfig(), steps=1)
+    folder = create_run(tmp_path / "x", config, Tokenizer.train(["a b"], 257), may_number=False)
+    (folder / "sha256.json").unlink()
+    if sums is not None:
+        (folder / "sha256.json").write_text(sums)
+    with pytest.raises(UserError, match=r"(sha256|tokenizer)\.json.*; put .* back|; put back"):
+        load_run(folder)
 
 
 def test_what_is_no_model_of_text_says_so(tmp_path):

@@ -1,5 +1,6 @@
 """`sample.py` on the runs of models that see."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -147,15 +148,29 @@ def copied(runs: dict[str, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["images"], tmp_path / "run"))
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", "no"])
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", "no", "[" * 100_000])
 def test_names_that_are_none_are_refused(copied: Path, text: str) -> None:
-    (copied / "classes.json").write_text(text)
+    replace_classes(copied, text)
     with pytest.raises(UserError, match="classes"):
         load_run(copied)
 
 
+def replace_classes(run: Path, text: str) -> None:
+    """As if the run had been made with these."""
+    (run / "classes.json").write_text(text)
+    (run / "sha256.json").write_text(json.dumps({"classes.json": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def test_names_of_classes_that_were_changed_are_refused_and_may_be_removed(copied: Path) -> None:
+    (copied / "classes.json").write_text('["owl", "cat", "dog"]')
+    with pytest.raises(UserError, match=r"classes\.json is not the one .* put that back, or remove it to have numbers"):
+        load_run(copied)
+    (copied / "classes.json").unlink()
+    assert load_run(copied).classes == ()
+
+
 def test_names_of_other_classes_are_refused(copied: Path, capsys) -> None:
-    (copied / "classes.json").write_text('["owl"]')
+    replace_classes(copied, '["owl"]')
     assert sample.main(["--run", str(copied), "--images", "fits.png"]) == 2
     assert "has 1 names, but the model 3 classes" in capsys.readouterr().err
 

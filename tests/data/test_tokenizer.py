@@ -1,5 +1,6 @@
 """Byte-level BPE."""
 
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
