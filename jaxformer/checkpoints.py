@@ -10,7 +10,9 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -28,7 +30,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
 from jaxformer.distributed import from_all, from_first, is_first, wait_for_all
-from jaxformer.errors import UserError, cannot_write, cause, vanished, writing
+from jaxformer.errors import UserError, cannot_write, cause, parse_json, vanished, writing
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
 SUMS = "sha256.json"
@@ -47,6 +49,9 @@ MISSING = " is missing"
 QUIET, LONGEST_WAIT = 0.5, 20
 """Seconds without a sign of the writers of a save that failed, and seconds until they are given up."""
 
+_LOCKED_EARLY = set[Path]()
+"""Folders that this process has locked for `Checkpoints` that it has not entered yet."""
+
 warn = logging.getLogger(__name__).warning
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
 
@@ -60,12 +65,13 @@ def damage(checkpoint: Path, share: slice = EVERY) -> str | None:
       share: which of the files with arrays to read. Of the others it is enough that they are there.
     """
     try:
-        sums = json.loads((checkpoint / SUMS).read_bytes())
-        json.loads((checkpoint / METADATA).read_bytes())
-        if not (isinstance(sums, dict) and sums):
+        sums = parse_json((checkpoint / SUMS).read_bytes())
+        parse_json((checkpoint / METADATA).read_bytes())
+        if not (isinstance(sums, dict) and sums and all(map(_is_inside, sums))):
             raise ValueError
         for name in sums:
-            (checkpoint / name).stat()
+            if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # a device may be read for ever
+                return f"{name} is not a file"
         arrays = [name for name in sums if name.startswith(ARRAYS)]
         found = _sums(checkpoint, sorted({*sums} - {*arrays} | {*arrays[share]}))
     except FileNotFoundError as error:
@@ -75,6 +81,11 @@ def damage(checkpoint: Path, share: slice = EVERY) -> str | None:
     except ValueError:
         return f"{SUMS} or {METADATA} is not what was saved"
     return next((f"{name} is not what was saved" for name in found if found[name] != sums[name]), None)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is a plain path below a folder."""
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -101,7 +112,7 @@ class StoredCheckpoints:
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, whole or damaged, in order."""
-        return sorted(int(p.name) for p in self._place.glob("*") if p.name.isdigit())
+        return sorted(int(p.name) for p in self._place.glob("*") if re.fullmatch("0|[1-9][0-9]*", p.name))
 
     def __bool__(self) -> bool:
         """Whether there is one."""
@@ -122,7 +133,7 @@ class StoredCheckpoints:
             return self._first_good(steps[::-1])
         if which == "best":
             return self._first_good(sorted(steps, key=self._quality))
-        if not (str(which).isdigit() and int(which) in steps):
+        if str(which) not in map(str, steps):
             raise UserError(f"{self._folder} has no checkpoint {which!r}; it has {steps}, 'last' and 'best'.")
         step = int(which)
         if reason := self._damage(step):
@@ -142,19 +153,20 @@ class StoredCheckpoints:
 
     def restore(self, step: int, params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any]]:
         """Parameters, optimizer state and position; the first two as in `restore_params`."""
-        position = json.loads((self._place / str(step) / "position" / "metadata").read_bytes())
+        file = self._place / str(step) / "position" / "metadata"
+        try:
+            position = dict(parse_json(file.read_bytes()))
+        except (ValueError, TypeError, OSError) as error:
+            raise self._unreadable(step, error) from error
         return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), position
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """All numbers of a checkpoint, by their path in it, such as `params/blocks_0/attention/W_Q`."""
         found = {}
         for item in ("params", "opt_state"):
-            reader = ocp.PyTreeCheckpointer()
-            tree = reader.metadata(self._place / str(step) / item).item_metadata.tree
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            restored = reader.restore(self._place / str(step) / item, restore_args=as_numpy)
-            for path, array in jax.tree.leaves_with_path(restored):
-                found["/".join([item, *(jax.tree_util.keystr((key,), simple=True) for key in path)])] = array
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self._metadata(step, item))
+            restored = ocp.PyTreeCheckpointer().restore(self._place / str(step) / item, restore_args=as_numpy)
+            found |= {f"{item}/{name}": array for name, array in _named(restored).items()}
         return found
 
     def _restore(self, step: int, item: str, abstract: Any) -> Any:
@@ -164,11 +176,34 @@ class StoredCheckpoints:
 
         args = ocp.args.StandardRestore(jax.tree.map(placed, abstract))
         try:
+            self._check_fit(step, item, abstract)
             return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(self._place / str(step) / item, args=args)
-        except (ValueError, OSError, KeyError) as error:
-            raise UserError(
-                f"checkpoint {step} of {self._folder} cannot be read: {str(error).strip().splitlines()[0][:200]}."
-            ) from error
+        except (ValueError, TypeError, OSError, KeyError) as error:
+            with _without_echoes():
+                traceback.clear_frames(error.__traceback__)
+            raise self._unreadable(step, error) from error
+
+    def _unreadable(self, step: int, error: Exception) -> UserError:
+        why = f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
+        return UserError(
+            f"checkpoint {step} of {self._folder} cannot be read: {why}; name another --checkpoint, or put back a copy."
+        )
+
+    def _check_fit(self, step: int, item: str, abstract: Any) -> None:
+        """Raise `UserError` where a checkpoint holds other arrays than the config makes, naming the first of them:
+        Orbax fails of it in its own time and with pages of its own."""
+        wanted, stored = _shapes(abstract), _shapes(self._metadata(step, item))
+        for name in sorted({**wanted, **stored}):
+            if stored.get(name) != wanted.get(name):
+                there, here = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, wanted))
+                raise UserError(
+                    f"checkpoint {step} of {self._folder} does not fit the config: {item}/{name} is {there} in the "
+                    f"checkpoint and {here} in the config; put back the config.json that was written with the run."
+                )
+
+    def _metadata(self, step: int, item: str) -> Any:
+        """A tree of what Orbax knows of an item's arrays."""
+        return ocp.PyTreeCheckpointer().metadata(self._place / str(step) / item).item_metadata.tree
 
     def _damage(self, step: int) -> str | None:
         """As `damage`, told again without reading again."""
@@ -206,6 +241,18 @@ class StoredCheckpoints:
             return math.inf, -step
         except (OSError, ValueError, KeyError, TypeError):
             return -math.inf, -step
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their path, such as `blocks_0/attention/W_Q`."""
+    return {
+        "/".join(jax.tree_util.keystr((key,), simple=True) for key in path): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in _named(tree).items()}
 
 
 class Checkpoints(StoredCheckpoints):
@@ -412,6 +459,10 @@ def only_one(folder: Path) -> Iterator[None]:
     Raises:
       UserError: another one is at it, or the folder cannot be written.
     """
+    if (this := folder.resolve()) in _LOCKED_EARLY:
+        _LOCKED_EARLY.remove(this)  # it serves one
+        yield
+        return
     with writing(folder, LOCK):
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -432,6 +483,15 @@ def only_one(folder: Path) -> Iterator[None]:
             os.ftruncate(lock, 0)
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def lock_early(folder: Path) -> Iterator[None]:
+    """As `only_one`, for a caller that has much to do before it enters `Checkpoints` inside."""
+    with only_one(folder):
+        _LOCKED_EARLY.add(folder.resolve())
+        yield
+    _LOCKED_EARLY.discard(folder.resolve())
 
 
 @contextlib.contextmanager

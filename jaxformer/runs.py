@@ -218,6 +218,18 @@ def create_run(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def check_parent(folder: Path) -> None:
+    """Raise `UserError` where a run's folder could not be made."""
+    parent = next((place for place in folder.absolute().parents if place.exists()), Path("/"))
+    try:
+        tempfile.TemporaryDirectory(prefix=".new-", dir=parent).cleanup()
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be made: {parent} cannot be written to ({error.strerror}); choose another --run, or see "
+            "to it that it can."
+        ) from error
+
+
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Replace what a file holds: whoever reads it, or comes after a crash, finds the old or the new."""
     scratch = file.with_name(f"{file.name}.new")

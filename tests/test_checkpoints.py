@@ -1,10 +1,12 @@
 """Checkpoints that can be trusted: what is damaged is found and passed over, and a fault of the disk loses none."""
 
+import fcntl
 import gc
 import hashlib
 import json
 import logging
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import checkpoints
-from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage
+from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage, lock_early
 from jaxformer.errors import UserError
 from tests.helpers import exhaustive, fill, flip_a_bit, mounted
 
@@ -60,6 +62,11 @@ HARM = {
     "no checksums": lambda folder: (folder / SUMS).unlink(),
     "checksums cut off": lambda folder: (folder / SUMS).write_text('{"params'),
     "checksums empty": lambda folder: (folder / SUMS).write_text("{}"),
+    "checksums nested": lambda folder: (folder / SUMS).write_text('{"params":' * 100_000),
+    "checksums mistyped": lambda folder: (folder / SUMS).write_text('[["params"]]'),
+    "checksums of a device": lambda folder: (folder / SUMS).write_text('{"/dev/zero": ""}'),
+    "checksums of another's": lambda folder: (folder / SUMS).write_text('{"params/../../10/sha256.json": ""}'),
+    "a device in it": lambda folder: (array_file(folder).unlink(), array_file(folder).symlink_to("/dev/zero")),
     "metrics cut off": lambda folder: (folder / "metrics/metrics").write_text('{"val'),
     "metadata missing": lambda folder: (folder / "_CHECKPOINT_METADATA").unlink(),
     "metadata cut off": lambda folder: (folder / "_CHECKPOINT_METADATA").write_text('{"item'),
@@ -278,6 +285,38 @@ def test_a_save_that_was_killed_leaves_no_trace(folder):
         checkpoints.save(20, state(20), state(-20), {}, None)
     assert not half.exists()
     assert_step(folder, 20)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({**SHAPES, "W": jax.ShapeDtypeStruct((8, 9), jnp.float32)},
+         r"params/W is of shape \(8, 8\) in the checkpoint and of shape \(8, 9\) in the config"),
+        ({"W": SHAPES["W"]}, r"params/b/c is of shape \(2,\) in the checkpoint and absent in the config"),
+        ({**SHAPES, "V": SHAPES["W"]}, r"params/V is absent in the checkpoint and of shape \(8, 8\) in the config"),
+    ],
+)  # fmt: skip
+def test_a_config_that_does_not_fit_is_refused_by_the_first_array_that_differs(folder, shapes, said):
+    with pytest.raises(UserError, match=rf"checkpoint 15 of .* does not fit the config: {said}; put back the config"):
+        StoredCheckpoints(folder).restore_params(15, shapes)
+
+
+@pytest.mark.parametrize("name", ["²", "٣", "007", "+7", "1e2"])
+def test_a_folder_called_by_no_step_is_none(folder, name):
+    (folder / "checkpoints" / name).mkdir()
+    assert StoredCheckpoints(folder).steps() == [5, 10, 15]
+    with pytest.raises(UserError, match="has no checkpoint"):
+        StoredCheckpoints(folder).step(name)
+
+
+def test_a_folder_that_is_locked_early_is_not_locked_twice(tmp_path):
+    with lock_early(tmp_path):
+        write(tmp_path, 5)
+        lock = os.open(tmp_path / checkpoints.LOCK, os.O_RDWR)
+        with pytest.raises(BlockingIOError):  # the inner one has not ended it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(lock)
 
 
 def test_a_missing_step_is_one_sentence(folder):

@@ -19,7 +19,7 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
-from jaxformer.runs import Run, create_run, latest_run, load_data, load_run, read_config, write_config
+from jaxformer.runs import Run, check_parent, create_run, latest_run, load_data, load_run, read_config, write_config
 from tests.helpers import small_run
 
 
@@ -153,8 +153,16 @@ def test_a_tokenizer_whose_sum_is_not_known_is_refused(tmp_path, sums):
     (folder / "sha256.json").unlink()
     if sums is not None:
         (folder / "sha256.json").write_text(sums)
-    with pytest.raises(UserError, match=r"(sha256|tokenizer)\.json.*; put .* back|; put back"):
-        load_run(folder)
+    with pytest.raises(UserError, match=r"sha256\.json.*; put back"):
+        load_data(folder, config)
+
+
+def test_a_place_where_no_run_can_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run cannot be made: .*file cannot be written to \(Not a directory\); choose"):
+        check_parent(tmp_path / "file/a/run")
+    check_parent(tmp_path / "a/run")
+    assert [place.name for place in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_no_model_of_text_says_so(tmp_path):

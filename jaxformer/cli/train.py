@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -101,7 +102,14 @@ def _main(arguments: list[str]) -> int:
     n_processes = asked.distributed.processes or processes_around(os.environ)
     machine.set_up(config.train.batch_size // config.compute.accumulate, config.mesh, n_processes)
     connect(asked.distributed)
-    with relying_on_others("training has not begun."):
+    from jaxformer.checkpoints import lock_early
+    from jaxformer.runs import check_parent
+
+    with relying_on_others("training has not begun."), contextlib.ExitStack() as stack:
+        if is_first() and stored is None:  # before the data is read and the step compiled
+            check_parent(folder)
+        elif is_first():
+            stack.enter_context(lock_early(folder))
         return _train(
             config, folder, stored is not None, asked.run is None, asked.allow_changed_data, model_fields(arguments)
         )

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxformer.config import without_nan
-from jaxformer.errors import UserError, vanished, writing
+from jaxformer.errors import UserError, parse_json, vanished, writing
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 from jaxformer.terminal import visible
 
@@ -26,6 +26,17 @@ SHOWN = {
     "val_image_to_text_recall_at_5": "{:.1%} of images find their text among 5",
 }
 """How a validation's metrics are told, beside the loss."""
+
+ANY = "any name"
+ROW: dict[str, Any] = {
+    **dict.fromkeys(("epoch", "loss", "ppl", "val_loss", "val_ppl", "val_bpb", "lr", "step_ms"), 0.0),
+    "note": "",
+    "entropy": [[0.0]],
+    "router": {ANY: {"share": [0.0]}},
+    "gradients": [{"name": "", "g": 0.0, "w": 0.0, "u": 0.0, "update": 0.0}],
+    "at_first": {"expected": [{ANY: 0.0}], "observed": [{ANY: 0.0}]},
+}
+"""How the fields of a row are built that pages and plots are drawn from; a row has some of them."""
 
 Sink = Callable[[dict[str, Any]], None]
 """What takes a row besides, as the file holds it."""
@@ -126,14 +137,26 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     for number, text in enumerate(lines, start=1):
         try:
-            row = json.loads(text)
-            if type(row["step"]) is not int:
-                raise ValueError("a step is a whole number")
+            row = parse_json(text)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int and _is_like({**ROW, **row}, ROW):
             rows.append(row)
-        except (ValueError, TypeError, KeyError) as error:
-            if number < len(lines):
-                raise UserError(f"line {number} of {file} is no row of metrics; remove it, or put it right.") from error
+        elif number < len(lines):
+            raise UserError(f"line {number} of {file} is no row of metrics; remove it, or put it right.")
     return rows
+
+
+def _is_like(value: Any, model: Any) -> bool:
+    """Whether JSON is built like a model of it; its numbers may be null, and its dicts hold more."""
+    if isinstance(model, dict):
+        models = dict.fromkeys(value, model[ANY]) if ANY in model and isinstance(value, dict) else model
+        return isinstance(value, dict) and all(name in value and _is_like(value[name], models[name]) for name in models)
+    if isinstance(model, list):
+        return isinstance(value, list) and all(_is_like(item, model[0]) for item in value)
+    if isinstance(model, str):
+        return isinstance(value, str)
+    return value is None or (type(value) in (int, float) and abs(value) < 2**63)
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +179,7 @@ def read_samples(folder: Path) -> list[str]:
     """What the model wrote on the way, each as it stands in the file, after its step and temperature."""
     file = folder / SAMPLES
     samples = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    return re.split(r"^(?=\[step [\d,]+, temperature )", samples, flags=re.MULTILINE)[1:]
+    return re.split(r"^(?=\[step \d[\d,]*, temperature )", samples, flags=re.MULTILINE)[1:]
 
 
 def plot(folder: Path) -> None:

@@ -1,11 +1,19 @@
 """Arguments and their errors: one sentence, status 2, no traceback, nothing written."""
 
+import fcntl
+
 import jax
 import pytest
 
+from jaxformer.checkpoints import LOCK
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import load_config, run_command
+from jaxformer.config import Config
+from jaxformer.data.corpus import TextConfig
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.runs import create_run
 from tests.helpers import ROOT, changed, tiny, write_books
 
 
@@ -48,6 +56,7 @@ TRAIN = [
     ("--train.batch-size 4", "batch_size 4 does not split over 8 devices"),
     ("--run taken", "taken exists; add --resume"),
     ("--run file", "file exists"),
+    ("--data.path nowhere --run file/run", "file cannot be written to (Not a directory); choose another --run"),
     ("--run taken --resume", "taken is no run"),
     ("--run nowhere --resume", "nowhere does not exist"),
     ("--resume", "no run below runs"),
@@ -148,6 +157,17 @@ def test_an_option_that_is_given_twice_is_refused(capsys, again):
     assert train.main(["--steps", "3", *again.split()]) == 2
     err = capsys.readouterr().err
     assert "is given twice; give it once" in err and err.count("\n") == 1
+
+
+def test_a_run_that_is_being_trained_is_refused_before_its_data_is_read(here, capsys):
+    config = Config("x", DecoderConfig(), TextConfig(path="nowhere"), steps=1)
+    run = create_run(here / "run", config, Tokenizer.train([], 257), may_number=False)
+    with (run / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("7")
+        lock.flush()
+        assert train.main(["--resume", "--run", "run"]) == 2
+    assert capsys.readouterr().err.startswith("error: process 7 is training in run; wait for it or stop it, or choose")
 
 
 def test_a_path_with_a_line_break_is_shown_in_one_line(here, capsys):
