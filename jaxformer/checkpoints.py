@@ -490,8 +490,10 @@ def lock_early(folder: Path) -> Iterator[None]:
     """As `only_one`, for a caller that has much to do before it enters `Checkpoints` inside."""
     with only_one(folder):
         _LOCKED_EARLY.add(folder.resolve())
-        yield
-    _LOCKED_EARLY.discard(folder.resolve())
+        try:
+            yield
+        finally:
+            _LOCKED_EARLY.discard(folder.resolve())
 
 
 @contextlib.contextmanager

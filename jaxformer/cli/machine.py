@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
+import stat
 import sys
 from math import prod
 from pathlib import Path
@@ -22,15 +24,44 @@ MAX_MESH_DEVICES = 1024
 
 
 def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
-    """Keep compiled programs on disk, and make the most of a CPU; accelerators are left as they are."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
+    """Keep compiled programs on disk, and make the most of a CPU; accelerators are left as they are.
+
+    Raises:
+      UserError: others can write to the cache, or the mesh asks more devices than there can be.
+    """
+    root = cache_root()
+    has_cache = all(is_private(folder) for folder in (root, root / "tokens", root / "compiled"))
+    if has_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     keep_freed_memory()
     given = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not given:
         jax.config.update("jax_num_cpu_devices", cpu_devices(batch_size, mesh, processes))
+
+
+def is_private(folder: Path) -> bool:
+    """Make a folder of the cache if it is missing; False where that is not possible, so that there is no cache.
+
+    Raises:
+      UserError: others can write to it: they could put programs there, which would be run.
+    """
+    remedy = "set JAXFORMER_CACHE to a folder of your own"
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    status = existing.stat()
+    if existing != folder and status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise UserError(f"the cache {folder} would lie in {existing}, which others can write to; {remedy}.")
+    if existing == folder and status.st_uid != os.geteuid():
+        raise UserError(f"the cache {folder} belongs to another user, who could put programs there; {remedy}.")
+    if existing == folder and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        command = f"chmod go-w {shlex.quote(str(folder))}"
+        raise UserError(f"others can write to the cache {folder}, and put programs there; {remedy}, or: {command}")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1) -> int:

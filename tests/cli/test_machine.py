@@ -1,5 +1,7 @@
 """Settings of the machine."""
 
+import contextlib
+
 import pytest
 
 from jaxformer.cli import machine
@@ -21,6 +23,33 @@ def test_a_mesh_says_how_many_devices_all_processes_have(monkeypatch):
     assert machine.cpu_devices(6, processes=2) == 1  # 4 would not split the 6
     with pytest.raises(UserError, match="asks 99980001 devices of one process; give it at most 1024"):
         machine.cpu_devices(16, "data=9999,fsdp=9999")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path, mode):
+    folder = tmp_path / "cache"
+    assert machine.is_private(folder) and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    with pytest.raises(UserError, match=f"others can write to the cache {folder}, and put programs there; set JAXF"):
+        machine.is_private(folder)
+    folder.chmod(0o755)
+    assert machine.is_private(folder)
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o1777, False), (0o755, False)])
+def test_a_cache_is_made_where_nobody_can_exchange_it(tmp_path, mode, refused):
+    tmp_path.chmod(mode)
+    with pytest.raises(UserError, match="which others can write to") if refused else contextlib.nullcontext():
+        machine.is_private(tmp_path / "a/cache")
+    assert (tmp_path / "a/cache").exists() != refused
+
+
+def test_a_cache_of_another_user_is_refused_and_one_that_cannot_be_made_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert not machine.is_private(tmp_path / "file/cache")
+    monkeypatch.setattr(machine.os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(UserError, match="belongs to another user, who could put programs there"):
+        machine.is_private(tmp_path)
 
 
 @pytest.mark.parametrize(
