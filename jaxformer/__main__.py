@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from jaxformer.cli.arguments import run_command
+from jaxformer.cli.help import paragraphs
 from jaxformer.errors import UserError
 from jaxformer.terminal import tell
 
@@ -41,7 +42,7 @@ def _help(arguments: list[str]) -> int:
         raise UserError(f"unknown command {arguments[0]}; {hint}")
     tell("usage: python -m jaxformer COMMAND [OPTIONS]\n")
     for name, (_, what) in COMMANDS.items():
-        tell(f"  {name:<15} {what}")
+        tell(f"  {name:<15} {paragraphs(what, 18).lstrip()}")
     tell("\nCOMMAND --help lists the options of one.")
     return 0
 

@@ -53,6 +53,12 @@ def array_file(checkpoint: Path) -> Path:
     return max((checkpoint / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
 
 
+def exchange(file: Path, target: str) -> None:
+    """Put a link in its place."""
+    file.unlink()
+    file.symlink_to(target)
+
+
 HARM = {
     "truncated": lambda folder: array_file(folder).write_bytes(array_file(folder).read_bytes()[:-7]),
     "a bit flipped": lambda folder: flip_a_bit(array_file(folder)),
@@ -66,7 +72,7 @@ HARM = {
     "checksums mistyped": lambda folder: (folder / SUMS).write_text('[["params"]]'),
     "checksums of a device": lambda folder: (folder / SUMS).write_text('{"/dev/zero": ""}'),
     "checksums of another's": lambda folder: (folder / SUMS).write_text('{"params/../../10/sha256.json": ""}'),
-    "a device in it": lambda folder: (array_file(folder).unlink(), array_file(folder).symlink_to("/dev/zero")),
+    "a device in it": lambda folder: exchange(array_file(folder), "/dev/zero"),
     "metrics cut off": lambda folder: (folder / "metrics/metrics").write_text('{"val'),
     "metadata missing": lambda folder: (folder / "_CHECKPOINT_METADATA").unlink(),
     "metadata cut off": lambda folder: (folder / "_CHECKPOINT_METADATA").write_text('{"item'),

@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 import tyro
 
+from jaxformer.cli.help import help_text
 from jaxformer.config import Config, check_fields
 from jaxformer.data.fit import fit_patches
 from jaxformer.errors import FULL, UserError
-from jaxformer.terminal import prepare_streams, tell_error, visible
+from jaxformer.terminal import prepare_streams, tell, tell_error, visible
 
 T = TypeVar("T")
 OPTION = r"--[\w.-]*\w"
@@ -95,6 +96,10 @@ def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, desc
     Raises:
       UserError: an unknown option (with the nearest known one), a value missing, of the wrong type or out of range.
     """
+
+    if {"-h", "--help"} & {*arguments}:
+        tell(help_text(default, program, description))
+        sys.exit(0)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

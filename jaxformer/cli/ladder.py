@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.cli.arguments import load_config, load_module, options_given, parse, peek, run_command
+from jaxformer.cli.help import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config, flat, to_dict
 from jaxformer.errors import UserError
@@ -35,8 +36,9 @@ interrupted goes on where it was, so that the same command again goes on with th
 has had its turn. At the end there is one table, beside what the sources report: in the terminal, and in the folder as
 ladder.csv, ladder.png and ladder.html, a page that needs no network.
 
-  --rungs NAME …    which, in the order of the ladder; all of them without it
-  --folder FOLDER   where (runs/ladder)"""
+--rungs NAME …    which, in the order of the ladder; all of them without it
+
+--folder FOLDER   where (runs/ladder)"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _main(arguments: list[str]) -> int:
         "--help": {"action": "store_true"}, "-h": {"action": "store_true", "dest": "help"},
     })  # fmt: skip
     if asked.help:
-        tell(DESCRIPTION)
+        tell(paragraphs(DESCRIPTION))
         return 0
     if own_business := sorted(
         {"--config", "--run", "--resume", "--name", "--allow-changed-data"} & options_given(arguments)

@@ -1,13 +1,19 @@
 """Arguments and their errors: one sentence, status 2, no traceback, nothing written."""
 
+import contextlib
 import fcntl
+import re
+from itertools import pairwise
 
 import jax
 import pytest
 
+from jaxformer import __main__ as everything
+from jaxformer.__main__ import COMMANDS
 from jaxformer.checkpoints import LOCK
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import load_config, run_command
+from jaxformer.cli.help import help_text
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
@@ -204,6 +210,33 @@ def test_help_lists_the_fields_of_the_model(capsys, monkeypatch):
     shown = capsys.readouterr().out
     for option in ("--config", "--resume", "--steps", "--model.n-heads", "--data.val-path", "--optimizer.momentum"):
         assert option in shown
+
+
+@pytest.mark.parametrize("columns", [80, 50])
+@pytest.mark.parametrize(
+    "command",
+    [[], *([name, "--help"] for name in COMMANDS), ["train", "-h", "--config", f"{ROOT}/configs/clip.py"]],
+)
+def test_help_breaks_no_line_twice_and_no_name_of_an_option(capsys, monkeypatch, command, columns):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with contextlib.suppress(SystemExit):
+        everything.main(command)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8 and all(len(line) <= columns or len(line.split()) == 1 for line in lines)
+    assert not any(re.search(r"--[\w.-]*-$", line) for line in lines)
+    for line, following in pairwise(lines):  # a text goes on where the line is full
+        if line.startswith("      ") and following.startswith("      "):
+            assert len(line) + 1 + len(following.split()[0]) > columns, line
+
+
+def test_help_says_of_an_option_its_type_its_text_and_its_default():
+    shown = help_text(sample.Arguments(), "sample.py", "Continue texts.")
+    assert shown.startswith("usage: sample.py [OPTIONS]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
+    assert "  --cache-dtype {float32,bfloat16,int8}\n" in shown and "  --explain, --no-explain\n" in shown
+    assert "  --num-beams INT\n      More than 1 searches" in shown and "(default: 1)" in shown
+    assert "  --top-k INT|none\n      Draw among the k likeliest.\n" in shown
+    assert shown.count("--logit-bias") == 1  # what `Sampling` calls so is given as text
 
 
 def test_each_rung_is_the_one_before_with_the_named_fields_changed():
