@@ -162,7 +162,7 @@ class StoredCheckpoints:
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """All numbers of a checkpoint, by their path in it, such as `params/blocks_0/attention/W_Q`."""
-        found = {}
+        found: dict[str, np.ndarray] = {}
         for item in ("params", "opt_state"):
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self._metadata(step, item))
             restored = ocp.PyTreeCheckpointer().restore(self._place / str(step) / item, restore_args=as_numpy)

@@ -19,7 +19,10 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
 
 CONFIG = Config("run", DecoderConfig(257, 8, 4, d_ff=(6,)), TextConfig("books"), steps=3)
-TABLE = [{"name": "W_E", "g": 1.0, "w": 2.0}, {"name": "blocks.0.mlp.W_1", "g": 0.5, "w": 0.25}]
+TABLE = [
+    {"name": "W_E", "g": 1.0, "w": 2.0, "u": 0.5, "update": 0.5},
+    {"name": "blocks.0.mlp.W_1", "g": 0.5, "w": 0.25, "u": 2.0, "update": 2.0},
+]
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "loss": 5.0, "entropy": [[1.0, 0.5]]},
     {"step": 1, "loss": 4.0, "entropy": [[0.9, 0.4]], "step_ms": 3.0, "gradients": TABLE},
