@@ -156,7 +156,7 @@ def _is_like(value: Any, model: Any) -> bool:
         return isinstance(value, list) and all(_is_like(item, model[0]) for item in value)
     if isinstance(model, str):
         return isinstance(value, str)
-    return value is None or (type(value) in (int, float) and abs(value) < 2**63)
+    return value is None or (type(value) in (int, float) and not abs(value) >= 2**63)
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:

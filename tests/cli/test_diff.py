@@ -106,9 +106,9 @@ def test_only_some_lines_of_many_are_shown(one: str, tmp_path: Path, capsys) -> 
 
 
 def test_what_one_alone_has_logged_is_no_parting(one: str, tmp_path: Path, capsys) -> None:
-    assert diff.main([one, make(tmp_path / "other", rows=row(0, at_first={"a": 1, "b": 2, "c": 3, "d": 4}))]) == 1
+    assert diff.main([one, make(tmp_path / "other", rows=row(0, first={"a": 1, "b": 2, "c": 3, "d": 4}))]) == 1
     printed = capsys.readouterr().out
-    assert "part at" not in printed and "has logged at_first.a, first at step 0" in printed
+    assert "part at" not in printed and "has logged first.a, first at step 0" in printed
     assert "and 1 more that one of them alone has logged" in printed
 
 

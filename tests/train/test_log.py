@@ -101,7 +101,14 @@ def test_plots_are_pictures(tmp_path):
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("line", ["3", "{", '{"loss": 1}', '{"step": "x"}', "\xff"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "3", "{", '{"loss": 1}', '{"step": "x"}', "\xff", "[" * 100_000, '{"step": 1, "loss": "x"}', '{"step": true}',
+        '{"step": 1, "entropy": [1]}', '{"step": 1, "router": {"a": 1}}', '{"step": 1, "gradients": [{"name": "W"}]}',
+        '{"step": 1, "note": 3}', '{"step": 1, "val_loss": 1e400}', '{"step": 1, "at_first": {}}',
+    ],
+)  # fmt: skip
 def test_a_line_in_the_middle_that_is_no_row_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 1}\n')
     with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is no row"):
