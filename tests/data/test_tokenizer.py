@@ -1,6 +1,5 @@
 """Byte-level BPE."""
 
-
 import pytest
 import tokenizers
 from hypothesis import given, settings
