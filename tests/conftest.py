@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
 
 
 # Tracing makes many objects that are no garbage, and looking at them takes a tenth of the suite's time.
-gc.set_threshold(100_000, 50, 100)
+gc.set_threshold(50_000, 10, 10)
 jax.config.update("jax_default_matmul_precision", "highest")  # an accelerator would round float32 otherwise
 
 

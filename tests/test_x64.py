@@ -36,6 +36,7 @@ from jaxformer.ops import (
 )
 from jaxformer.ops.masks import Causal
 from tests.arrays import assert_close, normal
+from tests.helpers import exhaustive
 
 H, G, T, K, D, V, E = 4, 2, 6, 8, 8, 11, 3
 DTYPES = [jnp.bfloat16, jnp.float32, jnp.float64]
@@ -158,7 +159,7 @@ MODELS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [exhaustive(jnp.bfloat16), jnp.float32, jnp.float64])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_in_the_dtype_of_its_parameters(name: str, dtype: Any) -> None:
     config = MODELS[name]
