@@ -217,7 +217,9 @@ class TrainConfig:
     """Share of each target that is spread over all classes (Szegedy et al. 2016); the loss in the log is without."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where the numbers of metrics.jsonl go besides; each needs the extra that is called like it."""
-    sample_prompt: str = "The "
+    show_entropy: bool = False
+    """Print the attention entropy of each head, in nats, with every evaluation; `metrics.jsonl` has it always."""
+    sample_prompt: str = "The"
     sample_tokens: int = 48
 
     def __post_init__(self) -> None:

@@ -104,7 +104,7 @@ def _from_text(line: str, where: str, number: int) -> Prompt:
 
 def _from_json(line: str, where: str, number: int) -> Prompt:
     if not line.strip():
-        raise UserError(f'{where} is empty; give an object such as {{"prompt": "The "}}.')
+        raise UserError(f'{where} is empty; give an object such as {{"prompt": "The"}}.')
     try:
         values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except json.JSONDecodeError as error:
@@ -112,7 +112,7 @@ def _from_json(line: str, where: str, number: int) -> Prompt:
     except (ValueError, RecursionError) as error:  # NaN; a number of thousands of digits; thousands of brackets
         raise UserError(f"{where} is no JSON that can be read: {error}.") from error
     if not isinstance(values, dict):
-        raise UserError(f'{where} is no object; give one such as {{"prompt": "The "}}.')
+        raise UserError(f'{where} is no object; give one such as {{"prompt": "The"}}.')
     if unknown := [name for name in values if name not in FIELDS]:
         raise UserError(f"{where} has a field {unknown[0]!r}; known are {', '.join(FIELDS)}.")
     if "prompt" not in values:

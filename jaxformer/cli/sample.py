@@ -82,7 +82,7 @@ class Arguments:
     """Options of sample.py."""
 
     opening: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
-    prompt: tuple[str, ...] = ("The ",)
+    prompt: tuple[str, ...] = ("The",)
     """The text to continue; several are continued together."""
     images: tuple[str, ...] = ()
     """Files of pictures, for a model that sees; of animated ones, where it takes videos."""

@@ -43,7 +43,16 @@ DESCRIPTION = """Train a model; sample from it with sample.py.
 Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, and where only the reader of a
 pipe leaves (| head), training continues quietly."""
 RUNS = Path("runs")
-MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh", "train.non_finite", "train.max_skips", "train.log_to"}
+MAY_CHANGE = {
+    "steps",
+    "data.path",
+    "data.val_path",
+    "mesh",
+    "train.non_finite",
+    "train.max_skips",
+    "train.log_to",
+    "train.show_entropy",
+}
 """Fields that may differ on resuming, with all of `compute`: the data is compared by its content."""
 
 
@@ -150,19 +159,20 @@ def _train(
         folder = Path(from_first(str(made)))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
-    say(f"devices {mesh.size} x {mesh.devices.flat[0].device_kind}, jax {jax.__version__}")
-    say(f"data {data.describe()}")
+    axes = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+    split = f", mesh {axes}" if axes else ""
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    say(f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}{split}{processes}, jax {jax.__version__}")
+    say(f"data: {data.describe()}")
     for note in data.notes:
         say(f"note: {note}")
-    say(f"parameters {count_parameters(shapes):,}")
-    counted = f"{data.per_step:,.0f} tokens in " if data.unit == "tokens" else ""
+    say(f"model: {type(config.model.build()).__name__}, {count_parameters(shapes):,} parameters; matmuls in {precision}; {attention}")
+    tokens = f" ({data.per_step:,.0f} tokens)" if data.unit == "tokens" else ""
     say(
-        f"steps {config.steps:,} of {counted}{config.train.batch_size:,} examples, "
+        f"training: {config.steps:,} steps of {config.train.batch_size:,} examples{tokens}, "
         f"{config.steps / data.steps_per_epoch:.2f} epochs; "
-        f"{config.optimizer.name} at {config.optimizer.learning_rate}"
+        f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}"
     )
-    axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
-    say(f"mesh: {axes}; processes: {jax.process_count()}; products in {precision}; {attention}")
 
     place = shlex.quote(str(folder))
     hooks = make_hooks(config, mesh, data, folder)

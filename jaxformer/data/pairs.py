@@ -172,7 +172,7 @@ class Pairs(Dataset):
     def describe(self) -> str:
         n_cut = int((self._val.lengths_N2.max(axis=1) > self.context_length).sum())
         return (
-            f"{self.name}: {len(self._train):,} pairs, {self.per_step / self._batch_size:.1f} tokens a target"
+            f"{self.name}: {len(self._train):,} pairs, {self.per_step / self._batch_size:.1f} tokens per target"
             + (f" ({self._n_left_out:,} more are longer than {self.context_length} tokens)" if self._n_left_out else "")
             + f"; held out: {len(self._val):,} pairs"
             + (f", {n_cut:,} of them cut to {self.context_length} tokens" if n_cut else "")

@@ -162,6 +162,6 @@ class Text(Dataset):
         train, val = self.corpus.train, self.corpus.val
         return (
             f"{self.name}: {train.documents:,} documents, {len(train.tokens):,} tokens, "
-            f"{train.n_bytes / len(train.tokens):.2f} bytes a token; "
+            f"{train.n_bytes / len(train.tokens):.2f} bytes per token; "
             f"held out: {val.documents:,} documents, {len(val.tokens):,} tokens"
         )

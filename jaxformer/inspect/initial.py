@@ -48,10 +48,15 @@ class AtFirst:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = ["before the first step, observed (expected): mean square of the stream, variance of scores, entropy"]
+        lines = [
+            "initialisation check, observed (expected):",
+            f"  {'block':>5}  {'residual stream, mean square':>28}  {'attention scores, variance':>26}  "
+            f"{'attention entropy, nats':>23}",
+        ]
         for i, (p, o) in enumerate(zip(self.expected, self.observed, strict=True)):
-            pairs = ((o.stream, p.stream), (o.scores, p.scores), (o.entropy, p.entropy))
-            lines.append(f"  blocks.{i}  " + "  ".join(f"{seen:8.3g} ({wanted:.3g})" for seen, wanted in pairs))
+            pairs = ((o.stream, p.stream, 28), (o.scores, p.scores, 26), (o.entropy, p.entropy, 23))
+            cells = [f"{f'{seen:.3g} ({wanted:.3g})':>{width}}" for seen, wanted, width in pairs]
+            lines.append("  ".join([f"  {i:>5}", *cells]))
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jaxformer.config import without_nan
 from jaxformer.errors import UserError, parse_json, vanished, writing
@@ -20,12 +20,15 @@ from jaxformer.terminal import visible
 UNITS = ("tokens", "examples")
 """What a `Dataset` may count."""
 SHOWN = {
-    "val_ppl": "ppl {:.2f}",
     "val_bpb": "{:.3f} bits/byte",
-    "val_accuracy": "{:.1%} right",
-    "val_image_to_text_recall_at_5": "{:.1%} of images find their text among 5",
+    "val_image_to_text_recall_at_5": "{:.1%} recall at 5",
+    "val_accuracy": "{:.1%} accuracy",
 }
-"""How a validation's metrics are told, beside the loss."""
+"""How an evaluation's metric is shown beside the loss: the first of these that it has."""
+WIDTH = 100
+"""Columns that lines of the log fit into."""
+SMOOTHING = 0.8
+"""Weight of the earlier step times in the mean that the time left is estimated from."""
 
 ANY = "any name"
 ROW: dict[str, Any] = {
@@ -53,15 +56,18 @@ def say(text: str) -> None:
 class Log:
     """Writes rows of metrics to the run's folder and to `sinks`, and shows them with a progress bar."""
 
-    def __init__(self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = (), show_entropy: bool = False
+    ) -> None:
         """Without a folder, nothing is written."""
-        self._folder, self._sinks = folder, sinks
+        self._folder, self._sinks, self._show_entropy = folder, sinks, show_entropy
+        self._time_left = TimeLeft(steps)
         if folder is not None:
             with writing(folder, METRICS):
                 self._file = (folder / METRICS).open("a", encoding="utf-8")
         self._progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal, transient=True,
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+            console=console, disable=not console.is_terminal, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("training", total=steps, completed=start, note="")
 
@@ -95,35 +101,76 @@ class Log:
             self._file.flush()
         for sink in self._sinks:
             sink(stored)
+        left = self._time_left(row)
         if "step_ms" in row:
-            self._progress.update(self._task, note=f"loss {row['loss']:.3f}  {_speed(row)}")
+            self._progress.update(self._task, note="  ".join([f"loss {row['loss']:.3f}", *_speed(row), *left]))
         if "val_loss" in row:
-            say(line(row))
+            say("\n".join([line(row, left), *(entropy_lines(row) if self._show_entropy else [])]))
         if "note" in row:
             say(f"step {row['step']:,}  note: {row['note']}")
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the log as the sources print it."""
-    parts = [f"step {row['step']:>6,}", f"epoch {row['epoch']:.2f}"]
-    parts += [f"{row[unit]:>12,} {unit}" for unit in UNITS if unit in row]
+class TimeLeft:
+    """Estimates the time until the last step from the rows so far, in which steps are timed without evaluations."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._first, self._mean_ms = steps, True, 0.0
+
+    def __call__(self, row: dict[str, Any]) -> list[str]:
+        """Return a phrase such as "3 min left"; none before there are steps beyond the first ones, which are slow."""
+        if "step_ms" not in row:
+            return []
+        if self._first:
+            self._first = False
+            return []
+        ms = row["step_ms"]
+        self._mean_ms = SMOOTHING * self._mean_ms + (1 - SMOOTHING) * ms if self._mean_ms else ms
+        seconds = self._mean_ms * (self._steps - row["step"]) / 1e3
+        return [f"{duration(seconds)} left"] if row["step"] < self._steps else []
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it: "45 s", "12 min", "3 h 05 min"."""
+    if seconds < 59.5:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def line(row: dict[str, Any], left: Sequence[str] = ()) -> str:
+    """Return a row of the log for the terminal: losses in nats, throughput, the share of tokens that each expert gets,
+    and the time left; wrapped between these where they are longer than `WIDTH`."""
+    parts = [f"step {row['step']:>7,}"]
     if "loss" in row:
-        parts.append(f"train {row['loss']:.3f}" + (f" (ppl {row['ppl']:.2f})" if "ppl" in row else ""))
+        parts.append(f"loss {row['loss']:.3f}")
     shown = [text.format(row[name]) for name, text in SHOWN.items() if name in row]
-    parts.append(f"val {row['val_loss']:.3f}" + (f" ({', '.join(shown)})" if shown else ""))
-    if "entropy" in row:
-        layers = "; ".join(" ".join(f"{head:.3g}" for head in heads) for heads in row["entropy"])
-        parts.append(f"entropy {layers}")
+    parts.append(f"held-out loss {row['val_loss']:.3f}" + (f" ({shown[0]})" if shown else ""))
+    parts += [*_speed(row), *left]
     if "router" in row:
-        spans = [f"{100 * min(layer['share']):.1f}-{100 * max(layer['share']):.1f}" for layer in row["router"].values()]
-        parts.append(f"tokens an expert {' '.join(spans)} %")
-    if "step_ms" in row:
-        parts.append(f"{row['step_ms']:.0f} ms  {_speed(row)}")
-    return "  ".join(parts)
+        shares = [share for layer in row["router"].values() for share in layer["share"]]
+        parts.append(f"tokens per expert {100 * min(shares):.1f} to {100 * max(shares):.1f} %")
+    return "\n".join(_wrapped(parts))
 
 
-def _speed(row: dict[str, Any]) -> str:
-    return "  ".join(f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in UNITS if f"{unit}_per_s" in row)
+def entropy_lines(row: dict[str, Any]) -> list[str]:
+    """Return the attention entropy of each head, in nats, block by block, in lines no longer than `WIDTH`."""
+    blocks = [f"{i}: {' '.join(f'{head:.2f}' for head in heads)}" for i, heads in enumerate(row.get("entropy", []))]
+    return _wrapped(["     entropy (nats) of heads per block", *blocks]) if blocks else []
+
+
+def _wrapped(parts: Sequence[str]) -> list[str]:
+    """Return the parts in lines no longer than `WIDTH`, as far as each fits into one."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"{'':14}{part}")
+    return lines
+
+
+def _speed(row: dict[str, Any]) -> list[str]:
+    return [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in UNITS if f"{unit}_per_s" in row]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -125,7 +125,10 @@ def train(
             return row
 
         written = folder if is_first() else None
-        with open_sinks(written, config) as opened, Log(written, start, config.steps, [*opened, *sinks]) as log:
+        with (
+            open_sinks(written, config) as opened,
+            Log(written, start, config.steps, [*opened, *sinks], t.show_entropy) as log,
+        ):
             if changed:
                 log.row({"step": start, "note": f"the data is not what it was before; now it is {data.describe()}"})
             batch = assemble(data.rows(start, held), held, t.batch_size, split)

@@ -70,10 +70,10 @@ def check_memory(compiled: Any, device: jax.Device) -> str:
     """
     needs, has = needed(compiled), capacity(device)
     if has is None:
-        return f"memory {size(needs)} a device"
+        return f"memory per device: {size(needs)}"
     if needs > has:
-        raise UserError(f"a step needs {size(needs)} of memory a device, and there are {size(has)}; {REMEDY}.")
-    return f"memory {size(needs)} a device of {size(has)}"
+        raise UserError(f"a step needs {size(needs)} of memory per device, and there are {size(has)}; {REMEDY}.")
+    return f"memory per device: {size(needs)} of {size(has)}"
 
 
 def size(n_bytes: float) -> str:

@@ -333,6 +333,7 @@ class CompiledStep:
         self._split, self._say, self._device = batch_split(mesh), say, mesh.local_devices[0]
         self._compiled: dict[Any, Any] = {}
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((config.train.batch_size, *x.shape[1:]), x.dtype), batch)
+        say("compiling the training step ...")
         say(check_memory(self._compile(shapes), self._device))
 
     def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:

@@ -14,7 +14,7 @@ from tests.helpers import ROOT
 
 @pytest.mark.parametrize(
     ("spec", "prompt"),
-    [("quick.py", "The "), ("mlm.py", "The [MASK] of"), ("vision.py:vit", None), ("clip.py", None)],
+    [("quick.py", "The"), ("mlm.py", "The [MASK] of"), ("vision.py:vit", None), ("clip.py", None)],
 )
 def test_a_new_run_is_tried_with_what_its_model_reads(spec, prompt):
     config = load_config(f"{ROOT}/configs/{spec}")

@@ -54,7 +54,7 @@ def test_what_is_expected_is_observed(name):
         if not i:
             np.testing.assert_allclose(seen.growth, wanted.growth, rtol=0.15)
     assert not found.warnings
-    assert str(found).count("\n") == len(found.observed)
+    assert str(found).count("\n") == 1 + len(found.observed)
 
 
 def test_the_epsilon_of_a_layer_norm_counts_where_there_is_little():

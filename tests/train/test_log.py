@@ -9,7 +9,7 @@ import pytest
 from jaxformer.data.captions import Captions
 from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES
-from jaxformer.train.log import Log, cut_log, line, plot, read_metrics
+from jaxformer.train.log import Log, TimeLeft, cut_log, duration, entropy_lines, line, plot, read_metrics
 from tests.helpers import mounted
 
 ROW = {"step": 0, "epoch": 0.0, "tokens": 0, "val_loss": 2.0, "val_ppl": 7.4, "val_bpb": 1.0, "entropy": [[1.0, 0.5]]}
@@ -30,17 +30,37 @@ def test_sinks_get_what_the_file_holds(tmp_path):
     assert seen == read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None, "entropy": [[None, 0.5]]}]
 
 
-def test_a_line_tells_of_each_row_what_is_in_it():
+def test_a_line_shows_losses_throughput_and_the_time_left():
     text = {**ROW, "loss": 1.5, "ppl": 4.48, "val_accuracy": 0.25, "step_ms": 12.3, "tokens_per_s": 1234.5}
-    assert line(text) == (
-        "step      0  epoch 0.00             0 tokens  train 1.500 (ppl 4.48)  "
-        "val 2.000 (ppl 7.40, 1.000 bits/byte, 25.0% right)  entropy 1 0.5  12 ms  1,234 tokens/s"
+    assert line(text, ["3 min left"]) == (
+        "step       0  loss 1.500  held-out loss 2.000 (1.000 bits/byte)  1,234 tokens/s  3 min left"
     )
-    share = {"blocks.0.mlp": {"share": [0.5, 0.2, 0.3], "dropped": 0.0}}
+    share = {"blocks.0.mlp": {"share": [0.5, 0.2, 0.3], "dropped": 0.0}, "blocks.1.mlp": {"share": [0.1, 0.3, 0.6]}}
     images = {"step": 1200, "epoch": 1.5, "examples": 9600, "val_loss": 0.5, "val_accuracy": 0.9, "router": share}
-    assert line(images) == (
-        "step  1,200  epoch 1.50         9,600 examples  val 0.500 (90.0% right)  tokens an expert 20.0-50.0 %"
-    )
+    assert line(images) == "step   1,200  held-out loss 0.500 (90.0% accuracy)  tokens per expert 10.0 to 60.0 %"
+
+
+def test_lines_fit_100_columns_and_break_between_their_parts():
+    row = {
+        **ROW, "step": 1_000_000, "loss": 10.123, "val_loss": 10.123, "val_bpb": 3.123, "tokens_per_s": 1_234_567.0,
+        "router": {"mlp": {"share": [0.001, 0.999]}}, "entropy": [[1.234] * 16] * 4,
+    }  # fmt: skip
+    shown = line(row, ["12 h 05 min left"]).split("\n")
+    assert shown[1].strip() == "tokens per expert 0.1 to 99.9 %"
+    entropies = entropy_lines(row)
+    assert [part.split(":")[0].split()[-1] for part in entropies] == ["block", "0", "1", "2", "3"]
+    assert "  ".join(entropies).count("1.23") == 64
+    assert max(map(len, shown + entropies)) <= 100
+    assert entropy_lines({"step": 0, "val_loss": 1.0}) == []
+
+
+def test_the_time_left_is_smoothed_and_left_out_until_it_is_known():
+    left = TimeLeft(1000)
+    assert left({"step": 0, "val_loss": 1.0}) == left({"step": 10, "step_ms": 9000.0}) == []
+    assert left({"step": 100, "step_ms": 100.0}) == ["2 min left"]
+    assert left({"step": 110, "step_ms": 200.0}) == ["2 min left"]  # 0.12 s per step
+    assert left({"step": 1000, "step_ms": 100.0}) == []
+    assert [duration(s) for s in (0.1, 59.4, 60, 3599, 7505)] == ["1 s", "59 s", "1 min", "1 h 00 min", "2 h 05 min"]
 
 
 def test_a_line_tells_how_many_images_find_their_text_by_the_name_that_the_objective_gives_it():
@@ -48,9 +68,16 @@ def test_a_line_tells_how_many_images_find_their_text_by_the_name_that_the_objec
     half = np.eye(2, dtype=np.float32)
     measures = {"image": half, "text": half, "log_scale": np.zeros(2), "caption": np.arange(2), "weight": np.ones(2)}
     found = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
-    assert line({"step": 0, "epoch": 0.0, Captions.unit: 0, **found}) == (
-        "step      0  epoch 0.00             0 examples  val 0.313 (100.0% of images find their text among 5)"
-    )  # log(1 + 1/e)
+    shown = line({"step": 0, "epoch": 0.0, Captions.unit: 0, **found})
+    assert shown == "step       0  held-out loss 0.313 (100.0% recall at 5)"  # log(1 + 1/e)
+
+
+def test_entropies_are_shown_on_demand(tmp_path, capsys):
+    for name, wanted in (("a", False), ("b", True)):
+        (tmp_path / name).mkdir()
+        with Log(tmp_path / name, 0, 3, show_entropy=wanted) as log:
+            log.row(ROW)
+        assert ("0: 1.00 0.50" in capsys.readouterr().out) == wanted
 
 
 def test_cutting_keeps_rows_and_samples_up_to_the_step_and_drops_a_torn_line(tmp_path):

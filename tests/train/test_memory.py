@@ -51,7 +51,9 @@ def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
     assert memory._machine_memory() == 1_000_000
 
 
-@pytest.mark.parametrize(("has", "said"), [(None, "memory 8 MiB a device"), (2**30, "memory 8 MiB a device of 1 GiB")])
+@pytest.mark.parametrize(
+    ("has", "said"), [(None, "memory per device: 8 MiB"), (2**30, "memory per device: 8 MiB of 1 GiB")]
+)
 def test_what_fits_is_told(monkeypatch, has, said):
     monkeypatch.setattr(memory, "needed", lambda compiled: 2**23)
     monkeypatch.setattr(memory, "capacity", lambda device: has)
