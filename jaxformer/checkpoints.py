@@ -485,6 +485,18 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process is training in a run's folder."""
+    try:
+        with (folder / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no lock, or none that can be read
+        return False
+    return False
+
+
 @contextlib.contextmanager
 def lock_early(folder: Path) -> Iterator[None]:
     """As `only_one`, for a caller that has much to do before it enters `Checkpoints` inside."""

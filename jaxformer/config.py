@@ -201,14 +201,17 @@ class TrainConfig:
     """Examples in a batch, over all devices together."""
     log_every: int = 10
     eval_every: int = 100
-    """Validation loss, attention entropy."""
+    """Steps between evaluations (held-out loss, attention entropy); 0: none, also not at the end."""
     eval_examples: int = 256
     """Held-out examples in a validation on the way; the last one takes all."""
     report_every: int = 500
-    """Gradient table and sample generations."""
+    """Steps between tables of update ratios and between sample generations, the first of which come at step 100; 0:
+    none, nor plots, report.html and the initialisation check."""
     gradients_every: int = 50
-    """Norms of the gradient, weights and update of each parameter, to the log."""
+    """Steps between rows of the log with the norms of the gradient, weights and update of each parameter; 0: none on
+    the way."""
     checkpoint_every: int = 100
+    """Steps between checkpoints; 0: only at the end, and where training is interrupted."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do at a loss or gradient that is not finite: stop and look for the cause, or leave that step out."""
     max_skips: int = 10
@@ -224,8 +227,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        at_least(self, 1, "batch_size", "log_every", "eval_every", "eval_examples", "report_every", "gradients_every")
-        at_least(self, 1, "checkpoint_every", "max_skips", "sample_tokens")
+        at_least(self, 1, "batch_size", "log_every", "eval_examples", "max_skips", "sample_tokens")
+        at_least(self, 0, "eval_every", "report_every", "gradients_every", "checkpoint_every")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")
         if not self.sample_prompt:

@@ -8,7 +8,7 @@ import json
 import pkgutil
 import shutil
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +28,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, parse_json, shortened
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, can_continue, next_token_nll
+from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
 
 T = TypeVar("T")
@@ -170,6 +171,22 @@ def abstract_params(model: nn.Module, config: ModelConfig) -> Params:
     return jax.eval_shape(lambda *example: model.init(jax.random.key(0), *example), *config.example())["params"]
 
 
+def parameter_order(model: nn.Module, config: ModelConfig) -> list[str]:
+    """Return the dotted names of the parameters in the order in which the model first uses them; last its own, such as
+    the unembedding, which no module within it has."""
+    names: list[str] = []
+
+    def walk(tree: Params, path: tuple[str, ...] = ()) -> None:
+        for name, child in tree.items():  # as they were made; jax.tree would sort them
+            if isinstance(child, Mapping):
+                walk(child, (*path, name))
+            else:
+                names.append(dotted((*path, name)))
+
+    jax.eval_shape(lambda *example: walk(model.init(jax.random.key(0), *example)["params"]), *config.example())
+    return sorted(names, key=lambda name: "." not in name)
+
+
 def count_parameters(params: Params) -> int:
     """How many numbers a tree of arrays holds."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -279,13 +296,16 @@ def read_config(folder: Path) -> Config:
     return from_dict(Config, {**values, **parts}, str(file))
 
 
-def latest_run(parent: Path) -> Path:
-    """The run below a folder that was written to last.
+def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
+    """Return the run below a folder that was written to last; one with a checkpoint, if that is wanted and there is
+    any.
 
     Raises:
       UserError: there is none.
     """
     runs = list(parent.glob(f"[!.]*/{CONFIG}"))  # one with a dot is not finished
+    if with_checkpoint:
+        runs = [file for file in runs if StoredCheckpoints(file.parent)] or runs
     if not runs:
         raise UserError(f"there is no run below {parent}; name a run's folder, or train one with train.py.")
     newest = max(

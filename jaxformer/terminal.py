@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -17,6 +18,22 @@ ESCAPED = (
 )  # fmt: skip
 """Characters without a picture, shown by their number."""
 VISIBLE = PICTURES | {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in ESCAPED}
+
+
+WIDTH = 100
+"""Columns that lines for the terminal fit into."""
+
+
+def wrapped(parts: Sequence[str], indent: int) -> list[str]:
+    """Return the parts in lines no longer than `WIDTH`, as far as each fits into one; all but the first line
+    indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"{'':{indent}}{part}")
+    return lines
 
 
 def visible(text: str) -> str:

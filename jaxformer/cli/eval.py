@@ -11,7 +11,7 @@ import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.opening import RunOptions, open_run, with_run
 from jaxformer.config import ComputeConfig, Config, at_least
 from jaxformer.errors import UserError
 from jaxformer.terminal import tell
@@ -71,6 +71,7 @@ def _main(arguments: list[str]) -> int:
     at_least(asked, 1, "batch_size", *["stride"] if asked.stride is not None else [])
     if asked.data.path is None and (asked.stride is not None or asked.data.unwrap is not None):
         raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")
+    asked = dataclasses.replace(asked, opening=with_run(asked.opening))
     machine.set_up(asked.batch_size, asked.opening.mesh)
 
     from jaxformer.cli.translating import quality

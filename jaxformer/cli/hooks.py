@@ -21,12 +21,12 @@ from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
 from jaxformer.inspect import alignment, at_first, attention_entropy, draw_alignment, router_report
-from jaxformer.inspect.gradients import GradientReport
+from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import counts_of
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, can_continue
 from jaxformer.parameters import Row
-from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters
+from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters, parameter_order
 from jaxformer.sharding import local_copy
 from jaxformer.train.log import say
 from jaxformer.train.loop import Hook
@@ -39,6 +39,8 @@ FEW = 4
 """Held-out examples that an initialisation is looked at on."""
 SHOWN = 3
 """Held-out sources whose translations are shown."""
+FIRST_SAMPLES = 100
+"""The step of the first samples, where the others come later."""
 
 
 def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Hook]:
@@ -46,19 +48,21 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
 
     Of several processes, all must call them; the first one prints and writes.
     """
-    t, gradients = config.train, Hook(config.train.report_every, _gradients)
+    t, model, hooks = config.train, config.model.build(), list[Hook]()
+    reports = [Hook(t.report_every, _update_ratios(config))]
     if not _can_be_copied(config, mesh):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
-        return [gradients]
-    hooks = [Hook(t.eval_every, _probe(config, mesh, data), at_start=True), gradients]
-    if isinstance(model := config.model.build(), Decoder):
-        hooks.insert(0, Hook(config.steps, _at_first(model, mesh, data), at_start=True))
-    if can_continue(config.model.build()):
-        hooks.append(Hook(t.report_every, _samples(mesh, folder, _continuations(config, data))))
+        return reports if t.report_every else []
+    if isinstance(model, Decoder) and t.report_every:
+        hooks.append(Hook(config.steps, _at_first(model, mesh, data), at_start=True))
+    if t.eval_every:
+        hooks.append(Hook(t.eval_every, _probe(config, mesh, data), at_start=True))
+    if can_continue(model):
+        reports.append(Hook(t.report_every, _samples(mesh, folder, _continuations(config, data)), False, FIRST_SAMPLES))
     if isinstance(data, Pairs):
-        hooks.append(Hook(t.report_every, _samples(mesh, folder, _translations(config, data))))
-        hooks.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
-    return hooks
+        reports.append(Hook(t.report_every, _samples(mesh, folder, _translations(config, data)), False, FIRST_SAMPLES))
+        reports.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
+    return hooks + reports if t.report_every else hooks
 
 
 def _can_be_copied(config: Config, mesh: Mesh) -> bool:
@@ -112,10 +116,15 @@ def _at_first(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
     return call
 
 
-def _gradients(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-    """Show the gradient table of the row that it stands in."""
-    if "gradients" in row:
-        say(str(GradientReport(tuple(Row(**parameter) for parameter in row["gradients"]))))
+def _update_ratios(config: Config) -> Any:
+    """The update ratios of the row that they stand in are shown."""
+
+    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
+        if "gradients" in row:
+            order = parameter_order(config.model.build(), config.model)
+            say(update_grid([Row(**parameter) for parameter in row["gradients"]], order))
+
+    return call
 
 
 def _samples(mesh: Mesh, folder: Path, write: Callable[[Params], Iterator[tuple[float, str]]]) -> Any:

@@ -15,7 +15,7 @@ import tyro
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.filling import GAP, encode_gaps
-from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.opening import RunOptions, open_run, with_run
 from jaxformer.cli.prompts import Prompt
 from jaxformer.cli.translating import encode_source
 from jaxformer.config import at_least
@@ -53,7 +53,7 @@ class Arguments:
     """Options of inspect."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None
-    """The run's folder; without it, the newest below runs/."""
+    """The run's folder; without it, the newest below runs/ that has a checkpoint."""
     prompt: str | None = None
     """The text to look at; without it, a held-out one. Of a masked language model with [MASK] where gaps are; of one
     that translates, the source."""
@@ -75,7 +75,7 @@ def _main(arguments: list[str]) -> int:
     asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer inspect", DESCRIPTION)
     at_least(asked, 1, *["examples"] if asked.examples is not None else [])
     machine.set_up()
-    run = open_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint), None)
+    run = open_run(with_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint)), None)
     place = run.path / "inspect.html" if asked.out is None else Path(asked.out)
     if not place.parent.is_dir() or (place.exists() and not place.is_file()):
         raise UserError(f"--out is {place}; it must be a file in a folder that exists.")

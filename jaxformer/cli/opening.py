@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jaxformer.cli.train import RUNS
+from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -21,7 +23,7 @@ class RunOptions:
     """Which parameters, and where they are to lie."""
 
     run: str | None = None
-    """The run's folder; without it, the newest below runs/."""
+    """The run's folder; without it, the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -30,15 +32,36 @@ class RunOptions:
     """How the devices share the work, such as 'data=2' or 'tensor=2'; without it, eval takes all, sample the first."""
 
 
-def run_folder(options: RunOptions) -> Path:
-    """The folder of the run that was asked for; raises UserError where none was, and there is none."""
-    from jaxformer.runs import latest_run
+def with_run(options: RunOptions) -> RunOptions:
+    """Return the options with a run: the one named, or the newest with a checkpoint, which is told on stderr.
 
-    return latest_run(RUNS) if options.run is None else Path(options.run)
+    Raises:
+      UserError: none is named, and there is none.
+    """
+    if options.run is not None:
+        return options
+    from jaxformer.checkpoints import StoredCheckpoints, is_locked
+    from jaxformer.runs import latest_run, read_config  # orbax takes a second to import
+
+    folder = latest_run(RUNS, with_checkpoint=True)
+    kind, steps = type(read_config(folder).model.build()).__name__, StoredCheckpoints(folder).steps()
+    at = f" at step {steps[-1]:,}" if steps else ""
+    training = " (still training)" if is_locked(folder) else ""
+    tell(
+        f"run {folder}: {kind}{at}{training}, the newest with a checkpoint below {RUNS}/; --run names another",
+        sys.stderr,
+    )
+    return dataclasses.replace(options, run=str(folder))
+
+
+def run_folder(options: RunOptions) -> Path:
+    """Return the folder of the run that `with_run` has put into the options."""
+    assert options.run is not None
+    return Path(options.run)
 
 
 def model_of(options: RunOptions) -> nn.Module:
-    """The model of the run that was asked for, without its parameters; raises UserError where there is no such run."""
+    """Return the model of a run, without its parameters; raises UserError where there is no such run."""
     from jaxformer.runs import read_config  # orbax takes a second to import
 
     return read_config(run_folder(options)).model.build()

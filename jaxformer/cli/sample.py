@@ -17,7 +17,7 @@ import tyro
 from jaxformer.cli import machine, translating
 from jaxformer.cli.arguments import options_given, parse, run_command
 from jaxformer.cli.filling import fill_prompts
-from jaxformer.cli.opening import RunOptions, model_of, run_folder
+from jaxformer.cli.opening import RunOptions, model_of, run_folder, with_run
 from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts
 from jaxformer.cli.sampler import Sampler
 from jaxformer.cli.seeing import tell_images
@@ -45,6 +45,9 @@ class SamplingOptions(Sampling):
 
     temperature: float = 0.8
     """Below 1 sharper, above 1 flatter, 0 always the likeliest token; then nothing narrows the choice."""
+    min_p: float | None = 0.05
+    """Draw among tokens at least this probable, as a share of the likeliest one's probability; 0 keeps all. Applied
+    beside the other filters."""
     logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()
     bad_words: tyro.conf.Suppress[tuple[tuple[int, ...], ...]] = ()
     stop_tokens: tuple[int, ...] = ()
@@ -138,6 +141,7 @@ def _main(arguments: list[str]) -> int:
     given = options_given(arguments)
     _check(asked, given)
     prompts = _prompts(asked)
+    asked = dataclasses.replace(asked, opening=with_run(asked.opening))
     machine.set_up(mesh=asked.opening.mesh)
     from jaxformer.models.clip import CLIP
     from jaxformer.models.encoder import MaskedLanguageModel

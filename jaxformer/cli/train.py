@@ -166,7 +166,8 @@ def _train(
     say(f"data: {data.describe()}")
     for note in data.notes:
         say(f"note: {note}")
-    say(f"model: {type(config.model.build()).__name__}, {count_parameters(shapes):,} parameters; matmuls in {precision}; {attention}")
+    kind = type(config.model.build()).__name__
+    say(f"model: {kind}, {count_parameters(shapes):,} parameters; matmuls in {precision}; {attention}")
     tokens = f" ({data.per_step:,.0f} tokens)" if data.unit == "tokens" else ""
     say(
         f"training: {config.steps:,} steps of {config.train.batch_size:,} examples{tokens}, "
@@ -176,14 +177,15 @@ def _train(
 
     place = shlex.quote(str(folder))
     hooks = make_hooks(config, mesh, data, folder)
+    sinks = [reporter(folder)] if config.train.report_every else []
     try:
         with relying_on_others(f"go on from the last checkpoint with: python train.py --resume --run {place}"):
-            outcome = train(config, data, folder, mesh, hooks, resume, allow_changed_data, [reporter(folder)])
+            outcome = train(config, data, folder, mesh, hooks, resume, allow_changed_data, sinks)
     except UserError:
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
         raise
-    if is_first():
+    if is_first() and config.train.report_every:
         with writing(folder, PLOTS):
             plot(folder)
         write_report(folder, read_metrics(folder))
@@ -196,13 +198,12 @@ def _train(
         say(f"step {outcome.step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.")
         say(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
         return 1
-    evaluation = outcome.evaluation
-    assert evaluation is not None
     if (prompt := prompt_to_try(config, data)) is not None:
         say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(prompt)}")
-    figures = {name: value for name, value in evaluation.as_row().items() if isinstance(value, float)}
+    row = outcome.evaluation.as_row() if outcome.evaluation else {}
+    figures = {name: value for name, value in row.items() if isinstance(value, float)}
     told = " ".join(f"{name}={value:.{3 if name == 'val_ppl' else 4}f}" for name, value in figures.items())
-    say(f"final: step={outcome.step} {told}")
+    say(f"final: step={outcome.step} {told}".rstrip())
     return 0
 
 

@@ -14,7 +14,7 @@ import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.opening import RunOptions, open_run, with_run
 from jaxformer.config import ComputeConfig, at_least
 from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
 from jaxformer.terminal import tell
@@ -34,7 +34,7 @@ class Arguments:
     """Options of verify."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None
-    """The run's folder; without it, the newest below runs/."""
+    """The run's folder; without it, the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     examples: int = 4
@@ -57,7 +57,7 @@ def _main(arguments: list[str]) -> int:
     at_least(asked, 2, "tokens")
     at_least(asked, 0, "seed")
     machine.set_up(machine.cores())
-    run = open_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint), None)
+    run = open_run(with_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint)), None)
     tell(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {asked.examples} random examples")
     tell(f"{'':4}  {'promise':<18}  {'deviation':>9}  {'limit':>7}")
     broken = []

@@ -16,13 +16,14 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from jaxformer.cli.arguments import load_config, parse, peek, run_command
+from jaxformer.cli.arguments import load_config, options_given, parse, peek, run_command
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
 from jaxformer.terminal import tell
 
 PROGRAM = "python -m jaxformer verify-resume"
+EVERY = "--train.checkpoint-every"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Arguments:
     config: str = DEFAULT_CONFIG
     """FILE.py or FILE.py:NAME, the config to train."""
     kill_at: int | None = None
-    """The step after whose row in the log the run is killed; without it, half of all."""
+    """The step from which on the run is killed, once it has a checkpoint to resume from; without it, half of all."""
     folder: str | None = None
     """Where to keep both runs; without it they are removed at the end."""
 
@@ -51,8 +52,17 @@ def _main(arguments: list[str]) -> int:
     defaults = Arguments(config, known.config or DEFAULT_CONFIG)
     asked = parse(Arguments, arguments, defaults, PROGRAM, "Kill a run, resume it, and compare.")
     kill_at = asked.fields.steps // 2 if asked.kill_at is None else asked.kill_at
-    if not 0 <= kill_at < asked.fields.steps:
-        raise UserError(f"kill-at is {kill_at}; it must be at least 0 and below the {asked.fields.steps} steps.")
+    if not 1 <= kill_at < asked.fields.steps:
+        raise UserError(f"kill-at is {kill_at}; it must be at least 1 and below the {asked.fields.steps} steps.")
+    every = asked.fields.train.checkpoint_every
+    if not 0 < every <= kill_at:
+        if EVERY in options_given(fields):
+            raise UserError(
+                f"{EVERY} is {every}, so that there is no checkpoint to resume from at step {kill_at}; leave it "
+                "out, or set it to at most --kill-at."
+            )
+        fields += [EVERY, str(kill_at)]
+        tell(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
     with contextlib.ExitStack() as stack:
         if asked.folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-resume-")))
@@ -72,17 +82,16 @@ def _verify(options: list[str], kill_at: int, folder: Path) -> int:
     tell("training undisturbed")
     with _training([*options, "--run", str(straight)], folder / "straight.log") as process:
         _must_succeed(process, folder / "straight.log")
-    tell(f"training again, to be killed after step {kill_at:,}")
+    tell(f"training again, to be killed at step {kill_at:,}")
+    stored = StoredCheckpoints(resumed)
     with _training([*options, "--run", str(resumed)], folder / "killed.log") as process:
-        while _last_step(resumed) < kill_at and process.poll() is None:
+        while (_last_step(resumed) < kill_at or not stored) and process.poll() is None:
             time.sleep(0.005)
         process.kill()
         if process.wait() >= 0:
             _must_succeed(process, folder / "killed.log")
-            raise UserError(f"the run ended before it could be killed after step {kill_at}; lower --kill-at.")
-    killed_at, stored = _last_step(resumed), StoredCheckpoints(resumed)
-    resumed_from = stored.step() if stored else 0
-    tell(f"killed after step {killed_at:,}; resuming from step {resumed_from:,}")
+            raise UserError(f"the run ended before it could be killed at step {kill_at}; lower --kill-at.")
+    tell(f"killed after step {_last_step(resumed):,}; resuming from the checkpoint of step {stored.step():,}")
     with _training(["--resume", "--run", str(resumed)], folder / "resumed.log") as process:
         _must_succeed(process, folder / "resumed.log")
     if apart := parting(straight, resumed):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
@@ -14,6 +15,37 @@ from jaxformer.decode.generate import Generation, Piece
 from jaxformer.decode.speculative import Speculation
 from jaxformer.decode.stopping import StopStrings
 from jaxformer.ops.masks import EMPTY
+
+LEAST_COMPILE_S = 0.05
+"""Seconds of compiling below which none are reported."""
+LEAST_S = 1e-9
+"""Seconds that computing takes at least, for clocks may differ."""
+
+
+class CompileClock:
+    """Measures the seconds that jax spends tracing, lowering and compiling while it is entered."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return sum(end - start for start, end in self._spans)
+
+    def __enter__(self) -> CompileClock:
+        jax.monitoring.register_event_time_span_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_time_span_listener(self._listen)
+
+    def _listen(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
+        """Note a span in place of those within it: of a function that calls another, the inner one ends first."""
+        if event.startswith("/jax/core/compile/"):
+            while self._spans and self._spans[-1][0] >= start_time:
+                self._spans.pop()
+            self._spans.append((start_time, end_time))
 
 
 class Text:
@@ -80,6 +112,8 @@ class Speed:
     """Of the model over what a draft proposed."""
     checked: int = 0
     """Tokens that came of them."""
+    compile_s: float = 0.0
+    """Seconds of compiling, which the others leave out."""
 
     def __str__(self) -> str:
         n = len(self.first_token_s)
@@ -88,7 +122,9 @@ class Speed:
         if self.tokens:
             told.append(f"{self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)")
         if self.passes:
-            told.append(f"{self.checked / self.passes:.2f} tokens a pass")
+            told.append(f"{self.checked / self.passes:.2f} tokens per pass")
+        if self.compile_s >= LEAST_COMPILE_S:
+            told.append(f"{self.compile_s:.1f} s of compiling not counted")
         return "; ".join(told)
 
 
@@ -126,28 +162,34 @@ def follow(
     A text that nothing else ends has its length with `max_new_tokens`, and is interrupted with fewer. The rows beyond
     the texts are let go before they begin.
     """
-    began, first, n_alone = time.perf_counter(), 0.0, 0
-    going = dict(enumerate(texts))
-    for piece in generation:
+    began, first, n_alone, last = time.perf_counter(), 0.0, 0, 0.0
+    going, clock = dict(enumerate(texts)), CompileClock()
+    pieces = iter(generation)
+    while True:
+        with clock:
+            piece = next(pieces, None)
+        if piece is None:
+            break
         now = time.perf_counter() - began
+        computed = max(now - clock.seconds, LEAST_S)
         shown = ""
         for row, text in list(going.items()):
             n_before = len(text.tokens)
             new = text.take(piece, row, stop_tokens)
             if len(text.tokens) > n_before:
-                text.seconds = now
+                text.seconds, last = now, computed
                 text.first_token_s = text.first_token_s or now
             shown = new if row == 0 else shown
             if text.ended:
                 generation.end(row)
                 del going[row]
         if not first:
-            first = now
+            first = computed
             n_alone = sum(len(text.tokens) for text in texts) if piece.tokens_BN.shape[1] == 1 else 0
         yield shown
         if interrupted():
             break
-    last = max(text.seconds for text in texts)
+    speed.compile_s += clock.seconds
     speed.tokens += sum(len(text.tokens) for text in texts) - n_alone
     speed.seconds += last - (first if n_alone else 0.0)
     speed.first_token_s += [first] if n_alone or first < last else []

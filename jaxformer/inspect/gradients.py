@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import hypot, isfinite
 
 import flax.linen as nn
 import jax
@@ -13,9 +16,12 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.parameters import Norms, Row, norm_rows, parameter_norms, row_names, row_norms
+from jaxformer.terminal import WIDTH, wrapped
 
 EXAMPLES_AT_ONCE = 8
 """As many gradients of all parameters are held."""
+IN_BLOCK = re.compile(r"(?P<stack>(?:.+\.)?\w*blocks)\.(?P<block>\d+)\.(?P<part>.+)")
+"""Names of parameters in a stack of blocks."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,78 @@ def gradient_report(params: Params, grads: Params, lr: float, updates: Params | 
     """
     norms = [row_norms(tree).tolist() for tree in (grads, params, *([] if updates is None else [updates]))]
     return GradientReport(tuple(norm_rows(row_names(params), lr, *norms)))
+
+
+def update_grid(rows: Sequence[Row], order: Sequence[str]) -> str:
+    """Return the update ratios for a terminal: the norm of each parameter's update over that of its weights, in
+    thousandths, a line per block and a column per parameter of a block.
+
+    Args:
+      rows: norms of all parameters. Heads are taken together; without an update, `u` is shown.
+      order: the names of the parameters, in the order in which they are to be shown.
+    """
+    ratios = {name: _thousandths(_together([row for row in rows if _whole(row.name) == name])) for name in order}
+    lines, outside = ["update ratios: norm of update / norm of weights, in thousandths"], list[str]()
+    shown: set[str] = set()
+    for name in order:
+        if (found := IN_BLOCK.fullmatch(name)) is None:
+            outside.append(f"{name} {ratios[name]}")
+        elif found["stack"] not in shown:
+            lines += _listed(outside) + _grid(found["stack"], ratios)
+            shown.add(found["stack"])
+            outside = []
+    return "\n".join(lines + _listed(outside))
+
+
+def _grid(stack: str, ratios: Mapping[str, str]) -> list[str]:
+    """Return a heading and a line per block of a stack."""
+    cells = {(m["block"], m["part"]): ratio for name, ratio in ratios.items() if (m := _in(stack, name))}
+    blocks, parts = (list(dict.fromkeys(axis)) for axis in zip(*cells, strict=True))
+    last = [part.rpartition(".")[2] for part in parts]
+    # A gain is called like its norm; what several layers have, like its layer, too.
+    labels = [
+        part.removesuffix(".gamma") if name in ("gamma", "beta") or last.count(name) > 1 else name
+        for part, name in zip(parts, last, strict=True)
+    ]
+    table = [[f"  {stack}", *labels]] + [[block, *(cells.get((block, part), "") for part in parts)] for block in blocks]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    groups, used = [[0]], widths[0]
+    for i, width in enumerate(widths[1:], start=1):
+        if used + 2 + width > WIDTH:  # the rest of the columns stands below
+            groups.append([0])
+            used = widths[0]
+        groups[-1].append(i)
+        used += 2 + width
+    return ["  ".join(f"{row[i]:>{widths[i]}}" for i in group) for group in groups for row in table]
+
+
+def _in(stack: str, name: str) -> re.Match[str] | None:
+    found = IN_BLOCK.fullmatch(name)
+    return found if found and found["stack"] == stack else None
+
+
+def _listed(parts: Sequence[str]) -> list[str]:
+    return wrapped([f"  {parts[0]}", *parts[1:]], indent=2) if parts else []
+
+
+def _whole(name: str) -> str:
+    """Return the name of the parameter that a row is of, or that a head's row is a part of."""
+    return re.sub(r"\.heads\.\d+", "", name)
+
+
+def _together(rows: Sequence[Row]) -> float:
+    """Return the ratio of several rows' norms together."""
+    moved = [(row.u if row.update is None else row.update) * row.w for row in rows]
+    weights = hypot(*(row.w for row in rows))
+    return hypot(*moved) / weights if weights else rows[0].u if rows[0].update is None else rows[0].update
+
+
+def _thousandths(ratio: float) -> str:
+    """Return 1,000 times a ratio, in three digits and without an exponent."""
+    value = 1e3 * ratio
+    if not isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if value >= 999.5 else "<0.001" if 0 < value < 0.001 else f"{value:#.3g}".rstrip(".")
 
 
 @dataclass(frozen=True)

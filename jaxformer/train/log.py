@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from jaxformer.config import without_nan
 from jaxformer.errors import UserError, parse_json, vanished, writing
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
-from jaxformer.terminal import visible
+from jaxformer.terminal import visible, wrapped
 
 UNITS = ("tokens", "examples")
 """What a `Dataset` may count."""
@@ -25,8 +25,6 @@ SHOWN = {
     "val_accuracy": "{:.1%} accuracy",
 }
 """How an evaluation's metric is shown beside the loss: the first of these that it has."""
-WIDTH = 100
-"""Columns that lines of the log fit into."""
 SMOOTHING = 0.8
 """Weight of the earlier step times in the mean that the time left is estimated from."""
 
@@ -144,29 +142,18 @@ def line(row: dict[str, Any], left: Sequence[str] = ()) -> str:
     if "loss" in row:
         parts.append(f"loss {row['loss']:.3f}")
     shown = [text.format(row[name]) for name, text in SHOWN.items() if name in row]
-    parts.append(f"held-out loss {row['val_loss']:.3f}" + (f" ({shown[0]})" if shown else ""))
+    parts.append(f"held-out {row['val_loss']:.3f}" + (f" ({shown[0]})" if shown else ""))
     parts += [*_speed(row), *left]
     if "router" in row:
         shares = [share for layer in row["router"].values() for share in layer["share"]]
         parts.append(f"tokens per expert {100 * min(shares):.1f} to {100 * max(shares):.1f} %")
-    return "\n".join(_wrapped(parts))
+    return "\n".join(wrapped(parts, indent=14))
 
 
 def entropy_lines(row: dict[str, Any]) -> list[str]:
     """Return the attention entropy of each head, in nats, block by block, in lines no longer than `WIDTH`."""
     blocks = [f"{i}: {' '.join(f'{head:.2f}' for head in heads)}" for i, heads in enumerate(row.get("entropy", []))]
-    return _wrapped(["     entropy (nats) of heads per block", *blocks]) if blocks else []
-
-
-def _wrapped(parts: Sequence[str]) -> list[str]:
-    """Return the parts in lines no longer than `WIDTH`, as far as each fits into one."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + 2 + len(part) <= WIDTH:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(f"{'':14}{part}")
-    return lines
+    return wrapped(["     entropy (nats) of heads per block", *blocks], indent=14) if blocks else []
 
 
 def _speed(row: dict[str, Any]) -> list[str]:

@@ -32,13 +32,18 @@ from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allow
 
 @dataclass(frozen=True)
 class Hook:
-    """Something to do on the way: `call(step, state, batch, row)` after every `every`-th step, and after the last;
-    `at_start` also before the first. What it returns joins the step's row of metrics, of which it is given what there
-    is already. The batch is the one that the step learned from, on the devices."""
+    """Something to do on the way: `call(step, state, batch, row)` after every `every`-th step, after step `also_at` and
+    after the last; `at_start` also before the first. What it returns joins the step's row of metrics, of which it is
+    given what there is already. The batch is the one that the step learned from, on the devices."""
 
     every: int
     call: Callable[[int, TrainState, Batch, dict[str, Any]], dict[str, Any] | None]
     at_start: bool = False
+    also_at: int = 0
+
+    def due(self, step: int) -> bool:
+        """Return whether it is called after a step that is not the last."""
+        return (is_due(self.every, step) or step == self.also_at) if step else self.at_start
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Outcome:
     batch: Batch
     """What that step was given."""
     evaluation: Evaluation | None = None
-    """On all that is held out, once done."""
+    """On all that is held out, once done; None without evaluations."""
     signal: int = 0
     """The signal that interrupted."""
 
@@ -114,13 +119,13 @@ def train(
             """The row with validation and hooks, where they are due."""
             nonlocal whole
             last = step == config.steps
-            if last:
+            if last and t.eval_every:
                 whole = evaluate(state.params)
                 row |= whole.as_row()
-            elif step % t.eval_every == 0:
+            elif is_due(t.eval_every, step):
                 row |= evaluate(state.params, t.eval_examples).as_row()
             for hook in hooks:
-                if (step % hook.every == 0 and (step or hook.at_start)) or last:
+                if last or hook.due(step):
                     row |= hook.call(step, state, batch, row) or {}
             return row
 
@@ -134,7 +139,7 @@ def train(
             batch = assemble(data.rows(start, held), held, t.batch_size, split)
             if not resumed:
                 log.row(measure(0, batch, {"step": 0, "epoch": 0.0, data.unit: 0}))
-            paces = [t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every, *(hook.every for hook in hooks)]
+            paces = t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every
             stream = data.stream(start, config.steps, held)
             pace, unchecked = Pace(start, data), deque[tuple]()
             in_a_row, stop = int(state.failures), 0
@@ -144,7 +149,8 @@ def train(
                 batch = assemble(rows, held, t.batch_size, split)
                 state, metrics = train_step(state, batch, step - 1)
                 log.advance(step)
-                last, due = step == config.steps, step == config.steps or any(step % every == 0 for every in paces)
+                last = step == config.steps
+                due = last or any(is_due(every, step) for every in paces) or any(hook.due(step) for hook in hooks)
                 # Looking at the step before keeps the device busy with this one meanwhile. Looking late loses
                 # nothing: from a step that broke on, the state stays as it was.
                 unchecked.append((step, batch, metrics, agreement.ask(caught.number)))
@@ -177,20 +183,28 @@ def train(
                         **({"skipped": skipped} if skipped else {}),
                         **pace.lap(step),
                     }
-                    if metrics.finite and (last or step % t.gradients_every == 0 or step % t.report_every == 0):
+                    if metrics.finite and (last or is_due(t.gradients_every, step) or is_due(t.report_every, step)):
                         rows = norm_rows(names, lr, *np.asarray(metrics.norms_3R).tolist())
                         row["gradients"] = [asdict(parameter) for parameter in rows]
                     measure(step, batch, row)
                     log.row(row)
                     skipped = 0
-                if last or stop or step % t.checkpoint_every == 0:
+                if last or stop or is_due(t.checkpoint_every, step):
                     # The last row holds the loss on all that is held out; checkpoints are ranked by the same part.
-                    save(step, evaluate(state.params, t.eval_examples).loss if last else row.get("val_loss"))
+                    ranked = evaluate(state.params, t.eval_examples).loss if whole else row.get("val_loss")
+                    save(step, ranked)
                 if stop and not last:
                     return Outcome("interrupted", step, state, batch, signal=stop)
                 if due:
                     pace.restart(step)
-        return Outcome("done", config.steps, state, batch, whole or evaluate(state.params))
+            if whole is None and t.eval_every:  # it was at its end before
+                whole = evaluate(state.params)
+        return Outcome("done", config.steps, state, batch, whole)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return whether what happens after every `every`-th step, never where that is 0, happens after a step."""
+    return every > 0 and step % every == 0
 
 
 class Pace:

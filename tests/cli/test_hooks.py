@@ -1,10 +1,26 @@
 """What is looked at while training."""
 
+import jax
 import numpy as np
 import pytest
 
-from jaxformer.cli.hooks import _whole
+from jaxformer.cli.hooks import _whole, make_hooks
+from jaxformer.config import Config, TrainConfig
+from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.sharding import make_mesh
+
+
+def test_reports_and_evaluations_that_are_switched_off_are_not_even_prepared(tmp_path):
+    config = Config(
+        "test",
+        DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2),
+        TextConfig(),
+        100,
+        train=TrainConfig(eval_every=0, report_every=0),
+    )
+    assert make_hooks(config, make_mesh("", jax.devices()[:1]), None, tmp_path) == []
 
 
 @pytest.mark.parametrize(

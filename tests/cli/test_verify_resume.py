@@ -77,7 +77,9 @@ def test_where_two_runs_part(one, tmp_path, other, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--kill-at 20 --steps 20", "kill-at is 20; it must be at least 0 and below the 20 steps"),
+        ("--kill-at 20 --steps 20", "kill-at is 20; it must be at least 1 and below the 20 steps"),
+        ("--kill-at 5 --train.checkpoint-every 9", "there is no checkpoint to resume from at step 5; leave it out"),
+        ("--kill-at 0", "kill-at is 0; it must be at least 1"),
         ("--kil-at 5", "unknown option --kil-at; did you mean --kill-at?"),
         ("--kill-at many", "--kill-at"),
         ("--kill-at", "--kill-at"),
@@ -99,8 +101,9 @@ def test_a_killed_run_ends_as_if_nothing_had_happened_and_a_tampered_one_does_no
     options = [*tiny(tmp_path / "books"), "--kill-at", "11", "--folder", str(tmp_path / "kept")]
     assert verify_resume.main(options) == 0
     lines = capfd.readouterr().out.splitlines()
-    killed, resumed = map(int, re.fullmatch(r"killed after step (\d+); resuming from step (\d+)", lines[2]).groups())
-    assert resumed < killed and killed >= 11
+    told = r"killed after step (\d+); resuming from the checkpoint of step (\d+)"
+    killed, resumed = map(int, re.fullmatch(told, lines[2]).groups())
+    assert 5 <= resumed <= killed and killed >= 11
     assert lines[-1].startswith("identical to the last bit: 10 rows of metrics over 20 steps, and ")
 
     # The same run again from its checkpoint at step 15, of which one number is another.

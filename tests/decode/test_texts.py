@@ -1,11 +1,15 @@
 """From pieces of tokens to texts."""
 
+import time
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import Piece, Speed, Text, follow
-from jaxformer.decode.texts import batches
+from jaxformer.decode.texts import CompileClock, batches
 from jaxformer.ops.masks import EMPTY
 
 TOKENIZER = Tokenizer.train(["a b"], 257)  # a token a byte, and end-of-text
@@ -119,6 +123,20 @@ def test_prompts_of_like_lengths_go_together():
     assert batches([1, 1, 1], 2) == [[0, 1], [2]]  # of equal ones, in order
 
 
+def test_compiling_is_timed_apart_once_however_deep_functions_call_each_other():
+    inner = jax.jit(lambda x: jnp.sin(x) * 2)
+    outer = jax.jit(lambda x: inner(x) + inner(x * 3))
+    began = time.perf_counter()
+    with CompileClock() as clock:
+        outer(jnp.arange(3.0))
+    assert 0 < clock.seconds < time.perf_counter() - began
+    before = clock.seconds
+    with clock:
+        outer(jnp.arange(3.0)).block_until_ready()
+    outer(jnp.arange(4.0))
+    assert clock.seconds == before
+
+
 @pytest.mark.parametrize(
     ("speed", "said"),
     [
@@ -126,6 +144,7 @@ def test_prompts_of_like_lengths_go_together():
         (Speed([], 100, 0.5), "200 tokens/s (100 in 0.50 s)"),
         (Speed([0.25], 100, 0.5), "time to first token 0.250 s; 200 tokens/s (100 in 0.50 s)"),
         (Speed([0.2, 0.4], 3000, 1.0), "0.300 s (the mean of 2 batches); 3,000 tokens/s (3,000 in 1.00 s)"),
+        (Speed([], 100, 0.5, compile_s=2.25), "200 tokens/s (100 in 0.50 s); 2.2 s of compiling not counted"),
     ],
 )
 def test_speed_counts_decoding_apart_from_the_first_token(speed, said):

@@ -7,9 +7,10 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import example_gradients, gradient_report
-from jaxformer.inspect.gradients import EXAMPLES_AT_ONCE, Row, noise_scale
+from jaxformer.inspect.gradients import EXAMPLES_AT_ONCE, Row, noise_scale, update_grid
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
+from jaxformer.runs import parameter_order
 from tests.arrays import build, normal
 from tests.helpers import exhaustive
 from tests.inspect.test_trace import MODELS, T, V, made
@@ -30,6 +31,31 @@ def like(params: Params, seed: int) -> Params:
 GRADS, UPDATES = like(PARAMS, 100), like(PARAMS, 200)
 REPORT = gradient_report(PARAMS, GRADS, LR, UPDATES)
 ROWS = {row.name: row for row in REPORT.rows}
+
+
+def test_a_grid_has_a_line_per_block_and_columns_in_the_order_of_computation() -> None:
+    order = parameter_order(CONFIG.build(), CONFIG)
+    lines = update_grid(REPORT.rows, order).splitlines()
+    assert lines[1].split()[::2] == ["embedding.W_E", "embedding.W_pos"] and lines[-1].split()[0] == "W_out"
+    columns = ["attention_norm", "W_Q", "W_K", "W_V", "W_O", "mlp_norm", "W_1", "b_1", "W_2", "b_2"]
+    assert lines[2].split() == ["blocks", *columns]
+    assert [line.split()[0] for line in lines[3:5]] == ["0", "1"] and len(lines) == 6
+    assert max(map(len, lines)) <= 100
+    cell = float(lines[4].split()[2].replace(",", ""))  # W_Q of the second block, its three heads together
+    moved, weights = (tree["blocks_1"]["attention"]["W_Q"] for tree in (UPDATES, PARAMS))
+    assert cell == pytest.approx(1e3 * np.linalg.norm(moved) / np.linalg.norm(weights), rel=5e-3)
+
+
+def test_a_grid_says_what_stands_in_several_layers_wraps_and_takes_u_where_there_is_no_update() -> None:
+    names = [f"{stack}_blocks.0.{part}.W_Q" for stack in ("encoder", "decoder") for part in ("attention", "cross")]
+    rows = [Row(name, 1.0, 1.0, u, None) for name, u in zip(names, (0.5, 1e-9, 0.0, inf), strict=True)]
+    assert [line.split() for line in update_grid(rows, names).splitlines()[1:]] == [
+        ["encoder_blocks", "attention.W_Q", "cross.W_Q"], ["0", "500", "<0.001"],
+        ["decoder_blocks", "attention.W_Q", "cross.W_Q"], ["0", "0.00", "inf"],
+    ]  # fmt: skip
+    many = [f"blocks.0.mlp.a_rather_long_name_{i}" for i in range(9)]
+    lines = update_grid([Row(name, 1.0, 1.0, 0.1, 2.0) for name in many], many).splitlines()
+    assert max(map(len, lines)) <= 100 and sum(line.count("2,000") for line in lines) == 9
 
 
 def test_every_parameter_has_a_row_and_heads_have_their_own() -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.checkpoints import StoredCheckpoints
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
@@ -19,7 +20,7 @@ from jaxformer.sharding import make_mesh
 from jaxformer.signals import Caught
 from jaxformer.train import loop
 from jaxformer.train.log import read_metrics
-from jaxformer.train.loop import Outcome, train
+from jaxformer.train.loop import Hook, Outcome, is_due, train
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.step import CompiledStep, StepMetrics, TrainState
 from tests.arrays import assert_close
@@ -64,6 +65,26 @@ def test_a_run_goes_on_on_fewer_devices(tmp_path):
     for got, wanted in zip(jax.tree.leaves(moved.state), jax.tree.leaves(whole.state), strict=True):
         if np.issubdtype(got.dtype, np.floating):
             assert_close(got, wanted)
+
+
+def test_what_is_due_when():
+    samples, check = Hook(500, print, also_at=100), Hook(20, print, at_start=True)
+    assert [step for step in range(1001) if samples.due(step)] == [100, 500, 1000]
+    assert [step for step in range(50) if check.due(step)] == [0, 20, 40]
+    assert not any(is_due(0, step) for step in range(10))
+
+
+@pytest.mark.slow
+def test_evaluations_and_checkpoints_can_be_switched_off(tmp_path):
+    off = replace(TRAIN, log_every=4, eval_every=0, report_every=0, gradients_every=0, checkpoint_every=0)
+    config = Config("test", MODEL, steps=10, data=TextConfig(str(write_books(tmp_path / "books"))), train=off)
+    data = config.data.load(MODEL, off.batch_size, config.seed)
+    outcome = train(config, data, tmp_path, make_mesh("", jax.devices()[:1]), [])
+    assert outcome.evaluation is None
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 4, 8, 10]
+    assert not any("val_loss" in row for row in rows)
+    assert StoredCheckpoints(tmp_path).steps() == [10]
 
 
 @pytest.fixture
