@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from jaxformer.cli.arguments import run_command
 from jaxformer.cli.help import paragraphs
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell
+from jaxformer.terminal import announce, tell
 
 COMMANDS = {
     "train": ("jaxformer.cli.train", "train a model; the same as train.py"),
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         module, _ = COMMANDS[given[0]]
+        announce("loading JAX ...")
         return importlib.import_module(module).main(given[1:])
     return run_command(_help, given)
 

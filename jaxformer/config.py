@@ -233,6 +233,8 @@ class TrainConfig:
             raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")
         if not self.sample_prompt:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
+        if any("\ud800" <= character <= "\udfff" for character in self.sample_prompt):
+            raise UserError("train.sample_prompt holds bytes that are not UTF-8; give it as UTF-8.")
 
 
 @dataclass(frozen=True)

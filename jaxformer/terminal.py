@@ -48,6 +48,12 @@ def tell(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
     file.flush()
 
 
+def announce(text: str) -> None:
+    """Tell what takes a while from now on, where stderr is a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        tell(text, sys.stderr)
+
+
 def tell_error(message: str) -> None:
     """Write an error or note to stderr, on one line."""
     tell(visible(message).replace("\n", "\N{SYMBOL FOR NEWLINE}"), sys.stderr)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jaxformer.signals import catch_signals
-from jaxformer.terminal import tell, visible
+from jaxformer.terminal import announce, tell, visible
 from tests.helpers import ROOT
 
 HOSTILE = "a\x1b]0;title\x07\r\x9b2J\u202e\u2066\x7f\tb\n\udcff"
@@ -31,6 +31,15 @@ def test_control_characters_are_shown_on_a_terminal_and_left_alone_elsewhere():
     assert screen.getvalue() == SHOWN + "\n"
     assert pipe.getvalue() == HOSTILE + "\n"
     assert visible("Grüße 漢字 👩‍🔬 ﷽") == "Grüße 漢字 👩‍🔬 ﷽"
+
+
+def test_what_takes_a_while_is_announced_on_a_terminal_alone(monkeypatch):
+    for stream, shown in ((Screen(), "loading ...\n"), (io.StringIO(), "")):
+        monkeypatch.setattr("sys.stderr", stream)
+        announce("loading ...")
+        assert stream.getvalue() == shown
+    monkeypatch.setattr("sys.stderr", None)
+    announce("loading ...")
 
 
 def test_nothing_is_printed_past_the_one_place():
@@ -105,6 +114,7 @@ def hangup():
 
 
 def test_hanging_up_twice_is_noted_once_and_stays_ignored_where_it_was(hangup):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with catch_signals(signal.SIGTERM, signal.SIGHUP) as caught:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # the shell sends it, too

@@ -71,7 +71,6 @@ def _main(arguments: list[str]) -> int:
     at_least(asked, 1, "batch_size", *["stride"] if asked.stride is not None else [])
     if asked.data.path is None and (asked.stride is not None or asked.data.unwrap is not None):
         raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")
-    asked = dataclasses.replace(asked, opening=with_run(asked.opening))
     machine.set_up(asked.batch_size, asked.opening.mesh)
 
     from jaxformer.cli.translating import quality
@@ -85,7 +84,7 @@ def _main(arguments: list[str]) -> int:
     mesh = make_mesh(asked.opening.mesh)
     if asked.data.path is not None:
         find_files(asked.data.path)  # a wrong path is answered before the run is loaded
-    run = open_run(asked.opening, mesh)
+    run = open_run(with_run(asked.opening), mesh)
     params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
     config = _as_asked(run.config, asked, batch_shards(mesh))
     data: HeldOut

@@ -48,21 +48,24 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
 
     Of several processes, all must call them; the first one prints and writes.
     """
-    t, model, hooks = config.train, config.model.build(), list[Hook]()
-    reports = [Hook(t.report_every, _update_ratios(config))]
-    if not _can_be_copied(config, mesh):
+    t, model = config.train, config.model.build()
+    if not (copied := _can_be_copied(config, mesh)):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
-        return reports if t.report_every else []
-    if isinstance(model, Decoder) and t.report_every:
+    hooks = []
+    if copied and isinstance(model, Decoder) and t.report_every:
         hooks.append(Hook(config.steps, _at_first(model, mesh, data), at_start=True))
-    if t.eval_every:
+    if copied and t.eval_every:
         hooks.append(Hook(t.eval_every, _probe(config, mesh, data), at_start=True))
-    if can_continue(model):
-        reports.append(Hook(t.report_every, _samples(mesh, folder, _continuations(config, data)), False, FIRST_SAMPLES))
-    if isinstance(data, Pairs):
-        reports.append(Hook(t.report_every, _samples(mesh, folder, _translations(config, data)), False, FIRST_SAMPLES))
-        reports.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
-    return hooks + reports if t.report_every else hooks
+    if t.report_every:
+        hooks.append(Hook(t.report_every, _update_ratios(config)))
+        texts = []
+        if copied and can_continue(model):
+            texts.append(_continuations(config, data))
+        if copied and isinstance(data, Pairs):
+            texts.append(_translations(config, data))
+            hooks.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
+        hooks += [Hook(t.report_every, _samples(mesh, folder, write), also_at=FIRST_SAMPLES) for write in texts]
+    return hooks
 
 
 def _can_be_copied(config: Config, mesh: Mesh) -> bool:

@@ -41,9 +41,9 @@ def with_run(options: RunOptions) -> RunOptions:
     if options.run is not None:
         return options
     from jaxformer.checkpoints import StoredCheckpoints, is_locked
-    from jaxformer.runs import latest_run, read_config  # orbax takes a second to import
+    from jaxformer.runs import read_config  # orbax takes a second to import
 
-    folder = latest_run(RUNS, with_checkpoint=True)
+    folder = run_folder(options)
     kind, steps = type(read_config(folder).model.build()).__name__, StoredCheckpoints(folder).steps()
     at = f" at step {steps[-1]:,}" if steps else ""
     training = " (still training)" if is_locked(folder) else ""
@@ -55,9 +55,11 @@ def with_run(options: RunOptions) -> RunOptions:
 
 
 def run_folder(options: RunOptions) -> Path:
-    """Return the folder of the run that `with_run` has put into the options."""
-    assert options.run is not None
-    return Path(options.run)
+    """Return a run's folder: of the one named, or of the newest with a checkpoint; raises UserError where there is
+    none."""
+    from jaxformer.runs import latest_run
+
+    return latest_run(RUNS, with_checkpoint=True) if options.run is None else Path(options.run)
 
 
 def model_of(options: RunOptions) -> nn.Module:

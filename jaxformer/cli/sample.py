@@ -141,8 +141,8 @@ def _main(arguments: list[str]) -> int:
     given = options_given(arguments)
     _check(asked, given)
     prompts = _prompts(asked)
-    asked = dataclasses.replace(asked, opening=with_run(asked.opening))
     machine.set_up(mesh=asked.opening.mesh)
+    asked = dataclasses.replace(asked, opening=with_run(asked.opening))
     from jaxformer.models.clip import CLIP
     from jaxformer.models.encoder import MaskedLanguageModel
     from jaxformer.models.vit import ViT

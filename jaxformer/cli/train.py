@@ -30,6 +30,7 @@ from jaxformer.distributed import (
     wait_for_all,
 )
 from jaxformer.errors import UserError, writing
+from jaxformer.terminal import announce
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -146,6 +147,7 @@ def _train(
     # As above, what cannot be is refused before anything is written.
     if is_first():
         prepare(config.train.log_to)
+    announce("reading the data ...")
     data = load_data(folder if resume else None, config, fixed)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)

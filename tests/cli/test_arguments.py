@@ -40,6 +40,7 @@ TRAIN = [
     ("--model.n-head 3", "unknown option --model.n-head; did you mean --model.n-heads?"),
     ("--optimiser.learning-rate=3", "did you mean --optimizer.learning-rate?"),
     ("--steps many", "--steps"),
+    ("--train.sample-prompt \udcff", "train.sample_prompt holds bytes that are not UTF-8; give it as UTF-8."),
     ("--steps 2.5", "--steps"),
     ("--steps", "--steps"),
     ("surplus", "surplus"),

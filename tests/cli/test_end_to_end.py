@@ -87,8 +87,8 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     assert lines[0] == "run runs/quick"
     assert re.fullmatch(r"devices: \d+ x .+, jax [\d.]+", lines[1])
     assert lines[2].startswith("data: ") and "documents" in lines[2] and "bytes per token" in lines[2]
-    # embedding 280·16, W_out 16·280, gains (2+1)·16; the block: 4·16·16 and an MLP of width 32
-    parameters = 2 * 280 * 16 + 3 * 16 + (4 * 16 * 16 + 16 * 32 + 32 + 32 * 16 + 16)
+    # embedding 280·16, W_out 16·280, gains (2+1)·16 and 2·8 of a head; the block: 4·16·16 and an MLP of width 32
+    parameters = 2 * 280 * 16 + 3 * 16 + 2 * 8 + (4 * 16 * 16 + 16 * 32 + 32 + 32 * 16 + 16)
     assert lines[3].startswith(f"model: Decoder, {parameters:,} parameters; ")
     assert lines[4].startswith("training: 20 steps of 4 examples (64 tokens), ")
     (at_first,) = [i for i, line in enumerate(lines) if line == "initialisation check, observed (expected):"]

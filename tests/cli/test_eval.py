@@ -23,6 +23,12 @@ UNKNOWN = "Καλημέρα κόσμε 你好 🙂\n\n" * 40
 """Characters that no training text had."""
 
 
+@pytest.fixture(autouse=True)
+def silent(monkeypatch):
+    """Without the line about which run is taken."""
+    monkeypatch.setattr("jaxformer.cli.opening.tell", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")

@@ -136,5 +136,5 @@ def tamper(folder, step: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_cannot_be_trained_is_one_sentence(tmp_path, capfd, as_a_user):
-    assert verify_resume.main([*tiny(tmp_path / "nowhere"), "--kill-at", "3"]) == 2
+    assert verify_resume.main([*tiny(tmp_path / "nowhere"), "--kill-at", "5"]) == 2
     assert "training ended with status 2: no data at" in capfd.readouterr().err
