@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from jaxformer.config import ModelConfig, TokenModelConfig, differences
+from jaxformer.config import ModelConfig, TokenModelConfig, differences, largest
 from jaxformer.data.tokenizer import Tokenizer
 
 MAX_TAKEN_SIDE = 256
@@ -57,7 +57,9 @@ def fit_patches(model: Any, size: tuple[int, ...]) -> Any:
     """Return a config for images of this size, one number for both sides, with patches that divide them; the config as
     it is, if it has no patches or this is no size."""
     sides = size * 2 if len(size) == 1 else size
-    if not (hasattr(model, "patch_size") and hasattr(model, "image_size")) or len(sides) != 2 or min(sides) < 1:
+    if not (hasattr(model, "patch_size") and hasattr(model, "image_size")) or len(sides) != 2:
+        return model
+    if min(sides) < 1 or max(sides) > largest(model, "image_size"):
         return model
     patches = [
         _fit_side(old, patch, new, fixed_size=True, fixed_patch=False)[1]

@@ -83,6 +83,8 @@ TRAIN = [
     ("--config short.txt", "short.txt"),
     (f"--config {ROOT}/configs/ladder.py:rmsnrom", "rmsnorm?"),
     (f"--config {ROOT}/configs/ladder.py", "it has mlp_rowwise"),
+    (f"--config {ROOT}/configs/vision.py:vit --model.image-size 1000000007", "image_size is 1000000007; it must be"),
+    (f"--config {ROOT}/configs/vision.py:vit --model.image-size 1000000007 8", "image_size is 1000000007; it must be"),
 ]
 
 
