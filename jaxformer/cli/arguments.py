@@ -160,7 +160,8 @@ def with_image_size(model: Any, arguments: Sequence[str]) -> Any:
     for prefix in ("", "vision."):
         if f"{prefix}image_size" in given and f"{prefix}patch_size" not in given:
             flag = f"--model.{prefix}image-size"
-            known, _ = peek(arguments, {flag: {"nargs": "+", "type": int}})
+            spelled = [re.sub(OPTION, lambda match: match[0].replace("_", "-"), a, count=1) for a in arguments]
+            known, _ = peek(spelled, {flag: {"nargs": "+", "type": int}})
             size = tuple(vars(known)[flag.removeprefix("--").replace("-", "_")])
             if prefix and hasattr(model, "vision"):
                 model = replace(model, vision=fit_patches(model.vision, size))

@@ -90,20 +90,18 @@ def cached(
       UserError: see `Tokenizer.train`; or the folder cannot be written, or not be read back.
     """
     _remove_abandoned(folder.parent)
-    try:
-        return read(folder)
-    except FileNotFoundError:
-        pass
-    except Unverified as error:
-        logging.getLogger(__name__).warning("cached tokens in %s %s; tokenizing again.", folder, error)
-        _discard(folder)
-    _build(folder, train, val, vocab_size, tokenizer)
-    try:
-        return read(folder)
-    except (FileNotFoundError, Unverified) as error:
-        raise UserError(
-            f"cached tokens in {folder} {error}, just after they were written; set JAXFORMER_CACHE."
-        ) from error
+    problem = ""
+    for _ in range(3):  # another process may remove what it could not verify, just when this one has mended it
+        try:
+            return read(folder)
+        except FileNotFoundError:
+            problem = "have vanished"
+        except Unverified as error:
+            problem = str(error)
+            logging.getLogger(__name__).warning("cached tokens in %s %s; tokenizing again.", folder, problem)
+            _discard(folder)
+        _build(folder, train, val, vocab_size, tokenizer)
+    raise UserError(f"cached tokens in {folder} {problem}, although written anew; set JAXFORMER_CACHE.")
 
 
 def holds_tokens_of(tokenizer: Tokenizer, folder: Path) -> bool:

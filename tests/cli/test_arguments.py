@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -12,13 +13,15 @@ from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
 from jaxformer.checkpoints import LOCK
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import load_config, run_command
+from jaxformer.cli.arguments import load_config, run_command, with_image_size
 from jaxformer.cli.help import help_text
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.models.clip import CLIPConfig, ImageTowerConfig
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.vit import ViTConfig
 from jaxformer.runs import create_run
 from tests.helpers import ROOT, changed, tiny, write_books
 
@@ -259,3 +262,22 @@ def test_each_rung_is_the_one_before_with_the_named_fields_changed():
     rungs = [load_config(f"{ROOT}/configs/ladder.py:{name}") for name in names]
     for before, after, fields in zip(rungs, rungs[1:], changes, strict=False):
         assert {field for field, _, _ in differences(before, after)} == fields | {"name"}
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "patch"),
+    [
+        ("--model.image-size 40", (40, 40), (10, 10)),
+        ("--model.image-size 40 21", (40, 21), (10, 7)),
+        ("--model.image_size=40", (40, 40), (10, 10)),
+        ("--model.image-size 40 --model.patch-size 8", (28, 28), (7, 7)),  # to be parsed as it is
+        ("--steps 3", (28, 28), (7, 7)),
+    ],
+)
+def test_a_given_image_size_brings_patches_that_divide_it(options, size, patch):
+    vit = ViTConfig(image_size=(28,), patch_size=(7,))
+    fitted = with_image_size(vit, options.split())
+    assert fitted == replace(vit, image_size=size, patch_size=patch)
+    clip = CLIPConfig(ImageTowerConfig(image_size=(28,), patch_size=(7,)))
+    fitted = with_image_size(clip, options.replace("model.", "model.vision.").split())
+    assert fitted == replace(clip, vision=replace(clip.vision, image_size=size, patch_size=patch))

@@ -161,7 +161,7 @@ def test_what_does_not_stay_as_it_was_written_is_refused(config, monkeypatch):
     monkeypatch.setattr(
         token_cache, "_write", lambda file, *_: file.write_bytes(b"") or token_cache._TokenFile(1, 1, "0")
     )
-    with pytest.raises(UserError, match="just after they were written; set JAXFORMER_CACHE"):
+    with pytest.raises(UserError, match="although written anew; set JAXFORMER_CACHE"):
         load_corpus(config, 270)
 
 
