@@ -37,6 +37,15 @@ gc.set_threshold(50_000, 10, 10)
 jax.config.update("jax_default_matmul_precision", "highest")  # an accelerator would round float32 otherwise
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> Iterator[None]:
+    """Forget the programs of a file of tests after it. `Checkpoints` collects garbage when it is closed, and looks
+    through all that they hold: ten seconds a test at the end of the suite."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Read and write no cache of the user's."""
