@@ -123,14 +123,21 @@ def train_piece(piece: Piece, out: Path) -> None:
     config = load_config(str(record.ROOT / "configs" / piece.config))
     rate = config.optimizer.learning_rate * piece.factor
     data_config = config.data if piece.path is None else replace(config.data, path=piece.path)
-    never = 10**9
+    never = 2**31 - 1
     config = replace(
         config,
         seed=piece.seed,
         data=data_config,
         optimizer=replace(config.optimizer, learning_rate=rate),
         # Only the training itself is of interest, and every step's loss.
-        train=replace(config.train, log_every=1, eval_every=never, report_every=never, checkpoint_every=never),
+        train=replace(
+            config.train,
+            log_every=1,
+            eval_every=never,
+            report_every=never,
+            gradients_every=never,
+            checkpoint_every=never,
+        ),
         mesh=f"data={piece.devices}",
     )
     machine.set_up(config.train.batch_size, config.mesh)
