@@ -478,9 +478,11 @@ def only_one(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the lock holds without a number in it
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
-        yield
-        with contextlib.suppress(OSError):
-            os.ftruncate(lock, 0)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.ftruncate(lock, 0)
     finally:
         os.close(lock)
 

@@ -323,6 +323,9 @@ def test_a_folder_that_is_locked_early_is_not_locked_twice(tmp_path):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(lock)
+    with pytest.raises(KeyError), lock_early(tmp_path):
+        raise KeyError
+    assert (tmp_path / checkpoints.LOCK).read_bytes() == b""  # also after an error
 
 
 def test_a_missing_step_is_one_sentence(folder):
