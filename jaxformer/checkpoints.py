@@ -18,8 +18,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,14 @@ class StoredCheckpoints:
             raise self._unreadable(step, error) from error
         return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), position
 
+    def is_healthy(self, step: int) -> bool:
+        """Return False if the loss was diverging as the checkpoint was made."""
+        try:
+            position = parse_json((self._place / str(step) / "position" / "metadata").read_bytes())
+            return bool(position.get("healthy", True))
+        except (OSError, ValueError, AttributeError):
+            return False
+
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """All numbers of a checkpoint, by their path in it, such as `params/blocks_0/attention/W_Q`."""
         found: dict[str, np.ndarray] = {}
@@ -258,9 +267,10 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 class Checkpoints(StoredCheckpoints):
     """The checkpoints of a run that is being trained, to read and to write; one process at a time.
 
-    It keeps the last two, and of those made at a validation the one with the lowest loss. Saving goes on in the
-    background; a checkpoint appears whole, with its sums, by a rename, or not at all. Several processes of one
-    `jax.distributed` job make one each and call it alike.
+    It keeps the last two, of those made at a validation the one with the lowest loss, and the last two made while the
+    loss was not diverging: it tells of the parameters a step before, so that the last of them may be lost already.
+    Saving goes on in the background; a checkpoint appears whole, with its sums, by a rename, or not at all. Several
+    processes of one `jax.distributed` job make one each and call it alike.
 
     On entering, the last checkpoint is read once, by all processes together, each a share of its files. If it is
     damaged, it is named in a warning and goes out of the way, so that its step can be saved again, and the one before
@@ -273,6 +283,7 @@ class Checkpoints(StoredCheckpoints):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._saving: int | None = None
+        self._healthy: set[int] = set()
 
     def __enter__(self) -> Checkpoints:
         with contextlib.ExitStack() as opened:
@@ -281,9 +292,11 @@ class Checkpoints(StoredCheckpoints):
                 opened.enter_context(only_one(self._folder))
             self._make_way()
             wait_for_all()  # from here on, all see the same steps
+            self._healthy = {step for step in self.steps() if self.is_healthy(step)}
             policy = checkpoint_managers.AnyPreservationPolicy(
                 [
                     checkpoint_managers.LatestN(2),
+                    _LastOf(self._healthy),
                     checkpoint_managers.BestN(
                         get_metric_fn=lambda metrics: -metrics["val_loss"],
                         n=1,
@@ -343,6 +356,8 @@ class Checkpoints(StoredCheckpoints):
         if step in self._manager.all_steps():
             return
         self._saving = step
+        if position.get("healthy", True):
+            self._healthy.add(step)
         try:
             if not self._place.is_dir():  # orbax would make another
                 raise FileNotFoundError
@@ -362,6 +377,28 @@ class Checkpoints(StoredCheckpoints):
             raise self._told(error) from error
         if failure:
             warn(f"checkpoint {lost} of {self._folder} could not be written: {failure}; {step} is saved instead")
+
+    def last_healthy(self, began: int) -> int:
+        """Return the step of the last healthy checkpoint, or 0. Waits for a save under way.
+
+        Args:
+          began: the first step whose loss was too high; the parameters that gave it are those after the step before.
+        """
+        self._failure()
+        return max((step for step in self.steps() if step < began - 1 and step in self._healthy), default=0)
+
+    def remove_after(self, step: int) -> list[int]:
+        """Remove the checkpoints of all later steps, the last first; return their steps.
+
+        Raises:
+          UserError: one cannot be removed.
+        """
+        later = [later for later in self.steps() if later > step]
+        with writing(self._folder, CHECKPOINTS):
+            for number in reversed(later):
+                self._manager.delete(number)
+        wait_for_all()
+        return later
 
     def _failure(self) -> str | None:
         """Wait for the save under way; why it failed, if the system kept it from being written."""
@@ -450,6 +487,17 @@ class Checkpoints(StoredCheckpoints):
             if time.monotonic() > min(quiet + QUIET, began + LONGEST_WAIT):
                 return
             time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class _LastOf:
+    """Orbax's protocol of a `PreservationPolicy`: the last two checkpoints whose steps are in a set."""
+
+    steps: Set[int]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        last = sorted(info.step for info in checkpoints if info.step in self.steps)[-2:]
+        return [info.step in last for info in checkpoints]
 
 
 @contextlib.contextmanager

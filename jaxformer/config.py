@@ -216,6 +216,11 @@ class TrainConfig:
     """What to do at a loss or gradient that is not finite: stop and look for the cause, or leave that step out."""
     max_skips: int = 10
     """With 'skip', how many steps in a row may be left out."""
+    divergence: Literal["stop", "warn", "continue"] = "stop"
+    """What to do where a loss leaves its minimum for good, though it is finite."""
+    skip_batches: int = 0
+    """Batches of the data left out: step k learns from batch k + skip_batches. Rolling back with --skip-batches adds
+    to it."""
     label_smoothing: float = 0.0
     """Share of each target that is spread over all classes (Szegedy et al. 2016); the loss in the log is without."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -228,7 +233,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         at_least(self, 1, "batch_size", "log_every", "eval_examples", "max_skips", "sample_tokens")
-        at_least(self, 0, "eval_every", "report_every", "gradients_every", "checkpoint_every")
+        at_least(self, 0, "eval_every", "report_every", "gradients_every", "checkpoint_every", "skip_batches")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")
         if not self.sample_prompt:

@@ -42,18 +42,29 @@ def parameter_norms(tree: Any) -> Norms:
 
     One whose sum of squares exceeds float32 is infinite.
     """
-    norms = {}
+    return {name: jnp.sqrt(squares) for name, squares in _squares(tree).items()}
+
+
+@jax.jit
+def row_norms(tree: Any) -> jax.Array:
+    """Return the same norms in one float32 array, `(R,)`, in the order of `row_names`."""
+    squares = _squares(tree)
+    return jnp.sqrt(jnp.concatenate([jnp.atleast_1d(squares[name]) for name in sorted(squares)]))
+
+
+def global_norm(norms_R: jax.Array) -> jax.Array:
+    """Return the norm of all parameters, a float32 scalar, from those of each."""
+    return jnp.sqrt(jnp.sum(jnp.square(norms_R)))
+
+
+def _squares(tree: Any) -> Norms:
+    squares = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = dotted(path)
         head = HEAD_AXIS.get(name.rpartition(".")[2])
         others = None if head is None or leaf.ndim != 3 else tuple(a for a in range(3) if a != head)
-        norms[name] = jnp.sqrt(jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=others))
-    return norms
-
-
-def row_norms(tree: Any) -> jax.Array:
-    """Return the same norms in one float32 array, `(R,)`, in the order of `row_names`."""
-    return jnp.concatenate([jnp.atleast_1d(norm) for norm in parameter_norms(tree).values()])
+        squares[name] = jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=others)
+    return squares
 
 
 def row_names(shapes: Any) -> list[str]:
@@ -63,7 +74,7 @@ def row_names(shapes: Any) -> list[str]:
       shapes: the parameters, or their shapes and dtypes.
     """
     names = []
-    for name, norm in jax.eval_shape(parameter_norms, shapes).items():
+    for name, norm in sorted(jax.eval_shape(parameter_norms, shapes).items()):
         where, _, last = name.rpartition(".")
         names += [f"{where}.heads.{head}.{last}" for head in range(len(norm))] if norm.ndim else [name]
     return names

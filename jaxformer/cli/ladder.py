@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,9 @@ DESCRIPTION = f"""usage: python -m jaxformer ladder [--rungs NAME …] [--folder
 
 Train rung after rung of {RUNGS}, each in a run of its own below the folder, with the same options: --steps,
 --data.path, --train.batch-size and all others of train.py. A rung that is done is not trained again, and one that was
-interrupted goes on where it was, so that the same command again goes on with the ladder. A rung that becomes not finite
-has had its turn. At the end there is one table, beside what the sources report: in the terminal, and in the folder as
-ladder.csv, ladder.png and ladder.html, a page that needs no network.
+interrupted goes on where it was, so that the same command again goes on with the ladder. A rung that diverges or
+becomes not finite has had its turn. At the end there is one table, beside what the sources report: in the terminal, and
+in the folder as ladder.csv, ladder.png and ladder.html, a page that needs no network.
 
 --rungs NAME …    which, in the order of the ladder; all of them without it
 
@@ -54,8 +54,8 @@ class Rung:
     bits_per_byte: float
     minutes: float
     """That its steps took, without validation."""
-    not_finite: str
-    """The step that it ended at, as its loss or a gradient was not; empty if it went on to its last."""
+    ended_early: str
+    """How and where, such as 'diverged at step 118' or 'not finite at step 6'; empty if it went on to its last step."""
     entropy: str
     """Of attention at the last validation, in nats: heads, and between semicolons blocks."""
     sources: str
@@ -142,11 +142,11 @@ def _must_be(config: Config, run: Path) -> None:
 
 
 def ended(run: Path) -> bool:
-    """Whether a run has come to its last step and saved it, or to one that was not finite."""
+    """Whether a run has come to its last step and saved it, or has ended early."""
     from jaxformer.checkpoints import StoredCheckpoints
     from jaxformer.runs import read_config
 
-    return bool(_not_finite(run)) or StoredCheckpoints(run).steps()[-1:] == [read_config(run).steps]
+    return bool(_ended_early(run)) or StoredCheckpoints(run).steps()[-1:] == [read_config(run).steps]
 
 
 def outcome(run: Path, reported: str) -> Rung:
@@ -161,7 +161,7 @@ def outcome(run: Path, reported: str) -> Rung:
     config, rows = read_config(run), read_metrics(run)
     measured = [row for row in rows if "val_loss" in row]
     last: dict[str, Any] = measured[-1] if measured else {}
-    broken = _not_finite(run)
+    broken = _ended_early(run)
     if broken:  # what was measured before it is not what the rung came to
         last = {name: value for name, value in last.items() if name == "entropy"}
     told = lambda x: "-" if x is None else f"{x:.3g}"  # noqa: E731 (JSON has null for what is not finite)
@@ -177,20 +177,25 @@ def outcome(run: Path, reported: str) -> Rung:
         perplexity=number("val_ppl"),
         bits_per_byte=number("val_bpb"),
         minutes=took / 60_000,
-        not_finite=broken,
+        ended_early=broken,
         entropy=entropy,
         sources=reported,
     )
 
 
-def _not_finite(run: Path) -> str:
-    """The step at which a run ended because it was not finite; empty for one that did not."""
+def _ended_early(run: Path) -> str:
+    """How a run diverged or became not finite, and at which step; empty for one that did not."""
     from jaxformer.runs import read_config
     from jaxformer.train.log import read_metrics
 
+    rows = read_metrics(run)
+    if rows and "diverged" in rows[-1]:
+        return f"diverged at step {rows[-1]['diverged']['began']}"
     steps = [int(number) for place in run.glob("autopsy/step-*") if (number := place.name[5:]).isdigit()]
-    last = max((row["step"] for row in read_metrics(run)), default=0)
-    return str(max(steps)) if steps and last < read_config(run).steps else ""  # it may have been helped over it
+    last = max((row["step"] for row in rows), default=0)
+    if steps and last < read_config(run).steps:  # it may have been helped over it
+        return f"not finite at step {max(steps)}"
+    return ""
 
 
 def as_text(table: Sequence[Rung]) -> str:
@@ -205,7 +210,8 @@ def as_text(table: Sequence[Rung]) -> str:
 
 
 HEAD = (
-    "rung", "parameters", "steps", "loss", "perplexity", "bits/byte", "minutes", "not finite", "entropy", "the sources",
+    "rung", "parameters", "steps", "loss", "perplexity", "bits/byte", "minutes", "ended early", "entropy",
+    "the sources",
 )  # fmt: skip
 NUMBERS = {1, 2, 3, 4, 5, 6}
 """Columns that stand to the right."""
@@ -217,7 +223,7 @@ def _cells(rung: Rung) -> tuple[str, ...]:
     number = lambda x, digits: "" if math.isnan(x) else f"{x:.{digits}f}"  # noqa: E731
     return (
         rung.rung, f"{rung.parameters:,}", f"{rung.steps:,}", number(rung.loss, 4), number(rung.perplexity, 2),
-        number(rung.bits_per_byte, 4), f"{rung.minutes:.1f}", rung.not_finite and f"step {rung.not_finite}",
+        number(rung.bits_per_byte, 4), f"{rung.minutes:.1f}", rung.ended_early,
         rung.entropy, rung.sources,
     )  # fmt: skip
 
@@ -276,12 +282,12 @@ def _curve(run: Path) -> tuple[list[int], list[float]]:
 
 
 def _label(run: Path) -> str:
-    broken = _not_finite(run)
-    return f"{run.name} (not finite at step {broken})" if broken else run.name
+    broken = _ended_early(run)
+    return f"{run.name} ({broken})" if broken else run.name
 
 
 def _table(table: Sequence[Rung]) -> Table:
     from jaxformer.inspect.page import Table
 
-    rows = [astuple(replace(rung, not_finite=rung.not_finite and f"step {rung.not_finite}")) for rung in table]
+    rows = [astuple(rung) for rung in table]
     return Table("Outcomes", HEAD, rows, "Losses are of held-out text; entropies of heads, and of blocks apart by ;.")

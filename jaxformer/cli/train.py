@@ -51,6 +51,7 @@ MAY_CHANGE = {
     "mesh",
     "train.non_finite",
     "train.max_skips",
+    "train.divergence",
     "train.log_to",
     "train.show_entropy",
 }
@@ -70,11 +71,16 @@ class Arguments:
     """Go on from the last checkpoint of --run, or of the newest run below runs/."""
     allow_changed_data: bool = False
     """With --resume: go on even if the data has changed since, with the run's own tokenizer. The log notes it."""
+    from_step: int | None = None
+    """With --resume: roll back to the checkpoint of this step, or to the start (0); other options of the optimizer may
+    be given, but for its name. Later checkpoints and rows of the log are removed. The log notes it."""
+    skip_batches: int = 0
+    """With --from-step: leave out the next batches of the data. The log notes it."""
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train; the exit status: 0 done, 1 not finite, 2 wrong input, 128 + the signal where interrupted."""
+    """Train; the exit status: 0 done, 1 diverged or not finite, 2 wrong input, 128 + the signal where interrupted."""
     try:
         status = run_command(_main, arguments, outlive=True)
     except Exception:
@@ -103,8 +109,15 @@ def _main(arguments: list[str]) -> int:
     config = asked.fields
     if asked.allow_changed_data and stored is None:
         raise UserError("--allow-changed-data goes with --resume; a new run learns from the data as it is.")
+    if asked.from_step is not None and stored is None:
+        raise UserError("--from-step goes with --resume; name the run to roll back with --run.")
+    if asked.from_step is not None and asked.from_step < 0:
+        raise UserError(f"--from-step is {asked.from_step}; give the step of a checkpoint, or 0 for the start.")
+    if asked.skip_batches and (asked.from_step is None or asked.skip_batches < 0):
+        raise UserError(f"--skip-batches {asked.skip_batches} must be at least 0, and goes with --from-step.")
+    changes = ""
     if stored is not None:
-        _must_be_same(folder, stored, config)
+        changes = _check_same(folder, stored, config, asked.from_step is not None)
     elif asked.run is not None and Path(asked.run).exists():
         raise UserError(f"{asked.run} exists; add --resume to go on with it, or choose another --run.")
     else:
@@ -120,21 +133,18 @@ def _main(arguments: list[str]) -> int:
             check_parent(folder)
         elif is_first():
             stack.enter_context(lock_early(folder))
-        return _train(
-            config, folder, stored is not None, asked.run is None, asked.allow_changed_data, model_fields(arguments)
-        )
+        return _train(config, folder, stored is not None, asked, changes, model_fields(arguments))
 
 
-def _train(
-    config: Config, folder: Path, resume: bool, may_number: bool, allow_changed_data: bool, fixed: set[str]
-) -> int:
+def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes: str, fixed: set[str]) -> int:
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.cli.report import reporter, write_report
     from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, plot, read_metrics, say
-    from jaxformer.train.loop import train
+    from jaxformer.train.loop import Rollback, train
     from jaxformer.train.memory import check_parameters
+    from jaxformer.train.remedies import remedies
     from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
@@ -157,7 +167,7 @@ def _train(
     wait_for_all()  # if one of several processes has no data, no run is made
 
     if not resume:
-        made = create_run(folder, config, data.tokenizer, may_number, data.classes) if is_first() else ""
+        made = create_run(folder, config, data.tokenizer, asked.run is None, data.classes) if is_first() else ""
         folder = Path(from_first(str(made)))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
@@ -182,7 +192,8 @@ def _train(
     sinks = [reporter(folder)] if config.train.report_every else []
     try:
         with relying_on_others(f"go on from the last checkpoint with: python train.py --resume --run {place}"):
-            outcome = train(config, data, folder, mesh, hooks, resume, allow_changed_data, sinks)
+            back = None if asked.from_step is None else Rollback(asked.from_step, asked.skip_batches, changes)
+            outcome = train(config, data, folder, mesh, hooks, resume, asked.allow_changed_data, sinks, back)
     except UserError:
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
@@ -198,8 +209,22 @@ def _train(
     if outcome.status == "non_finite":
         culprit, evidence = _autopsy(config, mesh, folder, outcome)
         say(f"step {outcome.step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.")
-        say(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {_advice(config)}.")
+        say(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {remedies(config)}.")
+        say(_way_back(config, outcome, place))
         return 1
+    if outcome.status == "diverged":
+        say(f"{outcome.divergence}.")
+        if outcome.mover is not None:
+            say(f"First to move: {outcome.mover}.")
+        say(f"What usually helps: {remedies(config)}.")
+        say(_way_back(config, outcome, place))
+        return 1
+    start, end = next((row["val_loss"] for row in read_metrics(folder) if "val_loss" in row), None), outcome.evaluation
+    if end is not None and start is not None and end.loss >= start:
+        say(
+            f"warning: the loss on held-out data is {end.loss:.4f}, no better than {start:.4f} before the first step: "
+            f"nothing was learned that lasts. What usually helps: {remedies(config)}."
+        )
     if (prompt := prompt_to_try(config, data)) is not None:
         say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(prompt)}")
     row = outcome.evaluation.as_row() if outcome.evaluation else {}
@@ -251,29 +276,40 @@ def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tupl
             folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
             f"{how}, precision: {dtype}",
         )  # fmt: skip
-    return "nothing when computed again" if report is None else report.culprit, evidence
+    overflow = "the norm of the gradient, though each of its numbers is finite"
+    return overflow if report is None else report.culprit, evidence
 
 
-def _advice(config: Config) -> str:
-    """What to try against a loss that is not finite, least change first."""
-    advice = []
-    if getattr(config.model, "norm", None) == "none":
-        advice.append("a norm before every layer (--model.norm rmsnorm)")
-    advice.append(f"a lower learning rate (--optimizer.learning-rate {config.optimizer.learning_rate / 4:g})")
-    if config.optimizer.clip_norm is None:
-        advice.append("clipped gradients (--optimizer.clip-norm 1)")
-    if not config.optimizer.warmup_steps:
-        advice.append("a warm-up (--optimizer.warmup-steps 100)")
-    return ", ".join(advice)
+def _way_back(config: Config, outcome: Outcome, place: str) -> str:
+    """Say which checkpoint is from before a divergence, and the command that rolls back to it."""
+    from jaxformer.train.remedies import optimizer_remedies
+
+    kept = (
+        f"Checkpoint {outcome.healthy:,} is from before it and is kept" if outcome.healthy else "None is from before it"
+    )
+    options = optimizer_remedies(config)[0][1]
+    command = f"python train.py --resume --run {place} --from-step {outcome.healthy} {options}"
+    return f"{kept}; {'roll back to it' if outcome.healthy else 'begin again'} with: {command}"
 
 
-def _must_be_same(folder: Path, stored: Config, asked: Config) -> None:
+def _check_same(folder: Path, stored: Config, asked: Config, rolling_back: bool) -> str:
+    """Return the options of the optimizer that differ, which may when rolling back.
+
+    Raises:
+      UserError: another option differs that must not.
+    """
+    changes = []
     for name, old, new in differences(stored, asked):
-        if name not in MAY_CHANGE and not name.startswith("compute."):
+        if name in MAY_CHANGE or name.startswith("compute."):
+            continue
+        if not (rolling_back and name.startswith("optimizer.") and name != "optimizer.name"):
+            hint = ", roll back with --from-step" if name.startswith("optimizer.") and name != "optimizer.name" else ""
             raise UserError(
                 f"{folder} was trained with {name} {_short(old)}, not {_short(new)}; leave --config and that option "
-                "out to go on with it, or start a new run."
+                f"out to go on with it{hint}, or start a new run."
             )
+        changes.append(f"{name} {_short(new)} instead of {_short(old)}")
+    return ", ".join(changes)
 
 
 def _short(value: object) -> str:

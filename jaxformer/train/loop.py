@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,10 +20,11 @@ from jaxformer.config import Config
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.distributed import Agreement, is_first, wait_for_all
 from jaxformer.errors import UserError
-from jaxformer.parameters import norm_rows, row_names
+from jaxformer.parameters import norm_rows, row_names, row_norms
 from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
 from jaxformer.signals import catch_signals
+from jaxformer.train.divergence import HISTORY_STEPS, Divergence, DivergenceMonitor, Mover, chance_loss, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, cut_log, say
 from jaxformer.train.optimizer import make_schedule, updates_taken
@@ -50,9 +52,9 @@ class Hook:
 class Outcome:
     """How training ended."""
 
-    status: Literal["done", "interrupted", "non_finite"]
+    status: Literal["done", "interrupted", "non_finite", "diverged"]
     step: int
-    """Steps taken; for 'non_finite', of which the last was not applied."""
+    """Steps taken; for 'non_finite', of which the last was not applied; for 'diverged', when it was noticed."""
     state: TrainState
     batch: Batch
     """What that step was given."""
@@ -60,13 +62,32 @@ class Outcome:
     """On all that is held out, once done; None without evaluations."""
     signal: int = 0
     """The signal that interrupted."""
+    divergence: Divergence | None = None
+    """Of 'diverged'."""
+    mover: Mover | None = None
+    """The parameter that moved first as the loss left its minimum, if it did."""
+    healthy: int = 0
+    """The step of the last checkpoint from before that; 0 if there is none."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Going back to a checkpoint, to go on from there in another way."""
+
+    step: int
+    """Of the checkpoint; 0 is the start, which needs none."""
+    skip_batches: int = 0
+    """Batches to leave out from there on, besides those left out until then."""
+    changes: str = ""
+    """Options that differ from there on, for the log."""
 
 
 def train(
     config: Config, data: Dataset, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False,
-    allow_changed_data: bool = False, sinks: Sequence[Sink] = (),
+    allow_changed_data: bool = False, sinks: Sequence[Sink] = (), rollback: Rollback | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train until `config.steps`, an interruption, or a loss that is not finite. Saves on every way out.
+    """Train until `config.steps`, an interruption, a loss that is not finite, or one that diverges. Saves on every way
+    out but the last, of which the checkpoints from before are kept.
 
     With `resume` it goes on from the folder's last checkpoint, or from the start if there is none, and everything
     after that is the same to the last bit as if the run had never stopped. Data that has changed since is refused,
@@ -75,6 +96,8 @@ def train(
     Of several processes, all call this; only the first writes, but for checkpoints, which they write together.
 
     Args:
+      rollback: with `resume`, go on from another checkpoint than the last. Later checkpoints and rows of the log are
+        removed once that checkpoint, the config and the data are verified.
       sinks: what takes the rows of the log besides its file and what `config.train.log_to` names.
 
     Raises:
@@ -86,6 +109,7 @@ def train(
     held, agreement = local_rows(split, t.batch_size), Agreement(mesh)
     train_step = CompiledStep(config, mesh, data.rows(0, held), say)
     names = row_names(abstract_state(config, mesh).params)
+    weight_norms = jax.jit(row_norms, out_shardings=replicated(mesh))
     evaluate = Evaluator(config, mesh, data)
     whole: Evaluation | None = None
     wait_for_all()  # some may have found the compiled step in their cache
@@ -93,8 +117,10 @@ def train(
     # The signals are caught until the last save is finished.
     with catch_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as caught, Checkpoints(folder) as checkpoints:
         resumed, changed, skipped = resume and bool(checkpoints), False, 0
+        if rollback is not None:
+            resumed = rollback.step > 0
         if resumed:
-            start, state, position = _restore(checkpoints, config, mesh)
+            start, state, position = _restore(checkpoints, config, mesh, rollback.step if rollback else "last")
             skipped = position.get("skipped", 0)  # a run from before it was stored lacks it
             changed = position["fingerprint"] != data.fingerprint
             if changed and not allow_changed_data:
@@ -102,17 +128,27 @@ def train(
                     f"the data is not what this run was trained on: its content or split has changed since, it is "
                     f"{data.describe()}; restore it, start a new run, or go on regardless with --allow-changed-data."
                 )
-            if is_first():
-                write_config(folder, config)
         else:
-            start, state = 0, init_state(config, mesh)
+            start, state, position = 0, init_state(config, mesh), {}
+        notes = [f"the data is not what it was before; now it is {data.describe()}"] if changed else []
+        if rollback is not None:
+            t = replace(t, skip_batches=position.get("skip_batches", 0) + rollback.skip_batches)
+            config = replace(config, train=t)
+            removed = checkpoints.remove_after(start)
+            notes.append(_describe(rollback, t.skip_batches, removed))
         if resume and is_first():
+            if resumed or rollback is not None:
+                write_config(folder, config)
             cut_log(folder, start if resumed else -1)
+        monitor = DivergenceMonitor(**position.get("monitor", {"ceiling": chance_loss(config.model)}))
 
         def save(step: int, val_loss: float | None = None) -> None:
             # A run that stopped at such a step may try it again, with other options.
             failures = min(int(state.failures), allowed_failures(config))
-            position = {"step": step, "fingerprint": data.fingerprint, "failures": failures, "skipped": skipped}
+            position = {
+                "step": step, "fingerprint": data.fingerprint, "failures": failures, "skipped": skipped,
+                "skip_batches": t.skip_batches, "healthy": monitor.healthy, "monitor": monitor.as_dict(),
+            }  # fmt: skip
             checkpoints.save(step, state.params, state.opt_state, position, val_loss)
 
         def measure(step: int, batch: Batch, row: dict[str, Any]) -> dict[str, Any]:
@@ -134,14 +170,23 @@ def train(
             open_sinks(written, config) as opened,
             Log(written, start, config.steps, [*opened, *sinks], t.show_entropy) as log,
         ):
-            if changed:
-                log.row({"step": start, "note": f"the data is not what it was before; now it is {data.describe()}"})
-            batch = assemble(data.rows(start, held), held, t.batch_size, split)
+            for note in notes:
+                log.row({"step": start, "note": note})
+            shift = t.skip_batches
+            batch = assemble(data.rows(start + shift, held), held, t.batch_size, split)
             if not resumed:
                 log.row(measure(0, batch, {"step": 0, "epoch": 0.0, data.unit: 0}))
             paces = t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every
-            stream = data.stream(start, config.steps, held)
+            stream = data.stream(start + shift, config.steps + shift, held)
             pace, unchecked = Pace(start, data), deque[tuple]()
+            norms = deque[tuple[int, jax.Array]](maxlen=HISTORY_STEPS)
+
+            def ended(status: Literal["non_finite", "diverged"], divergence: Divergence | None = None) -> Outcome:
+                began = monitor.began or checked
+                mover = first_to_move(names, [(step, np.asarray(x)[1]) for step, x in norms], began, schedule)
+                healthy = checkpoints.last_healthy(began)
+                return Outcome(status, checked, state, its_batch, divergence=divergence, mover=mover, healthy=healthy)
+
             in_a_row, stop = int(state.failures), 0
             for step in range(start + 1, config.steps + 1):
                 with pace.waiting():
@@ -157,13 +202,21 @@ def train(
                 while len(unchecked) > (0 if due or stop else 1):
                     checked, its_batch, its_metrics, signalled = unchecked.popleft()
                     stop = stop or int(signalled)
+                    norms.append((checked, its_metrics.norms_2R))
                     if its_metrics.finite:
-                        in_a_row = 0
+                        in_a_row, was_noticed = 0, monitor.noticed
+                        found = monitor.update(checked, float(its_metrics.loss), float(its_metrics.grad_norm))
+                        if found is not None and t.divergence == "stop":
+                            log.row({"step": checked, "diverged": asdict(found)})
+                            return ended("diverged", found)
+                        if t.divergence == "warn" and monitor.noticed != was_noticed:
+                            what = str(found) if found else "the loss has come back near its minimum"
+                            log.row({"step": checked, "note": what})
                         continue
                     in_a_row += 1
                     if in_a_row > allowed_failures(config):
                         save(checked - 1)
-                        return Outcome("non_finite", checked, state, its_batch)
+                        return ended("non_finite")
                     skipped += 1
                     say(f"step {checked:,} is not finite and was left out, {in_a_row} in a row")
                 row: dict[str, Any] = {}
@@ -184,8 +237,9 @@ def train(
                         **pace.lap(step),
                     }
                     if metrics.finite and (last or is_due(t.gradients_every, step) or is_due(t.report_every, step)):
-                        rows = norm_rows(names, lr, *np.asarray(metrics.norms_3R).tolist())
-                        row["gradients"] = [asdict(parameter) for parameter in rows]
+                        g_R, update_R = np.asarray(metrics.norms_2R).tolist()
+                        w_R = np.asarray(weight_norms(state.params)).tolist()
+                        row["gradients"] = [asdict(each) for each in norm_rows(names, lr, g_R, w_R, update_R)]
                     measure(step, batch, row)
                     log.row(row)
                     skipped = 0
@@ -235,9 +289,20 @@ class Pace:
         }
 
 
-def _restore(checkpoints: Checkpoints, config: Config, mesh: Mesh) -> tuple[int, TrainState, dict[str, Any]]:
-    """Step and state of the last checkpoint, laid out for this mesh, and what else was stored about it."""
-    step = checkpoints.step("last")
+def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:
+    parts = [f"rolled back to step {rollback.step:,}", rollback.changes]
+    if rollback.skip_batches:
+        parts.append(f"{rollback.skip_batches:,} batches left out, {skip_batches:,} in all")
+    if removed:
+        parts.append(f"checkpoints removed: {', '.join(map(str, removed))}")
+    return "; ".join(filter(None, parts))
+
+
+def _restore(
+    checkpoints: Checkpoints, config: Config, mesh: Mesh, which: str | int = "last"
+) -> tuple[int, TrainState, dict[str, Any]]:
+    """Step and state of a checkpoint, laid out for this mesh, and what else was stored about it."""
+    step = checkpoints.step(which)
     if step > config.steps:
         raise UserError(f"the run has taken {step} steps already; steps is {config.steps}, and must be at least that.")
     like = abstract_state(config, mesh)

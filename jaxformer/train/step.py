@@ -22,7 +22,7 @@ from jaxformer.models.objective import Across, Params, objective_of
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
-from jaxformer.parameters import row_norms
+from jaxformer.parameters import global_norm, row_norms
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import (
     BATCH,
@@ -46,7 +46,7 @@ BLOCK = re.compile(r"blocks_\d+$")
 class TrainState(NamedTuple):
     """What training changes.
 
-    A step whose loss or gradient is not finite leaves parameters and optimizer state as they were. Once there
+    A step whose loss or gradient norm is not finite leaves parameters and optimizer state as they were. Once there
     are more such steps in a row than `train.max_skips` (or one, without 'skip'), no later step changes anything:
     what broke can then still be looked at and saved.
     """
@@ -59,23 +59,18 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Measurements of one step, the same on all devices: float32, but for `finite`.
-
-    A norm whose sum of squares exceeds float32 is infinite, though every number of the gradient may be finite.
-    """
+    """Measurements of one step, the same on all devices: float32, but for `finite`."""
 
     loss: jax.Array
     """Mean loss before the update; NaN where the step was left out."""
     finite: jax.Array
     """False where the step was left out, a bool."""
     grad_norm: jax.Array
-    """Global norm of the gradient, before clipping."""
+    """Global norm of the gradient before clipping; infinite where its sum of squares exceeds float32."""
     update_norm: jax.Array
     """Global norm of the update; 0 where the step was left out."""
-    weight_norm: jax.Array
-    """Global norm of the parameters before the update."""
-    norms_3R: jax.Array
-    """Norms of gradient, weights and update of each parameter, heads apart; see `parameters.row_names`."""
+    norms_2R: jax.Array
+    """Norms of gradient and update of each parameter, heads apart; see `parameters.row_names`."""
 
 
 def compute_dtype(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
@@ -294,7 +289,7 @@ def across_devices(mesh: Mesh, parts: int = 1) -> Across:
 def make_train_step(config: Config, mesh: Mesh) -> Any:
     """The jitted `(state, batch, step)` to `(state, StepMetrics)`; the state given is donated.
 
-    A step whose loss or gradient is not finite is left out; see `TrainState`.
+    A step whose loss or gradient norm is not finite is left out; see `TrainState`.
 
     Raises:
       UserError: the batch does not split evenly over the devices.
@@ -304,15 +299,16 @@ def make_train_step(config: Config, mesh: Mesh) -> Any:
 
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
         loss, grads = gradient(state, batch, step)
-        finite = jnp.isfinite(loss) & all_finite(grads) & (state.failures <= allowed)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        grads_R, updates_R = row_norms(grads), row_norms(updates)
+        grad_norm, update_norm = global_norm(grads_R), global_norm(updates_R)
+        # One that exceeds float32 can only come of a network that is lost; asking each number costs another pass.
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.failures <= allowed)
         learned = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
         kept = state._replace(failures=state.failures + 1)
-        norms_3R = jnp.stack([row_norms(tree) for tree in (grads, state.params, updates)])
-        grad_norm, weight_norm, update_norm = jnp.linalg.norm(norms_3R, axis=1)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, kept)
         loss, update_norm = jnp.where(finite, loss, jnp.nan), jnp.where(finite, update_norm, 0.0)
-        return state, StepMetrics(loss, finite, grad_norm, update_norm, weight_norm, norms_3R)
+        return state, StepMetrics(loss, finite, grad_norm, update_norm, jnp.stack([grads_R, updates_R]))
 
     places = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh))
     return jax.jit(train_step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
@@ -365,11 +361,6 @@ def _shapes(batch: Batch) -> tuple:
 def allowed_failures(config: Config) -> int:
     """How many steps in a row may be not finite."""
     return config.train.max_skips if config.train.non_finite == "skip" else 0
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """Whether every number of a tree is finite. (Not whether its norm is: squares overflow first.)"""
-    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
 
 
 def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Params, Batch], dict[str, jax.Array]]:

@@ -310,10 +310,12 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
         "train.py", *tiny(here / "books", 20, "--run", "broken", "--optimizer.learning-rate", "1e18"), cwd=here
     )
     assert result.returncode == 1, result.stdout + result.stderr
-    last = result.stdout.splitlines()[-2:]
+    last = result.stdout.splitlines()[-3:]
+    assert last[2].startswith("None is from before it; begin again with: python train.py --resume --run broken")
+    assert last[2].endswith("--from-step 0 --optimizer.learning-rate 1")
     assert last[0].startswith("step ") and "is not finite: first " in last[0]
     step = int(last[0].split()[1])
-    assert f"Everything up to step {step - 1} is saved" in last[1] and "--optimizer.clip-norm" in last[1]
+    assert f"Everything up to step {step - 1} is saved" in last[1] and "(--optimizer.learning-rate 1)" in last[1]
     assert load_run(here / "broken").step == step - 1
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(load_run(here / "broken").params))
     assert json.loads((here / "broken/metrics.jsonl").read_text().splitlines()[-1])["step"] < step
@@ -328,6 +330,24 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     assert f"first {found.culprit};" in last[0]
     report = (evidence / "report.txt").read_text()
     assert found.culprit in report and "with the step's attention: xla" in report and "float32" in report
+
+
+def test_a_divergence_stops_and_the_command_that_it_names_trains(here):
+    options = tiny(here / "books", steps=40)
+    options[options.index("--optimizer.learning-rate") + 1] = "100"
+    result = run("train.py", *options, "--optimizer.name", "adamw", "--run", "lost", cwd=here)
+    assert result.returncode == 1, result.stdout + result.stderr
+    what, mover, helps, back = result.stdout.splitlines()[-4:]
+    assert re.match(r"the loss has been diverging since step \d+: [\d.e+]+ at step \d+, after a minimum of ", what), (
+        what
+    )
+    assert mover.startswith("First to move: ") and "--optimizer.learning-rate 0.003" in helps
+    command = back.partition(" with: python ")[2]
+    result = run(*shlex.split(command), cwd=here)
+    assert result.returncode == 0, result.stdout + result.stderr
+    notes = [row["note"] for row in read_metrics(here / "lost") if "note" in row]
+    assert len(notes) == 1 and "; optimizer.learning_rate 0.003 instead of 100.0" in notes[0]
+    assert "final: step=40" in result.stdout and "no better than" not in result.stdout
 
 
 @pytest.mark.exhaustive

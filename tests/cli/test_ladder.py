@@ -57,10 +57,15 @@ def test_a_table_is_what_the_logs_say(tmp_path):
     )
     table = [ladder.outcome(tmp_path / name, REPORTED[name]) for name in ("residual", "four_blocks")]
     residual, four = table
-    assert (residual.parameters, residual.steps, residual.loss, residual.not_finite) == (6_500_608, 10_644, 4.0, "")
+    assert (residual.parameters, residual.steps, residual.loss, residual.ended_early) == (6_500_608, 10_644, 4.0, "")
     assert residual.entropy == "1.23 0.5; 0.25" and residual.sources.startswith("68.284")
     assert residual.minutes == pytest.approx(10_644 * 2 / 60_000)
-    assert four.not_finite == "6" and math.isnan(four.loss) and four.steps == 5 and four.entropy == "- 1"
+    assert (
+        four.ended_early == "not finite at step 6"
+        and math.isnan(four.loss)
+        and four.steps == 5
+        and four.entropy == "- 1"
+    )
     assert four.minutes == pytest.approx(50 / 60_000)
     assert ladder.ended(tmp_path / "four_blocks") and not ladder.ended(tmp_path / "residual")  # nothing is saved
 
@@ -69,13 +74,24 @@ def test_a_table_is_what_the_logs_say(tmp_path):
     assert [row["rung"] for row in rows] == ["residual", "four_blocks"]
     assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(4)) and rows[1]["loss"] == ""
     page = (tmp_path / "ladder.html").read_text()
-    assert f'data-value="{math.exp(4)!r}">54.6<' in page and "<td>step 6</td>" in page
+    assert f'data-value="{math.exp(4)!r}">54.6<' in page and "<td>not finite at step 6</td>" in page
     assert '"y":[8.0,4.0]' in page  # the curve
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     text = ladder.as_text(table).splitlines()
     assert max(map(len, text)) <= 100 and [line.split()[0] for line in text[:3]] == ["rung", "residual", "four_blocks"]
     assert text[-2] == "residual     1.23 0.5; 0.25 | 68.284; entropy 1.16 to 1.18"
     assert text[-1] == "four_blocks  - 1 | NaN before step 100"
+
+
+def test_a_rung_that_diverged_has_ended_where_it_began_to(tmp_path):
+    event = {"step": 130, "diverged": {"step": 130, "began": 118, "loss": 9.0, "minimum": 5.0, "minimum_step": 117}}
+    rows = [{"step": 0, "val_loss": 7.0}, {"step": 100, "val_loss": 5.5, "step_ms": 1.0}, event]
+    run_of(tmp_path, "four_blocks", rows)
+    four = ladder.outcome(tmp_path / "four_blocks", "")
+    assert four.ended_early == "diverged at step 118" and math.isnan(four.loss) and four.steps == 130
+    assert ladder.ended(tmp_path / "four_blocks")
+    ladder.write([four], tmp_path)
+    assert "four_blocks (diverged at step 118)" in (tmp_path / "ladder.html").read_text()
 
 
 def test_a_run_on_the_way_has_not_ended(tmp_path):

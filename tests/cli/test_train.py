@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.train import _must_be_same, prompt_to_try
+from jaxformer.cli.train import _check_same, _main, _way_back, prompt_to_try
 from jaxformer.data.dates import DatesConfig
 from jaxformer.errors import UserError
+from jaxformer.train.loop import Outcome
 from tests.helpers import ROOT
 
 
@@ -30,6 +31,47 @@ def test_a_new_run_of_pairs_is_tried_with_a_source_that_was_held_out():
 
 def test_where_a_run_logs_to_may_change_on_resuming_and_how_often_may_not():
     config = load_config(f"{ROOT}/configs/quick.py")
-    _must_be_same(Path("run"), config, replace(config, train=replace(config.train, log_to=("tensorboard",))))
+    _check_same(Path("run"), config, replace(config, train=replace(config.train, log_to=("tensorboard",))), False)
     with pytest.raises(UserError, match=r"run was trained with train\.log_every 10, not 11"):
-        _must_be_same(Path("run"), config, replace(config, train=replace(config.train, log_every=11)))
+        _check_same(Path("run"), config, replace(config, train=replace(config.train, log_every=11)), False)
+
+
+def test_rolling_back_the_optimizer_may_change_but_for_its_name():
+    config = load_config(f"{ROOT}/configs/quick.py:modern")
+    other = replace(config, optimizer=replace(config.optimizer, clip_norm=0.5, learning_rate=0.001))
+    changes = "optimizer.learning_rate 0.001 instead of 0.003, optimizer.clip_norm 0.5 instead of 1.0"
+    assert _check_same(Path("run"), config, other, True) == changes
+    with pytest.raises(UserError, match=r"learning_rate 0\.003, not 0\.001; leave .*, roll back with --from-step, or"):
+        _check_same(Path("run"), config, other, False)
+    named = replace(config, optimizer=replace(config.optimizer, name="lion"))
+    with pytest.raises(
+        UserError, match=r"optimizer\.name 'adamw', not 'lion'; leave .* to go on with it, or start a new"
+    ):
+        _check_same(Path("run"), config, named, True)
+    with pytest.raises(UserError, match=r"train\.log_every 10, not 11"):
+        _check_same(Path("run"), config, replace(other, train=replace(config.train, log_every=11)), True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--from-step", "100"], "--from-step goes with --resume"),
+        (["--skip-batches", "5"], "--skip-batches 5 must be at least 0, and goes with --from-step"),
+    ],
+)
+def test_rolling_back_is_of_a_run(options, said):
+    with pytest.raises(UserError, match=said):
+        _main(["--config", f"{ROOT}/configs/quick.py", *options])
+
+
+def test_the_way_back_is_a_command_with_values():
+    config = load_config(f"{ROOT}/configs/quick.py")
+    config = replace(config, optimizer=replace(config.optimizer, clip_norm=None, learning_rate=1.0))
+    outcome = Outcome("diverged", 121, None, None, healthy=100)
+    assert _way_back(config, outcome, "runs/quick") == (
+        "Checkpoint 100 is from before it and is kept; roll back to it with: python train.py --resume --run runs/quick "
+        "--from-step 100 --optimizer.clip-norm 1"
+    )
+    assert _way_back(config, replace(outcome, healthy=0), "r").startswith(
+        "None is from before it; begin again with: python train.py --resume --run r --from-step 0 --optimizer.clip-norm"
+    )

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +16,14 @@ from jaxformer.checkpoints import StoredCheckpoints
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.runs import read_config
 from jaxformer.sharding import make_mesh
 from jaxformer.signals import Caught
 from jaxformer.train import loop
-from jaxformer.train.log import read_metrics
-from jaxformer.train.loop import Hook, Outcome, is_due, train
+from jaxformer.train.log import read_metrics, untimed
+from jaxformer.train.loop import Hook, Outcome, Rollback, is_due, train
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.step import CompiledStep, StepMetrics, TrainState
 from tests.arrays import assert_close
@@ -125,10 +128,10 @@ def breaking(monkeypatch, steps: set[int], caught: Caught, interrupted: int | No
     monkeypatch.setattr(loop, "CompiledStep", Breaking)
 
 
-def run_on_one(config: Config, folder: Path, resume: bool = False) -> Outcome:
+def run_on_one(config: Config, folder: Path, resume: bool = False, rollback: Rollback | None = None) -> Outcome:
     folder.mkdir(exist_ok=True)
     data = config.data.load(MODEL, config.train.batch_size, config.seed)
-    return train(config, data, folder, make_mesh("", jax.devices()[:1]), [], resume)
+    return train(config, data, folder, make_mesh("", jax.devices()[:1]), [], resume, rollback=rollback)
 
 
 @pytest.mark.slow
@@ -166,3 +169,105 @@ def test_steps_left_out_before_an_interruption_are_told_after_it(monkeypatch, tm
     rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
     assert rows[9]["skipped"] == (3 if stored else 1)
     assert "skipped" not in rows[10]
+
+
+def diverging(monkeypatch, losses: Mapping[int, float], batches: dict[int, np.ndarray] | None = None) -> None:
+    """Let the steps tell these losses, whatever they are, and note what they are given."""
+
+    class Diverging(CompiledStep):
+        def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
+            if batches is not None:
+                batches[step + 1] = np.asarray(batch.inputs[0])
+            state, metrics = super().__call__(state, batch, step)
+            return state, metrics._replace(loss=np.float32(losses.get(step + 1, metrics.loss)))
+
+    monkeypatch.setattr(loop, "CompiledStep", Diverging)
+
+
+def falling(data: Path, steps: int = 30, **fields: object) -> Config:
+    train = replace(TRAIN, log_every=10, checkpoint_every=5, eval_every=40, **fields)
+    return Config("test", MODEL, steps=steps, data=TextConfig(str(write_books(data))), train=train)
+
+
+LOST = dict.fromkeys(range(12, 31), 20.0)
+"""Of the losses of steps: from step 12 on worse than knowing nothing, which is noticed at step 23."""
+
+
+def test_the_parameters_that_gave_the_first_bad_loss_are_not_healthy(monkeypatch, tmp_path):
+    diverging(monkeypatch, dict.fromkeys(range(11, 31), 20.0))
+    outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
+    assert (outcome.divergence.began, outcome.healthy) == (11, 5)  # those of checkpoint 10 are tried by step 11
+
+
+def test_a_divergence_stops_and_the_checkpoint_from_before_it_is_kept(monkeypatch, tmp_path):
+    diverging(monkeypatch, LOST)
+    outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
+    assert (outcome.status, outcome.step, outcome.healthy) == ("diverged", 23, 10)
+    assert outcome.divergence.began == 12 and outcome.mover.step <= 12
+    stored = StoredCheckpoints(tmp_path / "run")
+    assert {step: stored.is_healthy(step) for step in stored.steps()} == {5: True, 10: True, 15: False, 20: False}
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["step"] == 23 and (last["diverged"]["began"], last["diverged"]["loss"]) == (12, 20.0)
+
+
+@pytest.mark.slow
+def test_rolled_back_a_run_goes_on_in_another_way_and_is_resumed_so(monkeypatch, tmp_path, caught):
+    config, batches = falling(tmp_path / "books"), dict[int, np.ndarray]()
+    diverging(monkeypatch, LOST)
+    run_on_one(config, tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "stopped")
+    other = replace(config, optimizer=replace(config.optimizer, clip_norm=0.5, learning_rate=0.02))
+    rollback = Rollback(10, skip_batches=3, changes="optimizer.clip_norm 0.5 instead of None")
+
+    diverging(monkeypatch, {}, batches)
+    assert run_on_one(other, tmp_path / "run", resume=True, rollback=rollback).status == "done"
+    data = config.data.load(MODEL, config.train.batch_size, config.seed)
+    np.testing.assert_array_equal(batches[11], data.rows(13).inputs[0])  # the batch of step 14
+    rows = read_metrics(tmp_path / "run")
+    (note,) = [row for row in rows if "note" in row]
+    assert note == {
+        "step": 10,
+        "note": "rolled back to step 10; optimizer.clip_norm 0.5 instead of None; 3 batches left out, 3 in all; "
+        "checkpoints removed: 15, 20",
+    }
+    assert not any("diverged" in row for row in rows)
+
+    # Stopped before its first checkpoint, and resumed without a word of the rollback.
+    breaking(monkeypatch, set(), caught, interrupted=12)
+    folder = tmp_path / "stopped"
+    assert run_on_one(other, folder, resume=True, rollback=rollback).status == "interrupted"
+    for step in (step for step in StoredCheckpoints(folder).steps() if step > 10):
+        shutil.rmtree(folder / f"checkpoints/{step}")
+    breaking(monkeypatch, set(), caught)
+    assert read_config(folder).train.skip_batches == 3
+    assert run_on_one(read_config(folder), folder, resume=True).status == "done"
+    a, b = (StoredCheckpoints(tmp_path / name).arrays(30) for name in ("run", "stopped"))
+    assert all(np.array_equal(a[name], b[name]) for name in {**a, **b})
+
+
+@pytest.mark.slow
+def test_rolled_back_to_the_start_a_run_keeps_no_checkpoint_of_before(monkeypatch, tmp_path):
+    config = falling(tmp_path / "books", steps=10)
+    run_on_one(config, tmp_path / "run")
+    first = read_metrics(tmp_path / "run")
+    assert run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(0)).status == "done"
+    rows = read_metrics(tmp_path / "run")
+    assert rows[0]["note"] == "rolled back to step 0; checkpoints removed: 5, 10"
+    assert [untimed(row) for row in rows[1:]] == [untimed(row) for row in first]
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"has no checkpoint 7; it has \[5, 10\]"):
+        run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(7))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "notes"), [("warn", 2), ("continue", 0)])
+def test_a_divergence_may_be_warned_of_or_passed_over(monkeypatch, tmp_path, policy, notes):
+    diverging(monkeypatch, dict.fromkeys(range(12, 26), 20.0))
+    outcome = run_on_one(falling(tmp_path / "books", divergence=policy), tmp_path / "run")
+    assert outcome.status == "done"
+    found = [(row["step"], row["note"]) for row in read_metrics(tmp_path / "run") if "note" in row]
+    assert len(found) == notes
+    if notes:
+        assert found[0][0] == 23 and found[0][1].startswith("the loss has been diverging since step 12: 20 at step 23")
+        assert found[1] == (26, "the loss has come back near its minimum")

@@ -1,0 +1,201 @@
+"""Is a divergence noticed, and is a healthy run left alone? Runs that diverge, and twenty that do not.
+
+    JAX_PLATFORMS=cpu python benchmarks/divergence.py [--jobs N] [--steps 300] [--only WORD] --out FOLDER
+
+Each piece is a process of its own: it trains by the full schedule, cut short, feeds the `DivergenceMonitor` as the
+training loop does, and writes loss, gradient norm and update norm of each step to a file of its own below the folder.
+A piece whose file is there is taken as done. The table then says when the loss left its running minimum by `MARGIN` for
+good, and when that was noticed. Those that diverge are `quick` as it was before its updates were bounded, with its
+optimizer and others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import record
+
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.corpus import TextConfig
+from jaxformer.models.decoder import DecoderConfig
+
+LIMIT = 20
+"""Steps from the loss's departure, within which it must be noticed."""
+AFTER = 60
+"""Steps that a piece goes on for after a divergence was noticed: whether the loss returns shows in them."""
+BEFORE = Config(
+    name="before",
+    model=DecoderConfig(
+        vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True,
+        d_ff=(512,), norm="rmsnorm", final_norm=True, positions="rope",
+    ),
+    data=TextConfig(), steps=1200,
+    optimizer=OptimizerConfig("nesterov_sgd", learning_rate=1.0, schedule="cosine", warmup_steps=50),
+    train=TrainConfig(batch_size=16),
+)  # fmt: skip
+"""`quick` as it was before its updates were bounded."""
+RATES = {"nesterov_sgd": (10.0, 1000.0), "adamw": (100.0,), "muon": (100.0,), "lion": (1.0,), "schedule_free": (10.0,)}
+HEALTHY = ("quick:quick", "quick:modern", "moe:moe", "dates:bahdanau", "ladder:rmsnorm")
+SEEDS = range(4)
+LADDER_BATCH = 32
+"""Windows a step of the ladder's rung; its 4,096 take minutes on a CPU."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One run."""
+
+    name: str
+    config: Config
+    diverges: bool
+    devices: int = 2
+
+
+def pieces() -> dict[str, Piece]:
+    """All runs by name."""
+    found = [Piece(f"before-{seed}", replace(BEFORE, seed=seed), True) for seed in SEEDS]
+    for name, rates in RATES.items():
+        for rate in rates:
+            schedule = "constant" if name == "schedule_free" else "cosine"
+            optimizer = OptimizerConfig(name, learning_rate=rate, schedule=schedule, warmup_steps=50)  # type: ignore[arg-type]
+            found.append(Piece(f"{name}-{rate:g}", replace(BEFORE, optimizer=optimizer), True))
+    for which in HEALTHY:
+        config = load(which)
+        if which.startswith("ladder"):
+            config = replace(config, train=replace(config.train, batch_size=LADDER_BATCH))
+        found += [Piece(f"{config.name}-{seed}", replace(config, seed=seed), False) for seed in SEEDS]
+    return {piece.name: piece for piece in found}
+
+
+def load(which: str) -> Config:
+    """A committed config, `FILE:NAME`."""
+    sys.path.insert(0, str(record.ROOT))
+    file, _, name = which.partition(":")
+    config: Config = getattr(import_module(f"configs.{file}"), name)
+    return config
+
+
+def trace(piece: Piece, steps: int) -> dict[str, Any]:
+    """Train, as `jaxformer.train.loop` does, and return what the monitor was given and said."""
+    import jax
+    import numpy as np
+
+    from jaxformer.cli import machine
+    from jaxformer.sharding import batch_split, make_mesh, place
+    from jaxformer.train.divergence import DivergenceMonitor, chance_loss
+    from jaxformer.train.step import init_state, make_train_step
+
+    config = piece.config
+    machine.set_up(config.train.batch_size, config.mesh)
+    mesh = make_mesh(config.mesh)
+    data = config.data.load(config.model, config.train.batch_size, config.seed)
+    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    monitor, noticed, rows, broken = DivergenceMonitor(ceiling=chance_loss(config.model)), [], [], None
+    for number, batch in enumerate(data.stream(0, min(steps, config.steps)), start=1):
+        state, metrics = step(state, place(batch, batch_split(mesh)), np.int32(number - 1))
+        if not metrics.finite:
+            broken = number
+            break
+        norms = metrics.loss, metrics.grad_norm, metrics.update_norm
+        rows.append([float(f"{float(x):.5g}") for x in norms])
+        if found := monitor.update(number, rows[-1][0], float(metrics.grad_norm)):
+            noticed.append(asdict(found))
+        if noticed and number >= noticed[0]["step"] + AFTER:
+            break
+    return {
+        "diverges": piece.diverges, "seed": config.seed, "chance": chance_loss(config.model), "not_finite": broken,
+        "noticed": noticed, "columns": ["loss", "grad_norm", "update_norm"],
+        "rows": [[x if isfinite(x) else None for x in row] for row in rows],
+        "cpu": record.cpu(), "devices": len(jax.devices()), "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }  # fmt: skip
+
+
+def departed(losses: list[float], margin: float) -> int | None:
+    """Return the first step, counted from 1, whose loss exceeds the running minimum by a margin and never returns."""
+    began, minimum = None, float("inf")
+    for step, loss in enumerate(losses, start=1):
+        if loss < minimum + margin:
+            began = None
+        elif began is None:
+            began = step
+        minimum = min(minimum, loss)
+    return began
+
+
+def judge(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a piece came to: where it departed, when it was noticed, and whether that is as it should be."""
+    from jaxformer.train.divergence import MARGIN
+
+    losses = [float("inf") if row[0] is None else row[0] for row in found["rows"]]
+    began = departed(losses, MARGIN) or found["not_finite"]
+    stops = [found["noticed"][0]["step"]] if found["noticed"] else []
+    stops += [found["not_finite"]] if found["not_finite"] else []
+    noticed = min(stops, default=None)
+    good = noticed is None  # also of one that was to diverge and did not: rounding decides it for some
+    if found["diverges"] and began is not None:
+        good = noticed is not None and noticed <= began + LIMIT
+    return {
+        "began": began, "noticed": noticed, "reason": found["noticed"][0]["reason"] if found["noticed"] else None,
+        "not_finite": found["not_finite"], "minimum": min(losses), "last": losses[-1], "steps": len(losses),
+        "good": good,
+    }  # fmt: skip
+
+
+def run(piece: Piece, steps: int, out: Path) -> None:
+    """Train one piece in a process, unless its file is there."""
+    file = out / f"{piece.name}.json"
+    if file.exists():
+        return
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(piece.devices)}
+    if piece.diverges:  # rounding as on a machine without AVX-512
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX2".strip()
+    command = [sys.executable, __file__, "--out", str(out), "--steps", str(steps), "--piece", piece.name]
+    began = time.monotonic()
+    status = subprocess.run(command, env=environment, check=False).returncode
+    print(f"{piece.name}: status {status}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def main() -> int:
+    """Train all pieces, and print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=1, help="pieces at once")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the full schedule that a healthy run takes")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the pieces")
+    parser.add_argument("--only", default="", help="pieces whose name holds this")
+    parser.add_argument("--piece", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    every = pieces()
+    if asked.piece:
+        file = asked.out / f"{asked.piece}.json"
+        scratch = file.with_suffix(".new")
+        scratch.write_text(json.dumps(trace(every[asked.piece], asked.steps)), encoding="utf-8")
+        scratch.replace(file)
+        return 0
+    chosen = [piece for name, piece in every.items() if asked.only in name]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        list(pool.map(lambda piece: run(piece, asked.steps, asked.out), chosen))
+    found = {name: json.loads(file.read_text()) for name in every if (file := asked.out / f"{name}.json").exists()}
+    table = {name: judge(piece) for name, piece in found.items()}
+    for name, row in table.items():
+        print(f"{name:<20} {'as it should be' if row['good'] else 'WRONG':<16} {row}")
+    if len(table) == len(every):
+        # The CPU is that of the pieces, not of who collects them.
+        cpus = sorted({piece["cpu"] for piece in found.values()})
+        print(record.write("divergence", {"pieces": table, "cpus": cpus}, record.versions("jax", "flax", "optax")))
+    return 0 if all(row["good"] for row in table.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
