@@ -44,7 +44,7 @@ def test_for_the_devices_here(capsys):
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_to_change(capsys, monkeypatch):
     monkeypatch.setattr("jaxformer.train.plan.capacity", lambda device: 1e5)
-    assert main([*SMALL, "--mesh", "data=8"]) == 1
+    assert main([*SMALL, "--mesh", "data=8", "--train.batch-size", "16"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("does not fit: it needs ")
     assert all(way in last for way in ("--compute.remat block", "--compute.accumulate 2", "--mesh fsdp=8"))

@@ -480,7 +480,8 @@ def test_a_compiled_step_says_when_it_is_compiled_again():
     said: list[str] = []
     mesh = mesh_of("data=2")
     step, state = CompiledStep(CONFIG, mesh, BATCHES[0], said.append), state_on(mesh, CONFIG)
-    assert said.pop().startswith("memory ")
+    assert said.pop().startswith("memory per device: ")
+    said.clear()
     for k in range(2):
         state, _ = step(state, place(BATCHES[k], batch_split(mesh)), k)
     assert not said
@@ -494,7 +495,7 @@ def test_a_compiled_step_says_when_it_is_compiled_again():
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(monkeypatch):
     monkeypatch.setattr(memory, "capacity", lambda device: 10_000)
-    with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory a device, and there are 9.77 KiB; lower"):
+    with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory per device, and there are 9.77 KiB; lower"):
         CompiledStep(CONFIG, mesh_of("data=1"), BATCHES[0], print)
 
 
