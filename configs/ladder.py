@@ -14,6 +14,8 @@ from jaxformer.models.mlp import MLPConfig
 
 REPORTED: dict[str, str] = {}
 """What the sources report of each rung, in the order of the ladder."""
+MEANT_TO_DIVERGE = {"four_blocks"}
+"""Rungs whose divergence is their point. All others train to their end."""
 
 
 def rung(name: str, model: ModelConfig, reported: str) -> Config:

@@ -78,7 +78,8 @@ def _main(arguments: list[str]) -> int:
         {"--config", "--run", "--resume", "--name", "--allow-changed-data"} & options_given(arguments)
     ):
         raise UserError(f"the ladder says {own_business[0]} for each rung itself; leave it out.")
-    reported: dict[str, str] = load_module(RUNGS).REPORTED
+    module = load_module(RUNGS)
+    reported: dict[str, str] = module.REPORTED
     for name in asked.rungs or ():
         if name not in reported:
             raise UserError(f"there is no rung {name}; there are {', '.join(reported)}.")
@@ -86,6 +87,8 @@ def _main(arguments: list[str]) -> int:
     rungs = [name for name in reported if name in (asked.rungs or reported)]
     wanted = {name: _config(name, options) for name in rungs}  # a wrong option is answered before hours of training
     for name in rungs:
+        if name in module.MEANT_TO_DIVERGE:
+            tell(f"{name} is meant to diverge; training stops where it does")
         status = _climb(wanted[name], folder / name, options)
         if status not in (0, 1):
             return status if status > 0 else 128 - status
