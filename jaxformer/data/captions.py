@@ -6,7 +6,7 @@ import hashlib
 import io
 import zipfile
 import zlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ import numpy as np
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, evenly, order
 from jaxformer.data.fit import ALL, describe_fit, fit_size, fit_vocabulary
-from jaxformer.data.pictures import MODES, picture_shape, read_picture
+from jaxformer.data.pictures import MODES, describe_resizing, describe_sizes, picture_shape, read_picture
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.views import draw_views, view
@@ -157,10 +157,8 @@ class Captions(Dataset):
         if tokenizer is None:
             model = replace(model, text=fit_vocabulary(model.text, self.tokenizer))
         self.model = model
-        why = f"{config.path} has images of {_by(sizes)} pixels and supports {self.tokenizer.vocab_size:,} tokens"
-        self.notes = describe_fit(given, model, why)
-        if sizes != [size]:
-            self.notes += (f"the images in {config.path} are resized from {_by(sizes)} to {_by([size])} pixels",)
+        why = f"{config.path} has images of {describe_sizes(sizes)} and supports {self.tokenizer.vocab_size:,} tokens"
+        self.notes = (*describe_fit(given, model, why), *describe_resizing(config.path, sizes, size))
         self.tokens, self.valid, self.n_shortened = as_tokens(texts, self.tokenizer, length)
         self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
@@ -277,11 +275,6 @@ def _opened(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
             yield file
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:
         raise UserError(f"{path} cannot be read as a zip file: {error}; make it anew.") from error
-
-
-def _by(sizes: Sequence[tuple[int, ...]]) -> str:
-    smallest, largest = (f"{height} x {width}" for height, width in (sizes[0], sizes[-1]))
-    return smallest if len(sizes) == 1 else f"{smallest} to {largest}"
 
 
 def as_tokens(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:

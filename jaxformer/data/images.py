@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, drawing, evenly, order
 from jaxformer.data.fit import ALL, describe_fit, fit_size
+from jaxformer.data.pictures import describe_sizes
 from jaxformer.data.stills import ImageFolder, Stills, open_images
 from jaxformer.errors import UserError
 
@@ -60,7 +61,7 @@ class ImagesConfig(StillsConfig):
             raise UserError(f"{wrong_classes(fitted, len(folder.names), self.path)}.")
         stills = folder.read(self.val_fraction, fitted.image_size, fitted.channels)
         data = Images(self, fitted, stills, batch_size, seed)
-        why = f"{self.path} has images of {_sized((*folder.shapes[0][:2], folder.channels))}"
+        why = f"{self.path} has images of {_sized(folder.sizes, folder.channels)}"
         resizing = folder.describe_resizing(fitted.image_size)
         data.notes = (*describe_fit(model, fitted, why), *resizing, *folder.notes)
         return data
@@ -183,8 +184,9 @@ class Images(PixelDataset):
 
     def describe(self) -> str:
         train, val, names = self.stills.train.images, self.stills.val.images, self.classes
+        _, *size, channels = train.shape
         return (
-            f"{self.path}: {len(train):,} images of {_sized(train.shape[1:])} in {len(names)} classes "
+            f"{self.path}: {len(train):,} images of {_sized([tuple(size)], channels)} in {len(names)} classes "
             f"({', '.join(names[:12])}{', …' if len(names) > 12 else ''}); held out: {len(val):,} images"
         )
 
@@ -209,6 +211,5 @@ def uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
     return drawing(seed, epoch).random((n, k))
 
 
-def _sized(shape: Sequence[int]) -> str:
-    height, width, channels = shape
-    return f"{height} x {width} pixels with {channels} channel{'' if channels == 1 else 's'}"
+def _sized(sizes: Collection[tuple[int, ...]], channels: int) -> str:
+    return f"{describe_sizes(sizes)} with {channels} channel{'' if channels == 1 else 's'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -95,6 +95,19 @@ def resized(images: np.ndarray, size: tuple[int, ...], channels: int) -> np.ndar
         picture = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
         to[:] = _pixels(picture, "", channels, (size[1], size[0]))
     return new
+
+
+def describe_sizes(sizes: Collection[tuple[int, ...]]) -> str:
+    """Return a height and width for people, such as 4 x 6 pixels, or how many there are and from which to which."""
+    smallest, largest = (f"{height} x {width}" for height, width in (min(sizes), max(sizes)))
+    return f"{smallest} pixels" if len(sizes) == 1 else f"{len(sizes)} sizes ({smallest} to {largest} pixels)"
+
+
+def describe_resizing(path: str, sizes: Collection[tuple[int, ...]], size: tuple[int, ...]) -> tuple[str, ...]:
+    """Return a sentence where images have other sizes than the one to which they are resized."""
+    if list(sizes) == [size]:
+        return ()
+    return (f"the images in {path} are resized from {describe_sizes(sizes)} to {describe_sizes([size])}",)
 
 
 def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxformer.data.pictures import PICTURES, picture_shape, read_idx, read_picture, resized
+from jaxformer.data.pictures import PICTURES, describe_resizing, picture_shape, read_idx, read_picture, resized
 from jaxformer.errors import UserError
 
 IDX = ("train", "t10k")
@@ -53,10 +53,14 @@ class ImageFolder:
     """Sentences about what is not read."""
 
     @property
+    def sizes(self) -> set[tuple[int, int]]:
+        """Heights and widths that images have."""
+        return {shape[:2] for shape in self.shapes}
+
+    @property
     def size(self) -> tuple[int, int] | None:
         """Height and width of all images; None where they have several."""
-        sizes = {shape[:2] for shape in self.shapes}
-        return sizes.pop() if len(sizes) == 1 else None
+        return self.sizes.pop() if len(self.sizes) == 1 else None
 
     @property
     def channels(self) -> int:
@@ -76,11 +80,7 @@ class ImageFolder:
 
     def describe_resizing(self, size: tuple[int, ...]) -> tuple[str, ...]:
         """Return a sentence where images have another size than this."""
-        if self.size == size:
-            return ()
-        found = sorted({shape[:2] for shape in self.shapes})
-        sizes = f"{len(found)} sizes, {_by(found[0])} to {_by(found[-1])}," if len(found) > 1 else _by(found[0])
-        return (f"the images in {self.path} are resized from {sizes} to {_by(size)} pixels",)
+        return describe_resizing(self.path, self.sizes, size)
 
 
 def open_images(path: str) -> ImageFolder:
@@ -183,7 +183,3 @@ def _pixels(part: Labelled | list[tuple[Path, int]], size: tuple[int, ...], chan
     for image, (file, _) in zip(images, part, strict=True):
         image[:] = read_picture(file, str(file), channels, size)
     return Labelled(images, np.array([label for _, label in part], np.int32))
-
-
-def _by(size: Sequence[int]) -> str:
-    return f"{size[0]} x {size[1]}"

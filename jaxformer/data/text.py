@@ -326,7 +326,7 @@ def _between(pieces: Iterable[str], start: int, stop: int | None) -> Iterator[st
 
 def _boundary(text: str) -> int:
     """Return where to cut a text longer than a piece: before the last white space in it that follows something else."""
-    for window in (2**10, PIECE_CHARACTERS):
+    for window in (LONGEST_WORD, PIECE_CHARACTERS):
         ends = [match.end() for match in BOUNDARY.finditer(text, PIECE_CHARACTERS - window, PIECE_CHARACTERS + 1)]
         if ends:
             return ends[-1]

@@ -1,4 +1,5 @@
-"""Checks of what people call a model with themselves: shapes always, token ids where their values are known.
+"""Checks of what people call a model with themselves: number of axes and dtype always, token ids where their values are
+known.
 
 While JAX traces there are no values, and a compiled function has none of this in it.
 """
@@ -17,8 +18,11 @@ from jaxformer.errors import UserError
 
 
 def check_example(model: nn.Module, *inputs: Any) -> None:
-    """Raise `UserError` where inputs are not those of one example: a batch, token ids that are none, a sequence longer
-    than the model's positions. A model without a config of this library takes anything."""
+    """Raise `UserError` where inputs are not those of one example: another number of axes, as a batch has, token ids
+    that are none, a sequence longer than the model's positions.
+
+    The lengths of other axes are not compared, and a model without a config of this library takes anything.
+    """
     config = getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return
@@ -33,7 +37,7 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
 
 
 def check_next_tokens(config: TokenModelConfig, tokens_T: jax.Array) -> None:
-    """The same for a sequence each token of which is predicted from those before it, `(T,)`, T at least 2."""
+    """Raise `UserError` for what is no sequence of 2 or more tokens, `(T,)`, to predict each from those before it."""
     check_shape(tokens_T, config.example()[0])
     if len(tokens_T) < 2:
         raise UserError(f"expected 2 tokens or more, got {len(tokens_T)}; the first is predicted from nothing.")
@@ -42,11 +46,11 @@ def check_next_tokens(config: TokenModelConfig, tokens_T: jax.Array) -> None:
 
 
 def check_shape(x: Any, like: np.ndarray) -> None:
-    """Raise `UserError` for an input that has not the axes of one example's."""
+    """Raise `UserError` for an input of another number of axes than one example's."""
     if jnp.ndim(x) != like.ndim:
-        wanted = "(T,)" if like.ndim == 1 else like.shape
+        shape = "(T,)" if like.ndim == 1 else like.shape
         remedy = "; use jax.vmap for a batch" if jnp.ndim(x) == like.ndim + 1 else ""
-        raise UserError(f"expected an input of shape {wanted}, got {jnp.shape(x)}{remedy}.")
+        raise UserError(f"expected an input of shape {shape}, got {jnp.shape(x)}{remedy}.")
 
 
 def check_length(config: Any, n_tokens: int) -> None:
@@ -59,7 +63,10 @@ def check_length(config: Any, n_tokens: int) -> None:
 
 
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
-    """Raise `UserError` for ids out of the vocabulary, where values are known."""
+    """Raise `UserError` for ids that are no integers, or, where values are known, out of the vocabulary."""
+    dtype = tokens_T.dtype if hasattr(tokens_T, "dtype") else np.asarray(tokens_T).dtype
+    if len(tokens_T) and not jnp.issubdtype(dtype, jnp.integer):
+        raise UserError(f"token ids are {dtype}; give integers, such as int32.")
     if isinstance(tokens_T, jax.core.Tracer):
         return
     ids_T = np.asarray(tokens_T)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from typing import Literal
 
 import flax.linen as nn
@@ -52,5 +51,5 @@ def norm_maker(norm: str, eps: float | None) -> Callable[[], nn.Module]:
 
 def check_epsilon(eps: float | None) -> None:
     """Raise `UserError` for an ε that is not above 0: a row of zeros would be divided by it."""
-    if eps is not None and not 0 < eps < inf:
+    if eps is not None and eps <= 0:
         raise UserError(f"norm_eps is {eps}; it must be above 0, such as 1e-6, or none for that of the norm.")

@@ -22,7 +22,8 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
     Args:
       q_HTK: queries; H must be a multiple of G.
       k_GSK: keys.
-      mask: `(T, S)`, True where a query may look, or a `Causal`; None lets every query see every key.
+      mask: `(T, S)` or, for each head, `(H, T, S)`, True where a query may look, or a `Causal`; None lets every query
+        see every key.
       scale: what the scores are multiplied by, 1/√K in the paper.
 
     Returns:
@@ -32,15 +33,15 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
 
 
 def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
-    """Keys or values with zeros in place of those that no query sees, `(G, S, K)`.
+    """Return keys or values with zeros in place of those that no query of any head sees, `(G, S, K)`.
 
     Their weights are 0, but 0 times NaN or infinity is NaN, in the output and in the gradient to the queries.
     """
     S = x_GSK.shape[1]
-    if mask is None or (isinstance(mask, Causal) and n_queries >= S):  # every key is seen by someone
+    if mask is None or (isinstance(mask, Causal) and n_queries >= S):  # some query sees every key
         return x_GSK
-    seen_S = jnp.arange(S) < n_queries if isinstance(mask, Causal) else mask.any(axis=0)
-    return jnp.where(seen_S[:, None], x_GSK, 0)
+    visible_S = jnp.arange(S) < n_queries if isinstance(mask, Causal) else mask.any(axis=tuple(range(mask.ndim - 1)))
+    return jnp.where(visible_S[:, None], x_GSK, 0)
 
 
 def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> jax.Array:

@@ -80,6 +80,8 @@ def decode_step(
 
     They take part from where they are, as storing rounds them, in place of the slot's score and weight, and are written
     last: in a loop, the compiler copies a cache at every step in which it is read after it was written.
+
+    Values in the cache must be finite, also at slots that the mask hides: 0 times NaN is NaN, in all that follows.
     """
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
     einsum = partial(jnp.einsum, preferred_element_type=wide(dtype))

@@ -278,7 +278,7 @@ def test_a_model_is_fitted_to_images_and_captions_and_says_so(tmp_path: Path) ->
     )
     fixed = CaptionsConfig(path).load(MODEL, 2, 0)
     assert fixed.model == MODEL and fixed.rows(0).inputs[0].shape == (2, 4, 4, 3)
-    assert fixed.notes == (f"the images in {path} are resized from 6 x 10 to 4 x 4 pixels",)
+    assert fixed.notes == (f"the images in {path} are resized from 6 x 10 pixels to 4 x 4 pixels",)
 
 
 @pytest.mark.parametrize("name", ["images.zip", "captions.tsv"])

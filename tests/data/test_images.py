@@ -278,7 +278,10 @@ def test_pictures_of_several_sizes_are_resized_to_the_models_as_in_sampling(tmp_
     Image.fromarray(np.random.default_rng(0).integers(256, size=(9, 7, 3)).astype(np.uint8)).save(file)
     data = ImagesConfig(str(tmp_path)).load(MODEL, 2, 0, fixed=())
     assert data.model == replace(MODEL, channels=3)
-    assert any("resized from 2 sizes, 4 x 6 to 9 x 7, to 4 x 6 pixels" in note for note in data.notes)
+    assert any("resized from 2 sizes (4 x 6 to 9 x 7 pixels) to 4 x 6 pixels" in note for note in data.notes)
+    assert (
+        f"{tmp_path} has images of 2 sizes (4 x 6 to 9 x 7 pixels) with 3 channels: model.channels 3" in data.notes[0]
+    )
     pixels = {image.tobytes() for image in getattr(data.stills, part).images}
     assert read_picture(file, "", 3, (HEIGHT, WIDTH)).tobytes() in pixels
     assert read_fitted(str(file), (HEIGHT, WIDTH, 3)).tobytes() in pixels
@@ -305,7 +308,7 @@ def test_what_was_given_stays_and_images_are_resized_to_it(tmp_path: Path) -> No
     config = ImagesConfig(str(tmp_path), val_fraction=0.5)
     data = config.load(MODEL, 2, 0)
     assert data.model == MODEL and data.rows(0).inputs[0].shape == (2, HEIGHT, WIDTH, 1)
-    assert data.notes == (f"the images in {tmp_path} are resized from 10 x 9 to 4 x 6 pixels",)
+    assert data.notes == (f"the images in {tmp_path} are resized from 10 x 9 pixels to 4 x 6 pixels",)
     with pytest.raises(UserError, match=r"of 3 classes, but model.n_classes is 4; set --model.n-classes 3\.$"):
         config.load(replace(MODEL, n_classes=4), 2, 0, fixed={"n_classes"})
 

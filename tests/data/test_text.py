@@ -3,9 +3,10 @@
 import re
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxformer.data import text as module
@@ -142,6 +143,7 @@ def cleaned_whole(text: str, unwrap_lines: bool) -> str:
 
 
 @settings(max_examples=200, deadline=None)
+@example(text="ab\n\n\nc", size=1, unwrap_lines=False)
 @given(
     text=st.lists(
         st.sampled_from(["\n", " ", "\t", "a", "word", "ß日🙂", "x" * 50, "\u2028", "\x1c"]), max_size=60
@@ -150,9 +152,12 @@ def cleaned_whole(text: str, unwrap_lines: bool) -> str:
     unwrap_lines=st.booleans(),
 )
 def test_cleaning_in_pieces_is_cleaning_the_whole(text, size, unwrap_lines):
+    """Pieces are as short as they may be: longer than every line that is unwrapped and every run of white space."""
+    longest = max(map(len, re.findall(r"\s+", text) + (text.split("\n") if unwrap_lines else [])), default=0)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    width = page_width(pieces) if unwrap_lines else None
-    assert "".join(clean(pieces, width)) == cleaned_whole(text, unwrap_lines)
+    with mock.patch.object(module, "PIECE_CHARACTERS", longest + 1):
+        width = page_width(pieces) if unwrap_lines else None
+        assert "".join(clean(pieces, width)) == cleaned_whole(text, unwrap_lines)
 
 
 def test_cutting_changes_no_token(tmp_path, monkeypatch):

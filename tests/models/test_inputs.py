@@ -51,6 +51,14 @@ def test_a_loss_of_what_is_no_sequence_says_what_was_expected(config: ModelConfi
         run.loss(run.params, jnp.asarray(tokens, jnp.int32))
 
 
+@pytest.mark.parametrize(("tokens", "dtype"), [([1.5, np.nan], "float32"), ([True, False], "bool")])
+def test_token_ids_that_are_no_integers_are_refused(tokens: Any, dtype: str) -> None:
+    run = opened(ROTARY)
+    for call in (lambda: run.loss(run.params, tokens), lambda: check_example(run.model, jnp.array(tokens))):
+        with pytest.raises(UserError, match=rf"^token ids are {dtype}; give integers, such as int32\.$"):
+            call()
+
+
 def test_a_sequence_of_the_longest_length_has_a_loss_and_a_gradient_also_while_tracing() -> None:
     for config in (LEARNED, ROTARY):
         run = opened(config)

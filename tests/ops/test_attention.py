@@ -176,6 +176,15 @@ def test_vmap_adds_a_batch() -> None:
     assert_close(batched[1], attention(q_BHTK[1], k_BGSK[1], k_BGSK[1], scale=0.3))
 
 
+def test_a_mask_for_each_head_hides_from_each_head_its_own() -> None:
+    """A key that one head sees counts, whatever the others see; what stands at one that none sees does not."""
+    q, k, v = qkv(H)
+    mask_HTS = (normal(H, T, S, seed=4) > 0).at[:, :, 2].set(False)
+    k, v = (x.at[:, 2].set(jnp.nan) for x in (k, v))
+    apart = [attention(q[h : h + 1], k[h : h + 1], v[h : h + 1], mask_HTS[h])[0] for h in range(H)]
+    assert_close(attention(q, k, v, mask_HTS), apart)
+
+
 HIDDEN_S = jnp.arange(S) % 3 == 1
 NOT_FINITE = {"NaN": jnp.nan, "infinity": jnp.inf}
 
