@@ -59,6 +59,13 @@ class DistributedOptions:
             host, _, port = self.coordinator.rpartition(":")
             if not (host and port.isdecimal() and 0 < int(port) < 2**16):
                 raise UserError(f"distributed.coordinator is {self.coordinator!r}; it must be HOST:PORT.")
+            try:
+                host.encode("idna")  # as the resolver does
+            except UnicodeError as error:
+                raise UserError(
+                    f"distributed.coordinator is {self.coordinator!r}, whose host is no name: its parts are of 1 to 63 "
+                    "characters; correct it."
+                ) from error
         if self.heartbeat_seconds < 1:
             raise UserError(f"distributed.heartbeat_seconds is {self.heartbeat_seconds}; it must be at least 1.")
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
@@ -97,14 +104,14 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
 
 
 def bind_address(coordinator: str) -> str | None:
-    """Where process 0 listens: on the loopback interface alone where the coordinator's host is there, else on all
-    interfaces, which is None."""
-    host, _, port = coordinator.rpartition(":")
+    """Return the address on which process 0 listens: `coordinator` where its host is `localhost` or a loopback address,
+    else None for all interfaces. Other names are not resolved: a machine may know its own as 127.0.1.1."""
+    host = coordinator.rpartition(":")[0].strip("[]")
     try:
-        addresses = {found[4][0] for found in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
-    except OSError:  # a name that is not known here, as `_check_address` says
-        return None
-    return coordinator if all(ipaddress.ip_address(address).is_loopback for address in addresses) else None
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        is_loopback = False
+    return coordinator if is_loopback else None
 
 
 def _check_address(coordinator: str, bound: str | None, first: bool) -> None:

@@ -47,6 +47,8 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
         ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
         ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),
         ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
+        ({"coordinator": "a..b:1234", "processes": 2, "process": 0}, r"'a\.\.b:1234', whose host is no name"),
+        ({"coordinator": f"{'a' * 64}:1234", "processes": 2, "process": 0}, "whose host is no name"),
         ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process is 2; of 2 processes"),
         ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process is -1; of 2 processes"),
         ({"heartbeat_seconds": 10**9}, "heartbeat_seconds is 1000000000; it must be at most 86400"),
@@ -87,9 +89,18 @@ def test_alone_nothing_is_asked_of_others():
 
 @pytest.mark.parametrize(
     ("coordinator", "bound"),
-    [("localhost:9", "localhost:9"), ("127.0.0.1:9", "127.0.0.1:9"), ("[::1]:9", "[::1]:9"), ("192.0.2.1:9", None)],
+    [
+        ("localhost:9", "localhost:9"),
+        ("127.0.0.1:9", "127.0.0.1:9"),
+        ("127.0.1.1:9", "127.0.1.1:9"),
+        ("[::1]:9", "[::1]:9"),
+        ("192.0.2.1:9", None),
+        ("node0:9", None),  # as a machine may know itself, while others reach it by another address
+    ],
 )
-def test_a_coordinator_on_this_machine_alone_is_not_heard_from_outside(coordinator, bound):
+def test_only_a_coordinator_of_the_loopback_interface_is_not_heard_from_outside(monkeypatch, coordinator, bound):
+    loopback = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [loopback])
     assert bind_address(coordinator) == bound
 
 
