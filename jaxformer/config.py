@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import types
 import typing
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import inf, isfinite
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_INTEGER = 2**31 - 1
-"""What devices count with is int32."""
+"""Largest int32, in which devices count."""
 MAX_SIZE = 2**20
-"""Of what shapes a model: widths, heads, classes, experts."""
+"""Largest width of a model, and number of its heads, classes or experts."""
 LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_temporal_blocks", "n_layers"), 2**10),
     **dict.fromkeys(("image_size", "patch_size", "n_frames", "tubelet_frames", "shift", "max_speed"), 2**14),
@@ -37,8 +39,8 @@ LIMITS: Mapping[str, int] = {
     "seed": 2**32 - 1,
     "heartbeat_seconds": 86_400,
 }
-"""The largest integer that a field of a name may have, in whatever config: far beyond any model there is, and small
-enough that what does not fit is answered at once. Others: `MAX_SIZE` in a model's config, `MAX_INTEGER` elsewhere."""
+"""Largest integer for each name of a field, in whatever config: far beyond any model there is, and small enough that
+what does not fit is refused at once. Others: `MAX_SIZE` in a model's config, `MAX_INTEGER` elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -213,11 +215,11 @@ class TrainConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: only at the end, and where training is interrupted."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """What to do at a loss or gradient that is not finite: stop and look for the cause, or leave that step out."""
+    """Response to a loss or gradient that is not finite: stop and look for the cause, or leave that step out."""
     max_skips: int = 10
     """With 'skip', how many steps in a row may be left out."""
     divergence: Literal["stop", "warn", "continue"] = "stop"
-    """What to do where a loss leaves its minimum for good, though it is finite."""
+    """Response to a training loss that is finite and stays far above its minimum: stop, warn once, or ignore it."""
     skip_batches: int = 0
     """Batches of the data left out: step k learns from batch k + skip_batches. Rolling back with --skip-batches adds
     to it."""
@@ -304,7 +306,7 @@ class Config:
 
 def check_fields(config: object) -> None:
     """Raise `UserError` for the first field that has none of the values of its `Literal`, a number that is not finite,
-    or an integer beyond its limit: see `LIMITS`."""
+    or, where it holds integers, one beyond its limit: see `LIMITS`. Scalars of NumPy count as numbers."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         value, hint, most = getattr(config, f.name), hints[f.name], largest(config, f.name)
@@ -314,24 +316,29 @@ def check_fields(config: object) -> None:
                 choices = ", ".join(map(str, typing.get_args(hint)))
                 raise UserError(f"{f.name} is {wrong!r}; it must be one of {choices}.")
         for number in _numbers(value):
-            if isinstance(number, float) and not isfinite(number):
-                raise UserError(f"{f.name} is {number}; it must be a finite number.")
-            if isinstance(number, int) and number > most:
+            if isinstance(number, int) and _has_integers(hint) and number > most:
                 raise UserError(f"{f.name} is {shortened(number)}; it must be at most {most}.")
+            if not -sys.float_info.max <= number <= sys.float_info.max:
+                raise UserError(f"{f.name} is {shortened(number)}; it must be a finite number.")
 
 
 def largest(config: object, name: str) -> int:
-    """The largest integer that a field may have."""
+    """Return the largest integer that a field may have."""
     return LIMITS.get(name, MAX_SIZE if isinstance(config, ModelConfig) else MAX_INTEGER)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """The numbers in a value, however deep in tuples."""
+    """Yield the numbers in a value, however deep in tuples, as Python's."""
     if isinstance(value, tuple | list):
         for item in value:
             yield from _numbers(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        yield int(value) if isinstance(value, Integral) else float(value)
+
+
+def _has_integers(hint: Any) -> bool:
+    """Return whether a type is `int`, or a tuple or an option of it."""
+    return hint is int or any(map(_has_integers, typing.get_args(hint)))
 
 
 def set_sides(config: object, *names: str) -> None:

@@ -47,6 +47,27 @@ def test_unknown_names_and_wrong_types_are_refused(values, said):
         from_dict(TextConfig, values)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"n_blocks": np.int64(10**12)}, "n_blocks is 1000000000000; it must be at most 1024"),
+        ({"rope_base": np.float32("inf")}, "rope_base is inf; it must be a finite number"),
+        ({"rope_base": 10**400}, "rope_base is 0x.*; it must be a finite number"),
+    ],
+)
+def test_numbers_of_numpy_and_of_any_size_are_checked(fields, said):
+    with pytest.raises(UserError, match=said):
+        replace(DecoderConfig(), **fields)
+
+
+def test_only_a_field_of_integers_has_a_largest_integer():
+    assert replace(DecoderConfig(), rope_base=5_000_000).rope_base == 5_000_000
+    with pytest.raises(UserError, match="must be at most 16384"):  # in a tuple
+        ImageModelConfig((10**6,))
+    with pytest.raises(UserError, match="window is 100000000; it must be at most 16777216"):  # in an option
+        replace(DecoderConfig(), window=10**8)
+
+
 def test_models_of_images_take_uint8_of_a_size_that_can_be():
     assert ImageModelConfig((4,)) == ImageModelConfig((4, 4))  # one number is a square
     (pixels,) = ImageModelConfig((4, 6), 3).example()
