@@ -54,9 +54,14 @@ def announce(text: str) -> None:
         tell(text, sys.stderr)
 
 
+def one_line(text: str) -> str:
+    """Return `visible` text in which a newline is a sign, too."""
+    return visible(text).replace("\n", "\N{SYMBOL FOR NEWLINE}")
+
+
 def tell_error(message: str) -> None:
     """Write an error or note to stderr, on one line."""
-    tell(visible(message).replace("\n", "\N{SYMBOL FOR NEWLINE}"), sys.stderr)
+    tell(one_line(message), sys.stderr)
 
 
 def prepare_streams(outlive: bool = False) -> None:
@@ -80,7 +85,7 @@ def prepare_streams(outlive: bool = False) -> None:
             continue
         if outlive:
             stream.flush()
-            raw = io.BufferedWriter(_Outliving(descriptor, "w", closefd=False))
+            raw = io.BufferedWriter(_Outliving(descriptor))
             stream = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
         if stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -90,11 +95,16 @@ def prepare_streams(outlive: bool = False) -> None:
 class _Outliving(io.FileIO):
     """A descriptor that leads nowhere once nobody reads from it."""
 
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        hung_up = (errno.EIO,) if os.isatty(descriptor) else ()  # of anything else, it is a failing disk
+        self._gone = (errno.EPIPE, *hung_up)
+
     def write(self, data: object) -> int:
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, and of a terminal that was hung up
+            if error.errno not in self._gone:
                 raise
             _lead_nowhere(self.fileno())
             return len(memoryview(data).cast("B"))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jaxformer.signals import catch_signals
-from jaxformer.terminal import announce, tell, visible
+from jaxformer.terminal import _Outliving, announce, tell, visible
 from tests.helpers import ROOT
 
 HOSTILE = "a\x1b]0;title\x07\r\x9b2J\u202e\u2066\x7f\tb\n\udcff"
@@ -103,6 +103,18 @@ def test_a_terminal_that_is_hung_up_ends_nothing(tmp_path):
 def test_a_full_disk_is_still_an_error():
     done = python("prepare_streams(outlive=True)\ntell('x')", "> /dev/full")
     assert done.returncode and os.strerror(errno.ENOSPC) in done.stderr
+
+
+def test_only_a_terminal_is_hung_up_by_eio(monkeypatch):
+    parent, child = pty.openpty()
+    terminal = _Outliving(child)
+    monkeypatch.setattr(os, "isatty", lambda _: False)
+    disk = _Outliving(child)
+    os.close(parent)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        disk.write(b"x")
+    assert terminal.write(b"x") == 1
+    os.close(child)
 
 
 @pytest.fixture

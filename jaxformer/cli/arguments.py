@@ -25,7 +25,7 @@ from jaxformer.cli.help import help_text
 from jaxformer.config import Config, check_fields
 from jaxformer.data.fit import fit_patches
 from jaxformer.errors import FULL, UserError
-from jaxformer.terminal import prepare_streams, tell, tell_error, visible
+from jaxformer.terminal import one_line, prepare_streams, tell, tell_error, visible
 
 T = TypeVar("T")
 OPTION = r"--[\w.-]*\w"
@@ -68,9 +68,9 @@ def run_command(
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         return 128 + signal.SIGPIPE
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
+        path = f"{error.filename}: " if error.filename else ""
         remedy = "; free some space" if error.errno in FULL else ""
-        tell_error(f"error: {place}{error.strerror or error}{remedy}.")
+        tell_error(f"error: {path}{error.strerror or error}{remedy}.")
         return 2
 
 
@@ -84,7 +84,10 @@ def _finds_devices() -> bool:
 
 
 class _OneLine(logging.Formatter):
-    """Shows control characters, as of a path."""
+    """Shows control characters, as of a path; newlines, too, but those of a traceback below."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return one_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +14,7 @@ from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
 from jaxformer.checkpoints import LOCK
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import load_config, run_command, with_image_size
+from jaxformer.cli.arguments import _OneLine, load_config, run_command, with_image_size
 from jaxformer.cli.help import help_text
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
@@ -281,3 +282,11 @@ def test_a_given_image_size_brings_patches_that_divide_it(options, size, patch):
     clip = CLIPConfig(ImageTowerConfig(image_size=(28,), patch_size=(7,)))
     fitted = with_image_size(clip, options.replace("model.", "model.vision.").split())
     assert fitted == replace(clip, vision=replace(clip.vision, image_size=size, patch_size=patch))
+
+
+def test_a_warning_is_one_line_and_its_traceback_below_it():
+    record = logging.makeLogRecord({"msg": "tokens in %s; again", "args": ("a\nb\x1b",), "levelname": "WARNING"})
+    formatter = _OneLine("%(levelname)s: %(message)s")
+    assert formatter.format(record) == "WARNING: tokens in a␤b␛; again"
+    record.exc_text = "Traceback\n  line 1"
+    assert formatter.format(record).split("\n") == ["WARNING: tokens in a␤b␛; again", "Traceback", "  line 1"]
