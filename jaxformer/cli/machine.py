@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import shlex
 import stat
@@ -13,26 +14,29 @@ from pathlib import Path
 
 import jax
 
-from jaxformer.data.corpus import cache_root
+from jaxformer.data.token_cache import cache_root, make_private
 from jaxformer.errors import UserError
 from jaxformer.sharding import parse_mesh
 
 MOST_DEVICES = 16
 """Each virtual device holds a copy of the parameters."""
-MAX_MESH_DEVICES = 1024
-"""Devices that a mesh may ask of one process; a virtual one costs threads and memory before anything is computed."""
+MAX_VIRTUAL_DEVICES = 1024
+"""Virtual devices of a CPU at most: each costs threads and memory before anything is computed."""
+
+warn = logging.getLogger(__name__).warning
 
 
 def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
-    """Keep compiled programs on disk, and make the most of a CPU; accelerators are left as they are.
+    """Keep compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` says where, and make the most of a CPU;
+    accelerators are left as they are.
 
     Raises:
-      UserError: others can write to the cache, or the mesh asks more devices than there can be.
+      UserError: others can write to the cache.
     """
-    root = cache_root()
-    has_cache = all(is_private(folder) for folder in (root, root / "tokens", root / "compiled"))
-    if has_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        root = cache_root()
+        if all(is_private(folder) for folder in (root, root / "tokens", root / "compiled")):
+            jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     keep_freed_memory()
@@ -42,25 +46,28 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Make a folder of the cache if it is missing; False where that is not possible, so that there is no cache.
+    """Make a folder of the cache if it is missing, and return whether programs in it can be trusted: False where it
+    cannot be made, and, with a warning, where it is another user's (root with somebody's cache, say).
 
     Raises:
       UserError: others can write to it: they could put programs there, which would be run.
     """
     remedy = "set JAXFORMER_CACHE to a folder of your own"
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    status = existing.stat()
-    if existing != folder and status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise UserError(f"the cache {folder} would lie in {existing}, which others can write to; {remedy}.")
-    if existing == folder and status.st_uid != os.geteuid():
-        raise UserError(f"the cache {folder} belongs to another user, who could put programs there; {remedy}.")
-    if existing == folder and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        command = f"chmod go-w {shlex.quote(str(folder))}"
-        raise UserError(f"others can write to the cache {folder}, and put programs there; {remedy}, or: {command}")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        above = next(path for path in folder.absolute().parents if path.exists())
+        mode = above.stat().st_mode
+        if not folder.exists() and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UserError(f"the cache {folder} would lie in {above}, which others can write to; {remedy}.")
+        make_private(folder)
+        link, status = folder.lstat(), folder.stat()  # judged once it is there: it may have come from someone else
     except OSError:
         return False
+    if {link.st_uid, status.st_uid} != {os.geteuid()}:
+        warn(f"compiled programs are not kept: the cache {folder} belongs to another user; {remedy}.")
+        return False
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        command = f"chmod go-w {shlex.quote(str(folder))}"
+        raise UserError(f"others can write to the cache {folder}, and put programs there; {remedy}, or: {command}")
     return True
 
 
@@ -69,14 +76,12 @@ def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1) -> int:
     core, as far as the batch splits evenly: XLA uses several devices of one thread better than one device of several
     threads (0.40 against 0.48 s per step on two cores).
 
-    Raises:
-      UserError: more than `MAX_MESH_DEVICES`.
+    A mesh of more than `MAX_VIRTUAL_DEVICES` is not one of a CPU, which is left as it is: `make_mesh` refuses the mesh,
+    unless there are as many accelerators.
     """
     if sizes := parse_mesh(mesh):
         n = max(1, prod(sizes.values()) // processes)
-        if n > MAX_MESH_DEVICES:
-            raise UserError(f"the mesh {mesh} asks {n} devices of one process; give it at most {MAX_MESH_DEVICES}.")
-        return n
+        return n if n <= MAX_VIRTUAL_DEVICES else 1
     return max(n for n in range(1, min(cores(), MOST_DEVICES) + 1) if batch_size % (n * processes) == 0 or n == 1)
 
 

@@ -75,6 +75,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder of a cache, and those above it, where they are missing; for this user alone, whatever the umask."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
 def cached(
     folder: Path, train: Sequence[Document], val: Sequence[Document], vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Split, Split, Tokenizer]:
@@ -168,7 +174,7 @@ def _build(
 ) -> None:
     """Write into a temporary folder and rename it, so that `folder` is whole or absent."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private(folder.parent)
         prefix = f"{BUILDING}{socket.gethostname()}-{os.getpid()}-"
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     except OSError as error:
