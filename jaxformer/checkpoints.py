@@ -46,6 +46,8 @@ EVERY, NONE = slice(None), slice(0)
 HASHING_THREADS = 4
 SAVING_SECONDS = 6 * 3600
 """A save under way is given up after so long; Orbax's 20 minutes are short for terabytes and their sums."""
+LOCK_SECONDS = 0.3
+"""Longer than a look at the lock takes."""
 MISSING = " is missing"
 QUIET, LONGEST_WAIT = 0.5, 20
 """Seconds without a sign of the writers of a save that failed, and seconds until they are given up."""
@@ -74,18 +76,18 @@ def damage(checkpoint: Path, share: slice = EVERY) -> str | None:
             if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # a device may be read for ever
                 return f"{name} is not a file"
         arrays = [name for name in sums if name.startswith(ARRAYS)]
-        found = _sums(checkpoint, sorted({*sums} - {*arrays} | {*arrays[share]}))
+        actual = _sums(checkpoint, sorted({*sums} - {*arrays} | {*arrays[share]}))
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(checkpoint)}{MISSING}"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     except ValueError:
         return f"{SUMS} or {METADATA} is not what was saved"
-    return next((f"{name} is not what was saved" for name in found if found[name] != sums[name]), None)
+    return next((f"{name} is not what was saved" for name in actual if actual[name] != sums[name]), None)
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is a plain path below a folder."""
+    """Return whether a name is a plain path below a folder."""
     return not name.startswith("/") and ".." not in name.split("/")
 
 
@@ -170,13 +172,13 @@ class StoredCheckpoints:
             return False
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
-        """All numbers of a checkpoint, by their path in it, such as `params/blocks_0/attention/W_Q`."""
-        found: dict[str, np.ndarray] = {}
+        """Return the arrays of a checkpoint by their path in it, such as `params/blocks_0/attention/W_Q`."""
+        arrays: dict[str, np.ndarray] = {}
         for item in ("params", "opt_state"):
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self._metadata(step, item))
             restored = ocp.PyTreeCheckpointer().restore(self._place / str(step) / item, restore_args=as_numpy)
-            found |= {f"{item}/{name}": array for name, array in _named(restored).items()}
-        return found
+            arrays |= {f"{item}/{name}": array for name, array in _named(restored).items()}
+        return arrays
 
     def _restore(self, step: int, item: str, abstract: Any) -> Any:
         def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -195,16 +197,17 @@ class StoredCheckpoints:
     def _unreadable(self, step: int, error: Exception) -> UserError:
         why = f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
         return UserError(
-            f"checkpoint {step} of {self._folder} cannot be read: {why}; name another --checkpoint, or put back a copy."
+            f"checkpoint {step} of {self._folder} cannot be read: {why}; put back a copy, or choose another one with "
+            "--checkpoint (in training: --from-step)."
         )
 
     def _check_fit(self, step: int, item: str, abstract: Any) -> None:
         """Raise `UserError` where a checkpoint holds other arrays than the config makes, naming the first of them:
         Orbax fails of it in its own time and with pages of its own."""
-        wanted, stored = _shapes(abstract), _shapes(self._metadata(step, item))
-        for name in sorted({**wanted, **stored}):
-            if stored.get(name) != wanted.get(name):
-                there, here = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, wanted))
+        expected, stored = _shapes(abstract), _shapes(self._metadata(step, item))
+        for name in sorted({**expected, **stored}):
+            if stored.get(name) != expected.get(name):
+                there, here = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, expected))
                 raise UserError(
                     f"checkpoint {step} of {self._folder} does not fit the config: {item}/{name} is {there} in the "
                     f"checkpoint and {here} in the config; put back the config.json that was written with the run."
@@ -358,6 +361,8 @@ class Checkpoints(StoredCheckpoints):
         self._saving = step
         if position.get("healthy", True):
             self._healthy.add(step)
+        else:
+            self._healthy.discard(step)
         try:
             if not self._place.is_dir():  # orbax would make another
                 raise FileNotFoundError
@@ -397,6 +402,7 @@ class Checkpoints(StoredCheckpoints):
         with writing(self._folder, CHECKPOINTS):
             for number in reversed(later):
                 self._manager.delete(number)
+        self._healthy.difference_update(later)
         wait_for_all()
         return later
 
@@ -515,7 +521,7 @@ def only_one(folder: Path) -> Iterator[None]:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_alone(lock)
         except BlockingIOError as error:
             process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
             raise UserError(
@@ -533,6 +539,19 @@ def only_one(folder: Path) -> Iterator[None]:
                 os.ftruncate(lock, 0)
     finally:
         os.close(lock)
+
+
+def _lock_alone(file: int) -> None:
+    """Lock a file, waiting up to `LOCK_SECONDS` for others: `is_locked` holds the lock for a moment."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(LOCK_SECONDS / 10)
 
 
 def is_locked(folder: Path) -> bool:

@@ -332,7 +332,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
     if isinstance(value, tuple | list):
         for item in value:
             yield from _numbers(item)
-    elif isinstance(value, Real) and type(value) is not bool:
+    elif not isinstance(value, bool) and isinstance(value, Real):
         yield int(value) if isinstance(value, Integral) else float(value)
 
 

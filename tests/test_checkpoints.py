@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import checkpoints
-from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage, lock_early
+from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage, is_locked, lock_early
 from jaxformer.errors import UserError
 from tests.helpers import exhaustive, fill, flip_a_bit, mounted
 
@@ -326,6 +327,25 @@ def test_a_folder_that_is_locked_early_is_not_locked_twice(tmp_path):
     with pytest.raises(KeyError), lock_early(tmp_path):
         raise KeyError
     assert (tmp_path / checkpoints.LOCK).read_bytes() == b""  # also after an error
+
+
+def test_a_look_at_the_lock_does_not_refuse_training(tmp_path):
+    lock = os.open(tmp_path / checkpoints.LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # as `is_locked` does
+    threading.Timer(0.1, os.close, [lock]).start()
+    with lock_early(tmp_path):
+        assert is_locked(tmp_path)
+
+
+def test_a_step_that_is_saved_again_while_diverging_is_healthy_no_more(tmp_path):
+    with Checkpoints(tmp_path) as saved:
+        for step in (5, 10):
+            saved.save(step, state(step), (state(-step), None), {"step": step}, None)
+        assert saved.last_healthy(20) == 10
+        assert saved.remove_after(5) == [10] and saved._healthy == {5}
+        saved._healthy.add(10)  # as after a save that failed
+        saved.save(10, state(10), (state(-10), None), {"step": 10, "healthy": False}, None)
+        assert saved.last_healthy(20) == 5
 
 
 def test_a_missing_step_is_one_sentence(folder):
