@@ -115,16 +115,21 @@ def _own(folder: Path, name: str, remedy: str = "") -> Path:
     Raises:
       UserError: it has changed since, or `SUMS`, which would say so, is missing or cannot be read.
     """
-    if lost := next((lost for lost in (name, SUMS) if not (folder / lost).is_file()), None):
-        raise UserError(f"{folder} has no {lost}; put back the one it was trained with{remedy}, or train anew.")
+    if not (folder / name).is_file():
+        raise UserError(f"{folder} has no {name}; put back the one it was trained with{remedy}, or train anew.")
+    if not (folder / SUMS).is_file():
+        raise UserError(
+            f"{folder} has no {SUMS} to verify {name} with; train anew, or put it back if it was lost: runs of earlier "
+            "versions have none."
+        )
     try:
-        wanted = parse_json((folder / SUMS).read_bytes())[name]
-        own = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        expected = parse_json((folder / SUMS).read_bytes())[name]
+        actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{folder / SUMS} does not hold the sum of {name}; put back the one that was written with the run{remedy}."
         ) from error
-    if own != wanted:
+    if actual != expected:
         raise UserError(
             f"{folder / name} is not the one that this run was trained with; put that back{remedy}, or train anew."
         )
@@ -213,8 +218,8 @@ def create_run(
             tokenizer.save(scratch / TOKENIZER)
         if classes:
             write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
-        own = [file for file in (scratch / TOKENIZER, scratch / CLASSES) if file.exists()]
-        sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in own}
+        files = [file for file in (scratch / TOKENIZER, scratch / CLASSES) if file.exists()]
+        sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         write_atomically(scratch / SUMS, json.dumps(sums, indent=2) + "\n")
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
@@ -237,7 +242,7 @@ def create_run(
 
 def check_parent(folder: Path) -> None:
     """Raise `UserError` where a run's folder could not be made."""
-    parent = next((place for place in folder.absolute().parents if place.exists()), Path("/"))
+    parent = next((path for path in folder.absolute().parents if path.exists()), Path("/"))
     try:
         tempfile.TemporaryDirectory(prefix=".new-", dir=parent).cleanup()
     except OSError as error:
