@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Container
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Dataset
-from jaxformer.data.fit import describe_fit, fit_vocabulary
+from jaxformer.data.fit import describe_fit, describe_learning, fit_vocabulary
 from jaxformer.data.text import SOTU, Document, hold_out, read_documents
-from jaxformer.data.token_cache import Split, cache_root, cached, encode, holds_tokens_of
+from jaxformer.data.token_cache import Split, cache_root, cached, encode, holds_tokens_of, token_dtype
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
@@ -57,7 +59,8 @@ class TextConfig(DataConfig):
         corpus = load_corpus(self, model.vocab_size - self.n_extra_tokens, tokenizer)
         fitted = fit_vocabulary(model, corpus.tokenizer, self.n_extra_tokens) if tokenizer is None else model
         data = self.make(fitted, corpus, batch_size, seed)
-        data.notes = describe_fit(model, fitted, f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens")
+        fit = describe_fit(model, fitted, f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens")
+        data.notes = (*corpus.notes, *fit, *describe_learning(corpus.tokenizer, self.path))
         return data
 
     def check(self, model: TokenModelConfig) -> None:
@@ -86,30 +89,53 @@ class Corpus:
     tokenizer: Tokenizer
     fingerprint: str
     """SHA-256 over the texts and all settings that shape the tokens."""
+    notes: tuple[str, ...] = ()
+    """Sentences about text that is left out."""
 
 
 def load_corpus(config: TextConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read, split and tokenize the text, or use the result of an earlier time; see `token_cache.cached`.
+
+    A document of the held-out text at `val_path` is not trained on, wherever it lies.
 
     Without a tokenizer, one of at most `vocab_size` tokens learns from the training split only. A run that goes on
     brings its own: to its model the tokens of another one would mean nothing, should the text have changed. The
     fingerprint depends on how many tokens it has alone.
 
     Raises:
-      UserError: see `read_documents` and `Tokenizer.train`.
+      UserError: see `read_documents` and `Tokenizer.train`; or the held-out text is all there is.
     """
+    notes: tuple[str, ...] = ()
     documents = read_documents(config.path, config.unwrap)
     if config.val_path is None:
         train, val = hold_out(documents, config.val_fraction)
     else:
-        train, val = documents, read_documents(config.val_path, config.unwrap)
+        val = read_documents(config.val_path, config.unwrap)
+        held_out = {document.digest for document in val}
+        train = [document for document in documents if document.digest not in held_out]
+        if not train:
+            raise UserError(
+                f"every document of data.path {config.path} is in data.val_path {config.val_path}, too; give other "
+                "text to train on, or leave data.val_path out."
+            )
+        if n := len(documents) - len(train):
+            notes = (f"{n:,} document(s) of {config.path} are not trained on: {config.val_path} has the same text",)
     texts = _digest(train, val)
-    folder = cache_root() / "tokens" / hashlib.sha256(f"{texts} {vocab_size}".encode()).hexdigest()[:32]
-    if tokenizer is not None and not holds_tokens_of(tokenizer, folder):
-        folder = folder.with_name(hashlib.sha256(f"{texts} {tokenizer.as_json()}".encode()).hexdigest()[:32])
+    folder = _token_folder(texts, vocab_size, tokenizer)
     train_tokens, val_tokens, tokenizer = cached(folder, train, val, vocab_size, tokenizer)
     fingerprint = hashlib.sha256(f"{texts} {tokenizer.vocab_size}".encode()).hexdigest()
-    return Corpus(train_tokens, val_tokens, tokenizer, fingerprint)
+    return Corpus(train_tokens, val_tokens, tokenizer, fingerprint, notes)
+
+
+def _token_folder(texts: str, vocab_size: int, tokenizer: Tokenizer | None) -> Path:
+    """Return where the tokens of texts lie; for a given tokenizer, also where it learned as one of more tokens."""
+    root, prefix = cache_root() / "tokens", texts[:32]
+    if tokenizer is None:
+        return root / f"{prefix}-{vocab_size}"
+    for folder in sorted(root.glob(f"{prefix}-*")):
+        if holds_tokens_of(tokenizer, folder):
+            return folder
+    return root / f"{prefix}-{hashlib.sha256(tokenizer.as_json().encode()).hexdigest()[:32]}"
 
 
 def _digest(train: list[Document], val: list[Document]) -> str:
@@ -122,5 +148,17 @@ def _digest(train: list[Document], val: list[Document]) -> str:
 
 
 def tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """Return a `Split`'s tokens, `(n,)`."""
-    return np.concatenate([tokens for tokens, _ in encode(documents, tokenizer)])
+    """Return a `Split`'s tokens, `(n,)`, memory-mapped from a temporary file that ends with them.
+
+    Raises:
+      UserError: there is no room for it.
+    """
+    try:
+        with tempfile.TemporaryFile() as file:
+            for tokens, _ in encode(documents, tokenizer):
+                file.write(tokens.tobytes())
+            file.flush()
+            return np.memmap(file, token_dtype(tokenizer), "r")
+    except OSError as error:
+        folder = tempfile.gettempdir()
+        raise UserError(f"cannot write tokens to {folder}: {error.strerror}; make room, or set TMPDIR.") from error

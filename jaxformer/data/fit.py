@@ -8,7 +8,7 @@ from math import log
 from typing import Any
 
 from jaxformer.config import ModelConfig, TokenModelConfig, differences, largest
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokenizer import MAX_LEARNED_CHARACTERS, Tokenizer
 
 MAX_TAKEN_SIDE = 256
 """Pixels; a model is not fitted to images that are larger, they are resized to it."""
@@ -86,6 +86,16 @@ def describe_fit(before: ModelConfig, after: ModelConfig, why: str) -> tuple[str
     """Return a sentence about the fields in which the configs differ, or none."""
     changes = [f"{name} {_shown(new)} (not {_shown(old)})" for name, old, new in differences(before, after, "model")]
     return (f"{why}: {', '.join(changes)}",) if changes else ()
+
+
+def describe_learning(tokenizer: Tokenizer, name: str) -> tuple[str, ...]:
+    """Return a sentence where a tokenizer learned from a sample of what the name stands for."""
+    if tokenizer.one_in == 1:
+        return ()
+    return (
+        f"{name} has more than {MAX_LEARNED_CHARACTERS:,} characters of different words: the tokenizer learned from "
+        f"about 1/{tokenizer.one_in} of the text, taken from all parts of it",
+    )
 
 
 def _shown(value: object) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, evenly, order
-from jaxformer.data.fit import describe_fit, fit_vocabulary
+from jaxformer.data.fit import describe_fit, describe_learning, fit_vocabulary
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -51,7 +51,7 @@ class PairsConfig(DataConfig):
         train, val = (read_pairs(file) for file in self._files())
         if self.reverse:
             train, val = ([Pair(target, source) for source, target in pairs] for pairs in (train, val))
-        texts = (text for pair in train for text in pair)
+        texts = [text for pair in train for text in pair]
         return fitted_pairs(self.path, train, val, texts, tokenizer, shape, batch_size, seed)
 
     def _files(self) -> tuple[Path, Path]:
@@ -114,7 +114,8 @@ def fitted_pairs(
         return Pairs(name, train, val, tokenizer, model, batch_size, seed)
     tokenizer = Tokenizer.train(texts, model.vocab_size)
     data = Pairs(name, train, val, tokenizer, fitted := fit_vocabulary(model, tokenizer), batch_size, seed)
-    data.notes = describe_fit(model, fitted, f"{name} supports {tokenizer.vocab_size:,} tokens")
+    fit = describe_fit(model, fitted, f"{name} supports {tokenizer.vocab_size:,} tokens")
+    data.notes = (*fit, *describe_learning(tokenizer, name))
     return data
 
 

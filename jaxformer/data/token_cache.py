@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -11,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from jaxformer.config import from_dict, to_dict
-from jaxformer.data.text import Document
+from jaxformer.data.text import Document, Pieces
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, cause
 
@@ -60,6 +61,8 @@ class _Manifest:
     dtype: Literal["uint16", "uint32"]
     tokenizer: str
     """SHA-256 of its file."""
+    learned_one_in: int
+    """Of so many pieces of text, the tokenizer learned from one."""
     train: _TokenFile
     val: _TokenFile
 
@@ -96,18 +99,23 @@ def cached(
       UserError: see `Tokenizer.train`; or the folder cannot be written, or not be read back.
     """
     _remove_abandoned(folder.parent)
-    problem = ""
-    for _ in range(3):  # another process may remove what it could not verify, just when this one has mended it
+    with suppress(FileNotFoundError, Unverified):
+        return read(folder)
+    with _lock(folder):
         try:
-            return read(folder)
+            return read(folder)  # another process may have written it meanwhile
         except FileNotFoundError:
-            problem = "have vanished"
+            pass
         except Unverified as error:
-            problem = str(error)
-            logging.getLogger(__name__).warning("cached tokens in %s %s; tokenizing again.", folder, problem)
+            logging.getLogger(__name__).warning("cached tokens in %s %s; tokenizing again.", folder, error)
             _discard(folder)
         _build(folder, train, val, vocab_size, tokenizer)
-    raise UserError(f"cached tokens in {folder} {problem}, although written anew; set JAXFORMER_CACHE.")
+        try:
+            return read(folder)
+        except (FileNotFoundError, Unverified) as error:
+            raise UserError(
+                f"cached tokens in {folder} {error}, although written anew; set JAXFORMER_CACHE."
+            ) from error
 
 
 def holds_tokens_of(tokenizer: Tokenizer, folder: Path) -> bool:
@@ -124,7 +132,7 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
       Unverified: it holds something else.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(folder)
+        raise FileNotFoundError("are not there")
     try:
         values = json.loads((folder / MANIFEST).read_bytes())
         manifest = from_dict(_Manifest, values if isinstance(values, dict) else {}, MANIFEST)
@@ -136,7 +144,9 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
             _verify(file := _token_file(folder, name), known.sha256)
             tokens = np.memmap(file, manifest.dtype, "r")
             splits.append(Split(tokens, known.documents, known.n_bytes))
-        return splits[0], splits[1], Tokenizer.load(folder / TOKENIZER)
+        tokenizer = Tokenizer.load(folder / TOKENIZER)
+        tokenizer.one_in = manifest.learned_one_in
+        return splits[0], splits[1], tokenizer
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise Unverified(f"cannot be read ({cause(error) or error})") from error
 
@@ -174,20 +184,18 @@ def _build(
 ) -> None:
     """Write into a temporary folder and rename it, so that `folder` is whole or absent."""
     try:
-        make_private(folder.parent)
         prefix = f"{BUILDING}{socket.gethostname()}-{os.getpid()}-"
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     except OSError as error:
         raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
     try:
-        tokenizer = tokenizer or Tokenizer.train(
-            (piece for document in train for piece in document.pieces()), vocab_size
-        )
+        tokenizer = tokenizer or Tokenizer.train(Pieces(train), vocab_size)
         json_of_tokenizer = tokenizer.as_json().encode()
         manifest = _Manifest(
             folder.name,
             token_dtype(tokenizer).name,  # type: ignore[arg-type]
             hashlib.sha256(json_of_tokenizer).hexdigest(),
+            tokenizer.one_in,
             *(_write(_token_file(scratch, name), split, tokenizer) for name, split in (("train", train), ("val", val))),
         )
         for name, content in ((TOKENIZER, json_of_tokenizer), (MANIFEST, json.dumps(to_dict(manifest)).encode())):
@@ -252,9 +260,28 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _remove_abandoned(place: Path) -> None:
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Wait until no other process, here or on another host, writes this folder of the cache, and keep others waiting.
+
+    The kernel ends it with its process, however that dies. The file stays: removed, two could hold one each.
+    """
+    try:
+        make_private(folder.parent)
+        lock = os.open(folder.parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
     """Remove what processes left that were killed while they tokenized."""
-    for scratch in place.glob(f"{BUILDING}*"):
+    for scratch in parent.glob(f"{BUILDING}*"):
         host, pid, _ = [*scratch.name.removeprefix(BUILDING).rsplit("-", 2), "", ""][:3]
         dead = host == socket.gethostname() and pid.isdigit() and not _lives(int(pid))
         try:

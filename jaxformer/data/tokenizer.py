@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,22 +16,26 @@ from jaxformer.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_LEARNED_CHARACTERS = 2**23
-"""Of different words that a tokenizer learns from, which bounds its memory to about a gigabyte: some hundred megabytes
-of English, where each new word is rare."""
+"""Characters of different words that a tokenizer learns from, which bounds its memory to about a gigabyte: as many as
+some hundred megabytes of English have, where each new word is rare, or 25 MB of a script without spaces."""
 
 
 class Tokenizer:
     """Text to token numbers and back, losslessly: every byte string has an encoding."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self._inner = inner
+    def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1) -> None:
+        self._inner, self.one_in = inner, one_in
         self._inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn merges from texts, up to where they have had `MAX_LEARNED_CHARACTERS` of different words.
+        """Learn merges from texts, or from one in 2, 4, 8, … of them, as few as keep to `MAX_LEARNED_CHARACTERS`.
 
-        The vocabulary is smaller than `vocab_size` where the texts have no more to merge.
+        The vocabulary is smaller than `vocab_size` where the texts have no more to merge. `one_in` says how many were
+        learned from.
+
+        Args:
+          texts: read more than once, so no iterator.
 
         Raises:
           UserError: vocab_size is below the 257 that bytes and end-of-text need.
@@ -46,8 +51,11 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        inner.train_from_iterator(_learned(texts), trainer)
-        return cls(inner)
+        one_in = 1
+        while not _fits(_sample(texts, one_in)) and any(_sample(texts, 2 * one_in)):
+            one_in *= 2
+        inner.train_from_iterator(_sample(texts, one_in), trainer)
+        return cls(inner, one_in)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -132,17 +140,22 @@ class Tokenizer:
         return np.array([len(b) for b in self.token_bytes], np.int32)
 
 
-def _learned(texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts until they have had `MAX_LEARNED_CHARACTERS` of different words."""
+def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:
+    """Yield about one in so many texts; their contents decide which, so that no order of them favours a language."""
+    return (text for text in texts if zlib.crc32(text.encode(errors="replace")) % one_in == 0)
+
+
+def _fits(texts: Iterable[str]) -> bool:
+    """Return whether the different words of texts have at most `MAX_LEARNED_CHARACTERS`."""
     known: set[str] = set()
     left = MAX_LEARNED_CHARACTERS
     for text in texts:
-        yield text
         new = set(text.split()) - known
         left -= sum(map(len, new))
         if left < 0:
-            return
+            return False
         known |= new
+    return True
 
 
 def _whole(text: str) -> str:

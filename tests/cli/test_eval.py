@@ -58,7 +58,7 @@ def evaluate(here, monkeypatch, capsys):
 def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh(here, evaluate):
     mesh = make_mesh()
     run = load_run(here / "runs/quick", mesh=mesh)
-    data = TextConfig(path="books", val_path="books").load(run.config.model, 4, 0, run.tokenizer)
+    data = TextConfig(path="other.txt", val_path="books").load(run.config.model, 4, 0, run.tokenizer)
     validation = Evaluator(run.config, mesh, data)(run.params)
     found = evaluate("--run", "runs/quick", "--data.path", "books")
     assert found["targets"] == validation.targets == len(data.val.tokens) - 1

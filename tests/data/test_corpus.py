@@ -1,18 +1,30 @@
 """Tokens on disk."""
 
 import os
+import re
 import socket
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxformer.data import corpus as corpus_module
 from jaxformer.data import token_cache
-from jaxformer.data.corpus import TextConfig, load_corpus
+from jaxformer.data import tokenizer as tokenizer_module
+from jaxformer.data.corpus import TextConfig, load_corpus, tokenize
+from jaxformer.data.masked import MaskedTextConfig
+from jaxformer.data.prefix import PrefixTextConfig
+from jaxformer.data.text import read_documents
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
 
 
 @pytest.fixture
@@ -94,16 +106,65 @@ def test_what_a_killed_tokenization_left_is_removed_and_what_is_under_way_is_not
 def test_a_failure_leaves_nothing_behind(config, tmp_path):
     with pytest.raises(UserError, match="at least 257"):
         load_corpus(config, 256)
-    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+    assert [path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()] == [".lock"]
 
 
-def test_a_small_text_has_a_fingerprint_by_the_vocabulary_that_it_supports(config):
+def test_a_small_text_has_a_fingerprint_by_the_vocabulary_that_it_supports(config, monkeypatch):
     """A run stores the smaller vocabulary, and is to find the same data when it goes on."""
-    wanted = load_corpus(config, 50_000)
-    stored = load_corpus(config, wanted.tokenizer.vocab_size, wanted.tokenizer)
-    assert 257 < wanted.tokenizer.vocab_size < 50_000
-    assert stored.fingerprint == wanted.fingerprint
-    np.testing.assert_array_equal(stored.train.tokens, wanted.train.tokens)
+    first = load_corpus(config, 50_000)
+    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    stored = load_corpus(config, first.tokenizer.vocab_size, first.tokenizer)
+    assert 257 < first.tokenizer.vocab_size < 50_000
+    assert stored.fingerprint == first.fingerprint
+    np.testing.assert_array_equal(stored.train.tokens, first.train.tokens)
+
+
+def test_documents_of_the_held_out_text_are_not_trained_on(config, tmp_path):
+    texts = tmp_path / "texts"
+    (tmp_path / "val.txt").write_text((texts / "1.txt").read_text() + "\n\n")  # the same once it is cleaned
+    (texts / "again.txt").write_text((texts / "1.txt").read_text())
+    held_out = replace(config, val_path=str(tmp_path / "val.txt"))
+    for kind in (TextConfig, MaskedTextConfig, PrefixTextConfig):
+        data = kind(held_out.path, held_out.val_path).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
+        assert data.corpus.train.documents == 4
+        note = f"2 document(s) of {texts} are not trained on: {tmp_path / 'val.txt'} has the same text"
+        assert data.notes[0] == note
+    with pytest.raises(UserError, match=r"every document of data.path .* is in data.val_path"):
+        load_corpus(replace(config, val_path=config.path), 270)
+
+
+def test_a_tokenizer_of_a_sample_is_noted_also_when_its_tokens_are_cached(config, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "MAX_LEARNED_CHARACTERS", 120)
+    notes = [config.load(DecoderConfig(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]
+    assert notes[0] == notes[1] and re.search(r"the tokenizer learned from about 1/[248] of the text", notes[0])
+
+
+def test_of_many_that_find_a_broken_cache_one_writes_it_anew(config, tmp_path, monkeypatch, caplog):
+    """Any that removed what another one has mended would make a third fail."""
+    expected = np.array(load_corpus(config, 270).train.tokens)
+    zero(next((tmp_path / "cache" / "tokens").glob("*/train.tokens")))
+    builds, build, unverified = [], token_cache._build, threading.Barrier(4)
+
+    def slow_build(*arguments):
+        builds.append(arguments)
+        time.sleep(0.1)
+        build(*arguments)
+
+    def read_together(folder):
+        try:
+            return read(folder)
+        except token_cache.Unverified:
+            with suppress(threading.BrokenBarrierError):  # but for the first time
+                unverified.wait(0.1)
+            raise
+
+    read = token_cache.read
+    monkeypatch.setattr(token_cache, "_build", slow_build)
+    monkeypatch.setattr(token_cache, "read", read_together)
+    with ThreadPoolExecutor(4) as pool:
+        for corpus in pool.map(lambda _: load_corpus(config, 270), range(4)):
+            np.testing.assert_array_equal(corpus.train.tokens, expected)
+    assert len(builds) == len(caplog.records) == 1
 
 
 def zero(file):
@@ -145,7 +206,7 @@ def substitute(file, old, new):
 def test_a_cache_that_does_not_verify_is_made_anew_with_one_warning(config, tmp_path, caplog, name, harm):
     first = load_corpus(config, 270)
     expected = np.array(first.train.tokens), np.array(first.val.tokens)
-    (folder,) = (tmp_path / "cache" / "tokens").iterdir()
+    (folder,) = (path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir())
     contents = {file.name: file.read_bytes() for file in folder.iterdir()}
     harm(folder / name)
     second = load_corpus(config, 270)
@@ -154,7 +215,7 @@ def test_a_cache_that_does_not_verify_is_made_anew_with_one_warning(config, tmp_
     np.testing.assert_array_equal(second.train.tokens, expected[0])
     np.testing.assert_array_equal(second.val.tokens, expected[1])
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == contents
-    assert list((tmp_path / "cache" / "tokens").iterdir()) == [folder]
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, f"{folder.name}.lock"}
 
 
 def test_what_does_not_stay_as_it_was_written_is_refused(config, monkeypatch):
@@ -170,3 +231,15 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(config, tmp_path, monkey
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="JAXFORMER_CACHE"):
         load_corpus(config, 270)
+
+
+def test_tokens_to_evaluate_are_those_of_the_cache_and_lie_in_no_memory(config, monkeypatch):
+    corpus = load_corpus(replace(config, val_path=config.path + "/0.txt"), 270)
+    tokens = tokenize(read_documents(config.path + "/0.txt", True), corpus.tokenizer)
+    assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
+    np.testing.assert_array_equal(tokens, corpus.val.tokens)
+    monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "wb"))
+    with pytest.raises(
+        UserError, match=r"cannot write tokens to .*: No space left on device; make room, or set TMPDIR"
+    ):
+        tokenize(read_documents(config.path, True), corpus.tokenizer)

@@ -67,11 +67,21 @@ def test_a_text_with_little_to_merge_gives_a_smaller_vocabulary():
     assert len(tokenizer.encode("abab")) == 1
 
 
-def test_learning_ends_where_there_were_enough_different_words(monkeypatch):
-    monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", 9)
-    tokenizer = Tokenizer.train(["abab " * 9, "cdcdcd", "efef"], 300)
-    pieces = b" ".join(tokenizer.token_bytes)
-    assert b"abab" in pieces and b"cdcd" in pieces and b"ef" not in pieces
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_sample_of_large_texts_has_both_languages_in_any_order(monkeypatch, mixed):
+    """Every text is a word of its own, of one language or the other; a fourth of them may be learned from."""
+    texts = [f"{i}".join(["thethe" if language else "日本日本"] * 4) for language in (0, 1) for i in range(100)]
+    monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", sum(map(len, texts)) // 3)
+    tokenizer = Tokenizer.train(texts[::2] + texts[1::2] if mixed else texts, 290)
+    assert tokenizer.one_in in (4, 8)
+    assert {b"thethe", "日本".encode()} <= set(tokenizer.token_bytes)
+    monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", sum(map(len, texts)))
+    assert Tokenizer.train(texts, 290).one_in == 1
+
+
+def test_a_single_text_is_learned_from_however_large(monkeypatch):
+    monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", 1)
+    assert Tokenizer.train(["abab"], 300).vocab_size == 259
 
 
 @pytest.mark.parametrize(("text", "where"), [("\ud800", 0), ("ab\udfff", 2)])
