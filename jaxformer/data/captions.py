@@ -77,7 +77,7 @@ class CaptionsConfig(DataConfig):
 
 @runtime_checkable
 class Towers(Protocol):
-    """What there is to know of the config of a model of images and texts, a dataclass."""
+    """Config of a model of images and texts, a dataclass."""
 
     @property
     def vision(self) -> Any:

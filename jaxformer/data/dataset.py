@@ -44,7 +44,7 @@ class Dataset(ABC):
     model: ModelConfig
     """The model's config, fitted to what was read: the one to train."""
     notes: Sequence[str] = ()
-    """What was fitted, resized or left out, a sentence each."""
+    """Sentences about fields that were fitted and data that is resized or left out."""
     tokenizer: Tokenizer | None = None
     """Of the tokens in it, where there are any; a run keeps it."""
     classes: Sequence[str] = ()

@@ -30,7 +30,7 @@ def fit_vocabulary(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0
 
 
 def fit_size(
-    size: tuple[int, ...], patch: tuple[int, ...], found: tuple[int, ...] | None, fixed_size: bool, fixed_patch: bool
+    size: tuple[int, ...], patch: tuple[int, ...], images: tuple[int, ...] | None, fixed_size: bool, fixed_patch: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the height and width, and those of patches, with which a model reads images.
 
@@ -41,14 +41,14 @@ def fit_size(
     Args:
       size: of the model's images, in pixels.
       patch: of its patches.
-      found: the size of all images, None where there are several.
-      fixed_size: whether `size` must stay.
-      fixed_patch: whether `patch` must stay.
+      images: height and width of all images, None where they have several.
+      fixed_size: `size` must stay.
+      fixed_patch: `patch` must stay.
     """
-    if fixed_size or found is None or max(found) > MAX_TAKEN_SIDE:
-        found = size
+    if fixed_size or images is None or max(images) > MAX_TAKEN_SIDE:
+        images = size
     sides = [
-        _fit_side(old, side, new, fixed_size, fixed_patch) for old, side, new in zip(size, patch, found, strict=True)
+        _fit_side(old, side, new, fixed_size, fixed_patch) for old, side, new in zip(size, patch, images, strict=True)
     ]
     return tuple(side for side, _ in sides), tuple(side for _, side in sides)
 
@@ -69,10 +69,10 @@ def fit_patches(model: Any, size: tuple[int, ...]) -> Any:
 
 
 def _fit_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: bool) -> tuple[int, int]:
-    wanted = max(1, old // patch)
+    n_patches = max(1, old // patch)
 
     def distance(divisor: int) -> float:
-        return abs(log(new // divisor / wanted))
+        return abs(log(new // divisor / n_patches))
 
     if new % patch == 0 and (fixed_patch or distance(patch) <= log(2)):
         return new, patch

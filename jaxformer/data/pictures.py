@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
-"""What Pillow calls images of so many channels."""
+"""Pillow's modes by the number of channels."""
 GREY = ("1", "L", "LA", "La")
 """Pillow's modes without colours."""
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error)
-"""What reading a damaged picture may raise."""
+"""Exceptions that reading a damaged picture may raise."""
 UBYTE = 8
 """The type of an IDX file's numbers: bytes."""
 ORIENTATION, SIDEWAYS = 0x0112, 5
@@ -33,7 +33,7 @@ ORIENTATION, SIDEWAYS = 0x0112, 5
 
 
 def read_idx(file: Path, axes: int) -> np.ndarray:
-    """The bytes of an IDX file (LeCun et al., the format of MNIST), as an array with so many axes.
+    """Return the bytes of an IDX file (LeCun et al., the format of MNIST), as an array with so many axes.
 
     Raises:
       UserError: it is none, has other axes, or its end is missing.
@@ -111,8 +111,10 @@ def describe_resizing(path: str, sizes: Collection[tuple[int, ...]], size: tuple
 
 
 def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A picture as a model takes it, uint8, resized to `shape`: height, width and channels, with the frames before them
-    for a video, which is an animated GIF, PNG or WebP file; as many of its frames are taken, evenly spread.
+    """Return a picture as a model reads it, uint8, resized to `shape`: height, width and channels.
+
+    With frames before them it is a video, an animated GIF, PNG or WebP file; as many of its frames are read, evenly
+    spread.
 
     Raises:
       UserError: see `read_picture`; or it has fewer frames.
@@ -121,11 +123,13 @@ def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
     with _opened(file, file, channels) as picture:
         if not frames:
             return _pixels(picture, file, channels, (width, height))
-        there, wanted = getattr(picture, "n_frames", 1), frames[0]
-        if there < wanted:
-            raise UserError(f"{file} has {there} frame(s), but the model takes {wanted}; give an animated GIF of more.")
+        n_frames, needed = getattr(picture, "n_frames", 1), frames[0]
+        if n_frames < needed:
+            raise UserError(
+                f"{file} has {n_frames} frame(s), but the model takes {needed}; give an animated GIF of more."
+            )
         pixels = np.empty(shape, np.uint8)
-        for frame, number in enumerate(evenly(there, wanted)):
+        for frame, number in enumerate(evenly(n_frames, needed)):
             picture.seek(int(number))
             pixels[frame] = _pixels(picture, file, channels, (width, height))
         return pixels
@@ -133,7 +137,7 @@ def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @contextmanager
 def _opened(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
-    """A picture; what goes wrong in reading it is said of `name`."""
+    """Open a picture; messages about errors in reading it name `name`."""
     from PIL import Image  # it takes a moment
 
     if channels not in MODES:
@@ -150,7 +154,7 @@ def _opened(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[
 
 
 def _pixels(picture: Image.Image, name: str, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
-    """`(height, width, C)` uint8, resized where a width and a height are given."""
+    """Return `(height, width, C)` uint8, resized where a width and a height are given."""
     from PIL import Image, ImageOps
 
     if picture.mode.startswith(("I", "F")):  # Pillow would make white of all above 255

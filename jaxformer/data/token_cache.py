@@ -45,7 +45,7 @@ class Split:
 
 @dataclass(frozen=True)
 class _TokenFile:
-    """What is known of a file of tokens."""
+    """Size and checksum of a file of tokens."""
 
     documents: int
     n_bytes: int
@@ -54,7 +54,7 @@ class _TokenFile:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What a folder of the cache must hold."""
+    """Contents that a folder of the cache must have."""
 
     key: str
     """The folder's name."""
@@ -73,8 +73,8 @@ class Unverified(Exception):
 
 def cache_root() -> Path:
     """Return where caches lie: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
-    if place := os.environ.get("JAXFORMER_CACHE"):
-        return Path(place)
+    if root := os.environ.get("JAXFORMER_CACHE"):
+        return Path(root)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
 
 
@@ -125,7 +125,7 @@ def holds_tokens_of(tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
-    """Return what `_build` wrote.
+    """Return both splits and their tokenizer as `_build` wrote them.
 
     Raises:
       FileNotFoundError: there is no such folder.

@@ -24,6 +24,7 @@ class Tokenizer:
     """Text to token numbers and back, losslessly: every byte string has an encoding."""
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1) -> None:
+        """Wrap a tokenizer that learned from one in so many texts."""
         self._inner, self.one_in = inner, one_in
         self._inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
 

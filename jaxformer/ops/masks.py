@@ -43,8 +43,8 @@ def tokens(n_queries: int, valid_S: jax.Array | None) -> jax.Array | None:
 
 
 def zero_padding(x_TD: jax.Array, valid_T: jax.Array | None) -> jax.Array:
-    """Features with zeros at places that are padding, so that nothing that stands there reaches a gradient, as 0 times
-    NaN would; the same where None says that all are tokens."""
+    """Return features with zeros at positions that are padding, whose values then reach no gradient, as 0 times NaN
+    would; without `valid_T`, as they are."""
     return x_TD if valid_T is None else jnp.where(valid_T[:, None], x_TD, 0)
 
 
