@@ -431,7 +431,7 @@ def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when
         full.unlink()
         more = ["--resume", "--run", "run", "--steps", str(last + 5)]
         result = run("train.py", *more, cwd=disk)
-        assert result.returncode == 0 and f"final: step={last + 5}" in result.stdout, result.stderr
+        assert result.returncode == 0 and f"final: step {last + 5}" in result.stdout, result.stderr
         assert not list(disk.glob("run/checkpoints/*tmp*"))
 
 

@@ -198,9 +198,9 @@ def _sentence(printed: str, arguments: Sequence[str]) -> str:
 
 def load_config(spec: str) -> Config:
     """The config that `FILE` or `FILE:NAME` names; without a name, the one called like the file."""
-    path, _, name = spec.partition(":")
+    path, named, name = spec.partition(":")
     configs = {key: value for key, value in vars(load_module(path)).items() if isinstance(value, Config)}
-    wanted = name or Path(path).stem
+    wanted = name if named else Path(path).stem
     if wanted not in configs:
         near = get_close_matches(wanted, configs, 1)
         hint = f"did you mean {path}:{near[0]}?" if near else f"it has {', '.join(configs) or 'none'}."

@@ -29,7 +29,7 @@ from jaxformer.parameters import Row
 from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters, parameter_order
 from jaxformer.sharding import local_copy
 from jaxformer.train.log import say
-from jaxformer.train.loop import Hook
+from jaxformer.train.loop import FIRST_REPORT, Hook
 from jaxformer.train.memory import capacity
 from jaxformer.train.step import TrainState
 
@@ -39,8 +39,6 @@ FEW = 4
 """Held-out examples that an initialisation is looked at on."""
 SHOWN = 3
 """Held-out sources whose translations are shown."""
-FIRST_SAMPLES = 100
-"""The step of the first samples, where the others come later."""
 
 
 def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Hook]:
@@ -57,14 +55,14 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
     if copied and t.eval_every:
         hooks.append(Hook(t.eval_every, _probe(config, mesh, data), at_start=True))
     if t.report_every:
-        hooks.append(Hook(t.report_every, _update_ratios(config)))
+        hooks.append(Hook(t.report_every, _update_ratios(config), also_at=FIRST_REPORT))
         texts = []
         if copied and can_continue(model):
             texts.append(_continuations(config, data))
         if copied and isinstance(data, Pairs):
             texts.append(_translations(config, data))
             hooks.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
-        hooks += [Hook(t.report_every, _samples(mesh, folder, write), also_at=FIRST_SAMPLES) for write in texts]
+        hooks += [Hook(t.report_every, _samples(mesh, folder, write), also_at=FIRST_REPORT) for write in texts]
     return hooks
 
 
@@ -125,7 +123,7 @@ def _update_ratios(config: Config) -> Any:
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         if "gradients" in row:
             order = parameter_order(config.model.build(), config.model)
-            say(update_grid([Row(**parameter) for parameter in row["gradients"]], order))
+            say(update_grid([Row(**parameter) for parameter in row["gradients"]], order, row["lr"]))
 
     return call
 

@@ -44,18 +44,10 @@ DESCRIPTION = """Train a model; sample from it with sample.py.
 Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, and where only the reader of a
 pipe leaves (| head), training continues quietly."""
 RUNS = Path("runs")
-MAY_CHANGE = {
-    "steps",
-    "data.path",
-    "data.val_path",
-    "mesh",
-    "train.non_finite",
-    "train.max_skips",
-    "train.divergence",
-    "train.log_to",
-    "train.show_entropy",
-}
-"""Fields that may differ on resuming, with all of `compute`: the data is compared by its content."""
+MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh"}
+"""Fields that may differ on resuming, besides `compute` and most of `train`: the data is compared by its content."""
+LEARNED_FROM = {"train.batch_size", "train.label_smoothing", "train.skip_batches"}
+"""Fields of `train` that change what is learned; the others say what is reported, how often, and when to stop."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +133,7 @@ def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes
     from jaxformer.cli.report import reporter, write_report
     from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
-    from jaxformer.train.log import console, plot, read_metrics, say
+    from jaxformer.train.log import console, final_line, plot, read_metrics, say
     from jaxformer.train.loop import Rollback, train
     from jaxformer.train.memory import check_parameters
     from jaxformer.train.remedies import remedies
@@ -213,7 +205,7 @@ def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes
         say(_way_back(config, outcome, place))
         return 1
     if outcome.status == "diverged":
-        say(f"{outcome.divergence}.")
+        say(f"stopped at step {outcome.step:,}: {outcome.divergence}.")
         if outcome.mover is not None:
             say(f"First to move: {outcome.mover}.")
         say(f"What usually helps: {remedies(config)}.")
@@ -225,12 +217,15 @@ def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes
             f"warning: the loss on held-out data is {end.loss:.4f}, no better than {start:.4f} before the first step: "
             f"nothing was learned that lasts. What usually helps: {remedies(config)}."
         )
+    if outcome.diverging_since and config.train.divergence == "warn":
+        say(
+            f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not come back "
+            f"near its minimum. What usually helps: {remedies(config)}."
+        )
+    trained = next((row for row in reversed(read_metrics(folder)) if "loss" in row), {})
+    say(final_line(outcome.step, outcome.evaluation.as_row() if outcome.evaluation else trained))
     if (prompt := prompt_to_try(config, data)) is not None:
         say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(prompt)}")
-    row = outcome.evaluation.as_row() if outcome.evaluation else {}
-    figures = {name: value for name, value in row.items() if isinstance(value, float)}
-    told = " ".join(f"{name}={value:.{3 if name == 'val_ppl' else 4}f}" for name, value in figures.items())
-    say(f"final: step={outcome.step} {told}".rstrip())
     return 0
 
 
@@ -285,7 +280,9 @@ def _way_back(config: Config, outcome: Outcome, place: str) -> str:
     from jaxformer.train.remedies import optimizer_remedies
 
     kept = (
-        f"Checkpoint {outcome.healthy:,} is from before it and is kept" if outcome.healthy else "None is from before it"
+        f"Checkpoint {outcome.healthy:,} is from before the divergence and is kept"
+        if outcome.healthy
+        else "No checkpoint is from before the divergence"
     )
     options = optimizer_remedies(config)[0][1]
     command = f"python train.py --resume --run {place} --from-step {outcome.healthy} {options}"
@@ -300,7 +297,7 @@ def _check_same(folder: Path, stored: Config, asked: Config, rolling_back: bool)
     """
     changes = []
     for name, old, new in differences(stored, asked):
-        if name in MAY_CHANGE or name.startswith("compute."):
+        if name in MAY_CHANGE or (name.startswith(("compute.", "train.")) and name not in LEARNED_FROM):
             continue
         if not (rolling_back and name.startswith("optimizer.") and name != "optimizer.name"):
             hint = ", roll back with --from-step" if name.startswith("optimizer.") and name != "optimizer.name" else ""

@@ -52,16 +52,18 @@ def gradient_report(params: Params, grads: Params, lr: float, updates: Params | 
     return GradientReport(tuple(norm_rows(row_names(params), lr, *norms)))
 
 
-def update_grid(rows: Sequence[Row], order: Sequence[str]) -> str:
+def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float) -> str:
     """Return the update ratios for a terminal: the norm of each parameter's update over that of its weights, in
     thousandths, a line per block and a column per parameter of a block.
 
     Args:
       rows: norms of all parameters. Heads are taken together; without an update, `u` is shown.
       order: the names of the parameters, in the order in which they are to be shown.
+      learning_rate: that of the updates, for the title.
     """
     ratios = {name: _thousandths(_together([row for row in rows if _whole(row.name) == name])) for name in order}
-    lines, outside = ["update ratios: norm of update / norm of weights, in thousandths"], list[str]()
+    title = f"update ratios at learning rate {learning_rate:.3g}: norm of update / norm of weights, in thousandths"
+    lines, outside = [title], list[str]()
     shown: set[str] = set()
     for name in order:
         if (found := IN_BLOCK.fullmatch(name)) is None:

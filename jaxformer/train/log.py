@@ -32,6 +32,7 @@ ANY = "any name"
 ROW: dict[str, Any] = {
     **dict.fromkeys(("epoch", "loss", "ppl", "val_loss", "val_ppl", "val_bpb", "lr", "step_ms"), 0.0),
     "note": "",
+    "warning": "",
     "entropy": [[0.0]],
     "router": {ANY: {"share": [0.0]}},
     "gradients": [{"name": "", "g": 0.0, "w": 0.0, "u": 0.0, "update": 0.0}],
@@ -55,11 +56,16 @@ class Log:
     """Writes rows of metrics to the run's folder and to `sinks`, and shows them with a progress bar."""
 
     def __init__(
-        self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = (), show_entropy: bool = False
-    ) -> None:
-        """Without a folder, nothing is written."""
+        self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = (), show_entropy: bool = False,
+        show_every: int = 0,
+    ) -> None:  # fmt: skip
+        """Without a folder, nothing is written.
+
+        Args:
+          show_every: steps between lines of rows without an evaluation, of which the last step has one, too; 0: none.
+        """
         self._folder, self._sinks, self._show_entropy = folder, sinks, show_entropy
-        self._time_left = TimeLeft(steps)
+        self._steps, self._show_every, self._time_left = steps, show_every, TimeLeft(steps)
         if folder is not None:
             with writing(folder, METRICS):
                 self._file = (folder / METRICS).open("a", encoding="utf-8")
@@ -84,7 +90,7 @@ class Log:
         self._progress.update(self._task, completed=step)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Store a row; show it in the bar, and as a line if it holds a validation or a note.
+        """Store a row; show it in the bar, and as a line if it holds an evaluation, a note or a warning.
 
         Raises:
           UserError: it cannot be written, or the folder has vanished.
@@ -102,10 +108,14 @@ class Log:
         left = self._time_left(row)
         if "step_ms" in row:
             self._progress.update(self._task, note="  ".join([f"loss {row['loss']:.3f}", *_speed(row), *left]))
-        if "val_loss" in row:
+        if "val_loss" in row or ("step_ms" in row and self._shows(row["step"])):
             say("\n".join([line(row, left), *(entropy_lines(row) if self._show_entropy else [])]))
-        if "note" in row:
-            say(f"step {row['step']:,}  note: {row['note']}")
+        for kind in ("note", "warning"):
+            if kind in row:
+                say(f"step {row['step']:,}  {kind}: {row[kind]}")
+
+    def _shows(self, step: int) -> bool:
+        return self._show_every > 0 and (step % self._show_every == 0 or step == self._steps)
 
 
 class TimeLeft:
@@ -141,13 +151,26 @@ def line(row: dict[str, Any], left: Sequence[str] = ()) -> str:
     parts = [f"step {row['step']:>7,}"]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.3f}")
-    shown = [text.format(row[name]) for name, text in SHOWN.items() if name in row]
-    parts.append(f"held-out {row['val_loss']:.3f}" + (f" ({shown[0]})" if shown else ""))
+    if "val_loss" in row:
+        shown = [text.format(row[name]) for name, text in SHOWN.items() if name in row]
+        parts.append(f"held-out {row['val_loss']:.3f}" + (f" ({shown[0]})" if shown else ""))
     parts += [*_speed(row), *left]
     if "router" in row:
         shares = [share for layer in row["router"].values() for share in layer["share"]]
         parts.append(f"tokens per expert {100 * min(shares):.1f} to {100 * max(shares):.1f} %")
     return "\n".join(wrapped(parts, indent=14))
+
+
+def final_line(step: int, row: dict[str, Any]) -> str:
+    """Return a run's last line in the words of `line`: the held-out loss with all other metrics of the evaluation in a
+    row, or the loss of the last batch where there is no evaluation."""
+    if "val_loss" not in row:
+        return f"final: step {step:,}" + (f"  loss {row['loss']:.3f}" if row.get("loss") is not None else "")
+    others = {name: x for name, x in row.items() if isinstance(x, float) and name.startswith("val_")}
+    loss = others.pop("val_loss")
+    words = {name: name.removeprefix("val_").replace("ppl", "perplexity").replace("_", " ") for name in others}
+    shown = [SHOWN.get(name, f"{words[name]} {{:.4g}}").format(x) for name, x in others.items()]
+    return f"final: step {step:,}  held-out {loss:.3f}" + (f" ({', '.join(shown)})" if shown else "")
 
 
 def entropy_lines(row: dict[str, Any]) -> list[str]:

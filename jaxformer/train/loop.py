@@ -28,8 +28,12 @@ from jaxformer.train.divergence import HISTORY_STEPS, Divergence, DivergenceMoni
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, cut_log, say
 from jaxformer.train.optimizer import make_schedule, updates_taken
+from jaxformer.train.remedies import remedies
 from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allowed_failures, init_state
+
+FIRST_REPORT = 100
+"""The step of the first samples and update ratios, where the others come later."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Outcome:
     """The parameter that moved first as the loss left its minimum, if it did."""
     healthy: int = 0
     """The step of the last checkpoint from before that; 0 if there is none."""
+    diverging_since: int = 0
+    """Of 'done', the step at which the loss left its minimum, if that was a divergence that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,9 @@ def train(
         written = folder if is_first() else None
         with (
             open_sinks(written, config) as opened,
-            Log(written, start, config.steps, [*opened, *sinks], t.show_entropy) as log,
+            Log(
+                written, start, config.steps, [*opened, *sinks], t.show_entropy, 0 if t.eval_every else 10 * t.log_every
+            ) as log,
         ):
             for note in notes:
                 log.row({"step": start, "note": note})
@@ -210,8 +218,9 @@ def train(
                             log.row({"step": checked, "diverged": asdict(found)})
                             return ended("diverged", found)
                         if t.divergence == "warn" and monitor.noticed != was_noticed:
-                            what = str(found) if found else "the loss has come back near its minimum"
-                            log.row({"step": checked, "note": what})
+                            warning = {"warning": f"{found}; what usually helps: {remedies(config)}"}
+                            back = {"note": "the loss has come back near its minimum"}
+                            log.row({"step": checked, **(warning if found else back)})
                         continue
                     in_a_row += 1
                     if in_a_row > allowed_failures(config):
@@ -236,7 +245,8 @@ def train(
                         **({"skipped": skipped} if skipped else {}),
                         **pace.lap(step),
                     }
-                    if metrics.finite and (last or is_due(t.gradients_every, step) or is_due(t.report_every, step)):
+                    reported = is_due(t.report_every, step) or (t.report_every and step == FIRST_REPORT)
+                    if metrics.finite and (last or is_due(t.gradients_every, step) or reported):
                         g_R, update_R = np.asarray(metrics.norms_2R).tolist()
                         w_R = np.asarray(weight_norms(state.params)).tolist()
                         row["gradients"] = [asdict(each) for each in norm_rows(names, lr, g_R, w_R, update_R)]
@@ -253,7 +263,8 @@ def train(
                     pace.restart(step)
             if whole is None and t.eval_every:  # it was at its end before
                 whole = evaluate(state.params)
-        return Outcome("done", config.steps, state, batch, whole)
+        diverging_since = monitor.began if monitor.noticed else 0
+        return Outcome("done", config.steps, state, batch, whole, diverging_since=diverging_since)
 
 
 def is_due(every: int, step: int) -> bool:

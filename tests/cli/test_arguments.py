@@ -87,6 +87,7 @@ TRAIN = [
     ("--config short.txt", "short.txt"),
     (f"--config {ROOT}/configs/ladder.py:rmsnrom", "rmsnorm?"),
     (f"--config {ROOT}/configs/ladder.py", "it has mlp_rowwise"),
+    (f"--config {ROOT}/configs/quick.py:", "quick.py has no config ''; it has quick"),
     (f"--config {ROOT}/configs/vision.py:vit --model.image-size 1000000007", "image_size is 1000000007; it must be"),
     (f"--config {ROOT}/configs/vision.py:vit --model.image-size 1000000007 8", "image_size is 1000000007; it must be"),
 ]

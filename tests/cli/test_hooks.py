@@ -23,6 +23,18 @@ def test_reports_and_evaluations_that_are_switched_off_are_not_even_prepared(tmp
     assert make_hooks(config, make_mesh("", jax.devices()[:1]), None, tmp_path) == []
 
 
+def test_update_ratios_are_shown_beside_the_first_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxformer.cli.hooks._samples", lambda *_: "samples")
+    monkeypatch.setattr("jaxformer.cli.hooks._update_ratios", lambda *_: "update ratios")
+    monkeypatch.setattr("jaxformer.cli.hooks._continuations", lambda *_: None)
+    monkeypatch.setattr("jaxformer.cli.hooks._at_first", lambda *_: None)
+    config = Config(
+        "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
+    )
+    hooks = make_hooks(config, make_mesh("", jax.devices()[:1]), None, tmp_path)
+    assert [hook.call for hook in hooks if hook.due(100)] == ["update ratios", "samples"]
+
+
 @pytest.mark.parametrize(
     ("padding_is_told", "weights_BN", "kept"),
     [

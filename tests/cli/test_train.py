@@ -29,11 +29,17 @@ def test_a_new_run_of_pairs_is_tried_with_a_source_that_was_held_out():
     assert prompt == data.val[0].source and prompt.startswith("sv ")
 
 
-def test_where_a_run_logs_to_may_change_on_resuming_and_how_often_may_not():
+def test_where_and_how_often_a_run_reports_may_change_on_resuming_and_what_it_learns_from_may_not():
     config = load_config(f"{ROOT}/configs/quick.py")
-    _check_same(Path("run"), config, replace(config, train=replace(config.train, log_to=("tensorboard",))), False)
-    with pytest.raises(UserError, match=r"run was trained with train\.log_every 10, not 11"):
-        _check_same(Path("run"), config, replace(config, train=replace(config.train, log_every=11)), False)
+    reports = {
+        "log_every": 11, "eval_every": 0, "eval_examples": 8, "report_every": 0, "gradients_every": 0,
+        "checkpoint_every": 7, "sample_prompt": "A", "sample_tokens": 3, "log_to": ("tensorboard",),
+    }  # fmt: skip
+    assert not _check_same(Path("run"), config, replace(config, train=replace(config.train, **reports)), False)
+    for name, old, new in (("batch_size", 8, 16), ("label_smoothing", 0.0, 0.1), ("skip_batches", 0, 1)):
+        other = replace(config, train=replace(config.train, **{name: new}))
+        with pytest.raises(UserError, match=rf"run was trained with train\.{name} {old}, not {new}"):
+            _check_same(Path("run"), config, other, False)
 
 
 def test_rolling_back_the_optimizer_may_change_but_for_its_name():
@@ -48,8 +54,8 @@ def test_rolling_back_the_optimizer_may_change_but_for_its_name():
         UserError, match=r"optimizer\.name 'adamw', not 'lion'; leave .* to go on with it, or start a new"
     ):
         _check_same(Path("run"), config, named, True)
-    with pytest.raises(UserError, match=r"train\.log_every 10, not 11"):
-        _check_same(Path("run"), config, replace(other, train=replace(config.train, log_every=11)), True)
+    with pytest.raises(UserError, match=r"train\.batch_size 8, not 16"):
+        _check_same(Path("run"), config, replace(other, train=replace(config.train, batch_size=16)), True)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +75,9 @@ def test_the_way_back_is_a_command_with_values():
     config = replace(config, optimizer=replace(config.optimizer, clip_norm=None, learning_rate=1.0))
     outcome = Outcome("diverged", 121, None, None, healthy=100)
     assert _way_back(config, outcome, "runs/quick") == (
-        "Checkpoint 100 is from before it and is kept; roll back to it with: python train.py --resume --run runs/quick "
-        "--from-step 100 --optimizer.clip-norm 1"
+        "Checkpoint 100 is from before the divergence and is kept; roll back to it with: python train.py --resume "
+        "--run runs/quick --from-step 100 --optimizer.clip-norm 1"
     )
     assert _way_back(config, replace(outcome, healthy=0), "r").startswith(
-        "None is from before it; begin again with: python train.py --resume --run r --from-step 0 --optimizer.clip-norm"
+        "No checkpoint is from before the divergence; begin again with: python train.py --resume --run r --from-step 0 "
     )

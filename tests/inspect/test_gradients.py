@@ -35,7 +35,8 @@ ROWS = {row.name: row for row in REPORT.rows}
 
 def test_a_grid_has_a_line_per_block_and_columns_in_the_order_of_computation() -> None:
     order = parameter_order(CONFIG.build(), CONFIG)
-    lines = update_grid(REPORT.rows, order).splitlines()
+    lines = update_grid(REPORT.rows, order, 0.00012).splitlines()
+    assert lines[0].startswith("update ratios at learning rate 0.00012: norm of update / ")
     assert lines[1].split()[::2] == ["embedding.W_E", "embedding.W_pos"] and lines[-1].split()[0] == "W_out"
     columns = ["attention_norm", "W_Q", "W_K", "W_V", "W_O", "mlp_norm", "W_1", "b_1", "W_2", "b_2"]
     assert lines[2].split() == ["blocks", *columns]
@@ -49,12 +50,12 @@ def test_a_grid_has_a_line_per_block_and_columns_in_the_order_of_computation() -
 def test_a_grid_says_what_stands_in_several_layers_wraps_and_takes_u_where_there_is_no_update() -> None:
     names = [f"{stack}_blocks.0.{part}.W_Q" for stack in ("encoder", "decoder") for part in ("attention", "cross")]
     rows = [Row(name, 1.0, 1.0, u, None) for name, u in zip(names, (0.5, 1e-9, 0.0, inf), strict=True)]
-    assert [line.split() for line in update_grid(rows, names).splitlines()[1:]] == [
+    assert [line.split() for line in update_grid(rows, names, 1.0).splitlines()[1:]] == [
         ["encoder_blocks", "attention.W_Q", "cross.W_Q"], ["0", "500", "<0.001"],
         ["decoder_blocks", "attention.W_Q", "cross.W_Q"], ["0", "0.00", "inf"],
     ]  # fmt: skip
     many = [f"blocks.0.mlp.a_rather_long_name_{i}" for i in range(9)]
-    lines = update_grid([Row(name, 1.0, 1.0, 0.1, 2.0) for name in many], many).splitlines()
+    lines = update_grid([Row(name, 1.0, 1.0, 0.1, 2.0) for name in many], many, 1.0).splitlines()
     assert max(map(len, lines)) <= 100 and sum(line.count("2,000") for line in lines) == 9
 
 

@@ -9,7 +9,17 @@ import pytest
 from jaxformer.data.captions import Captions
 from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES
-from jaxformer.train.log import Log, TimeLeft, cut_log, duration, entropy_lines, line, plot, read_metrics
+from jaxformer.train.log import (
+    Log,
+    TimeLeft,
+    cut_log,
+    duration,
+    entropy_lines,
+    final_line,
+    line,
+    plot,
+    read_metrics,
+)
 from tests.helpers import mounted
 
 ROW = {"step": 0, "epoch": 0.0, "tokens": 0, "val_loss": 2.0, "val_ppl": 7.4, "val_bpb": 1.0, "entropy": [[1.0, 0.5]]}
@@ -113,10 +123,34 @@ def test_a_folder_that_vanishes_is_one_sentence(tmp_path):
             log.row(ROW)
 
 
-def test_a_note_is_shown(tmp_path, capsys):
+def test_notes_and_warnings_are_shown(tmp_path, capsys):
     with Log(tmp_path, 0, 3) as log:
         log.row({"step": 2, "note": "the wind has turned"})
-    assert capsys.readouterr().out == "step 2  note: the wind has turned\n"
+        log.row({"step": 3, "warning": "a storm; go in"})
+    assert capsys.readouterr().out == "step 2  note: the wind has turned\nstep 3  warning: a storm; go in\n"
+
+
+def test_without_evaluations_the_loss_is_shown_at_a_pace_of_its_own_and_at_the_end(tmp_path, capsys):
+    with Log(tmp_path, 0, 250, show_every=100) as log:
+        log.row({"step": 0, "epoch": 0.0})
+        for step in range(50, 251, 50):
+            log.row({"step": step, "loss": 250.5 - step, "step_ms": 1000.0, "tokens_per_s": 100.0})
+    assert capsys.readouterr().out.splitlines() == [
+        "step     100  loss 150.500  100 tokens/s  2 min left",
+        "step     200  loss 50.500  100 tokens/s  50 s left",
+        "step     250  loss 0.500  100 tokens/s",
+    ]
+
+
+def test_the_last_line_has_the_words_of_the_others():
+    evaluated = {"val_loss": 5.1712, "val_ppl": 176.13, "val_bpb": 2.063, "val_accuracy": 0.146, "val_targets": 9}
+    assert final_line(1500, evaluated) == (
+        "final: step 1,500  held-out 5.171 (perplexity 176.1, 2.063 bits/byte, 14.6% accuracy)"
+    )
+    assert final_line(3, {"loss": 1.5, "lr": 0.1}) == "final: step 3  loss 1.500"
+    assert final_line(3, {}) == "final: step 3"
+    pairs = {"val_loss": 0.5, "val_image_to_text_recall_at_1": 0.25}
+    assert final_line(3, pairs) == "final: step 3  held-out 0.500 (image to text recall at 1 0.25)"
 
 
 def test_plots_are_pictures(tmp_path):

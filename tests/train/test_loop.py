@@ -261,13 +261,23 @@ def test_rolled_back_to_the_start_a_run_keeps_no_checkpoint_of_before(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "notes"), [("warn", 2), ("continue", 0)])
-def test_a_divergence_may_be_warned_of_or_passed_over(monkeypatch, tmp_path, policy, notes):
+@pytest.mark.parametrize("policy", ["warn", "continue"])
+def test_a_divergence_may_be_warned_of_or_passed_over(monkeypatch, tmp_path, policy):
     diverging(monkeypatch, dict.fromkeys(range(12, 26), 20.0))
     outcome = run_on_one(falling(tmp_path / "books", divergence=policy), tmp_path / "run")
-    assert outcome.status == "done"
-    found = [(row["step"], row["note"]) for row in read_metrics(tmp_path / "run") if "note" in row]
-    assert len(found) == notes
-    if notes:
-        assert found[0][0] == 23 and found[0][1].startswith("the loss has been diverging since step 12: 20 at step 23")
-        assert found[1] == (26, "the loss has come back near its minimum")
+    assert (outcome.status, outcome.diverging_since) == ("done", 0)
+    rows = read_metrics(tmp_path / "run")
+    warned, back = ([(row["step"], row[kind]) for row in rows if kind in row] for kind in ("warning", "note"))
+    assert (len(warned), len(back)) == ((1, 1) if policy == "warn" else (0, 0))
+    if warned:
+        ((step, text),) = warned
+        assert step == 23 and text.startswith("the loss has been diverging since step 12: 20 at step 23")
+        assert text.endswith("(--optimizer.warmup-steps 100)")
+        assert back == [(26, "the loss has come back near its minimum")]
+
+
+@pytest.mark.slow
+def test_a_divergence_that_lasts_to_the_end_is_in_the_outcome(monkeypatch, tmp_path):
+    diverging(monkeypatch, LOST)
+    outcome = run_on_one(falling(tmp_path / "books", divergence="warn"), tmp_path / "run")
+    assert (outcome.status, outcome.diverging_since) == ("done", 12)
