@@ -101,7 +101,7 @@ def trace(piece: Piece, steps: int) -> dict[str, Any]:
     mesh = make_mesh(config.mesh)
     data = config.data.load(config.model, config.train.batch_size, config.seed)
     state, step = init_state(config, mesh), make_train_step(config, mesh)
-    monitor, noticed, rows, broken = DivergenceMonitor(ceiling=chance_loss(config.model)), [], [], None
+    monitor, noticed, rows, broken = DivergenceMonitor(chance_loss(config.model)), [], [], None
     for number, batch in enumerate(data.stream(0, min(steps, config.steps)), start=1):
         state, metrics = step(state, place(batch, batch_split(mesh)), np.int32(number - 1))
         if not metrics.finite:
@@ -109,8 +109,8 @@ def trace(piece: Piece, steps: int) -> dict[str, Any]:
             break
         norms = metrics.loss, metrics.grad_norm, metrics.update_norm
         rows.append([float(f"{float(x):.5g}") for x in norms])
-        if found := monitor.update(number, rows[-1][0], float(metrics.grad_norm)):
-            noticed.append(asdict(found))
+        if divergence := monitor.update(number, rows[-1][0], float(metrics.grad_norm)):
+            noticed.append(asdict(divergence))
         if noticed and number >= noticed[0]["step"] + AFTER:
             break
     return {
@@ -134,7 +134,7 @@ def departed(losses: list[float], margin: float) -> int | None:
 
 
 def judge(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what a piece came to: where it departed, when it was noticed, and whether that is as it should be."""
+    """Return what a piece came to: where it departed, when it was noticed, and whether that is right."""
     from jaxformer.train.divergence import MARGIN
 
     losses = [float("inf") if row[0] is None else row[0] for row in found["rows"]]
@@ -142,13 +142,17 @@ def judge(found: dict[str, Any]) -> dict[str, Any]:
     stops = [found["noticed"][0]["step"]] if found["noticed"] else []
     stops += [found["not_finite"]] if found["not_finite"] else []
     noticed = min(stops, default=None)
-    good = noticed is None  # also of one that was to diverge and did not: rounding decides it for some
-    if found["diverges"] and began is not None:
-        good = noticed is not None and noticed <= began + LIMIT
+    if found["diverges"] and began is None and noticed is None:  # rounding decides it for some
+        outcome = "did not diverge"
+    elif found["diverges"]:
+        in_time = noticed is not None and began is not None and noticed <= began + LIMIT
+        outcome = "noticed in time" if in_time else "WRONG"
+    else:
+        outcome = "left alone" if noticed is None else "WRONG"
     return {
         "began": began, "noticed": noticed, "reason": found["noticed"][0]["reason"] if found["noticed"] else None,
         "not_finite": found["not_finite"], "minimum": min(losses), "last": losses[-1], "steps": len(losses),
-        "good": good,
+        "outcome": outcome,
     }  # fmt: skip
 
 
@@ -189,12 +193,12 @@ def main() -> int:
     found = {name: json.loads(file.read_text()) for name in every if (file := asked.out / f"{name}.json").exists()}
     table = {name: judge(piece) for name, piece in found.items()}
     for name, row in table.items():
-        print(f"{name:<20} {'as it should be' if row['good'] else 'WRONG':<16} {row}")
+        print(f"{name:<20} {row['outcome']:<16} {row}")
     if len(table) == len(every):
         # The CPU is that of the pieces, not of who collects them.
         cpus = sorted({piece["cpu"] for piece in found.values()})
         print(record.write("divergence", {"pieces": table, "cpus": cpus}, record.versions("jax", "flax", "optax")))
-    return 0 if all(row["good"] for row in table.values()) else 1
+    return 0 if all(row["outcome"] != "WRONG" for row in table.values()) else 1
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import dataclasses
 import os
 import shlex
 import shutil
+import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import tyro
@@ -105,8 +106,10 @@ def _main(arguments: list[str]) -> int:
         raise UserError("--from-step goes with --resume; name the run to roll back with --run.")
     if asked.from_step is not None and asked.from_step < 0:
         raise UserError(f"--from-step is {asked.from_step}; give the step of a checkpoint, or 0 for the start.")
-    if asked.skip_batches and (asked.from_step is None or asked.skip_batches < 0):
-        raise UserError(f"--skip-batches {asked.skip_batches} must be at least 0, and goes with --from-step.")
+    if asked.skip_batches < 0:
+        raise UserError(f"--skip-batches is {asked.skip_batches}; give a number of batches, at least 0.")
+    if asked.skip_batches and asked.from_step is None:
+        raise UserError("--skip-batches goes with --resume and --from-step; name the checkpoint to roll back to.")
     changes = ""
     if stored is not None:
         changes = _check_same(folder, stored, config, asked.from_step is not None)
@@ -130,13 +133,12 @@ def _main(arguments: list[str]) -> int:
 
 def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes: str, fixed: set[str]) -> int:
     from jaxformer.cli.hooks import make_hooks
-    from jaxformer.cli.report import reporter, write_report
-    from jaxformer.runs import METRICS, PLOTS, abstract_params, count_parameters, create_run, load_data
+    from jaxformer.cli.report import reporter
+    from jaxformer.runs import METRICS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
-    from jaxformer.train.log import console, final_line, plot, read_metrics, say
+    from jaxformer.train.log import console, say
     from jaxformer.train.loop import Rollback, train
     from jaxformer.train.memory import check_parameters
-    from jaxformer.train.remedies import remedies
     from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
@@ -179,54 +181,86 @@ def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes
         f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}"
     )
 
-    place = shlex.quote(str(folder))
     hooks = make_hooks(config, mesh, data, folder)
     sinks = [reporter(folder)] if config.train.report_every else []
     try:
-        with relying_on_others(f"go on from the last checkpoint with: python train.py --resume --run {place}"):
+        command = f"python train.py --resume --run {shlex.quote(str(folder))}"
+        with relying_on_others(f"go on from the last checkpoint with: {command}"):
             back = None if asked.from_step is None else Rollback(asked.from_step, asked.skip_batches, changes)
             outcome = train(config, data, folder, mesh, hooks, resume, asked.allow_changed_data, sinks, back)
     except UserError:
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
         raise
-    if is_first() and config.train.report_every:
-        with writing(folder, PLOTS):
-            plot(folder)
-        write_report(folder, read_metrics(folder))
-    wait_for_all()
-    if outcome.status == "interrupted":
-        say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {place}")
-        return 128 + outcome.signal
-    if outcome.status == "non_finite":
-        culprit, evidence = _autopsy(config, mesh, folder, outcome)
-        say(f"step {outcome.step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.")
-        say(f"Everything up to step {outcome.step - 1:,} is saved in {folder}. What usually helps: {remedies(config)}.")
-        say(_way_back(config, outcome, place))
-        return 1
-    if outcome.status == "diverged":
-        say(f"stopped at step {outcome.step:,}: {outcome.divergence}.")
-        if outcome.mover is not None:
-            say(f"First to move: {outcome.mover}.")
-        say(f"What usually helps: {remedies(config)}.")
-        say(_way_back(config, outcome, place))
-        return 1
-    start, end = next((row["val_loss"] for row in read_metrics(folder) if "val_loss" in row), None), outcome.evaluation
-    if end is not None and start is not None and end.loss >= start:
-        say(
-            f"warning: the loss on held-out data is {end.loss:.4f}, no better than {start:.4f} before the first step: "
-            f"nothing was learned that lasts. What usually helps: {remedies(config)}."
-        )
-    if outcome.diverging_since and config.train.divergence == "warn":
-        say(
-            f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not come back "
-            f"near its minimum. What usually helps: {remedies(config)}."
-        )
-    trained = next((row for row in reversed(read_metrics(folder)) if "loss" in row), {})
-    say(final_line(outcome.step, outcome.evaluation.as_row() if outcome.evaluation else trained))
-    if (prompt := prompt_to_try(config, data)) is not None:
-        say(f"sample from it: python sample.py --run {place} --prompt {shlex.quote(prompt)}")
-    return 0
+    return _conclude(config, data, mesh, folder, outcome)
+
+
+def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: Outcome) -> int:
+    """Draw plots and report, say how training ended, and return the exit status; a closed terminal stops none of it."""
+    from jaxformer.cli.report import write_report
+    from jaxformer.runs import PLOTS
+    from jaxformer.signals import catch_signals
+    from jaxformer.train.divergence import head_entropy
+    from jaxformer.train.log import final_line, plot, read_metrics, say
+    from jaxformer.train.remedies import remedies
+
+    quoted = shlex.quote(str(folder))
+    with catch_signals(signal.SIGHUP):
+        rows = read_metrics(folder)
+        if is_first() and config.train.report_every:
+            with writing(folder, PLOTS):
+                plot(folder)
+            write_report(folder, rows)
+        wait_for_all()
+        if outcome.status == "interrupted":
+            say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {quoted}")
+            return 128 + outcome.signal
+        if outcome.status == "non_finite":
+            culprit, evidence = _autopsy(config, mesh, folder, outcome)
+            say(f"step {outcome.step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.")
+            say(
+                f"Everything up to step {outcome.step - 1:,} is saved in {folder}. "
+                f"What usually helps: {remedies(config)}."
+            )
+            say(_way_back(config, outcome, quoted))
+            return 1
+        if outcome.status == "diverged":
+            say(f"stopped at step {outcome.step:,}: {outcome.divergence}.")
+            if outcome.mover is not None:
+                say(f"First to move: {outcome.mover}{head_entropy(outcome.mover.name, rows)}.")
+            say(f"What usually helps: {remedies(config)}.")
+            say(_way_back(config, outcome, quoted))
+            return 1
+        if (warning := no_better(rows, outcome)) is not None:
+            say(f"warning: {warning}: nothing was learned that lasts. What usually helps: {remedies(config)}.")
+        if outcome.diverging_since and config.train.divergence == "warn":
+            say(
+                f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not come back "
+                f"near its minimum. What usually helps: {remedies(config)}."
+            )
+        trained = next((row for row in reversed(rows) if "loss" in row), {})
+        say(final_line(outcome.step, outcome.evaluation.as_row() if outcome.evaluation else trained))
+        if (prompt := prompt_to_try(config, data)) is not None:
+            say(f"sample from it: python sample.py --run {quoted} --prompt {shlex.quote(prompt)}")
+        return 0
+
+
+def no_better(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
+    """Return, of a run whose loss ended no lower than it began, that it did so; None of any other.
+
+    The loss is that on the same held-out examples; without evaluations, that of a training batch.
+    """
+    if outcome.evaluation is not None:
+        where, begins = "on held-out data", [row["val_loss"] for row in rows if "val_loss" in row]
+        ends = [] if outcome.val_loss is None else [outcome.val_loss]
+    else:  # a step that was left out has none
+        losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+        where, begins = "on the last training batch", [loss for _, loss in losses[:1]]
+        ends = [loss for _, loss in losses[1:]]
+    if not begins or not ends or begins[0] is None or ends[-1] < begins[0]:
+        return None
+    first = "before the first step" if outcome.evaluation is not None else f"at step {losses[0][0]:,}"
+    return f"the loss {where} is {ends[-1]:.4f}, no better than {begins[0]:.4f} {first}"
 
 
 def prompt_to_try(config: Config, data: Dataset) -> str | None:
@@ -300,7 +334,11 @@ def _check_same(folder: Path, stored: Config, asked: Config, rolling_back: bool)
         if name in MAY_CHANGE or (name.startswith(("compute.", "train.")) and name not in LEARNED_FROM):
             continue
         if not (rolling_back and name.startswith("optimizer.") and name != "optimizer.name"):
-            hint = ", roll back with --from-step" if name.startswith("optimizer.") and name != "optimizer.name" else ""
+            hint = ""
+            if name == "train.skip_batches":
+                hint = ", leave out batches with --from-step and --skip-batches"
+            elif name.startswith("optimizer.") and name != "optimizer.name":
+                hint = ", roll back with --from-step"
             raise UserError(
                 f"{folder} was trained with {name} {_short(old)}, not {_short(new)}; leave --config and that option "
                 f"out to go on with it{hint}, or start a new run."

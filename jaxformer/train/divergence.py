@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import inf, isfinite, log
 from typing import Any
 
@@ -11,8 +12,12 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 
+SMOOTHED = 10
+"""Losses whose mean is compared: of small batches, single ones differ by up to 0.85 nats in a healthy run."""
 MARGIN = 0.5
-"""Nats above the running minimum, below which a loss counts as healthy: batches differ by less."""
+"""Nats above the lowest mean loss, from which on the loss of a batch is high."""
+FEW = 3
+"""Steps in a row with a high loss that are noise, or a spike that heals by itself: they leave a run healthy."""
 ENORMOUS, ENORMOUS_STEPS = 10.0, 3
 """A loss of so many times the ceiling is orders of magnitude off; one batch alone may be broken, three are not."""
 ABOVE_STEPS = 12
@@ -22,12 +27,17 @@ LOST, LOST_STEPS = 0.8, 16
 """Share of all that was learned that is gone for so many steps in a row. Spikes that healed lost up to 0.7."""
 HALF_LOST, HALF_LOST_STEPS = 0.5, 100
 """A collapse that stays: to predicting frequencies, for one. Spikes healed within some tens of steps."""
-LEARNED = 1.0
-"""Nats below the ceiling from which on a share of what was learned means something."""
+PART_LOST, PART_LOST_STEPS = 0.25, 200
+"""A smaller collapse that stays, judged by the mean loss, which batches hardly move. Labels that are wrong at random
+and a learning rate that stays high slow a loss down or let it rise a little, not by a quarter of what was learned and
+by `MARGIN` for 200 steps."""
+LEARNED, LEARNED_SHARE = 1.0, 0.3
+"""Nats below the loss of knowing nothing from which on a share of what was learned means something; where that loss
+is small, as of two classes, this share of it."""
 FLAT_STEPS = 5
 """Steps in a row whose gradient is exactly 0 with a loss that is not: nothing can be learned any more."""
-HISTORY_STEPS = HALF_LOST_STEPS + 50
-"""Steps whose norms are kept, so that what moved first can be told: as long as the slowest rule, and some before."""
+HISTORY_STEPS = PART_LOST_STEPS + 50
+"""Steps whose norms are kept, so that what moved first can be named: as long as the slowest rule, and some before."""
 MOVED, MOVING_STEPS = 5.0, 25
 """A parameter has moved when the norm of its update is so many times its median over as many steps before; so many
 steps before the loss leaves its minimum count as the move."""
@@ -39,11 +49,11 @@ class Divergence:
 
     step: int
     began: int
-    """The first step whose loss was `MARGIN` above the running minimum, or whose gradient was 0, with no return."""
+    """The first step of those in a row whose loss was high, or whose gradient was 0."""
     loss: float
     """In nats, at `step`."""
     minimum: float
-    """The lowest loss before, in nats."""
+    """The lowest mean of `SMOOTHED` losses before, in nats."""
     minimum_step: int
     reason: str
     """The rule that was broken, as the end of a sentence about the loss."""
@@ -51,7 +61,7 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"the loss has been diverging since step {self.began:,}: {self.loss:.4g} at step {self.step:,}, after a "
-            f"minimum of {self.minimum:.4g} at step {self.minimum_step:,}; {self.reason}"
+            f"minimum of {self.minimum:.4g} (mean of {SMOOTHED}) at step {self.minimum_step:,}; {self.reason}"
         )
 
 
@@ -63,25 +73,47 @@ class DivergenceMonitor:
     decide alike; `as_dict` is stored with checkpoints, so that a resumed run decides as one that never stopped.
     """
 
+    chance: float = -inf
+    """The loss of knowing nothing, in nats; minus infinity where it is not known."""
     ceiling: float = -inf
-    """The larger of the first loss and that of knowing nothing, in nats."""
+    """The larger of that and the first loss."""
+    recent: list[float] = field(default_factory=list)
+    """The last `SMOOTHED` losses, or fewer."""
     minimum: float = inf
+    """The lowest mean of these so far."""
     minimum_step: int = 0
     began: int = 0
-    """The first step of the present departure from the minimum; 0 while healthy."""
+    """The first step of those in a row up to now whose loss is high or whose gradient is 0; 0 if the last is not so."""
+    sank: int = 0
+    """The same of those whose mean loss says that a part of what was learned is lost."""
     noticed: bool = False
     """True from when a divergence was returned until the loss returns."""
     in_a_row: dict[str, int] = field(default_factory=dict)
-    """Steps in a row that each rule has been broken for."""
+    """Steps in a row up to now that each rule has been broken for."""
+
+    @classmethod
+    def restore(cls, stored: dict[str, Any] | None, chance: float, stops: bool) -> DivergenceMonitor:
+        """Return the monitor that `as_dict` stored, or a fresh one.
+
+        Args:
+          stops: whether a divergence ends the run. One that was noticed and passed over is then counted anew.
+        """
+        if stored is None or stored.keys() != {each.name for each in fields(cls)} - {"chance"}:
+            return cls(chance)
+        monitor = cls(chance, **stored)
+        if stops and monitor.noticed:
+            monitor.noticed, monitor.in_a_row = False, {}
+        return monitor
 
     @property
     def healthy(self) -> bool:
-        """True if the last loss was near the minimum, and its gradient not 0."""
-        return not self.began
+        """True unless more than `FEW` losses in a row were high, a part of what was learned is lost, or the gradient is
+        0."""
+        return self.in_a_row.get("high", 0) <= FEW and not {"flat", "part_lost"} & self.in_a_row.keys()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, from which `DivergenceMonitor(**...)` goes on."""
-        return asdict(self)
+        """Return plain JSON types, from which `restore` goes on."""
+        return {name: value for name, value in asdict(self).items() if name != "chance"}
 
     def update(self, step: int, loss: float, grad_norm: float) -> Divergence | None:
         """Return a divergence at the step that it is noticed, once until the loss has returned.
@@ -93,51 +125,66 @@ class DivergenceMonitor:
         """
         if not isfinite(loss):
             return None
-        if self.minimum == inf:
-            self.ceiling = max(self.ceiling, loss)
-        if loss < self.minimum:
-            self.minimum, self.minimum_step = loss, step
-        flat = grad_norm == 0 and loss > 0
-        if loss <= self.minimum + MARGIN and not flat:
-            self.began, self.noticed, self.in_a_row = 0, False, {}
+        if not self.recent:
+            self.ceiling = max(self.chance, loss)
+        self.recent = [*self.recent, loss][-SMOOTHED:]
+        mean = sum(self.recent) / len(self.recent)
+        if mean < self.minimum:
+            self.minimum, self.minimum_step = mean, step
+        broken = self._broken(loss, mean, grad_norm)
+        self.in_a_row = {rule: self.in_a_row.get(rule, 0) + 1 for rule in broken}
+        self.began = (self.began or step) if {"high", "flat"} & broken else 0
+        self.sank = (self.sank or self.began or step) if "part_lost" in broken else 0
+        self.noticed = self.noticed and bool(self.began or self.sank)
+        if self.noticed:
             return None
-        self.began = self.began or step
-        broken = [reason for reason, limit in self._rules(loss, flat) if self._count(reason) >= limit]
-        if self.noticed or not broken:
-            return None
-        self.noticed = True
-        return Divergence(step, self.began, loss, self.minimum, self.minimum_step, broken[0])
+        for rule, (limit, reason) in self._rules().items():
+            if self.in_a_row.get(rule, 0) >= limit:
+                self.noticed = True
+                began = self.sank if rule == "part_lost" else self.began
+                return Divergence(step, began, loss, self.minimum, self.minimum_step, f"{reason} for {limit} steps")
+        return None
 
-    def _rules(self, loss: float, flat: bool) -> list[tuple[str, int]]:
-        """The rules that this step breaks, and for how many steps in a row each may be; the others begin anew."""
-        learned = self.ceiling - self.minimum
-        lost = (loss - self.minimum) / learned if learned >= LEARNED else 0.0
-        rules = [
-            (flat, f"its gradient has been exactly 0 for {FLAT_STEPS} steps", FLAT_STEPS),
-            (
-                loss > ENORMOUS * max(self.ceiling, MARGIN),
-                f"it has been more than {ENORMOUS:g} times its first value for {ENORMOUS_STEPS} steps",
+    def _broken(self, loss: float, mean: float, grad_norm: float) -> set[str]:
+        """Return the rules that a step breaks, and "high" for a loss that is high."""
+        # A first loss above that of knowing nothing was not learned: what is lost on the way back there is all.
+        top = self.chance if self.minimum < self.chance else self.ceiling
+        learned = top - self.minimum
+        enough = learned > min(LEARNED, LEARNED_SHARE * abs(top))
+        lost, mean_lost = ((x - self.minimum) / learned if enough else 0.0 for x in (loss, mean))
+        high = loss > self.minimum + MARGIN
+        broken = {
+            "high": high,
+            "flat": grad_norm == 0 and loss > 0,
+            "enormous": high and loss > ENORMOUS * max(self.ceiling, MARGIN),
+            "above": high and loss > self.ceiling + MARGIN,
+            "lost": high and lost > LOST,
+            "half_lost": high and lost > HALF_LOST,
+            "part_lost": mean > self.minimum + MARGIN and mean_lost > PART_LOST,
+        }
+        return {rule for rule, is_broken in broken.items() if is_broken}
+
+    def _rules(self) -> dict[str, tuple[int, str]]:
+        """Return each rule's limit of steps in a row and what a loss that reaches it has done."""
+        return {
+            "flat": (FLAT_STEPS, "its gradient has been exactly 0"),
+            "enormous": (
                 ENORMOUS_STEPS,
+                f"it has been more than {ENORMOUS:g} times {max(self.ceiling, MARGIN):.3g}, "
+                "the larger of its first value and that of guessing,",
             ),
-            (
-                loss > self.ceiling + MARGIN,
-                f"it has been higher than that of a model that knows nothing for {ABOVE_STEPS} steps",
+            "above": (
                 ABOVE_STEPS,
+                f"it has been more than {MARGIN:g} above {self.ceiling:.3g}, "
+                "the larger of its first value and that of guessing,",
             ),
-            (lost > LOST, f"most of what was learned has been lost for {LOST_STEPS} steps", LOST_STEPS),
-            (
-                lost > HALF_LOST,
-                f"half of what was learned has been lost for {HALF_LOST_STEPS} steps",
-                HALF_LOST_STEPS,
+            "lost": (LOST_STEPS, f"more than {LOST:.0%} of what was learned has been lost"),
+            "half_lost": (HALF_LOST_STEPS, f"more than {HALF_LOST:.0%} of what was learned has been lost"),
+            "part_lost": (
+                PART_LOST_STEPS,
+                f"in the mean of {SMOOTHED} steps, more than {PART_LOST:.0%} of what was learned has been lost",
             ),
-        ]
-        found = [(reason, limit) for broken, reason, limit in rules if broken]
-        self.in_a_row = {reason: self.in_a_row.get(reason, 0) for reason, _ in found}
-        return found
-
-    def _count(self, reason: str) -> int:
-        self.in_a_row[reason] += 1
-        return self.in_a_row[reason]
+        }
 
 
 def chance_loss(model: ModelConfig) -> float:
@@ -151,42 +198,77 @@ class Mover:
     """A parameter, or one head's part of it, whose updates left their usual size."""
 
     name: str
+    """Dotted path; see `parameters.row_names`."""
     step: int
     update: float
-    """Norm of its update at that step."""
-    usual: float | None
-    """The median of that norm before, at that step's learning rate; None where there was no before."""
+    """Norm of its update over that of its weights, at that step."""
+    grad_norm: float
+    """Norm of its gradient at that step."""
+    factor: float | None
+    """How many times as long as usual the update was, at that step's learning rate; None where nothing was usual."""
 
     def __str__(self) -> str:
-        usual = "" if self.usual is None else f", {self.update / self.usual:.3g} times what was usual"
-        return f"{self.name} at step {self.step:,}, by an update of norm {self.update:.2g}{usual}"
+        usual = (
+            "the largest update, with no earlier ones to compare"
+            if self.factor is None
+            else f"{self.factor:.3g} times what was usual"
+        )
+        return (
+            f"{self.name} at step {self.step:,}, by an update of {self.update:.2g} of its norm, {usual}; "
+            f"its gradient's norm was {self.grad_norm:.2g}"
+        )
 
 
 def first_to_move(
-    names: Sequence[str], updates: Sequence[tuple[int, np.ndarray]], began: int, schedule: Callable[[int], Any]
+    names: Sequence[str], norms: Sequence[tuple[int, np.ndarray]], began: int, schedule: Callable[[int], Any]
 ) -> Mover | None:
-    """Return the parameter whose updates left their usual size first, as a divergence began.
+    """Return the parameter whose updates left their usual size first, as a divergence began; None if none did.
+
+    Of a run that diverges as it begins, which has no usual size, it is the parameter with the largest last update.
 
     Args:
       names: of parameters, heads apart; see `parameters.row_names`.
-      updates: steps in order, each with the norms of its updates, `(R,)`.
+      norms: steps in order, each with the norms of gradients, updates and weights, `(3, R)`.
       began: the step that the loss left its minimum at. It is the updates before that made it.
       schedule: learning rate by step, counted from 0: updates that grow with it are usual.
     """
-    known = [(step, norms_R) for step, norms_R in updates if step < began and np.isfinite(norms_R).all()]
+    known = [(step, norms_3R) for step, norms_3R in norms if step < began and np.isfinite(norms_3R).all()]
     if not known:
         return None
-    steps, norms_SR = np.array([step for step, _ in known]), np.stack([norms_R for _, norms_R in known])
-    rate_S = np.maximum([float(schedule(step - 1)) for step in steps], np.finfo(np.float32).tiny)
+    tiny = np.finfo(np.float32).tiny
+    steps, norms_S3R = np.array([step for step, _ in known]), np.stack([norms_3R for _, norms_3R in known])
+    grads_SR, updates_SR, weights_SR = np.moveaxis(norms_S3R.astype(np.float64), 1, 0)
+    ratios_SR = updates_SR / np.maximum(weights_SR, tiny)
+
+    def mover(at: int, row: int, factor: float | None) -> Mover:
+        return Mover(names[row], int(steps[at]), float(ratios_SR[at, row]), float(grads_SR[at, row]), factor)
+
     before = steps <= began - MOVING_STEPS
     if before.sum() < MOVING_STEPS // 5:  # a run that diverges as it begins has nothing usual
-        row = int(norms_SR[-1].argmax())
-        return Mover(names[row], int(steps[-1]), float(norms_SR[-1, row]), None)
-    relative_SR = norms_SR.astype(np.float64) / rate_S[:, None]
-    usual_R = np.maximum(np.median(relative_SR[before][-MOVING_STEPS:], axis=0), np.finfo(np.float32).tiny)
-    factor_SR = relative_SR[~before] / usual_R
-    moved = np.flatnonzero((factor_SR > MOVED).any(axis=1))
-    at = int(moved[0]) if len(moved) else int(factor_SR.max(axis=1).argmax())
-    row = int(factor_SR[at].argmax())
-    update = float(norms_SR[~before][at, row])
-    return Mover(names[row], int(steps[~before][at]), update, update / float(factor_SR[at, row]))
+        return mover(-1, int(ratios_SR[-1].argmax()), None)
+    learning_rate_S = np.maximum([float(schedule(step - 1)) for step in steps], tiny)
+    relative_SR = updates_SR / learning_rate_S[:, None]
+    usual_R = np.maximum(np.median(relative_SR[before][-MOVING_STEPS:], axis=0), tiny)
+    factor_SR = relative_SR / usual_R
+    moved = np.flatnonzero((factor_SR > MOVED).any(axis=1) & ~before)
+    if not len(moved):
+        return None
+    row = int(factor_SR[moved[0]].argmax())
+    return mover(int(moved[0]), row, float(factor_SR[moved[0], row]))
+
+
+def head_entropy(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the end of a sentence with the attention entropy in nats of a parameter's head, as measured last; nothing
+    for a parameter of no head, or without a measurement.
+
+    Args:
+      name: dotted path; see `parameters.row_names`.
+      rows: of the log, in order.
+    """
+    match = re.match(r"blocks\.(\d+)\.attention\.heads\.(\d+)\.", name)
+    measured = [row for row in rows if row.get("entropy")]
+    if match is None or not measured:
+        return ""
+    block, head = map(int, match.groups())
+    entropy, step = measured[-1]["entropy"][block][head], measured[-1]["step"]
+    return "" if entropy is None else f"; its head's attention entropy was {entropy:.2f} nats at step {step:,}"

@@ -33,6 +33,7 @@ ROW: dict[str, Any] = {
     **dict.fromkeys(("epoch", "loss", "ppl", "val_loss", "val_ppl", "val_bpb", "lr", "step_ms"), 0.0),
     "note": "",
     "warning": "",
+    "diverged": {"began": 0},
     "entropy": [[0.0]],
     "router": {ANY: {"share": [0.0]}},
     "gradients": [{"name": "", "g": 0.0, "w": 0.0, "u": 0.0, "update": 0.0}],

@@ -20,7 +20,7 @@ from jaxformer.config import Config
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.distributed import Agreement, is_first, wait_for_all
 from jaxformer.errors import UserError
-from jaxformer.parameters import norm_rows, row_names, row_norms
+from jaxformer.parameters import norm_rows, row_names
 from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
 from jaxformer.signals import catch_signals
@@ -29,7 +29,7 @@ from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, cut_log, say
 from jaxformer.train.optimizer import make_schedule, updates_taken
 from jaxformer.train.remedies import remedies
-from jaxformer.train.sinks import open_sinks
+from jaxformer.train.sinks import forget, open_sinks
 from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allowed_failures, init_state
 
 FIRST_REPORT = 100
@@ -64,12 +64,14 @@ class Outcome:
     """What that step was given."""
     evaluation: Evaluation | None = None
     """On all that is held out, once done; None without evaluations."""
+    val_loss: float | None = None
+    """On the part of it that evaluations on the way take, in nats; None unless the last step was taken just now."""
     signal: int = 0
     """The signal that interrupted."""
     divergence: Divergence | None = None
     """Of 'diverged'."""
     mover: Mover | None = None
-    """The parameter that moved first as the loss left its minimum, if it did."""
+    """The parameter that moved first as the loss left its minimum; None if none stands out."""
     healthy: int = 0
     """The step of the last checkpoint from before that; 0 if there is none."""
     diverging_since: int = 0
@@ -115,7 +117,6 @@ def train(
     held, agreement = local_rows(split, t.batch_size), Agreement(mesh)
     train_step = CompiledStep(config, mesh, data.rows(0, held), say)
     names = row_names(abstract_state(config, mesh).params)
-    weight_norms = jax.jit(row_norms, out_shardings=replicated(mesh))
     evaluate = Evaluator(config, mesh, data)
     whole: Evaluation | None = None
     wait_for_all()  # some may have found the compiled step in their cache
@@ -138,15 +139,19 @@ def train(
             start, state, position = 0, init_state(config, mesh), {}
         notes = [f"the data is not what it was before; now it is {data.describe()}"] if changed else []
         if rollback is not None:
-            t = replace(t, skip_batches=position.get("skip_batches", 0) + rollback.skip_batches)
+            t = replace(t, skip_batches=position.get("skip_batches", t.skip_batches) + rollback.skip_batches)
             config = replace(config, train=t)
             removed = checkpoints.remove_after(start)
+            if is_first():
+                forget(folder)
             notes.append(_describe(rollback, t.skip_batches, removed))
         if resume and is_first():
             if resumed or rollback is not None:
                 write_config(folder, config)
             cut_log(folder, start if resumed else -1)
-        monitor = DivergenceMonitor(**position.get("monitor", {"ceiling": chance_loss(config.model)}))
+        monitor = DivergenceMonitor.restore(
+            None if changed else position.get("monitor"), chance_loss(config.model), stops=t.divergence == "stop"
+        )
 
         def save(step: int, val_loss: float | None = None) -> None:
             # A run that stopped at such a step may try it again, with other options.
@@ -190,12 +195,14 @@ def train(
             norms = deque[tuple[int, jax.Array]](maxlen=HISTORY_STEPS)
 
             def ended(status: Literal["non_finite", "diverged"], divergence: Divergence | None = None) -> Outcome:
-                began = monitor.began or checked
-                mover = first_to_move(names, [(step, np.asarray(x)[1]) for step, x in norms], began, schedule)
+                began = divergence.began if divergence else monitor.began or checked
+                mover = first_to_move(names, [(step, np.asarray(x)) for step, x in norms], began, schedule)
                 healthy = checkpoints.last_healthy(began)
                 return Outcome(status, checked, state, its_batch, divergence=divergence, mover=mover, healthy=healthy)
 
             in_a_row, stop = int(state.failures), 0
+            ranked: float | None = None
+            row: dict[str, Any]
             for step in range(start + 1, config.steps + 1):
                 with pace.waiting():
                     rows = next(stream)
@@ -210,17 +217,20 @@ def train(
                 while len(unchecked) > (0 if due or stop else 1):
                     checked, its_batch, its_metrics, signalled = unchecked.popleft()
                     stop = stop or int(signalled)
-                    norms.append((checked, its_metrics.norms_2R))
+                    norms.append((checked, its_metrics.norms_3R))
                     if its_metrics.finite:
                         in_a_row, was_noticed = 0, monitor.noticed
-                        found = monitor.update(checked, float(its_metrics.loss), float(its_metrics.grad_norm))
-                        if found is not None and t.divergence == "stop":
-                            log.row({"step": checked, "diverged": asdict(found)})
-                            return ended("diverged", found)
+                        loss, grad_norm = float(its_metrics.loss), float(its_metrics.grad_norm)
+                        divergence = monitor.update(checked, loss, grad_norm)
+                        if divergence is not None and t.divergence == "stop":
+                            row = {"step": checked, "loss": loss, "grad_norm": grad_norm}
+                            row |= {"update_norm": float(its_metrics.update_norm), "diverged": asdict(divergence)}
+                            log.row(row)
+                            return ended("diverged", divergence)
                         if t.divergence == "warn" and monitor.noticed != was_noticed:
-                            warning = {"warning": f"{found}; what usually helps: {remedies(config)}"}
+                            warning = {"warning": f"{divergence}; what usually helps: {remedies(config)}"}
                             back = {"note": "the loss has come back near its minimum"}
-                            log.row({"step": checked, **(warning if found else back)})
+                            log.row({"step": checked, **(warning if divergence else back)})
                         continue
                     in_a_row += 1
                     if in_a_row > allowed_failures(config):
@@ -228,7 +238,7 @@ def train(
                         return ended("non_finite")
                     skipped += 1
                     say(f"step {checked:,} is not finite and was left out, {in_a_row} in a row")
-                row: dict[str, Any] = {}
+                row = {}
                 if due:
                     loss = float(metrics.loss)
                     # A step that was left out leaves its learning rate to the next.
@@ -247,8 +257,7 @@ def train(
                     }
                     reported = is_due(t.report_every, step) or (t.report_every and step == FIRST_REPORT)
                     if metrics.finite and (last or is_due(t.gradients_every, step) or reported):
-                        g_R, update_R = np.asarray(metrics.norms_2R).tolist()
-                        w_R = np.asarray(weight_norms(state.params)).tolist()
+                        g_R, update_R, w_R = np.asarray(metrics.norms_3R).tolist()
                         row["gradients"] = [asdict(each) for each in norm_rows(names, lr, g_R, w_R, update_R)]
                     measure(step, batch, row)
                     log.row(row)
@@ -263,8 +272,8 @@ def train(
                     pace.restart(step)
             if whole is None and t.eval_every:  # it was at its end before
                 whole = evaluate(state.params)
-        diverging_since = monitor.began if monitor.noticed else 0
-        return Outcome("done", config.steps, state, batch, whole, diverging_since=diverging_since)
+        diverging_since = (monitor.sank or monitor.began) if monitor.noticed else 0
+        return Outcome("done", config.steps, state, batch, whole, ranked, diverging_since=diverging_since)
 
 
 def is_due(every: int, step: int) -> bool:

@@ -114,7 +114,8 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
 
     Of the steps before, Weights & Biases counts as lacking what it says that it lacks: after a run that was offline,
     all of them, so that what is uploaded last is whole. What it has beyond the last checkpoint it keeps, and the same
-    steps, which come out the same, are not given again: its history only grows.
+    steps, which come out the same, are not given again: its history only grows. A run that was rolled back is a new one
+    there; see `forget`.
     """
     wandb, file = _package("wandb"), folder / WANDB_ID
     again = f"go on with: python train.py --resume --run {shlex.quote(str(folder))}"
@@ -148,6 +149,16 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
         raise
     with _reaching(wandb, again):
         run.finish(exit_code=int(reached < config.steps))  # also a run that was interrupted, or diverged, is not done
+
+
+def forget(folder: Path) -> None:
+    """Let a run that was rolled back begin a new run of Weights & Biases: the steps of the old one came out otherwise.
+
+    Raises:
+      UserError: its id cannot be removed.
+    """
+    with writing(folder, WANDB_ID):
+        (folder / WANDB_ID).unlink(missing_ok=True)
 
 
 _OPENERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}

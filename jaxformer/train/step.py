@@ -69,8 +69,8 @@ class StepMetrics(NamedTuple):
     """Global norm of the gradient before clipping; infinite where its sum of squares exceeds float32."""
     update_norm: jax.Array
     """Global norm of the update; 0 where the step was left out."""
-    norms_2R: jax.Array
-    """Norms of gradient and update of each parameter, heads apart; see `parameters.row_names`."""
+    norms_3R: jax.Array
+    """Norms of gradient, update, and weights before it, of each parameter, heads apart; see `parameters.row_names`."""
 
 
 def compute_dtype(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
@@ -300,15 +300,16 @@ def make_train_step(config: Config, mesh: Mesh) -> Any:
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
         loss, grads = gradient(state, batch, step)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        grads_R, updates_R = row_norms(grads), row_norms(updates)
+        grads_R, updates_R, weights_R = (row_norms(tree) for tree in (grads, updates, state.params))
         grad_norm, update_norm = global_norm(grads_R), global_norm(updates_R)
         # One that exceeds float32 can only come of a network that is lost; asking each number costs another pass.
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.failures <= allowed)
         learned = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
         kept = state._replace(failures=state.failures + 1)
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, kept)
+        norms_3R = jnp.stack([grads_R, updates_R, weights_R])
         loss, update_norm = jnp.where(finite, loss, jnp.nan), jnp.where(finite, update_norm, 0.0)
-        return state, StepMetrics(loss, finite, grad_norm, update_norm, jnp.stack([grads_R, updates_R]))
+        return state, StepMetrics(loss, finite, grad_norm, update_norm, norms_3R)
 
     places = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh))
     return jax.jit(train_step, donate_argnums=0, out_shardings=(places, replicated(mesh)))

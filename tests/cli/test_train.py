@@ -1,14 +1,18 @@
 """What `train.py` says; what it does is tested end to end."""
 
+import os
+import signal
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 import pytest
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.train import _check_same, _main, _way_back, prompt_to_try
+from jaxformer.cli.train import _check_same, _conclude, _main, _way_back, no_better, prompt_to_try
 from jaxformer.data.dates import DatesConfig
 from jaxformer.errors import UserError
+from jaxformer.train.evaluate import Evaluation
 from jaxformer.train.loop import Outcome
 from tests.helpers import ROOT
 
@@ -62,12 +66,66 @@ def test_rolling_back_the_optimizer_may_change_but_for_its_name():
     ("options", "said"),
     [
         (["--from-step", "100"], "--from-step goes with --resume"),
-        (["--skip-batches", "5"], "--skip-batches 5 must be at least 0, and goes with --from-step"),
+        (["--skip-batches", "5"], "--skip-batches goes with --resume and --from-step"),
+        (["--skip-batches", "-5"], "--skip-batches is -5; give a number of batches, at least 0"),
     ],
 )
 def test_rolling_back_is_of_a_run(options, said):
     with pytest.raises(UserError, match=said):
         _main(["--config", f"{ROOT}/configs/quick.py", *options])
+
+
+def test_batches_are_left_out_by_rolling_back():
+    config = load_config(f"{ROOT}/configs/quick.py")
+    other = replace(config, train=replace(config.train, skip_batches=3))
+    with pytest.raises(
+        UserError, match=r"skip_batches 0, not 3; leave .*, leave out batches with --from-step and --sk"
+    ):
+        _check_same(Path("run"), config, other, False)
+
+
+def done(val_loss: float | None, evaluation: Evaluation | None) -> Outcome:
+    return Outcome("done", 20, None, None, evaluation, val_loss)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outcome", "warning"),
+    [
+        (
+            [7.0, 5.0],
+            done(7.5, Evaluation(6.0, targets=1)),
+            "on held-out data is 7.5000, no better than 7.0000 before the f",
+        ),
+        (
+            [7.0, 5.0],
+            done(nan, Evaluation(nan, targets=1)),
+            "on held-out data is nan, no better than 7.0000 before the first",
+        ),
+        ([7.0, 9.0], done(6.9, Evaluation(7.1, targets=1)), None),  # of all that is held out, the loss is another
+        ([7.0, 9.0], done(None, Evaluation(7.1, targets=1)), None),  # it was at its end before
+        ([None, 9.0], done(9.0, Evaluation(7.1, targets=1)), None),
+        ([7.0, 7.2], done(None, None), "on the last training batch is 7.2000, no better than 7.0000 at step 10"),
+        ([7.0, 6.8, None], done(None, None), None),
+        ([7.0], done(None, None), None),
+    ],
+)
+def test_a_run_that_ends_no_better_than_it_began_is_warned_of(rows, outcome, warning):
+    name = "loss" if outcome.evaluation is None else "val_loss"
+    log = [{"step": 10 * number, name: loss} for number, loss in enumerate(rows, start=1)]
+    said = no_better(log, outcome)
+    assert said is None if warning is None else warning in said
+
+
+def test_a_terminal_that_is_closed_at_the_end_stops_no_report(monkeypatch, tmp_path, capfd):
+    closed = []
+    monkeypatch.setattr("jaxformer.train.log.plot", lambda folder: os.kill(os.getpid(), signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, lambda *given: closed.append(given))
+    try:
+        outcome = Outcome("interrupted", 20, None, None, signal=signal.SIGINT)
+        assert _conclude(load_config(f"{ROOT}/configs/quick.py"), None, None, tmp_path, outcome) == 130
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not closed and "interrupted at step 20 and saved" in capfd.readouterr().out
 
 
 def test_the_way_back_is_a_command_with_values():

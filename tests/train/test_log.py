@@ -168,6 +168,7 @@ def test_plots_are_pictures(tmp_path):
         "3", "{", '{"loss": 1}', '{"step": "x"}', "\xff", "[" * 100_000, '{"step": 1, "loss": "x"}', '{"step": true}',
         '{"step": 1, "entropy": [1]}', '{"step": 1, "router": {"a": 1}}', '{"step": 1, "gradients": [{"name": "W"}]}',
         '{"step": 1, "note": 3}', '{"step": 1, "val_loss": 1e400}', '{"step": 1, "at_first": {}}',
+        '{"step": 1, "diverged": 3}',
     ],
 )  # fmt: skip
 def test_a_line_in_the_middle_that_is_no_row_is_named(tmp_path, line):

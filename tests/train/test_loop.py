@@ -25,6 +25,7 @@ from jaxformer.train import loop
 from jaxformer.train.log import read_metrics, untimed
 from jaxformer.train.loop import Hook, Outcome, Rollback, is_due, train
 from jaxformer.train.optimizer import make_schedule
+from jaxformer.train.sinks import WANDB_ID
 from jaxformer.train.step import CompiledStep, StepMetrics, TrainState
 from tests.arrays import assert_close
 from tests.helpers import write_books
@@ -208,6 +209,7 @@ def test_a_divergence_stops_and_the_checkpoint_from_before_it_is_kept(monkeypatc
     assert {step: stored.is_healthy(step) for step in stored.steps()} == {5: True, 10: True, 15: False, 20: False}
     last = read_metrics(tmp_path / "run")[-1]
     assert last["step"] == 23 and (last["diverged"]["began"], last["diverged"]["loss"]) == (12, 20.0)
+    assert last["loss"] == 20 and last["grad_norm"] > 0 and last["update_norm"] > 0
 
 
 @pytest.mark.slow
@@ -258,6 +260,19 @@ def test_rolled_back_to_the_start_a_run_keeps_no_checkpoint_of_before(monkeypatc
     with pytest.raises(UserError, match=r"has no checkpoint 7; it has \[5, 10\]"):
         run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(7))
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_the_batches_that_a_config_leaves_out_stay_out_from_the_start(monkeypatch, tmp_path):
+    config, batches = falling(tmp_path / "books", steps=2, skip_batches=4), dict[int, np.ndarray]()
+    run_on_one(config, tmp_path / "run")
+    (tmp_path / "run/wandb").mkdir()
+    (tmp_path / "run" / WANDB_ID).write_text("old\n")
+    diverging(monkeypatch, {}, batches)
+    run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(0, skip_batches=3))
+    data = config.data.load(MODEL, config.train.batch_size, config.seed)
+    np.testing.assert_array_equal(batches[1], data.rows(7).inputs[0])
+    assert not (tmp_path / "run" / WANDB_ID).exists()  # what follows is another run there
 
 
 @pytest.mark.slow

@@ -292,7 +292,8 @@ def test_the_step_is_optax_on_the_gradient_of_the_loss():
     jax.tree.map(assert_close, state.params, optax.apply_updates(params, updates))
     assert metrics.finite
     measured = metrics.grad_norm, metrics.update_norm
-    for tree, norm, norms_R in zip((grads, updates), measured, metrics.norms_2R, strict=True):
+    measured = *measured, optax.tree.norm(params)
+    for tree, norm, norms_R in zip((grads, updates, params), measured, metrics.norms_3R, strict=True):
         assert_allclose(norm, optax.tree.norm(tree), rtol=1e-5)
         rows = dict(zip(row_names(params), norms_R, strict=True))
         W_O = tree["blocks_0"]["attention"]["W_O"]
