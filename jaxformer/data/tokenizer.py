@@ -36,7 +36,7 @@ class Tokenizer:
         learned from.
 
         Args:
-          texts: read more than once, so no iterator.
+          texts: iterated more than once; an iterator is read into memory.
 
         Raises:
           UserError: vocab_size is below the 257 that bytes and end-of-text need.
@@ -52,6 +52,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
+        texts = list(texts) if isinstance(texts, Iterator) else texts
         one_in = 1
         while not _fits(_sample(texts, one_in)) and any(_sample(texts, 2 * one_in)):
             one_in *= 2

@@ -90,18 +90,18 @@ class EncoderDecoder(nn.Module):
         self.config.check_length(len(target_T))
         positions_T = jnp.arange(len(target_T))
         x_TD, keys = self._embed(target_T, positions_T, self.config.n_decoder_blocks)
-        seen_TS = masks.tokens(len(target_T), valid_S)
+        visible_TS = masks.tokens(len(target_T), valid_S)
         return run_blocks(
-            self.decoder_blocks, self.execution, x_TD, positions_T, Causal(), None, 0, source_SD, seen_TS, keys=keys
+            self.decoder_blocks, self.execution, x_TD, positions_T, Causal(), None, 0, source_SD, visible_TS, keys=keys
         )
 
     def encode(self, source_S: jax.Array, valid_S: jax.Array | None = None) -> jax.Array:
-        """What the decoder sees of the source, `(S, D)`; at a padded place it means nothing, and is never seen."""
+        """Return the source as the decoder attends to it, `(S, D)`; rows at padded positions mean nothing."""
         self.config.check_length(len(source_S))
         positions_S = jnp.arange(len(source_S))
         x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
-        x_SD, seen_SS = masks.zero_padding(x_SD, valid_S), masks.tokens(len(source_S), valid_S)
-        x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, positions_S, seen_SS, keys=keys)
+        x_SD, visible_SS = masks.zero_padding(x_SD, valid_S), masks.tokens(len(source_S), valid_S)
+        x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, positions_S, visible_SS, keys=keys)
         return self.encoder_norm(x_SD) if self.config.final_norm else x_SD
 
     def start(

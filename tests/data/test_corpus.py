@@ -7,7 +7,6 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -143,28 +142,34 @@ def test_of_many_that_find_a_broken_cache_one_writes_it_anew(config, tmp_path, m
     """Any that removed what another one has mended would make a third fail."""
     expected = np.array(load_corpus(config, 270).train.tokens)
     zero(next((tmp_path / "cache" / "tokens").glob("*/train.tokens")))
-    builds, build, unverified = [], token_cache._build, threading.Barrier(4)
+    builds, started, everyone = [], set(), threading.Barrier(4)
+    build, read = token_cache._build, token_cache.read
 
-    def slow_build(*arguments):
+    def messages(part):
+        return [record for record in caplog.records if part in record.getMessage()]
+
+    def build_while_others_wait(*arguments):
         builds.append(arguments)
-        time.sleep(0.1)
+        deadline = time.monotonic() + 2
+        while len(messages("waiting for another process")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
         build(*arguments)
 
-    def read_together(folder):
+    def read_at_once(folder):
         try:
             return read(folder)
-        except token_cache.Unverified:
-            with suppress(threading.BrokenBarrierError):  # but for the first time
-                unverified.wait(0.1)
-            raise
+        finally:
+            if (thread := threading.get_ident()) not in started:
+                started.add(thread)
+                everyone.wait(10)
 
-    read = token_cache.read
-    monkeypatch.setattr(token_cache, "_build", slow_build)
-    monkeypatch.setattr(token_cache, "read", read_together)
+    monkeypatch.setattr(token_cache, "_build", build_while_others_wait)
+    monkeypatch.setattr(token_cache, "read", read_at_once)
     with ThreadPoolExecutor(4) as pool:
         for corpus in pool.map(lambda _: load_corpus(config, 270), range(4)):
             np.testing.assert_array_equal(corpus.train.tokens, expected)
-    assert len(builds) == len(caplog.records) == 1
+    assert len(builds) == len(messages("tokenizing again")) == 1
+    assert len(messages("waiting for another process")) == 3
 
 
 def zero(file):

@@ -79,6 +79,10 @@ def test_a_sample_of_large_texts_has_both_languages_in_any_order(monkeypatch, mi
     assert Tokenizer.train(texts, 290).one_in == 1
 
 
+def test_an_iterator_is_learned_from_as_a_list():
+    assert Tokenizer.train(iter(["abab", "cdcd"]), 300).as_json() == Tokenizer.train(["abab", "cdcd"], 300).as_json()
+
+
 def test_a_single_text_is_learned_from_however_large(monkeypatch):
     monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", 1)
     assert Tokenizer.train(["abab"], 300).vocab_size == 259
