@@ -64,18 +64,18 @@ class Piece:
 
 def pieces() -> dict[str, Piece]:
     """All runs by name."""
-    found = [Piece(f"before-{seed}", replace(BEFORE, seed=seed), True) for seed in SEEDS]
+    runs = [Piece(f"before-{seed}", replace(BEFORE, seed=seed), True) for seed in SEEDS]
     for name, rates in RATES.items():
         for rate in rates:
             schedule = "constant" if name == "schedule_free" else "cosine"
             optimizer = OptimizerConfig(name, learning_rate=rate, schedule=schedule, warmup_steps=50)  # type: ignore[arg-type]
-            found.append(Piece(f"{name}-{rate:g}", replace(BEFORE, optimizer=optimizer), True))
+            runs.append(Piece(f"{name}-{rate:g}", replace(BEFORE, optimizer=optimizer), True))
     for which in HEALTHY:
         config = load(which)
         if which.startswith("ladder"):
             config = replace(config, train=replace(config.train, batch_size=LADDER_BATCH))
-        found += [Piece(f"{config.name}-{seed}", replace(config, seed=seed), False) for seed in SEEDS]
-    return {piece.name: piece for piece in found}
+        runs += [Piece(f"{config.name}-{seed}", replace(config, seed=seed), False) for seed in SEEDS]
+    return {piece.name: piece for piece in runs}
 
 
 def load(which: str) -> Config:
@@ -133,25 +133,25 @@ def departed(losses: list[float], margin: float) -> int | None:
     return began
 
 
-def judge(found: dict[str, Any]) -> dict[str, Any]:
+def judge(piece: dict[str, Any]) -> dict[str, Any]:
     """Return what a piece came to: where it departed, when it was noticed, and whether that is right."""
     from jaxformer.train.divergence import MARGIN
 
-    losses = [float("inf") if row[0] is None else row[0] for row in found["rows"]]
-    began = departed(losses, MARGIN) or found["not_finite"]
-    stops = [found["noticed"][0]["step"]] if found["noticed"] else []
-    stops += [found["not_finite"]] if found["not_finite"] else []
+    losses = [float("inf") if row[0] is None else row[0] for row in piece["rows"]]
+    began = departed(losses, MARGIN) or piece["not_finite"]
+    stops = [piece["noticed"][0]["step"]] if piece["noticed"] else []
+    stops += [piece["not_finite"]] if piece["not_finite"] else []
     noticed = min(stops, default=None)
-    if found["diverges"] and began is None and noticed is None:  # rounding decides it for some
+    if piece["diverges"] and began is None and noticed is None:  # rounding decides it for some
         outcome = "did not diverge"
-    elif found["diverges"]:
+    elif piece["diverges"]:
         in_time = noticed is not None and began is not None and noticed <= began + LIMIT
         outcome = "noticed in time" if in_time else "WRONG"
     else:
         outcome = "left alone" if noticed is None else "WRONG"
     return {
-        "began": began, "noticed": noticed, "reason": found["noticed"][0]["reason"] if found["noticed"] else None,
-        "not_finite": found["not_finite"], "minimum": min(losses), "last": losses[-1], "steps": len(losses),
+        "began": began, "noticed": noticed, "reason": piece["noticed"][0]["reason"] if piece["noticed"] else None,
+        "not_finite": piece["not_finite"], "minimum": min(losses), "last": losses[-1], "steps": len(losses),
         "outcome": outcome,
     }  # fmt: skip
 

@@ -238,7 +238,7 @@ def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: 
                 f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not come back "
                 f"near its minimum. What usually helps: {remedies(config)}."
             )
-        trained = next((row for row in reversed(rows) if "loss" in row), {})
+        trained: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
         say(final_line(outcome.step, outcome.evaluation.as_row() if outcome.evaluation else trained))
         if (prompt := prompt_to_try(config, data)) is not None:
             say(f"sample from it: python sample.py --run {quoted} --prompt {shlex.quote(prompt)}")

@@ -53,7 +53,7 @@ class Divergence:
     loss: float
     """In nats, at `step`."""
     minimum: float
-    """The lowest mean of `SMOOTHED` losses before, in nats."""
+    """The lowest mean of up to `SMOOTHED` losses before, in nats."""
     minimum_step: int
     reason: str
     """The rule that was broken, as the end of a sentence about the loss."""
@@ -61,7 +61,8 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"the loss has been diverging since step {self.began:,}: {self.loss:.4g} at step {self.step:,}, after a "
-            f"minimum of {self.minimum:.4g} (mean of {SMOOTHED}) at step {self.minimum_step:,}; {self.reason}"
+            f"minimum of {self.minimum:.4g} (mean of up to {SMOOTHED} steps) at step {self.minimum_step:,}; "
+            f"{self.reason}"
         )
 
 

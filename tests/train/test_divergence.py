@@ -1,5 +1,6 @@
 """A divergence is told from a spike, and what moved first is named."""
 
+import importlib
 import json
 from dataclasses import replace
 from math import exp, inf, log, nan
@@ -28,6 +29,7 @@ from jaxformer.train.divergence import (
     head_entropy,
 )
 from jaxformer.train.remedies import optimizer_remedies, remedies
+from tests.helpers import ROOT
 
 CHANCE = log(2048)
 FALLING = [CHANCE + 0.1 - 0.03 * step for step in range(80)]
@@ -182,6 +184,27 @@ def test_recorded_runs_are_judged_rightly(name):
     else:  # the mean loss is a little higher than the lowest, and the loss above it a step later
         assert recorded["began"] <= divergences[0].began <= recorded["began"] + 1
         assert divergences[0].began <= divergences[0].step <= recorded["began"] + 20
+
+
+@pytest.mark.parametrize(
+    ("diverges", "losses", "noticed", "outcome"),
+    [
+        (True, [5.0, 9.0, 9.0], 3, "noticed in time"),
+        (True, [5.0, *[9.0] * 30], 30, "WRONG"),
+        (True, [5.0, 9.0, 9.0], None, "WRONG"),
+        (True, [5.0, 5.1, 4.9], None, "did not diverge"),
+        (False, [5.0, 5.1, 4.9], None, "left alone"),
+        (False, [5.0, 9.0, 4.9], 2, "WRONG"),
+    ],
+)
+def test_a_benchmarked_run_that_never_diverged_is_not_counted_as_noticed(
+    monkeypatch, diverges, losses, noticed, outcome
+):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    judge = importlib.import_module("divergence").judge
+    notices = [] if noticed is None else [{"step": noticed, "reason": ""}]
+    piece = {"rows": [[x, 1.0, 1.0] for x in losses], "not_finite": None, "noticed": notices, "diverges": diverges}
+    assert judge(piece)["outcome"] == outcome
 
 
 @pytest.mark.parametrize(
