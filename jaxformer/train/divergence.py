@@ -103,7 +103,7 @@ class DivergenceMonitor:
             return cls(chance)
         monitor = cls(chance, **stored)
         if stops and monitor.noticed:
-            monitor.noticed, monitor.in_a_row = False, {}
+            monitor.noticed, monitor.in_a_row = False, {"high": monitor.in_a_row.get("high", 0)}
         return monitor
 
     @property

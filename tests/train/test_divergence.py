@@ -163,6 +163,7 @@ def test_a_divergence_that_was_passed_over_stops_a_run_that_is_resumed_to_stop()
 
     def after(stops: bool) -> list[int]:
         restored = DivergenceMonitor.restore(monitor.as_dict(), CHANCE, stops)
+        assert not restored.healthy
         return [step for step in range(111, 150) if restored.update(step, CHANCE + 1, 1.0)]
 
     assert after(stops=True) == [110 + ABOVE_STEPS] and after(stops=False) == []
