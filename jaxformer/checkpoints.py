@@ -223,16 +223,29 @@ class StoredCheckpoints:
             self._verdicts[step] = self._examine(step)
         return self._verdicts[step]
 
+    def last_whole(self) -> int | None:
+        """Return the step of the last checkpoint that is not damaged, without a warning; None where there is none.
+
+        Raises:
+          UserError: all are damaged.
+        """
+        steps = self.steps()[::-1]
+        return self._find_whole(steps) if steps else None
+
     def _examine(self, step: int) -> str | None:
         return damage(self._place / str(step))
 
     def _first_good(self, steps: Sequence[int]) -> int:
         """The first of these that is not damaged, with a warning for each before it."""
+        good = self._find_whole(steps)
+        for step in steps[: steps.index(good)]:
+            warn(f"checkpoint {step} of {self._folder} is damaged: {self._damage(step)}; {good} is used instead")
+        return good
+
+    def _find_whole(self, steps: Sequence[int]) -> int:
         good = next((step for step in steps if not self._damage(step)), None)
         if good is None:
             raise self._all_damaged(steps)
-        for step in steps[: steps.index(good)]:
-            warn(f"checkpoint {step} of {self._folder} is damaged: {self._damage(step)}; {good} is used instead")
         return good
 
     def _all_damaged(self, steps: Sequence[int]) -> UserError:

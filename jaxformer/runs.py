@@ -278,7 +278,7 @@ def read_config(folder: Path) -> Config:
     """
     file = folder / CONFIG
     if not file.is_file():
-        what = "is no run: it has no config.json" if folder.is_dir() else "does not exist"
+        what = "is no run: it has no config.json" if folder.exists() else "does not exist"
         near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
         raise UserError(f"{folder} {what}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:

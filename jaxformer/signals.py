@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+SECOND = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
+"""Response to the second of several signals; the default one of the system to others."""
 
 
 class Caught:
@@ -20,7 +24,7 @@ class Caught:
 
 @contextmanager
 def catch_signals(*numbers: signal.Signals) -> Iterator[Caught]:
-    """Note the first of these signals instead of dying of it; a second one acts as it always does.
+    """Note the first of these signals instead of dying of it; a second one acts as it does by default.
 
     But SIGHUP, of a terminal that is closed, may come twice and ends nothing that a signal has begun to end; and it
     stays ignored where it was, as by nohup.
@@ -29,14 +33,12 @@ def catch_signals(*numbers: signal.Signals) -> Iterator[Caught]:
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may set handlers
         return
-    before = {number: signal.getsignal(number) for number in numbers}
-    if before.get(signal.SIGHUP) is signal.SIG_IGN:
-        del before[signal.SIGHUP]
+    before = _handlers(numbers)
 
     def note(number: int, _: object) -> None:
         caught.number = number
-        for each, handler in before.items():
-            signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else handler)
+        for each in before:
+            signal.signal(each, SECOND.get(each, signal.SIG_DFL))
 
     for number in before:
         signal.signal(number, note)
@@ -45,3 +47,31 @@ def catch_signals(*numbers: signal.Signals) -> Iterator[Caught]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interrupted_by(*numbers: signal.Signals, message: str) -> Iterator[None]:
+    """Raise `KeyboardInterrupt(message, number)` at each of these signals; SIGHUP stays ignored where it was."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _handlers(numbers)
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(message, number)
+
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handlers(numbers: Iterable[signal.Signals]) -> dict[signal.Signals, Any]:
+    """Return the present handlers, without that of SIGHUP where it is ignored."""
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    if handlers.get(signal.SIGHUP) is signal.SIG_IGN:
+        del handlers[signal.SIGHUP]
+    return handlers

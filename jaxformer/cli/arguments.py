@@ -60,9 +60,10 @@ def run_command(
         remedy = "unset it, or set it to cpu"
         tell_error(f"error: JAX_PLATFORMS is {platforms!r}, but jax finds no such device; {remedy}.")
         return 2
-    except KeyboardInterrupt:
-        tell_error("interrupted")
-        return 130
+    except KeyboardInterrupt as interruption:
+        message, number = interruption.args or ("interrupted", signal.SIGINT)
+        tell_error(message)
+        return 128 + number
     except BrokenPipeError:  # whoever read what we print has gone, as `| head` does
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
@@ -193,7 +194,31 @@ def _sentence(printed: str, arguments: Sequence[str]) -> str:
         known = re.findall(OPTION, " ".join(hints).partition("Perhaps you meant:")[2])
         near = get_close_matches(unknown[0], known, 1, 0)
         return f"unknown option {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "--help lists all options.")
+    if no_choice := re.match(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", message):
+        value, flag, listed = no_choice.groups()
+        choices = re.findall(r"'([^']*)'", listed)
+        near = get_close_matches(value, choices, 1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        return f"{flag} is {value!r}; it must be one of {', '.join(choices)}{hint}"
+    if no_number := re.match(r"Error parsing (\S+): (invalid literal|could not convert).*: '(.*)'", message):
+        flag, what, value = no_number.groups()
+        kind = "a whole number, such as 1000" if what == "invalid literal" else "a number, such as 0.5"
+        return f"{flag} is {value!r}; it must be {kind}."
     return f"{message.rstrip('.')}; --help lists all options."
+
+
+def folder_named(flag: str, value: str) -> Path:
+    """Return the folder that an option names, which need not exist.
+
+    Raises:
+      UserError: the name is empty, or of a file.
+    """
+    folder = Path(value)
+    if not value:
+        raise UserError(f"{flag} is empty; name a folder, such as runs/mine.")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{flag} {value} is a file; name a folder.")
+    return folder
 
 
 def load_config(spec: str) -> Config:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.cli.arguments import load_config, load_module, options_given, parse, peek, run_command
+from jaxformer.cli.arguments import folder_named, load_config, load_module, options_given, parse, peek, run_command
 from jaxformer.cli.help import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config, flat, to_dict
@@ -83,7 +83,7 @@ def _main(arguments: list[str]) -> int:
     for name in asked.rungs or ():
         if name not in reported:
             raise UserError(f"there is no rung {name}; there are {', '.join(reported)}.")
-    folder = Path(asked.folder)
+    folder = folder_named("--folder", asked.folder)
     rungs = [name for name in reported if name in (asked.rungs or reported)]
     wanted = {name: _config(name, options) for name in rungs}  # a wrong option is answered before hours of training
     for name in rungs:

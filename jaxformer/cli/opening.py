@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from jaxformer.cli.arguments import folder_named
 from jaxformer.cli.train import RUNS
 from jaxformer.terminal import tell
 
@@ -59,7 +60,7 @@ def run_folder(options: RunOptions) -> Path:
     none."""
     from jaxformer.runs import latest_run
 
-    return latest_run(RUNS, with_checkpoint=True) if options.run is None else Path(options.run)
+    return latest_run(RUNS, with_checkpoint=True) if options.run is None else folder_named("--run", options.run)
 
 
 def model_of(options: RunOptions) -> nn.Module:

@@ -18,7 +18,7 @@ import jax
 import tyro
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config, model_fields, parse, peek, run_command, with_image_size
+from jaxformer.cli.arguments import folder_named, load_config, model_fields, parse, peek, run_command, with_image_size
 from jaxformer.config import Config, differences
 from jaxformer.distributed import (
     DistributedOptions,
@@ -31,7 +31,8 @@ from jaxformer.distributed import (
     wait_for_all,
 )
 from jaxformer.errors import UserError, writing
-from jaxformer.terminal import announce
+from jaxformer.signals import interrupted_by
+from jaxformer.terminal import announce, tell
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -45,6 +46,7 @@ DESCRIPTION = """Train a model; sample from it with sample.py.
 Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, and where only the reader of a
 pipe leaves (| head), training continues quietly."""
 RUNS = Path("runs")
+TOO_EARLY = "interrupted before the first step; nothing to save"
 MAY_CHANGE = {"steps", "data.path", "data.val_path", "mesh"}
 """Fields that may differ on resuming, besides `compute` and most of `train`: the data is compared by its content."""
 LEARNED_FROM = {"train.batch_size", "train.label_smoothing", "train.skip_batches"}
@@ -93,7 +95,7 @@ def _main(arguments: list[str]) -> int:
     if known.resume:
         from jaxformer.runs import latest_run, read_config
 
-        folder = Path(known.run) if known.run else latest_run(RUNS)
+        folder = latest_run(RUNS) if known.run is None else folder_named("--run", known.run)
         stored = read_config(folder)
     config = load_config(known.config or DEFAULT_CONFIG) if known.config or stored is None else stored
     config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
@@ -111,6 +113,8 @@ def _main(arguments: list[str]) -> int:
     if asked.skip_batches and asked.from_step is None:
         raise UserError("--skip-batches goes with --resume and --from-step; name the checkpoint to roll back to.")
     changes = ""
+    if asked.run is not None:
+        folder_named("--run", asked.run)
     if stored is not None:
         changes = _check_same(folder, stored, config, asked.from_step is not None)
     elif asked.run is not None and Path(asked.run).exists():
@@ -124,14 +128,41 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.runs import check_parent
 
     with relying_on_others("training has not begun."), contextlib.ExitStack() as stack:
+        early = stack.enter_context(contextlib.ExitStack())
+        early.enter_context(interrupted_by(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, message=TOO_EARLY))
         if is_first() and stored is None:  # before the data is read and the step compiled
             check_parent(folder)
         elif is_first():
             stack.enter_context(lock_early(folder))
-        return _train(config, folder, stored is not None, asked, changes, model_fields(arguments))
+        if stored is not None and _is_finished(folder, config, config.data == stored.data, asked.from_step):
+            tell(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
+            return 0
+        return _train(config, folder, stored is not None, asked, changes, model_fields(arguments), early)
 
 
-def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes: str, fixed: set[str]) -> int:
+def _is_finished(folder: Path, config: Config, same_data: bool, from_step: int | None) -> bool:
+    """Return whether a run has nothing left to train, before its data is read and the step compiled.
+
+    Raises:
+      UserError: there is no such checkpoint to roll back to, or all are damaged.
+    """
+    from jaxformer.checkpoints import StoredCheckpoints
+
+    if jax.process_count() > 1:  # they read the checkpoints together, a share each
+        return False
+    checkpoints = StoredCheckpoints(folder)
+    if from_step is None:
+        return checkpoints.last_whole() == config.steps and same_data
+    if from_step:
+        checkpoints.step(from_step)
+    return False
+
+
+def _train(
+    config: Config, folder: Path, resume: bool, asked: Arguments, changes: str, fixed: set[str],
+    early: contextlib.ExitStack,
+) -> int:  # fmt: skip
+    """Train; the exit status. `early` is what holds until the training loop has ended."""
     from jaxformer.cli.hooks import make_hooks
     from jaxformer.cli.report import reporter
     from jaxformer.runs import METRICS, abstract_params, count_parameters, create_run, load_data
@@ -180,6 +211,11 @@ def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes
         f"{config.steps / data.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}"
     )
+    if (warmup := config.optimizer.warmup_steps) > config.steps:
+        say(
+            f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "
+            f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
+        )
 
     hooks = make_hooks(config, mesh, data, folder)
     sinks = [reporter(folder)] if config.train.report_every else []
@@ -188,10 +224,11 @@ def _train(config: Config, folder: Path, resume: bool, asked: Arguments, changes
         with relying_on_others(f"go on from the last checkpoint with: {command}"):
             back = None if asked.from_step is None else Rollback(asked.from_step, asked.skip_batches, changes)
             outcome = train(config, data, folder, mesh, hooks, resume, asked.allow_changed_data, sinks, back)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
         raise
+    early.close()
     return _conclude(config, data, mesh, folder, outcome)
 
 

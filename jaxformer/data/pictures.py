@@ -138,7 +138,7 @@ def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
 @contextmanager
 def _opened(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
     """Open a picture; messages about errors in reading it name `name`."""
-    from PIL import Image  # it takes a moment
+    from PIL import Image, UnidentifiedImageError  # it takes a moment
 
     if channels not in MODES:
         raise UserError(f"model.channels is {channels}, but pictures can be read as 1 (grey) or 3 (colour); set one.")
@@ -148,7 +148,8 @@ def _opened(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[
     except FileNotFoundError as error:
         raise UserError(f"{name} does not exist; name a picture that does.") from error
     except BROKEN as error:  # a damaged GIF makes Pillow raise any of them
-        raise UserError(f"{name} cannot be read as a picture: {error}; remove it, or get it anew.") from error
+        what = "" if isinstance(error, UnidentifiedImageError) else f": {error}"  # of the file's name, and no more
+        raise UserError(f"{name} cannot be read as a picture{what}; leave it out, or get it anew.") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error
 

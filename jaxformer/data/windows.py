@@ -39,7 +39,8 @@ class Windows:
         if self.n_windows < self.batch_size:
             raise UserError(
                 f"the training text has {self.n_windows} window(s) of {self.length} tokens at stride {self.stride}, "
-                f"fewer than train.batch_size {self.batch_size}; lower one of them."
+                f"fewer than train.batch_size {self.batch_size}; take --train.batch-size {self.n_windows}, a shorter "
+                "--model.context-length, or more text."
             )
 
     @property

@@ -136,6 +136,8 @@ def test_rungs_are_trained_once_and_a_table_is_left(tmp_path, monkeypatch, capfd
     [
         (["--rungs", "residul"], "there is no rung residul; there are mlp_rowwise"),
         (["--config", "configs/quick.py"], "the ladder says --config for each rung itself"),
+        (["--folder", "configs/quick.py"], "--folder configs/quick.py is a file; name a folder."),
+        (["--folder="], "--folder is empty; name a folder"),
         (["--run=x"], "the ladder says --run for each rung itself"),
         (["--name", "x"], "the ladder says --name for each rung itself"),
         (["--rungs", "residual", "--rungs", "rmsnorm"], "--rungs is given twice"),

@@ -6,10 +6,12 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from jaxformer.checkpoints import Checkpoints
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.train import _check_same, _conclude, _main, _way_back, no_better, prompt_to_try
+from jaxformer.cli.train import _check_same, _conclude, _is_finished, _main, _way_back, main, no_better, prompt_to_try
 from jaxformer.data.dates import DatesConfig
 from jaxformer.errors import UserError
 from jaxformer.train.evaluate import Evaluation
@@ -139,3 +141,35 @@ def test_the_way_back_is_a_command_with_values():
     assert _way_back(config, replace(outcome, healthy=0), "r").startswith(
         "No checkpoint is from before the divergence; begin again with: python train.py --resume --run r --from-step 0 "
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, number):
+    def load_data(*_: object) -> None:
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("jaxformer.runs.load_data", load_data)
+    before = signal.getsignal(number)
+    options = ["--config", f"{ROOT}/configs/quick.py", "--run", str(tmp_path / "run")]
+    assert main(options) == 128 + number
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted before the first step; nothing to save"
+    assert signal.getsignal(number) is before and not (tmp_path / "run").exists()
+
+
+def test_a_run_without_steps_left_or_without_whole_checkpoints_is_noticed_early(tmp_path):
+    config = replace(load_config(f"{ROOT}/configs/quick.py"), steps=20)
+    assert not _is_finished(tmp_path, config, True, None)  # killed before its first checkpoint
+    with Checkpoints(tmp_path) as saved:
+        for step in (10, 20):
+            saved.save(step, {"W": np.ones(3)}, {"m": np.ones(3)}, {"step": step}, None)
+    assert _is_finished(tmp_path, config, True, None)
+    assert not _is_finished(tmp_path, config, False, None)  # the data may have changed
+    assert not _is_finished(tmp_path, replace(config, steps=30), True, None)
+    assert not _is_finished(tmp_path, config, True, 0) and not _is_finished(tmp_path, config, True, 10)
+    with pytest.raises(UserError, match="has no checkpoint 7"):
+        _is_finished(tmp_path, config, True, 7)
+    (tmp_path / "checkpoints/20/sha256.json").unlink()
+    assert not _is_finished(tmp_path, config, True, None)
+    (tmp_path / "checkpoints/10/sha256.json").unlink()
+    with pytest.raises(UserError, match=r"every checkpoint of .* is damaged"):
+        _is_finished(tmp_path, config, True, None)
