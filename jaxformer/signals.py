@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SECOND = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
+SECOND: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
 """Response to the second of several signals; the default one of the system to others."""
 
 
