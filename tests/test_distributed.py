@@ -301,7 +301,7 @@ def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
 @pytest.mark.parametrize(
     ("victim", "number", "status"),
     [
-        (1, signal.SIGTERM, 128 + signal.SIGTERM),
+        pytest.param(1, signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
         pytest.param(1, signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
         pytest.param(0, signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
         pytest.param(1, signal.SIGSTOP, 1, marks=pytest.mark.exhaustive),

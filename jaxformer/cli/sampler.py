@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxformer.cli.answers import Answer, explanation, rounded
+from jaxformer.cli.arguments import folder_named
 from jaxformer.cli.opening import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, seeds
 from jaxformer.decode import (
@@ -81,7 +82,7 @@ class Sampler:
         """What proposes, and its parameters."""
         if name == "lookup":
             return LookUp(self._config.vocab_size), None
-        draft = open_run(RunOptions(run=name), self._mesh)
+        draft = open_run(RunOptions(run=str(folder_named("--draft", name))), self._mesh)
         config, tokenizer = draft.language()
         if tokenizer.as_json() != self._tokenizer.as_json():
             raise UserError(

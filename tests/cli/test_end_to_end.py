@@ -256,6 +256,7 @@ def test_an_interruption_saves_first_and_resuming_changes_nothing(here, finished
     assert_same_run(here / name, here / "runs/quick")
 
 
+@pytest.mark.exhaustive
 def test_a_closed_terminal_saves_first_a_closed_pipe_ends_nothing_and_neither_changes_anything(here, finished):
     process, terminal = start_in_terminal("train.py", *tiny(here / "books"), "--run", "hung-up", cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "hung-up") > 1)
@@ -333,6 +334,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     assert found.culprit in report and "with the step's attention: xla" in report and "float32" in report
 
 
+@pytest.mark.exhaustive
 def test_a_divergence_stops_and_the_command_that_it_names_trains(here):
     options = tiny(here / "books", steps=40)
     options[options.index("--optimizer.learning-rate") + 1] = "100"

@@ -253,7 +253,7 @@ def test_smaller_weights_say_nearly_the_same(rows):
         (["--stop-tokens", "280"], "a stop token is 280; it must be from 0 to 279"),
         (["--top-logprobs", "281"], "top-logprobs is 281; it must be at most the vocabulary's 280"),
         (["--prompt", "many words " * 9], "at most the context's 16"),
-        (["--draft", ""], "is no run"),
+        (["--draft", ""], "--draft is empty; name a folder"),
         (["--prompt", "A", "many words " * 9], "prompt 2 has"),
         (
             ["--num-beams", "2", "--max-new-tokens", "17"],

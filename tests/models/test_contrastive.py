@@ -126,6 +126,7 @@ def test_eight_devices_add_up_to_one(weighted: bool) -> None:
     assert max(jnp.abs(g).max() for g in jax.tree.leaves(grads)) > 0.01
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
     """With parameters in shards, and heads split."""
