@@ -27,6 +27,8 @@ from jaxformer.errors import UserError, cause
 
 BUILDING = ".building-"
 DAY = 24 * 60 * 60
+QUIET_SECONDS = 5.0
+"""Another process is waited for so long before that is said: those of one job begin together."""
 TOKENIZER, MANIFEST = "tokenizer.json", "manifest.json"
 PIECES_AT_ONCE = 16
 """Pieces of text tokenized side by side: encodings take some 200 bytes per character."""
@@ -273,14 +275,25 @@ def _lock(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
     try:
         with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logging.getLogger(__name__).warning("waiting for another process that writes tokens to %s.", folder)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            deadline = time.monotonic() + QUIET_SECONDS
+            while not _try_lock(lock):
+                if time.monotonic() >= deadline:
+                    logging.getLogger(__name__).warning("waiting for another process that writes tokens to %s.", folder)
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    break
+                time.sleep(0.05)
         yield
     finally:
         os.close(lock)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Return True where the lock was free, and is held now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened_and_a_tampered_one_does_no
     assert result.returncode == 0 and not result.stderr, result.stderr
     log, checkpoint = parting(tmp_path / "kept/straight", kept)
     assert log.startswith("the logs part at step 18, in loss: ")  # the first row after step 15
-    assert re.match(r"the checkpoints of step 20 part in \d+ of 27 arrays, first in params/.*: the largest", checkpoint)
+    assert re.match(r"the checkpoints of step 20 part in \d+ of 31 arrays, first in params/.*: the largest", checkpoint)
 
 
 def tamper(folder, step: int) -> None:

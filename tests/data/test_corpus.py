@@ -163,6 +163,7 @@ def test_of_many_that_find_a_broken_cache_one_writes_it_anew(config, tmp_path, m
                 started.add(thread)
                 everyone.wait(10)
 
+    monkeypatch.setattr(token_cache, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(token_cache, "_build", build_while_others_wait)
     monkeypatch.setattr(token_cache, "read", read_at_once)
     with ThreadPoolExecutor(4) as pool:
