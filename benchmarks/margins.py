@@ -9,8 +9,9 @@ one JSON file below --out when it is done, so that the benchmark can be killed a
 over machines and their files put together. A piece has as many cores as devices, as far as there are any, to itself.
 
 A loss spike is a mean of the training loss over `SMOOTHED` consecutive steps, after the warm-up, that exceeds the
-smallest such mean before it by more than `SPIKE_NATS`. One batch alone says less: those of `quick` hold 1,024 tokens,
-and their losses differ by half a nat where nothing has changed but the text.
+smallest such mean before it by more than `SPIKE_NATS`; of a run that ends before twice its warm-up, all steps count.
+One batch alone says less: those of `quick` hold 1,024 tokens, and their losses differ by half a nat where nothing has
+changed but the text.
 
 DATA is a folder with `images` (Fashion-MNIST), `emoji` (`jaxformer.data.captions`) and `translation/en-fr.*.tsv`;
 configs whose data it lacks are left out, and said to be.
@@ -176,11 +177,9 @@ def train_piece(piece: Piece, out: Path) -> None:
 
 
 def excursion(losses: np.ndarray, width: int, warmup: int) -> float:
-    """Most that a mean of `width` losses exceeds the smallest before it, in nats, after the warm-up; infinite where a
-    loss is not finite."""
-    means = np.convolve(losses, np.ones(width) / width, "valid")[warmup:]
-    if not len(means):
-        return 0.0
+    """Most that a mean of `width` losses exceeds the smallest before it, in nats, after the warm-up, or from the start
+    where no half of the steps come after it; infinite where a loss is not finite."""
+    means = np.convolve(losses, np.ones(width) / width, "valid")[warmup if 2 * warmup <= len(losses) else 0 :]
     return float((means - np.minimum.accumulate(means)).max()) if np.isfinite(means).all() else float("inf")
 
 
