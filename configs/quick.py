@@ -1,7 +1,7 @@
 """What `python train.py` runs: a small model of real English, in minutes on two CPU cores.
 
-Both recipes train on every machine and seed that was tried, with a margin of twice the learning rate: see
-docs/margins.md. What gives it is the bound on a step's length. Nesterov SGD moves by at most
+`quick` trains with every seed and number of devices that docs/margins.md lists, also at twice its learning rate. What
+gives it that margin is the bound on a step's length: Nesterov SGD moves by at most
 learning_rate · clip_norm / (1 - momentum), which is 5 here; at four times that, 11 of 12 starts diverged.
 """
 
