@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import record
 
-from jaxformer.cli import hooks, report, train
+from jaxformer.cli import callbacks, report, train
 from jaxformer.train import loop
 
 TARGET = 0.03
@@ -51,13 +51,13 @@ class Stopwatch:
 def main() -> None:
     """Train, print, and write the result."""
     watch, whole = Stopwatch(), Stopwatch()
-    make_hooks, reporter, training = hooks.make_hooks, report.reporter, loop.train
+    make_callbacks, reporter, training = callbacks.make_callbacks, report.reporter, loop.train
 
-    def timed_hooks(*given: Any) -> list[loop.Hook]:
-        made = make_hooks(*given)
-        return [replace(hook, call=watch.timing(f"hook {i}", hook.call)) for i, hook in enumerate(made)]
+    def timed_hooks(*given: Any) -> list[loop.Callback]:
+        made = make_callbacks(*given)
+        return [replace(callback, call=watch.timing(f"hook {i}", callback.call)) for i, callback in enumerate(made)]
 
-    hooks.make_hooks = timed_hooks
+    callbacks.make_callbacks = timed_hooks
     report.reporter = lambda folder: watch.timing("report.html", reporter(folder))
     loop.train = whole.timing("training", training)
     with tempfile.TemporaryDirectory() as folder:

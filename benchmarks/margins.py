@@ -119,7 +119,7 @@ def train_piece(piece: Piece, out: Path) -> None:
     from jaxformer.cli.arguments import load_config
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, read_metrics
-    from jaxformer.train.loop import Hook, train
+    from jaxformer.train.loop import Callback, train
 
     config = load_config(str(record.ROOT / "configs" / piece.config))
     rate = config.optimizer.learning_rate * piece.factor
@@ -154,7 +154,7 @@ def train_piece(piece: Piece, out: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)  # ends in good order
 
     with tempfile.TemporaryDirectory() as scratch:
-        outcome = train(config, data, Path(scratch), mesh, [Hook(1, look, at_start=True)])
+        outcome = train(config, data, Path(scratch), mesh, [Callback(1, look, at_start=True)])
         losses = np.array([row["loss"] for row in read_metrics(Path(scratch)) if "loss" in row], float)
     seconds = np.diff(began)
     result: dict[str, Any] = {

@@ -30,7 +30,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
-from jaxformer.distributed import from_all, from_first, is_first, wait_for_all
+from jaxformer.distributed import all_gather, barrier, broadcast, is_first
 from jaxformer.errors import UserError, cannot_write, cause, parse_json, vanished, writing
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
@@ -59,7 +59,7 @@ warn = logging.getLogger(__name__).warning
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
 
 
-def damage(checkpoint: Path, share: slice = EVERY) -> str | None:
+def find_corruption(checkpoint: Path, share: slice = EVERY) -> str | None:
     """What is wrong with a checkpoint's folder, in a few words; None if it is as it was saved.
 
     Orbax notices a file that is missing or cut short, but restores a flipped bit without a word.
@@ -218,7 +218,7 @@ class StoredCheckpoints:
         return ocp.PyTreeCheckpointer().metadata(self._place / str(step) / item).item_metadata.tree
 
     def _damage(self, step: int) -> str | None:
-        """As `damage`, told again without reading again."""
+        """As `find_corruption`, told again without reading again."""
         if step not in self._verdicts:
             self._verdicts[step] = self._examine(step)
         return self._verdicts[step]
@@ -233,7 +233,7 @@ class StoredCheckpoints:
         return self._find_whole(steps) if steps else None
 
     def _examine(self, step: int) -> str | None:
-        return damage(self._place / str(step))
+        return find_corruption(self._place / str(step))
 
     def _first_good(self, steps: Sequence[int]) -> int:
         """The first of these that is not damaged, with a warning for each before it."""
@@ -305,9 +305,9 @@ class Checkpoints(StoredCheckpoints):
         with contextlib.ExitStack() as opened:
             opened.enter_context(_without_echoes())
             if is_first():
-                opened.enter_context(only_one(self._folder))
-            self._make_way()
-            wait_for_all()  # from here on, all see the same steps
+                opened.enter_context(run_lock(self._folder))
+            self._quarantine()
+            barrier()  # from here on, all see the same steps
             self._healthy = {step for step in self.steps() if self.is_healthy(step)}
             policy = checkpoint_managers.AnyPreservationPolicy(
                 [
@@ -358,7 +358,7 @@ class Checkpoints(StoredCheckpoints):
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, whole or damaged, in order, as process 0 sees them."""
-        return json.loads(from_first(json.dumps(super().steps())))
+        return json.loads(broadcast(json.dumps(super().steps())))
 
     def save(self, step: int, params: Any, opt_state: Any, position: Mapping[str, Any], val_loss: float | None) -> None:
         """Begin to save; a step that is already there is left as it is.
@@ -416,7 +416,7 @@ class Checkpoints(StoredCheckpoints):
             for number in reversed(later):
                 self._manager.delete(number)
         self._healthy.difference_update(later)
-        wait_for_all()
+        barrier()
         return later
 
     def _failure(self) -> str | None:
@@ -444,7 +444,7 @@ class Checkpoints(StoredCheckpoints):
             return vanished(self._folder, what)
         if (why := cause(error)) is None:
             return error
-        good = next((n for n in reversed(super().steps()) if not damage(self._place / str(n), NONE)), None)
+        good = next((n for n in reversed(super().steps()) if not find_corruption(self._place / str(n), NONE)), None)
         kept = "there is none before it" if good is None else f"{good} is whole"
         return cannot_write(self._folder, f"{what} ({kept})", why)
 
@@ -457,10 +457,10 @@ class Checkpoints(StoredCheckpoints):
         (folder / SUMS).write_text(json.dumps(sums, indent=0), encoding="utf-8")
 
     def _examine(self, step: int) -> str | None:
-        mine = damage(self._place / str(step), slice(jax.process_index(), None, jax.process_count()))
-        return next(filter(None, from_all(mine or "")), None)
+        mine = find_corruption(self._place / str(step), slice(jax.process_index(), None, jax.process_count()))
+        return next(filter(None, all_gather(mine or "")), None)
 
-    def _make_way(self) -> None:
+    def _quarantine(self) -> None:
         """Put aside what is newer than the last good checkpoint, and remove what is left of a deletion."""
         steps = self.steps()
         if not steps:
@@ -471,7 +471,7 @@ class Checkpoints(StoredCheckpoints):
         wanted = {*steps[-2:], min(steps, key=self._quality)}
         for step in steps if is_first() else ():
             here, aside = self._place / str(step), self._place / f"{step}.damaged"
-            why = self._damage(step) if step >= good else damage(here, NONE)
+            why = self._damage(step) if step >= good else find_corruption(here, NONE)
             if why is None:
                 continue
             with writing(self._folder, CHECKPOINTS):
@@ -520,7 +520,7 @@ class _LastOf:
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[None]:
     """Keep other processes from training in a run's folder. The kernel ends it with this process, however that dies.
 
     Raises:
@@ -581,8 +581,8 @@ def is_locked(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_early(folder: Path) -> Iterator[None]:
-    """As `only_one`, for a caller that has much to do before it enters `Checkpoints` inside."""
-    with only_one(folder):
+    """As `run_lock`, for a caller that has much to do before it enters `Checkpoints` inside."""
+    with run_lock(folder):
         _LOCKED_EARLY.add(folder.resolve())
         try:
             yield

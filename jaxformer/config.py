@@ -35,7 +35,7 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("image_size", "patch_size", "n_frames", "tubelet_frames", "shift", "max_speed"), 2**14),
     **dict.fromkeys(("vocab_size", "context_length", "window", "n_pairs", "n_held_out"), 2**24),
     **dict.fromkeys(("sample_tokens",), 2**16),
-    **dict.fromkeys(("batch_size", "accumulate", "processes"), 2**20),
+    **dict.fromkeys(("batch_size", "grad_accumulation_steps", "processes"), 2**20),
     "seed": 2**32 - 1,
     "heartbeat_seconds": 86_400,
 }
@@ -257,13 +257,13 @@ class ComputeConfig:
     """What the backward pass finds stored: all; products with weights; only the input of each block."""
     scan_blocks: bool = False
     """Compile one block and loop over it: quicker to compile where there are many."""
-    accumulate: int = 1
+    grad_accumulation_steps: int = 1
     """Parts of a batch to take one after the other, adding up their gradients. What looks at a batch as a whole sees
     one part at a time: the balance of experts, and CLIP, which tells each pair from others. Else nothing changes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        at_least(self, 1, "accumulate")
+        at_least(self, 1, "grad_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -297,10 +297,10 @@ class Config:
                 f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but 'wsd' falls from step {stable_end} on; "
                 "shorten the warm-up or decay_fraction, or take more steps."
             )
-        if self.train.batch_size % self.compute.accumulate:
+        if self.train.batch_size % self.compute.grad_accumulation_steps:
             raise UserError(
-                f"train.batch_size {self.train.batch_size} does not split into compute.accumulate "
-                f"{self.compute.accumulate} equal parts; make it a multiple."
+                f"train.batch_size {self.train.batch_size} does not split into compute.grad_accumulation_steps "
+                f"{self.compute.grad_accumulation_steps} equal parts; make it a multiple."
             )
 
 

@@ -160,7 +160,7 @@ def at_abort(sentence: str, status: int = 1) -> Iterator[None]:
 
 
 @contextmanager
-def relying_on_others(advice: str) -> Iterator[None]:
+def exit_on_lost_process(advice: str) -> Iterator[None]:
     """Inside, end with status 1 and a sentence, and without waiting for anyone, where another process is gone.
 
     Whoever waits for it in a collective is told so at once, or after `heartbeat_seconds`.
@@ -183,7 +183,7 @@ def relying_on_others(advice: str) -> Iterator[None]:
 def leave(status: int) -> int:
     """The status to exit with; one of several processes ends here with it, once all have come to leave.
 
-    If they do not within `heartbeat_seconds`, it ends all the same, and the others as `relying_on_others` has it.
+    If they do not within `heartbeat_seconds`, it ends all the same, and the others as `exit_on_lost_process` has it.
 
     It ends without what the interpreter would wait for: the threads of a save that nobody finishes, and devices that
     still are at a collective with others that are gone. A result is read from one device as soon as that has it; the
@@ -207,7 +207,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Wait until all processes have come to this point, as long as they live.
 
     A collective is less patient: on CPUs the first one among the same devices waits for 30 s.
@@ -237,19 +237,19 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def from_first(text: str) -> str:
+def broadcast(text: str) -> str:
     """The text that process 0 gives, for all of them."""
-    return from_all(text)[0]
+    return all_gather(text)[0]
 
 
-def from_all(text: str) -> list[str]:
+def all_gather(text: str) -> list[str]:
     """The texts that all processes give, of at most `LONGEST_TEXT` bytes, for all of them."""
     if jax.process_count() == 1:
         return [text]
     coded = np.zeros(LONGEST_TEXT, np.uint8)
     told = np.frombuffer(text.encode(), np.uint8)
     coded[: len(told)] = told
-    wait_for_all()
+    barrier()
     return [bytes(each).rstrip(b"\0").decode() for each in multihost_utils.process_allgather(coded)]
 
 

@@ -27,7 +27,7 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, parse_json, shortened
 from jaxformer.models.inputs import check_next_tokens
-from jaxformer.models.objective import Params, can_continue, next_token_nll
+from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
 
@@ -73,7 +73,7 @@ class Run:
         Raises:
           UserError: the model predicts no next tokens, or these are not the tokens of one sequence.
         """
-        if not can_continue(self.model):
+        if not is_causal_lm(self.model):
             kind = type(self.model).__name__
             raise UserError(f"{self.path} holds a {kind}, which predicts no next token; see models.objective.")
         tokens_T = jnp.asarray(tokens_T)

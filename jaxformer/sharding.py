@@ -26,7 +26,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 """From the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
 BATCH = ("data", "fsdp", "expert")
 """The axes that split the batch."""
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 """Split over nothing."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -98,7 +98,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device."""
-    return NamedSharding(mesh, WHOLE)
+    return NamedSharding(mesh, REPLICATED)
 
 
 def batch_split(mesh: Mesh) -> NamedSharding:
@@ -132,7 +132,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         is_parameter = leaf.ndim and isinstance(path[-1], jax.tree_util.DictKey)
-        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else WHOLE)
+        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else REPLICATED)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -181,7 +181,7 @@ def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
     return [np.moveaxis(index, i, -1).reshape(-1, n).tolist() for i, n in reversed(list(enumerate(lengths)))]
 
 
-def sum_over_batch(tree: Any, specs: Any = WHOLE) -> Any:
+def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
     """What each device has from its part of the batch, summed over all parts; inside `jax.shard_map`.
 
     Args:

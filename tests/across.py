@@ -11,7 +11,7 @@ from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.windows import next_token
-from jaxformer.distributed import Agreement, DistributedOptions, connect, from_first, leave, wait_for_all
+from jaxformer.distributed import Agreement, DistributedOptions, barrier, broadcast, connect, leave
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh
 from jaxformer.train.step import init_state, make_train_step
@@ -42,10 +42,10 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
     told = {
         "losses": losses,
         "rows": held.tolist(),
-        "text": from_first(f"from {jax.process_index()}"),
+        "text": broadcast(f"from {jax.process_index()}"),
         "largest": int(Agreement(mesh).ask(jax.process_index())),
     }
-    wait_for_all()
+    barrier()
     print(json.dumps(told))
     return leave(0)
 

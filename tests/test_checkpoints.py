@@ -23,7 +23,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import checkpoints
-from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, damage, is_locked, lock_early
+from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, find_corruption, is_locked, lock_early
 from jaxformer.errors import UserError
 from tests.helpers import exhaustive, fill, flip_a_bit, mounted
 
@@ -140,13 +140,13 @@ def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):
     files = [file for file in checkpoint.rglob("*") if file.is_file() and file.stat().st_size]
     # Orbax dates and marks a checkpoint after its sums are made; these two say nothing of its content.
     files = [file for file in files if file.parent != checkpoint or file.name == SUMS]
-    assert len(files) > 10 and damage(checkpoint) is None
+    assert len(files) > 10 and find_corruption(checkpoint) is None
     for file in files:
         whole = file.read_bytes()
         flip_a_bit(file)
-        assert damage(checkpoint) is not None, file
+        assert find_corruption(checkpoint) is not None, file
         file.write_bytes(whole)
-    assert damage(checkpoint) is None
+    assert find_corruption(checkpoint) is None
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
@@ -172,7 +172,7 @@ def test_on_going_on_a_damaged_checkpoint_makes_way_for_a_new_one(folder, caplog
         assert len(caplog.records) == 1 and "put aside as 15.damaged, 10 is used" in caplog.text
         checkpoints.save(15, state(15), (state(-15), None), {}, None)
     assert StoredCheckpoints(folder).steps() == [5, 10, 15]  # 5 is the best
-    assert damage(folder / "checkpoints/15") is None
+    assert find_corruption(folder / "checkpoints/15") is None
     assert_step(folder, 15)
 
 
@@ -234,14 +234,14 @@ def test_processes_that_share_the_reading_find_together_what_one_does(folder):
     checkpoint = folder / "checkpoints/15"
     arrays = sorted(p for item in ("params", "opt_state") for p in (checkpoint / item).rglob("*") if p.is_file())
     shares = [slice(i, None, 3) for i in range(3)]
-    assert len(arrays) > 3 and not any(damage(checkpoint, share) for share in shares)
+    assert len(arrays) > 3 and not any(find_corruption(checkpoint, share) for share in shares)
     for file in arrays:
         flip_a_bit(file)
-        said = [damage(checkpoint, share) for share in shares]
-        assert [verdict for verdict in said if verdict] == [damage(checkpoint)]  # one of them has read it
+        said = [find_corruption(checkpoint, share) for share in shares]
+        assert [verdict for verdict in said if verdict] == [find_corruption(checkpoint)]  # one of them has read it
         flip_a_bit(file)
         file.rename(checkpoint / "elsewhere")
-        assert None not in [damage(checkpoint, share) for share in shares]
+        assert None not in [find_corruption(checkpoint, share) for share in shares]
         (checkpoint / "elsewhere").rename(file)
 
 
@@ -381,7 +381,7 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
         assert said.startswith(f"checkpoint 15 (5 is whole) cannot be written to {disk}: No space left on device;")
         assert said.endswith(f"free some space, then go on with: python train.py --resume --run {disk}")
         assert [p.name for p in (disk / "checkpoints").iterdir()] == ["5"]
-        assert damage(disk / "checkpoints/5") is None
+        assert find_corruption(disk / "checkpoints/5") is None
         full.unlink()
         write(disk, 10)
         assert_step(disk, 10)
@@ -399,7 +399,7 @@ def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
                 time.sleep(0.01)
             full.unlink()
             checkpoints.save(15, state(15), state(-15), {}, None)
-            assert damage(disk / "checkpoints/15") is None  # there already
+            assert find_corruption(disk / "checkpoints/15") is None  # there already
         (record,) = caplog.records
         said = f"checkpoint 10 of {disk} could not be written: No space left on device; 15 is saved instead"
         assert record.getMessage() == said

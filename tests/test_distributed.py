@@ -25,8 +25,8 @@ from jaxformer.distributed import (
     Agreement,
     DistributedOptions,
     bind_address,
+    broadcast,
     connect,
-    from_first,
     leave,
     processes_around,
 )
@@ -82,7 +82,7 @@ def test_processes_are_counted_by_what_started_them(environment, n):
 def test_alone_nothing_is_asked_of_others():
     connect(DistributedOptions())
     assert not jax.distributed.is_initialized()
-    assert from_first("runs/quick") == "runs/quick"
+    assert broadcast("runs/quick") == "runs/quick"
     assert Agreement(make_mesh()).ask(15) == 15
     assert leave(3) == 3
 

@@ -78,7 +78,7 @@ WIDE_OPS: dict[str, tuple[Any, ...]] = {
     "row_entropy": (lambda q, k: attention.row_entropy(attention.attention_weights(q, k, Causal())), Q, KV),
     "alignment_weights": (lambda s: alignment.alignment_weights(s, s > 0), (T,)),
     "negative_log_likelihood": (losses.negative_log_likelihood, (T, V), TOKENS),
-    "smoothing_cost": (losses.smoothing_cost, (T, V)),
+    "uniform_cross_entropy": (losses.uniform_cross_entropy, (T, V)),
     "cross_entropy": (losses.cross_entropy, (T, V), TOKENS),
     "pair_nll": (losses.pair_nll, (D,), (D,), X, X, ()),
     "statistics": (

@@ -11,7 +11,7 @@ import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.cli.opening import RunOptions, open_run, with_run
+from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.config import ComputeConfig, Config, at_least
 from jaxformer.errors import UserError
 from jaxformer.terminal import tell
@@ -73,7 +73,7 @@ def _main(arguments: list[str]) -> int:
         raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")
     machine.set_up(asked.batch_size, asked.opening.mesh)
 
-    from jaxformer.cli.translating import quality
+    from jaxformer.cli.translate import quality
     from jaxformer.data.pairs import Pairs
     from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
@@ -110,10 +110,10 @@ def _text(run: Run, asked: Arguments, path: str) -> tuple[HeldOutText, str]:
     from jaxformer.data.corpus import TextConfig, tokenize
     from jaxformer.data.text import read_documents
     from jaxformer.data.windows import HeldOutText
-    from jaxformer.models.objective import can_continue
+    from jaxformer.models.objective import is_causal_lm
 
     model, tokenizer = run.language()
-    if not can_continue(run.model):
+    if not is_causal_lm(run.model):
         kind = type(run.model).__name__
         raise UserError(f"{run.path} holds a {kind}, which continues no text; leave --data.path out.")
     length, most = model.context_length, model.n_predicted

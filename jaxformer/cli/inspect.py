@@ -14,10 +14,10 @@ import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.cli.filling import GAP, encode_gaps
-from jaxformer.cli.opening import RunOptions, open_run, with_run
+from jaxformer.cli.fill_mask import GAP, encode_gaps
+from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.prompts import Prompt
-from jaxformer.cli.translating import encode_source
+from jaxformer.cli.translate import encode_source
 from jaxformer.config import at_least
 from jaxformer.data.dataset import Batch
 from jaxformer.decode import translate_tokens
@@ -26,7 +26,7 @@ from jaxformer.inspect import trace_names, views
 from jaxformer.inspect.curves import training
 from jaxformer.inspect.page import Section, write_page
 from jaxformer.models.encoder import MaskedLanguageModel
-from jaxformer.models.objective import can_continue
+from jaxformer.models.objective import is_causal_lm
 from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
     if isinstance(run.model, MaskedLanguageModel):
         tokens = encode_gaps(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
-    if not can_continue(run.model) and len(config.example()) == 3:
+    if not is_causal_lm(run.model) and len(config.example()) == 3:
         source, end = encode_source(prompt, run), tokenizer.end_of_text
         [target] = translate_tokens(
             run.model, run.params, [source], end_of_text=end, context_length=config.context_length
@@ -208,7 +208,7 @@ def _unpadded(example: Batch, most: int) -> tuple[Any, ...]:
 
 def _alone(run: Run, example: tuple[Any, ...]) -> Batch | None:
     """The prompt as a batch, where it is its own target; None for models of which more has to be known."""
-    if not can_continue(run.model) or len(example) > 1 or len(example[0]) < 2:
+    if not is_causal_lm(run.model) or len(example) > 1 or len(example[0]) < 2:
         return None
     tokens_T = example[0]
     return Batch((tokens_T[None, :-1],), tokens_T[None, 1:])

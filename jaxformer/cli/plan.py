@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     asked = _parse(arguments)
     if asked.topology is None:
-        machine.set_up(asked.fields.train.batch_size // asked.fields.compute.accumulate, asked.fields.mesh)
+        machine.set_up(asked.fields.train.batch_size // asked.fields.compute.grad_accumulation_steps, asked.fields.mesh)
         import jax
 
         return _plan(asked.fields, jax.devices())

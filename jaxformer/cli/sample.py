@@ -14,13 +14,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxformer.cli import machine, translating
+from jaxformer.cli import machine, translate
 from jaxformer.cli.arguments import options_given, parse, run_command
-from jaxformer.cli.filling import fill_prompts
-from jaxformer.cli.opening import RunOptions, model_of, run_folder, with_run
+from jaxformer.cli.classify import tell_images
+from jaxformer.cli.fill_mask import fill_prompts
+from jaxformer.cli.load import RunOptions, model_of, run_folder, with_run
 from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts
 from jaxformer.cli.sampler import Sampler
-from jaxformer.cli.seeing import tell_images
 from jaxformer.decode import Sampling, Speed, StopStrings
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.errors import UserError
@@ -157,7 +157,7 @@ def _main(arguments: list[str]) -> int:
             f"{run_folder(asked.opening)} holds a {type(model).__name__}, which sees no images; leave out --images."
         )
     if hasattr(model, "start"):
-        return translating.main(asked, given, prompts)
+        return translate.main(asked, given, prompts)
     sampler = Sampler(asked, given)
     if asked.interactive:
         return _converse(sampler)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxformer.cli.answers import Answer, explanation, rounded
 from jaxformer.cli.arguments import folder_named
-from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.completion import Answer, explanation, rounded
+from jaxformer.cli.load import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, seeds
 from jaxformer.decode import (
     Generation,
@@ -27,11 +27,11 @@ from jaxformer.decode import (
     generate,
     speculate,
 )
-from jaxformer.decode.texts import Search, batches
+from jaxformer.decode.streaming import Search, batches
 from jaxformer.decode.weights import restored
 from jaxformer.errors import UserError
 from jaxformer.inspect.explain import explain
-from jaxformer.models.objective import can_continue
+from jaxformer.models.objective import is_causal_lm
 from jaxformer.sharding import make_mesh
 from jaxformer.signals import Caught
 from jaxformer.terminal import tell
@@ -52,7 +52,7 @@ class Sampler:
         self._mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
         self._asked, self._run = asked, open_run(asked.opening, self._mesh)
         self._config, self._tokenizer = self._run.language()
-        if not can_continue(self._run.model):
+        if not is_causal_lm(self._run.model):
             kind = type(self._run.model).__name__
             raise UserError(f"{self._run.path} holds a {kind}, which writes no text; name a run that does.")
         tokenizer = self._tokenizer
@@ -94,7 +94,7 @@ class Sampler:
         return ModelDraft(draft.model, config.context_length), draft.params
 
     def _note_end(self, run: Run) -> None:
-        if getattr(run.model, "reach", None) is None:
+        if getattr(run.model, "attention_window", None) is None:
             self._ends.append(run.language()[0].context_length)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -200,8 +200,8 @@ class Sampler:
 
     def _explain(self, prompt: list[int], made: list[int]) -> list[dict[str, Any]]:
         """What `explain` says, with tokens as text; of those that the model has positions for."""
-        goes_on = getattr(self._run.model, "reach", None) is not None
-        room = len(prompt) + len(made) if goes_on else self._config.context_length
+        extrapolates = getattr(self._run.model, "attention_window", None) is not None
+        room = len(prompt) + len(made) if extrapolates else self._config.context_length
         tokens, name = (prompt + made)[:room], lambda token: self._tokenizer.decode([token])
         return [
             {

@@ -22,13 +22,13 @@ from jaxformer.cli.arguments import folder_named, load_config, model_fields, par
 from jaxformer.config import Config, differences
 from jaxformer.distributed import (
     DistributedOptions,
+    barrier,
+    broadcast,
     connect,
-    from_first,
+    exit_on_lost_process,
     is_first,
     leave,
     processes_around,
-    relying_on_others,
-    wait_for_all,
 )
 from jaxformer.errors import UserError, writing
 from jaxformer.signals import interrupted_by
@@ -122,12 +122,12 @@ def _main(arguments: list[str]) -> int:
     else:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
     n_processes = asked.distributed.processes or processes_around(os.environ)
-    machine.set_up(config.train.batch_size // config.compute.accumulate, config.mesh, n_processes)
+    machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh, n_processes)
     connect(asked.distributed)
     from jaxformer.checkpoints import lock_early
     from jaxformer.runs import check_parent
 
-    with relying_on_others("training has not begun."), contextlib.ExitStack() as stack:
+    with exit_on_lost_process("training has not begun."), contextlib.ExitStack() as stack:
         early = stack.enter_context(contextlib.ExitStack())
         early.enter_context(interrupted_by(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, message=TOO_EARLY))
         if is_first() and stored is None:  # before the data is read and the step compiled
@@ -163,7 +163,7 @@ def _train(
     early: contextlib.ExitStack,
 ) -> int:  # fmt: skip
     """Train; the exit status. `early` is what holds until the training loop has ended."""
-    from jaxformer.cli.hooks import make_hooks
+    from jaxformer.cli.callbacks import make_callbacks
     from jaxformer.cli.report import reporter
     from jaxformer.runs import METRICS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
@@ -189,11 +189,11 @@ def _train(
         shapes = abstract_params(config.model.build(), config.model)
         check_parameters(shapes, mesh.size, jax.local_devices()[0])
     check_fit(config.model, data.rows(0, slice(1)))
-    wait_for_all()  # if one of several processes has no data, no run is made
+    barrier()  # if one of several processes has no data, no run is made
 
     if not resume:
         made = create_run(folder, config, data.tokenizer, asked.run is None, data.classes) if is_first() else ""
-        folder = Path(from_first(str(made)))
+        folder = Path(broadcast(str(made)))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
     axes = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
@@ -217,13 +217,13 @@ def _train(
             f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
         )
 
-    hooks = make_hooks(config, mesh, data, folder)
+    callbacks = make_callbacks(config, mesh, data, folder)
     sinks = [reporter(folder)] if config.train.report_every else []
     try:
         command = f"python train.py --resume --run {shlex.quote(str(folder))}"
-        with relying_on_others(f"go on from the last checkpoint with: {command}"):
+        with exit_on_lost_process(f"go on from the last checkpoint with: {command}"):
             back = None if asked.from_step is None else Rollback(asked.from_step, asked.skip_batches, changes)
-            outcome = train(config, data, folder, mesh, hooks, resume, asked.allow_changed_data, sinks, back)
+            outcome = train(config, data, folder, mesh, callbacks, resume, asked.allow_changed_data, sinks, back)
     except (UserError, KeyboardInterrupt):
         if is_first() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
@@ -248,7 +248,7 @@ def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: 
             with writing(folder, PLOTS):
                 plot(folder)
             write_report(folder, rows)
-        wait_for_all()
+        barrier()
         if outcome.status == "interrupted":
             say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {quoted}")
             return 128 + outcome.signal
@@ -302,13 +302,13 @@ def no_better(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
 
 def prompt_to_try(config: Config, data: Dataset) -> str | None:
     """What a new user may give to `sample.py`; None for a model that writes no text."""
-    from jaxformer.cli.filling import GAP
+    from jaxformer.cli.fill_mask import GAP
     from jaxformer.data.pairs import Pairs
     from jaxformer.models.encoder import MaskedLanguageModel
-    from jaxformer.models.objective import can_continue
+    from jaxformer.models.objective import is_causal_lm
 
     model = config.model.build()
-    if can_continue(model):
+    if is_causal_lm(model):
         return config.train.sample_prompt
     if isinstance(model, MaskedLanguageModel):
         return f"The {GAP} of"

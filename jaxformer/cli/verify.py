@@ -14,7 +14,7 @@ import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.cli.opening import RunOptions, open_run, with_run
+from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.config import ComputeConfig, at_least
 from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
 from jaxformer.terminal import tell

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
-from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.augmentation import draw_views, view
+from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
 from jaxformer.data.fit import ALL, describe_fit, fit_size, fit_vocabulary
 from jaxformer.data.pictures import MODES, describe_resizing, describe_sizes, picture_shape, read_picture
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.data.views import draw_views, view
 from jaxformer.errors import UserError
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
@@ -172,7 +172,7 @@ class Captions(Dataset):
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
         epoch, place = divmod(step, self.steps_per_epoch)
         n, first = len(self.train), place * self.batch_size
-        numbers = order(n, self.seed, epoch)[first : first + self.batch_size][which].astype(np.int64)
+        numbers = epoch_permutation(n, self.seed, epoch)[first : first + self.batch_size][which].astype(np.int64)
         chosen = self.train[numbers]
         images, variation = self.images[chosen], self.config.variation
         if any(variation.values()):
@@ -187,7 +187,7 @@ class Captions(Dataset):
         return batch._replace(inputs=(batch.inputs[0], tokens, valid))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        chosen = self.val[evenly(len(self.val), n)]
+        chosen = self.val[evenly_spaced(len(self.val), n)]
         for first in range(0, len(chosen), batch_size):
             part = chosen[first : first + batch_size]
             filled = np.concatenate([part, np.repeat(part[:1], batch_size - len(part))])

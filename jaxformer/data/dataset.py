@@ -95,18 +95,18 @@ class _Steps:
 
 
 @lru_cache(maxsize=2)
-def order(n: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """The numbers below n, as one epoch takes them."""
     numbers = np.arange(n, dtype=np.uint32 if n < 2**32 else np.uint64)
     np.random.Generator(np.random.Philox(key=[seed, epoch])).shuffle(numbers)
     return numbers
 
 
-def drawing(seed: int, when: int) -> np.random.Generator:
-    """For what is drawn to make the batch of a step, or those of an epoch; independent of what `order` draws."""
+def step_rng(seed: int, when: int) -> np.random.Generator:
+    """Return a generator for the draws of one step, or one epoch; independent of `epoch_permutation`."""
     return np.random.Generator(np.random.Philox(key=[seed, when], counter=[0, 0, 0, 1]))
 
 
-def evenly(n: int, wanted: int | None) -> np.ndarray:
+def evenly_spaced(n: int, wanted: int | None) -> np.ndarray:
     """The numbers below n, or so many evenly spread ones."""
     return np.arange(n) if wanted is None or wanted >= n else np.linspace(0, n - 1, wanted).astype(np.int64)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
-from jaxformer.data.dataset import Batch, Dataset, drawing, evenly, order
+from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced, step_rng
 from jaxformer.data.fit import ALL, describe_fit, fit_size
 from jaxformer.data.pictures import describe_sizes
 from jaxformer.data.stills import ImageFolder, Stills, open_images
@@ -145,12 +145,14 @@ class PixelDataset(Dataset):
 
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
         epoch, place = divmod(step, self.steps_per_epoch)
-        numbers = order(len(self.stills.train.images), self.seed, epoch)[place * self.batch_size :][: self.batch_size]
+        numbers = epoch_permutation(len(self.stills.train.images), self.seed, epoch)[place * self.batch_size :][
+            : self.batch_size
+        ]
         pixels, labels = self.varied(numbers[which], epoch)
         return Batch((pixels,), labels)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        chosen = evenly(len(self.stills.val.images), n)
+        chosen = evenly_spaced(len(self.stills.val.images), n)
         for first in range(0, len(chosen), batch_size):
             numbers = chosen[first : first + batch_size]
             pixels, labels = self.measured(numbers)
@@ -208,7 +210,7 @@ def shifted(images: np.ndarray, moves: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=2)
 def uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
     """`(n, k)` numbers from 0 to below 1: what an epoch draws for each of n examples, apart from their order."""
-    return drawing(seed, epoch).random((n, k))
+    return step_rng(seed, epoch).random((n, k))
 
 
 def _sized(sizes: Collection[tuple[int, ...]], channels: int) -> str:

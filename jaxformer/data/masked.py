@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.corpus import Corpus, TextConfig
-from jaxformer.data.dataset import HELD_OUT, Batch, drawing
+from jaxformer.data.dataset import HELD_OUT, Batch, step_rng
 from jaxformer.data.windows import Text, eval_batches
 from jaxformer.errors import UserError
 
@@ -55,14 +55,14 @@ class MaskedText(Text):
 
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
         B, T = self.windows.batch_size, self.model.context_length
-        draws_BT = drawing(self.seed, step).random((B, T))
+        draws_BT = step_rng(self.seed, step).random((B, T))
         weight = np.float32(1 / max(1, (draws_BT < self.fraction).sum()))
         targets_BT = self.windows.rows(step, which)[:, :T]
         tokens_BT, chosen_BT = mask(targets_BT, draws_BT[which], self.fraction, self.model.vocab_size - 1)
         return Batch((tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT * weight)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        T, draw = self.model.context_length, drawing(HELD_OUT, 0)
+        T, draw = self.model.context_length, step_rng(HELD_OUT, 0)
         for targets_BT, weights_BT in eval_batches(self.val.tokens, T, T, batch_size, n):
             draws_BT = draw.random(targets_BT.shape)
             tokens_BT, chosen_BT = mask(targets_BT, draws_BT, self.fraction, self.model.vocab_size - 1)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
-from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
 from jaxformer.data.fit import describe_fit, describe_learning, fit_vocabulary
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ class Pairs(Dataset):
         return batch._replace(weights=batch.weights / np.float32(self._train.lengths_N2[pairs_B, 1].sum()))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        chosen = evenly(len(self._val), n)
+        chosen = evenly_spaced(len(self._val), n)
         chosen = chosen[np.argsort(self._buckets(self._val.lengths_N2[chosen]), kind="stable")]
         for first in range(0, len(chosen), batch_size):
             part = chosen[first : first + batch_size]
@@ -181,9 +181,9 @@ class Pairs(Dataset):
 
     def _plan(self, epoch: int) -> np.ndarray:
         """The pairs of each batch of an epoch, `(steps, B)`."""
-        taken = order(len(self._train), self._seed, epoch)[: self.steps_per_epoch * self._batch_size]
+        taken = epoch_permutation(len(self._train), self._seed, epoch)[: self.steps_per_epoch * self._batch_size]
         by_bucket = taken[np.argsort(self._buckets(self._train.lengths_N2[taken]), kind="stable")]
-        return by_bucket.reshape(-1, self._batch_size)[order(self.steps_per_epoch, self._seed, epoch)]
+        return by_bucket.reshape(-1, self._batch_size)[epoch_permutation(self.steps_per_epoch, self._seed, epoch)]
 
     def _buckets(self, lengths_N2: np.ndarray) -> np.ndarray:
         """Of each pair: how many parts of the context its longer side takes beside one."""

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from jaxformer.data.dataset import evenly
+from jaxformer.data.dataset import evenly_spaced
 from jaxformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
                 f"{file} has {n_frames} frame(s), but the model takes {needed}; give an animated GIF of more."
             )
         pixels = np.empty(shape, np.uint8)
-        for frame, number in enumerate(evenly(n_frames, needed)):
+        for frame, number in enumerate(evenly_spaced(n_frames, needed)):
             picture.seek(int(number))
             pixels[frame] = _pixels(picture, file, channels, (width, height))
         return pixels

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.data.corpus import Corpus, TextConfig
-from jaxformer.data.dataset import HELD_OUT, Batch, drawing
+from jaxformer.data.dataset import HELD_OUT, Batch, step_rng
 from jaxformer.data.windows import Text
 from jaxformer.errors import UserError
 
@@ -54,13 +54,13 @@ class PrefixText(Text):
         self.seed = seed
 
     def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
-        prefix_B, predicted_BT = self._prefixes(drawing(self.seed, step), self.windows.batch_size)
+        prefix_B, predicted_BT = self._prefixes(step_rng(self.seed, step), self.windows.batch_size)
         batch = super().rows(step, which)
         weights_BT = predicted_BT / np.float32(np.count_nonzero(predicted_BT))
         return Batch((*batch.inputs, prefix_B[which]), batch.targets, weights_BT[which])
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        draw = drawing(HELD_OUT, 0)
+        draw = step_rng(HELD_OUT, 0)
         for batch in super().held_out(batch_size, n):
             prefix_B, predicted_BT = self._prefixes(draw, batch_size)
             yield Batch((*batch.inputs, prefix_B), batch.targets, batch.weights * predicted_BT)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.corpus import Corpus, TextConfig
-from jaxformer.data.dataset import Batch, Dataset, evenly, order
+from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
 from jaxformer.errors import UserError
 
 
@@ -59,7 +59,9 @@ class Windows:
     def rows(self, step: int, which: slice | np.ndarray) -> np.ndarray:
         """Some rows of the batch at a step: what one of several processes needs of it."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        batch = order(self.n_windows, self.seed, epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+        batch = epoch_permutation(self.n_windows, self.seed, epoch)[
+            place * self.batch_size : (place + 1) * self.batch_size
+        ]
         starts = batch[which].astype(np.int64) * self.stride
         # One vectorised gather a batch; a record a window is fifty times slower.
         return np.lib.stride_tricks.sliding_window_view(self.tokens, self.length)[starts].astype(np.int32)
@@ -88,7 +90,7 @@ def eval_batches(
     """
     stride = stride or n_predicted
     n_all = max(1, -(-(len(tokens) - length) // stride) + 1)
-    chosen = evenly(n_all, n_windows)
+    chosen = evenly_spaced(n_all, n_windows)
     for first in range(0, len(chosen), batch_size):
         part = chosen[first : first + batch_size]
         at = part[:, None] * stride + np.arange(length)

@@ -6,7 +6,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.scores import exact_match, scores
 from jaxformer.decode.speculative import LookUp, ModelDraft, Speculation, speculate
 from jaxformer.decode.stopping import StopStrings
-from jaxformer.decode.texts import Speed, Text, follow
+from jaxformer.decode.streaming import Speed, Text, follow
 from jaxformer.decode.translate import translate, translate_tokens
 
 __all__ = [

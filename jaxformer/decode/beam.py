@@ -60,7 +60,7 @@ def beam_search(
         raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
     for number, prompt in enumerate(prompts, start=1):
         room = context_length - len(prompt) + 1  # nothing reads the last token
-        if max_new_tokens > room and getattr(model, "reach", None) is None:
+        if max_new_tokens > room and getattr(model, "attention_window", None) is None:
             raise UserError(
                 f"prompt {number} has {len(prompt)} tokens, which leaves {room} of the {max_new_tokens} new ones room "
                 f"in the context of {context_length}; ask for at most {room}."

@@ -6,8 +6,8 @@ A model offers three methods (see `models.decoder.Decoder`), each on one sequenc
 - `extend(tokens_T, positions_T, cache, slot)`: the features `(T, D)` of tokens that follow what the cache holds, and
   the cache with them added at `slot`, … A place whose position is `masks.EMPTY` is padding, not to be seen.
 - `unembed(x_D)`: features to logits `(V,)`.
-- `reach`: the most last positions that a query sees in a text of any length. Where it is None or missing, texts end
-  with the context, and are gone on with from its last half.
+- `attention_window`: how many last positions a query attends to in a text of any length. Where it is None or missing,
+  texts end with the context, and are continued from its last half.
 - `prompt_is_prefix`: where it is True, `extend` gets a prompt at once, and, as its last argument, how many
   positions are the prompt's.
 
@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxformer.decode import programs
-from jaxformer.decode.programs import CHUNK, Made
+from jaxformer.decode.programs import CHUNK, DecodeOutput
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
@@ -195,7 +195,7 @@ class _Run:
         self.place = placement(self.params)
 
     @property
-    def goes_on(self) -> bool:
+    def extrapolates(self) -> bool:
         return self.made < self.max_new_tokens and not self.ended_B.all()
 
     @property
@@ -205,7 +205,7 @@ class _Run:
 
     def with_cache(self) -> Iterator[Piece]:
         """The pieces, with a cache; where positions end, begun anew from the last half of the context."""
-        while self.goes_on:
+        while self.extrapolates:
             yield from self._deliver(self._continue())
             # Rows that have outgrown the context are cut; the others are not, so that no row feels its neighbours.
             # Nobody reads on in those that have ended, which must not keep the others at the context's end.
@@ -213,21 +213,21 @@ class _Run:
             for row, ended in zip(self.rows, self.ended_B, strict=True):
                 del row[: -1 if ended else -half if len(row) > self.context_length else 0]
 
-    def _continue(self) -> Iterator[Made]:
+    def _continue(self) -> Iterator[DecodeOutput]:
         """Read the rows, and go on with them until enough is made or positions end."""
         made_before, n_samples = self.made, self.n_samples if self.made == 0 else 1
         lengths_B = np.array([len(row) for row in self.rows], np.int32)
         longest = int(lengths_B.max())
-        reach = getattr(self.model, "reach", None)
+        attention_window = getattr(self.model, "attention_window", None)
         steps = self.max_new_tokens - self.made - 1
-        if reach is None:
-            reach = self.context_length
-            steps = min(steps, reach - longest)
+        if attention_window is None:
+            attention_window = self.context_length
+            steps = min(steps, attention_window - longest)
         # A chunk of a prompt is written before it is read: in a ring, it must not reach what its first token sees.
-        in_ring = max(reach, min(longest, reach + self.chunk - 1))
+        in_ring = max(attention_window, min(longest, attention_window + self.chunk - 1))
         # Parts of a prompt begin at multiples of the chunk, so that none is cut by the ring's end.
         least = self.chunk if longest > self.chunk else prompt_bucket(1)
-        few = min(self.context_length, reach, FEW_SLOTS)
+        few = min(self.context_length, attention_window, FEW_SLOTS)
         n_slots = doubled(least, max(few, min(longest + steps, in_ring)))
         rows, made = self._read(lengths_B, n_samples, n_slots)
         yield made
@@ -248,7 +248,7 @@ class _Run:
             done += limit
         self.history = rows.history
 
-    def _read(self, lengths_B: np.ndarray, n_samples: int, n_slots: int) -> tuple[programs.Rows, Made]:
+    def _read(self, lengths_B: np.ndarray, n_samples: int, n_slots: int) -> tuple[programs.DecodeState, DecodeOutput]:
         """The rows into caches, chunk by chunk, and the first new tokens."""
         texts = self.rows
         longest = int(lengths_B.max())
@@ -278,7 +278,7 @@ class _Run:
         """The pieces, by full passes over the last `context_length` tokens, filled up on the left."""
         yield from self._deliver(self._slide())
 
-    def _slide(self) -> Iterator[Made]:
+    def _slide(self) -> Iterator[DecodeOutput]:
         rows = [row for row in self.rows for _ in range(self.n_samples)]
         window_BT = np.full((len(rows), self.context_length), self.fill_token, np.int32)
         for i, row in enumerate(rows):
@@ -296,7 +296,7 @@ class _Run:
             done += limit
             yield made
 
-    def _deliver(self, calls: Iterator[Made]) -> Iterator[Piece]:
+    def _deliver(self, calls: Iterator[DecodeOutput]) -> Iterator[Piece]:
         """What the calls made, each once the next is under way."""
         waiting = next(calls)
         for call in calls:
@@ -306,7 +306,7 @@ class _Run:
             waiting = call
         yield from self._piece(waiting)
 
-    def _piece(self, made: Made) -> Iterator[Piece]:
+    def _piece(self, made: DecodeOutput) -> Iterator[Piece]:
         """What a call made, if that is anything."""
         asked = time.perf_counter()
         n, drawn_CB, done_B = jax.device_get(made)

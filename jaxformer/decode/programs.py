@@ -23,7 +23,7 @@ CHUNK = 64
 """The most tokens decoded in one call of the compiled loop."""
 
 
-class Rows(NamedTuple):
+class DecodeState(NamedTuple):
     """What a batch carries from one call to the next."""
 
     cache: Any
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     done_B: jax.Array
 
 
-class Made(NamedTuple):
+class DecodeOutput(NamedTuple):
     """The tokens that one call made."""
 
     n: jax.Array
@@ -75,7 +75,7 @@ def _start(
     slot: jax.Array, last: jax.Array, prompts: tuple[jax.Array, jax.Array], history: History | None,
     seeds_R: jax.Array, done_R: jax.Array, made: jax.Array, *,
     n_samples: int, n_slots: int, n_read: int, dtype: Any,
-) -> tuple[Rows, Made]:  # fmt: skip
+) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Read the last part of B prompts and draw the first new token of each of their R = B · n_samples rows.
 
     Args:
@@ -96,8 +96,8 @@ def _start(
         )
     drawn_B, history = _draw(logits_BV, history, seeds_R, made, sampling)
     drawn_B, done_R = _end(drawn_B, done_R, sampling)
-    made_1B = Made(jnp.int32(1), jax.tree.map(lambda x: x[None], drawn_B), done_R)
-    return Rows(cache, history, drawn_B.token, done_R), made_1B
+    made_1B = DecodeOutput(jnp.int32(1), jax.tree.map(lambda x: x[None], drawn_B), done_R)
+    return DecodeState(cache, history, drawn_B.token, done_R), made_1B
 
 
 _SIZES = ("model", "sampling", "n_samples", "n_slots", "n_read", "dtype")
@@ -107,10 +107,10 @@ start_samples = jax.jit(_start, static_argnames=_SIZES)  # with n_samples above 
 
 @partial(jax.jit, static_argnames=("model", "sampling", "n_read", "dtype"), donate_argnames="rows")
 def decode(
-    model: Any, sampling: Sampling, params: Params, rows: Rows, offset_B: jax.Array, seeds_B: jax.Array,
+    model: Any, sampling: Sampling, params: Params, rows: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
     ended_B: jax.Array, counter: jax.Array, made: jax.Array, limit: jax.Array, n_slots: jax.Array, *,
     n_read: int, dtype: Any,
-) -> tuple[Rows, Made]:  # fmt: skip
+) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Up to `limit` more tokens of each row; fewer if all rows are done before.
 
     Args:
@@ -139,18 +139,18 @@ def decode(
 @partial(jax.jit, static_argnames=("model", "sampling"))
 def begin_windows(
     model: Any, sampling: Sampling, params: Params, window_BT: jax.Array, prompts: tuple[jax.Array, jax.Array]
-) -> Rows:
+) -> DecodeState:
     """Rows of a model without a cache, which have read all of their windows but the last token."""
     V = jax.eval_shape(partial(model.apply, {"params": params}), window_BT[0]).shape[-1]
     history = jax.vmap(partial(begin, sampling, V))(*prompts)
-    return Rows(jnp.roll(window_BT, 1, axis=1), history, window_BT[:, -1], jnp.zeros(len(window_BT), bool))
+    return DecodeState(jnp.roll(window_BT, 1, axis=1), history, window_BT[:, -1], jnp.zeros(len(window_BT), bool))
 
 
 @partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="rows")
 def decode_windows(
-    model: Any, sampling: Sampling, params: Params, rows: Rows, seeds_B: jax.Array, ended_B: jax.Array,
+    model: Any, sampling: Sampling, params: Params, rows: DecodeState, seeds_B: jax.Array, ended_B: jax.Array,
     made: jax.Array, limit: jax.Array,
-) -> tuple[Rows, Made]:  # fmt: skip
+) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """What `decode` does, by a full pass over the window for each token."""
 
     def advance(i: jax.Array, token_B: jax.Array, window_BT: jax.Array) -> tuple[jax.Array, Any]:
@@ -162,25 +162,25 @@ def decode_windows(
 
 def _loop(
     advance: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
-    sampling: Sampling, rows: Rows, seeds_B: jax.Array, made: jax.Array, limit: jax.Array,
-) -> tuple[Rows, Made]:  # fmt: skip
+    sampling: Sampling, rows: DecodeState, seeds_B: jax.Array, made: jax.Array, limit: jax.Array,
+) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Read and draw until `limit` tokens are made or all rows are done.
 
     Args:
       advance: the step, the tokens `(B,)` to read and the cache, to logits `(B, V)` and the longer cache.
     """
 
-    def more(carry: tuple[jax.Array, Rows, Drawn]) -> jax.Array:
+    def more(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
         i, rows, _ = carry
         return (i < limit) & ~rows.done_B.all()
 
-    def step(i: jax.Array, rows: Rows) -> tuple[Rows, Drawn]:
+    def step(i: jax.Array, rows: DecodeState) -> tuple[DecodeState, Drawn]:
         logits_BV, cache = advance(i, rows.token_B, rows.cache)
         drawn_B, history = _draw(logits_BV, rows.history, seeds_B, made + i, sampling)
         drawn_B, done_B = _end(drawn_B, rows.done_B, sampling)
-        return Rows(cache, history, drawn_B.token, done_B), drawn_B
+        return DecodeState(cache, history, drawn_B.token, done_B), drawn_B
 
-    def step_and_keep(carry: tuple[jax.Array, Rows, Drawn]) -> tuple[jax.Array, Rows, Drawn]:
+    def step_and_keep(carry: tuple[jax.Array, DecodeState, Drawn]) -> tuple[jax.Array, DecodeState, Drawn]:
         i, rows, drawn_CB = carry
         rows, drawn_B = step(i, rows)
         keep = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
@@ -188,7 +188,7 @@ def _loop(
 
     none = jax.tree.map(lambda x: jnp.zeros((CHUNK, *x.shape), x.dtype), jax.eval_shape(step, 0, rows)[1])
     n, rows, drawn_CB = jax.lax.while_loop(more, step_and_keep, (jnp.int32(0), rows, none))
-    return rows, Made(n, drawn_CB, rows.done_B)
+    return rows, DecodeOutput(n, drawn_CB, rows.done_B)
 
 
 def _draw(

@@ -1,9 +1,9 @@
 """From logits to a token: pure functions on one row of logits, `(V,)`, that know no model.
 
-Steps apply in Hugging Face's order. First those that look at the text so far (`adjust`): logit bias, repetition
-penalty, presence and frequency penalties, bad words, minimum of new tokens. Then, unless the temperature is 0,
-those that look at the logits alone (`narrow`): temperature, top-k, top-p, min-p, typical. What is left is drawn
-in proportion to its probability. A step that is not asked for computes nothing and carries nothing.
+Steps apply in the order of Hugging Face. First those that look at the text so far (`apply_penalties`): logit bias,
+repetition penalty, presence and frequency penalties, bad words, minimum of new tokens. Then, unless the temperature
+is 0, those that look at the logits alone (`apply_filters`): temperature, top-k, top-p, min-p, typical. What is left is
+drawn in proportion to its probability. A step that is not asked for computes nothing and carries nothing.
 
 A logit of -inf is a token that cannot be drawn. No step leaves only those: a filter keeps at least one token,
 and a ban that would leave none is not applied, so that a row goes on where all it could say is banned.
@@ -166,20 +166,20 @@ def update(history: History, token: jax.Array, sampling: Sampling) -> History:
 def sample(logits_V: jax.Array, history: History, key: jax.Array, sampling: Sampling) -> Drawn:
     """Draw one token; equal keys and logits draw equal tokens."""
     logits_V = logits_V.astype(jnp.float32)
-    adjusted_V = adjust(logits_V, history, sampling)
-    token = likeliest(adjusted_V) if sampling.temperature == 0 else draw(narrow(adjusted_V, sampling), key)
-    return told(logits_V, token, sampling)
+    adjusted_V = apply_penalties(logits_V, history, sampling)
+    token = likeliest(adjusted_V) if sampling.temperature == 0 else draw(apply_filters(adjusted_V, sampling), key)
+    return with_logprobs(logits_V, token, sampling)
 
 
 def distribution(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
     """The probabilities, `(V,)` float32, with which `sample` draws each token."""
-    adjusted_V = adjust(logits_V.astype(jnp.float32), history, sampling)
+    adjusted_V = apply_penalties(logits_V.astype(jnp.float32), history, sampling)
     if sampling.temperature == 0:
         return jax.nn.one_hot(likeliest(adjusted_V), adjusted_V.shape[-1])
-    return jax.nn.softmax(narrow(adjusted_V, sampling))
+    return jax.nn.softmax(apply_filters(adjusted_V, sampling))
 
 
-def told(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> Drawn:
+def with_logprobs(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> Drawn:
     """A token with the log-probabilities that the model's logits give it and the likeliest."""
     logits_V = logits_V.astype(jnp.float32)
     top_logits_N, top_tokens_N = jax.lax.top_k(logits_V, sampling.top_logprobs)
@@ -187,7 +187,7 @@ def told(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> Drawn:
     return Drawn(token, logits_V[token] - total, top_tokens_N, top_logits_N - total)
 
 
-def adjust(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
+def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
     """Apply the steps that look at the text so far."""
     s = sampling
     if s.logit_bias:
@@ -204,7 +204,7 @@ def adjust(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Arr
     return logits_V
 
 
-def narrow(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
+def apply_filters(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
     """Apply the steps that look at the logits alone; tokens are drawn from the softmax of what comes out.
 
     The temperature must be above 0.

@@ -30,7 +30,7 @@ from jaxformer.decode.generate import (
     vocab_size,
 )
 from jaxformer.decode.programs import call, first_parts, first_slots, put_first_slots
-from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, draw, told, update
+from jaxformer.decode.samplers import Drawn, History, Sampling, begin, distribution, draw, update, with_logprobs
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
@@ -214,7 +214,7 @@ def speculate(
     contexts = [(model, context_length)]
     if isinstance(draft, ModelDraft):
         contexts.append((draft.model, draft.context_length or context_length))
-    end = min((length for m, length in contexts if getattr(m, "reach", None) is None), default=None)
+    end = min((length for m, length in contexts if getattr(m, "attention_window", None) is None), default=None)
     longest = max(map(len, prompts))
     if end is not None and longest + max_new_tokens - 1 > end:
         raise UserError(
@@ -353,7 +353,7 @@ def _pass(
         longer = update(history, token, sampling)
         history = jax.tree.map(lambda new, old: jnp.where(goes_on, new, old), longer, history)
         stops = jnp.isin(token, jnp.array(sampling.stop_tokens, jnp.int32)) | (history.made >= limit)
-        return (history, goes_on & taken & ~stops, done | (goes_on & stops)), told(logits_V, token, sampling)
+        return (history, goes_on & taken & ~stops, done | (goes_on & stops)), with_logprobs(logits_V, token, sampling)
 
     one_more = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])  # noqa: E731
     inputs = jnp.arange(n_proposed + 1), logits, one_more(proposed_N), one_more(q_NV)

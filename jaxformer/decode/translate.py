@@ -20,7 +20,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import search
 from jaxformer.decode.generate import left_aligned, placement, prompt_bucket
 from jaxformer.decode.programs import call
-from jaxformer.decode.texts import batches
+from jaxformer.decode.streaming import batches
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY

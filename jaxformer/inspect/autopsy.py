@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.dataset import Batch
-from jaxformer.models.objective import Params, objective_of, pieces_of
+from jaxformer.models.objective import Params, n_chunks, objective_of
 from jaxformer.parameters import dotted
 
 MODEL, LOSS = "the model (logits)", "the loss"
@@ -198,7 +198,7 @@ def _measure_all(
     call = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
     made = jax.eval_shape(call, params, *jax.tree.map(lambda x: x[0], batch.inputs))
     numbers = sum(leaf.size for leaf in jax.tree.leaves(made))  # logits, mostly
-    at_once = max(1, AT_ONCE // pieces_of(AT_ONCE, numbers))
+    at_once = max(1, AT_ONCE // n_chunks(AT_ONCE, numbers))
     # Weighted targets add up; without weights each example has its own mean.
     together = jnp.mean if batch.weights is None else jnp.sum
 

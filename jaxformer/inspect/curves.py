@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxformer.data.dataset import evenly
+from jaxformer.data.dataset import evenly_spaced
 from jaxformer.inspect.page import Figure, Section, Table, Texts, plain
 
 Row = Mapping[str, Any]
@@ -115,7 +115,7 @@ def _experts(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _first(rows: Sequence[Row]) -> Iterator[Section]:
-    found = next((row["at_first"] for row in rows if "at_first" in row), None)
+    found = next((row["check_init"] for row in rows if "check_init" in row), None)
     if found is None:
         return
     names = {
@@ -144,7 +144,7 @@ def _samples(samples: Sequence[str]) -> Iterator[Section]:
 
 def _thinned(rows: Sequence[Row]) -> Sequence[Row]:
     """As many as a line may have, the first and the last among them."""
-    return [rows[i] for i in evenly(len(rows), MOST_POINTS)]
+    return [rows[i] for i in evenly_spaced(len(rows), MOST_POINTS)]
 
 
 def _hover(name: str) -> str:

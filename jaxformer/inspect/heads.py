@@ -22,9 +22,9 @@ Heads = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Gaze:
-    """Where the heads of one layer look, each `(H,)` float32: means over the rows of an example, and of `gazes` over
-    the examples that have such rows; NaN where none has."""
+class HeadStatistics:
+    """Statistics of the heads of one layer, each `(H,)` float32: means over the rows of an example, and of
+    `head_statistics` over the examples that have such rows; NaN where none has."""
 
     entropy: Any
     """Of the weights in a row, in nats; see `ops.attention.row_entropy`."""
@@ -42,7 +42,7 @@ class Gaze:
     """Weight on what followed the same token earlier, of rows that have one: what is to be copied if the text repeats
     itself (the prefix-matching score of Olsson et al. 2022)."""
 
-    def of_another_text(self) -> Gaze:
+    def of_another_text(self) -> HeadStatistics:
         """Without what is said of places, which are not those of the rows."""
         nowhere = self.entropy * jnp.nan
         return replace(self, distance=nowhere, first=nowhere, previous=nowhere)
@@ -50,11 +50,11 @@ class Gaze:
 
 def gaze(
     weights_HTS: jax.Array, visible_TS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax.Array | None = None
-) -> Gaze:
+) -> HeadStatistics:
     """Where the heads of one layer look in one example.
 
     Args:
-      weights_HTS: of a sequence to itself, S = T, or to another one; see `Gaze.of_another_text`.
+      weights_HTS: of a sequence to itself, S = T, or to another one; see `HeadStatistics.of_another_text`.
       visible_TS: what the mask shows.
       tokens_T: of which the weights are; `duplicate` and `induction` need them.
       valid_T: rows that count; padding does not.
@@ -76,7 +76,7 @@ def gaze(
     nowhere_TS = jnp.zeros((T, S), bool)
     same_TS = nowhere_TS if tokens_T is None else (tokens_T[:, None] == tokens_T) & (place_S < row_T)
     after_TS = jnp.pad(same_TS, ((0, 0), (1, 0)))[:, :S]
-    return Gaze(
+    return HeadStatistics(
         mean(entropy_HT, valid_T),
         mean(entropy_HT / jnp.log(jnp.maximum(seen_T, 2)), valid_T & (seen_T > 1)),
         mean(jnp.sum(weights_HTS * jnp.abs(row_T - place_S), axis=-1), valid_T),
@@ -87,10 +87,12 @@ def gaze(
     )
 
 
-jax.tree_util.register_dataclass(Gaze)
+jax.tree_util.register_dataclass(HeadStatistics)
 
 
-def gazes(model: nn.Module, params: Params, *inputs_B: Any, counts_BT: Any = None) -> dict[str, Gaze]:
+def head_statistics(
+    model: nn.Module, params: Params, *inputs_B: Any, counts_BT: Any = None
+) -> dict[str, HeadStatistics]:
     """Where every head looks, by layer, over several examples. Rows of padding are left out where the inputs tell what
     is padding, as they do of a source.
 
@@ -101,13 +103,15 @@ def gazes(model: nn.Module, params: Params, *inputs_B: Any, counts_BT: Any = Non
       inputs_B: what the model is called with, of several examples.
       counts_BT: True where a target of theirs is no padding.
     """
-    found = jax.device_get(_gazes(model, params, inputs_B, counts_BT))
+    found = jax.device_get(_head_statistics(model, params, inputs_B, counts_BT))
     return {name: found[name] for name in _layers(model, params, inputs_B)}
 
 
 @partial(jax.jit, static_argnames="model")
-def _gazes(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], counts_BT: Any) -> dict[str, Gaze]:
-    def one(example: tuple[tuple[Any, ...], Any]) -> dict[str, Gaze]:
+def _head_statistics(
+    model: nn.Module, params: Params, inputs_B: tuple[Any, ...], counts_BT: Any
+) -> dict[str, HeadStatistics]:
+    def one(example: tuple[tuple[Any, ...], Any]) -> dict[str, HeadStatistics]:
         inputs, counts_T = example
         found = trace(model, params, *inputs, names=("*attention.weights", "*attention.visible"))
         layers = [name.removesuffix(".weights") for name in found if name.endswith(".weights")]

@@ -16,7 +16,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.trace import editing, trace_names
 from jaxformer.models.clip import CLIP, LARGEST_LOG_SCALE
-from jaxformer.models.objective import Params, can_continue, objective_of
+from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.precision import widened
 
@@ -376,7 +376,7 @@ def _vocabulary(config: Any) -> int:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    return can_continue(model) or hasattr(model, "start")
+    return is_causal_lm(model) or hasattr(model, "start")
 
 
 def _target(model: nn.Module) -> int:

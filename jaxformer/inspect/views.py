@@ -15,10 +15,10 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect.attention import CROSS
 from jaxformer.inspect.gradients import example_gradients
-from jaxformer.inspect.heads import ablate_heads, counts_of, gazes
+from jaxformer.inspect.heads import ablate_heads, counts_of, head_statistics
 from jaxformer.inspect.page import Figure, Layer, Reading, Section, Table, plain
+from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.saturation import saturation
-from jaxformer.inspect.stream import logit_attribution, logit_lens
 from jaxformer.inspect.trace import LOGITS, trace, trace_names
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params
@@ -195,7 +195,7 @@ def _attribution_figure(
 def heads(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
     """What each head does over several examples, and what the loss would be without it; nothing for a model that has
     none."""
-    looks = gazes(model, params, *batch.inputs, counts_BT=counts_of(batch))
+    looks = head_statistics(model, params, *batch.inputs, counts_BT=counts_of(batch))
     if not looks:
         return []
     without = ablate_heads(model, params, batch)

@@ -170,13 +170,13 @@ class DecoderConfig(TokenModelConfig):
         return self.head_dim or self.d_model // self.n_heads
 
     @property
-    def reach(self) -> int:
+    def attention_window(self) -> int:
         """The most positions a query sees, itself included: the window, or else as many as the context has, also in
         a text that goes on past it."""
         return self.window or self.context_length
 
     @property
-    def goes_on(self) -> bool:
+    def extrapolates(self) -> bool:
         """Whether there are positions past the context length: all but learned ones."""
         return self.positions != "learned"
 
@@ -243,7 +243,7 @@ class Decoder(nn.Module):
         if c.positions == "learned" and len(tokens_T) > c.context_length:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
         positions_T = jnp.arange(len(tokens_T))
-        mask: Mask = Causal(c.reach if len(tokens_T) > c.reach else None)
+        mask: Mask = Causal(c.attention_window if len(tokens_T) > c.attention_window else None)
         if prefix is not None:
             mask = self.mask(positions_T, positions_T, prefix)
         x_TD = self.embedding(tokens_T, positions_T)
@@ -280,16 +280,16 @@ class Decoder(nn.Module):
         return self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
 
     def mask(self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
-        """Who sees whom, `(T, S)`, from positions: as far back as `reach`, also of a prefix."""
-        seen_TS = Causal(self.config.reach)(query_T, key_S)
+        """Who sees whom, `(T, S)`, from positions: as far back as `attention_window`, also of a prefix."""
+        seen_TS = Causal(self.config.attention_window)(query_T, key_S)
         if prefix is not None:
-            seen_TS |= (key_S < prefix) & (query_T[:, None] - key_S < self.config.reach)
+            seen_TS |= (key_S < prefix) & (query_T[:, None] - key_S < self.config.attention_window)
         return seen_TS & masks.padding(query_T, key_S)
 
     @property
-    def reach(self) -> int | None:
+    def attention_window(self) -> int | None:
         """The most last positions a query sees in a text of any length; None where text must end with the context."""
-        return self.config.reach if self.config.goes_on else None
+        return self.config.attention_window if self.config.extrapolates else None
 
     @property
     def prompt_is_prefix(self) -> bool:

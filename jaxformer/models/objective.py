@@ -25,19 +25,19 @@ from jaxformer.errors import UserError
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
 from jaxformer.ops.experts import balance_loss
-from jaxformer.ops.losses import is_largest, negative_log_likelihood, pair_nll, smoothing_cost
+from jaxformer.ops.losses import negative_log_likelihood, pair_nll, top1_correct, uniform_cross_entropy
 from jaxformer.ops.precision import widened
 
 Params = Any
 """A pytree of arrays: what `model.init(…)["params"]` gives."""
 
-LOGITS_AT_ONCE = 2**26
+MAX_LOGITS_PER_CHUNK = 2**26
 """How many logits a device holds at once, 256 MiB in float32; of a batch with more they are made in pieces, and made
 again for the gradient. Each piece adds to the gradient of the whole unembedding, which costs more than the products of
 a piece of a few hundred tokens: with 128,256 tokens in the vocabulary a piece still has 523."""
 
 
-class Across(NamedTuple):
+class BatchReduction(NamedTuple):
     """The parts that a batch is computed in.
 
     Attributes:
@@ -51,7 +51,7 @@ class Across(NamedTuple):
     gather: Callable[[jax.Array], jax.Array] = lambda rows: rows
 
 
-WHOLE = Across()
+NO_REDUCTION = BatchReduction()
 """A batch in one piece."""
 
 
@@ -60,7 +60,7 @@ class Objective(Protocol):
 
     def loss(
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
-        across: Across = WHOLE,
+        across: BatchReduction = NO_REDUCTION,
     ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
     def example_loss(
@@ -77,19 +77,19 @@ class CrossEntropy:
 
     def loss(
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
-        across: Across = WHOLE,
+        across: BatchReduction = NO_REDUCTION,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Nats a target, the mean over all of them as weighted; what routers of experts add is minimised, too.
 
         They are to send tokens evenly over all that is computed at once: the batch of all devices, or with
-        `compute.accumulate` a part of it.
+        `compute.grad_accumulation_steps` a part of it.
         """
 
         def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
             nll = negative_log_likelihood(logits, targets)
-            return nll, (1 - smoothing) * nll + smoothing * smoothing_cost(logits) if smoothing else nll
+            return nll, (1 - smoothing) * nll + smoothing * uniform_cross_entropy(logits) if smoothing else nll
 
-        costs_B, routing_B = of_each_target(costs, model, params, batch, keys_B)
+        costs_B, routing_B = per_target_loss(costs, model, params, batch, keys_B)
         routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), routing_B))
         if batch.weights is None:
             nll, smoothed = (jnp.mean(cost) / across.n for cost in costs_B)
@@ -108,9 +108,9 @@ class CrossEntropy:
         """Of each example the weighted sums of nats, of targets whose logit is the largest, and of weights."""
 
         def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return negative_log_likelihood(logits, targets), is_largest(logits, targets)
+            return negative_log_likelihood(logits, targets), top1_correct(logits, targets)
 
-        (nll_B, correct_B), _ = of_each_target(costs, model, params, batch)
+        (nll_B, correct_B), _ = per_target_loss(costs, model, params, batch)
         weights_B = jnp.ones(nll_B.shape) if batch.weights is None else batch.weights
         total = lambda x_B: jnp.sum((x_B * weights_B).reshape(len(x_B), -1), axis=1)  # noqa: E731
         return {"nats": total(nll_B), "correct": total(correct_B), "weight": total(jnp.ones_like(nll_B))}
@@ -131,12 +131,12 @@ class Contrastive:
 
     def loss(
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
-        across: Across = WHOLE,
+        across: BatchReduction = NO_REDUCTION,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Nats a pair, the mean over the batch, each told from all pairs that are computed at once.
 
-        These are those of all devices. With `compute.accumulate` the parts of a batch are computed one after the
-        other, and each is told from fewer: another loss. Pairs of weight 0 are nobody's wrong answer.
+        These are those of all devices. With `compute.grad_accumulation_steps` each microbatch is computed by itself,
+        and its pairs are told from fewer: another loss. Pairs of weight 0 are nobody's wrong answer.
 
         Raises:
           UserError: for label smoothing, as there are no classes.
@@ -211,12 +211,12 @@ def mean_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
     return nats if batch.weights is None else nats / jnp.sum(batch.weights)
 
 
-def of_each_target(
+def per_target_loss(
     function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, batch: Batch,
     keys_B: jax.Array | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """`function(logits, targets)` of each example, with about `LOGITS_AT_ONCE` logits at a time where the model has
-    `features` and `unembed`, as `Decoder`; and of each what `nn.experts` sows into the collection `ROUTER`.
+    """`function(logits, targets)` of each example, with about `MAX_LOGITS_PER_CHUNK` logits at a time where the model
+    has `features` and `unembed`, as `Decoder`; and of each what `nn.experts` sows into the collection `ROUTER`.
 
     Args:
       function: of logits `(…, V)` and int32 targets `(…,)`, for each target by itself.
@@ -225,7 +225,7 @@ def of_each_target(
       A tree of arrays of the targets' shape, with B first, and another with B first; `{}` where there are no experts.
     """
     targets_B = jnp.asarray(batch.targets)
-    pieces = pieces_of(targets_B.size, model.config.vocab_size) if hasattr(model, "unembed") else 1
+    pieces = n_chunks(targets_B.size, model.config.vocab_size) if hasattr(model, "unembed") else 1
     call = partial(model.apply, {"params": params}, mutable=[ROUTER])
 
     def of_one(inputs: tuple, targets: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
@@ -257,9 +257,9 @@ def of_each_target(
     return jax.tree.map(lambda x: x.reshape(-1)[: targets_B.size].reshape(targets_B.shape), found), routing_B
 
 
-def pieces_of(n_tokens: int, vocab_size: int) -> int:
-    """Into how many pieces tokens are cut so that the logits of each stay at about `LOGITS_AT_ONCE`."""
-    return min(n_tokens, -(-n_tokens * vocab_size // LOGITS_AT_ONCE))
+def n_chunks(n_tokens: int, vocab_size: int) -> int:
+    """Into how many pieces tokens are cut so that the logits of each stay at about `MAX_LOGITS_PER_CHUNK`."""
+    return min(n_tokens, -(-n_tokens * vocab_size // MAX_LOGITS_PER_CHUNK))
 
 
 def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
@@ -270,7 +270,7 @@ def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
     return total
 
 
-def can_continue(model: nn.Module) -> bool:
+def is_causal_lm(model: nn.Module) -> bool:
     """Whether it is a language model, that gives the next tokens of a text it is called with."""
     config = getattr(model, "config", None)
     return hasattr(model, "init_cache") or (isinstance(config, TokenModelConfig) and len(config.example()) == 1)

@@ -15,7 +15,7 @@ def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.A
     return jax.nn.logsumexp(logits_TV, axis=-1) - chosen_T
 
 
-def smoothing_cost(logits_TV: jax.Array) -> jax.Array:
+def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
     """Nats that a target costs which is every class alike, `(T,)` float32: the mean of -log softmax(logits).
 
     Label smoothing ε (Szegedy et al. 2016, section 7) minimises 1 - ε of the target's likelihood and ε of this.
@@ -24,7 +24,7 @@ def smoothing_cost(logits_TV: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits_TV, axis=-1) - jnp.mean(logits_TV, axis=-1)
 
 
-def is_largest(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
+def top1_correct(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
     """Whether the target would be guessed, `(T,)` bool: its logit is the largest, and the first of several that are."""
     return jnp.argmax(logits_TV, axis=-1) == targets_T
 

@@ -37,7 +37,7 @@ ROW: dict[str, Any] = {
     "entropy": [[0.0]],
     "router": {ANY: {"share": [0.0]}},
     "gradients": [{"name": "", "g": 0.0, "w": 0.0, "u": 0.0, "update": 0.0}],
-    "at_first": {"expected": [{ANY: 0.0}], "observed": [{ANY: 0.0}]},
+    "check_init": {"expected": [{ANY: 0.0}], "observed": [{ANY: 0.0}]},
 }
 """How the fields of a row are built that pages and plots are drawn from; a row has some of them."""
 

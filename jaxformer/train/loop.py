@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.config import Config
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.distributed import Agreement, is_first, wait_for_all
+from jaxformer.distributed import Agreement, barrier, is_first
 from jaxformer.errors import UserError
 from jaxformer.parameters import norm_rows, row_names
 from jaxformer.runs import write_config
@@ -37,7 +37,7 @@ FIRST_REPORT = 100
 
 
 @dataclass(frozen=True)
-class Hook:
+class Callback:
     """Something to do on the way: `call(step, state, batch, row)` after every `every`-th step, after step `also_at` and
     after the last; `at_start` also before the first. What it returns joins the step's row of metrics, of which it is
     given what there is already. The batch is the one that the step learned from, on the devices."""
@@ -91,7 +91,7 @@ class Rollback:
 
 
 def train(
-    config: Config, data: Dataset, folder: Path, mesh: Mesh, hooks: Sequence[Hook], resume: bool = False,
+    config: Config, data: Dataset, folder: Path, mesh: Mesh, callbacks: Sequence[Callback], resume: bool = False,
     allow_changed_data: bool = False, sinks: Sequence[Sink] = (), rollback: Rollback | None = None,
 ) -> Outcome:  # fmt: skip
     """Train until `config.steps`, an interruption, a loss that is not finite, or one that diverges. Saves on every way
@@ -119,7 +119,7 @@ def train(
     names = row_names(abstract_state(config, mesh).params)
     evaluate = Evaluator(config, mesh, data)
     whole: Evaluation | None = None
-    wait_for_all()  # some may have found the compiled step in their cache
+    barrier()  # some may have found the compiled step in their cache
 
     # The signals are caught until the last save is finished.
     with catch_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as caught, Checkpoints(folder) as checkpoints:
@@ -171,9 +171,9 @@ def train(
                 row |= whole.as_row()
             elif is_due(t.eval_every, step):
                 row |= evaluate(state.params, t.eval_examples).as_row()
-            for hook in hooks:
-                if last or hook.due(step):
-                    row |= hook.call(step, state, batch, row) or {}
+            for callback in callbacks:
+                if last or callback.due(step):
+                    row |= callback.call(step, state, batch, row) or {}
             return row
 
         written = folder if is_first() else None
@@ -210,7 +210,11 @@ def train(
                 state, metrics = train_step(state, batch, step - 1)
                 log.advance(step)
                 last = step == config.steps
-                due = last or any(is_due(every, step) for every in paces) or any(hook.due(step) for hook in hooks)
+                due = (
+                    last
+                    or any(is_due(every, step) for every in paces)
+                    or any(callback.due(step) for callback in callbacks)
+                )
                 # Looking at the step before keeps the device busy with this one meanwhile. Looking late loses
                 # nothing: from a step that broke on, the state stays as it was.
                 unchecked.append((step, batch, metrics, agreement.ask(caught.number)))

@@ -12,8 +12,8 @@ import jax
 from jaxformer.errors import UserError
 
 REMEDY = (
-    "lower train.batch_size, raise compute.accumulate, set compute.remat to block, or split the parameters with "
-    "--mesh fsdp=N"
+    "lower train.batch_size, raise compute.grad_accumulation_steps, set compute.remat to block, or split the "
+    "parameters with --mesh fsdp=N"
 )
 """What makes a step fit."""
 

@@ -178,13 +178,17 @@ def describe(plan: Plan, config: Config, mesh: Mesh) -> list[str]:
 def advice(config: Config, mesh: Mesh) -> str:
     """What to change where memory is short, least loss first."""
     c, ways = config.compute, []
-    rows = config.train.batch_size // batch_shards(mesh) // c.accumulate
+    rows = config.train.batch_size // batch_shards(mesh) // c.grad_accumulation_steps
     if c.remat != "block":
         ways.append("--compute.remat block")
     if not c.scan_blocks and getattr(config.model, "n_blocks", 1) > 2:
         ways.append("--compute.scan-blocks")
     if rows > 1:
-        ways.append(f"--compute.accumulate {2 * c.accumulate}" if rows % 2 == 0 else "a smaller --train.batch-size")
+        ways.append(
+            f"--compute.grad-accumulation-steps {2 * c.grad_accumulation_steps}"
+            if rows % 2 == 0
+            else "a smaller --train.batch-size"
+        )
     if mesh.shape["data"] > 1:
         ways.append(f"--mesh fsdp={mesh.shape['data'] * mesh.shape['fsdp']}")
     ways.append("more devices")

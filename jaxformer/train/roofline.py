@@ -220,7 +220,7 @@ def bytes_on_paper(config: Config, mesh: Mesh) -> float | None:
     if any(mesh.shape[axis] > 1 for axis in ("tensor", "expert") if axis in split):
         return None
     width = compute_dtype(config.compute, mesh).itemsize
-    n, parts = mesh.shape["fsdp"], config.compute.accumulate
+    n, parts = mesh.shape["fsdp"], config.compute.grad_accumulation_steps
     total = 0.0
     for path, leaf in leaves:
         sharded = "fsdp" in leaf.sharding.spec

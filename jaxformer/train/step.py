@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxformer.config import ComputeConfig, Config, ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.distributed import from_all
+from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Across, Params, objective_of
+from jaxformer.models.objective import BatchReduction, Params, objective_of
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
@@ -114,7 +114,7 @@ def choose_attention(config: Config, mesh: Mesh) -> tuple[Callable[..., jax.Arra
         config.compute.attention, mesh.devices.flat[0].platform, _shaped(q_HTK), _shaped(k_GSK), mask,
         mesh.shape["tensor"], try_first=bool(here),
     )  # fmt: skip
-    lines = list(dict.fromkeys(from_all(line[:1000]))) if here else [line]
+    lines = list(dict.fromkeys(all_gather(line[:1000]))) if here else [line]
     if len(lines) > 1:  # different programs would wait for each other for ever
         raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
     return chosen, line
@@ -191,7 +191,7 @@ def example_keys(seed: int, step: jax.Array | int, batch_size: int) -> jax.Array
 
 def check_split(config: Config, mesh: Mesh) -> None:
     """Raise `UserError` where the batch does not split evenly over the devices, in the parts asked for."""
-    B, parts, n = config.train.batch_size, config.compute.accumulate, batch_shards(mesh)
+    B, parts, n = config.train.batch_size, config.compute.grad_accumulation_steps, batch_shards(mesh)
     if B % (n * parts):
         up = -(-B // (n * parts)) * n * parts
         also = f" in {parts} parts" if parts > 1 else ""
@@ -242,8 +242,8 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch, An
       UserError: the batch does not split evenly.
     """
     check_split(config, mesh)
-    B, parts = config.train.batch_size, config.compute.accumulate
-    model, specs, across = build_model(config, mesh), param_specs(config, mesh), across_devices(mesh, parts)
+    B, parts = config.train.batch_size, config.compute.grad_accumulation_steps
+    model, specs, across = build_model(config, mesh), param_specs(config, mesh), batch_reduction(mesh, parts)
     objective, smoothing = objective_of(model), config.train.label_smoothing
 
     def share(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, Params]:
@@ -275,11 +275,11 @@ def make_gradient(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch, An
     return gradient
 
 
-def across_devices(mesh: Mesh, parts: int = 1) -> Across:
+def batch_reduction(mesh: Mesh, parts: int = 1) -> BatchReduction:
     """How a part of a batch sees the others, one on each device and `parts` after one another; inside
     `on_each_shard`."""
     n, axes = batch_shards(mesh), tuple(axis for axis in BATCH if mesh.shape[axis] > 1)
-    return Across(
+    return BatchReduction(
         n * parts,
         mean=lambda tree: jax.tree.map(lambda x: x / n, sum_over_batch(tree)),
         gather=lambda rows: jax.lax.all_gather(rows, axes, axis=0, tiled=True) if axes else rows,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
-from jaxformer.checkpoints import StoredCheckpoints, damage
+from jaxformer.checkpoints import StoredCheckpoints, find_corruption
 from jaxformer.cli import sample
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
@@ -91,8 +91,8 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     parameters = 2 * 280 * 16 + 3 * 16 + 2 * 8 + (4 * 16 * 16 + 16 * 32 + 32 + 32 * 16 + 16)
     assert lines[3].startswith(f"model: Decoder, {parameters:,} parameters; ")
     assert lines[4].startswith("training: 20 steps of 4 examples (64 tokens), ")
-    (at_first,) = [i for i, line in enumerate(lines) if line == "initialisation check, observed (expected):"]
-    assert re.fullmatch(r" +0( +[\d.]+ \([\d.]+\)){3}", lines[at_first + 2]), lines[at_first + 2]
+    (check_init,) = [i for i, line in enumerate(lines) if line == "initialisation check, observed (expected):"]
+    assert re.fullmatch(r" +0( +[\d.]+ \([\d.]+\)){3}", lines[check_init + 2]), lines[check_init + 2]
     assert all(len(line) <= 100 for line in lines if line.startswith("step "))
     assert lines[-1].startswith("sample from it: python sample.py --run runs/quick")
     rows = read_metrics(here / "runs/quick")
@@ -107,7 +107,7 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     assert np.array(last["entropy"]).shape == (1, 2)
     assert any(row["name"] == "blocks.0.attention.heads.1.W_K" for row in rows[5]["gradients"])
     assert last["val_loss"] < rows[0]["val_loss"]
-    assert len(rows[0]["at_first"]["observed"]) == 1 and "at_first" not in last
+    assert len(rows[0]["check_init"]["observed"]) == 1 and "check_init" not in last
     folder = here / "runs/quick"
     for name in ("config.json", "tokenizer.json", "samples.txt", "plots/loss.png", "plots/entropy.png", "report.html"):
         assert (folder / name).stat().st_size > 0
@@ -221,7 +221,10 @@ def test_a_folder_that_vanishes_is_one_sentence(here):
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert re.fullmatch(r"error: .* cannot be written: gone has vanished; put it back .*\n", err)
-    assert all(damage(here / f"moved/checkpoints/{step}") is None for step in StoredCheckpoints(here / "moved").steps())
+    assert all(
+        find_corruption(here / f"moved/checkpoints/{step}") is None
+        for step in StoredCheckpoints(here / "moved").steps()
+    )
 
 
 def test_only_one_process_trains_in_a_folder_and_a_second_interruption_stops_at_once(here):
@@ -236,7 +239,9 @@ def test_only_one_process_trains_in_a_folder_and_a_second_interruption_stops_at_
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
-    assert all(damage(here / f"busy/checkpoints/{step}") is None for step in StoredCheckpoints(here / "busy").steps())
+    assert all(
+        find_corruption(here / f"busy/checkpoints/{step}") is None for step in StoredCheckpoints(here / "busy").steps()
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])

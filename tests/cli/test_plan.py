@@ -47,7 +47,7 @@ def test_what_does_not_fit_says_what_to_change(capsys, monkeypatch):
     assert main([*SMALL, "--mesh", "data=8", "--train.batch-size", "16"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("does not fit: it needs ")
-    assert all(way in last for way in ("--compute.remat block", "--compute.accumulate 2", "--mesh fsdp=8"))
+    assert all(way in last for way in ("--compute.remat block", "--compute.grad-accumulation-steps 2", "--mesh fsdp=8"))
 
 
 def test_the_compilers_complaint_is_read():

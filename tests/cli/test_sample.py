@@ -19,7 +19,7 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import sample
-from jaxformer.cli.answers import Answer
+from jaxformer.cli.completion import Answer
 from jaxformer.cli.prompts import Prompt
 from jaxformer.cli.sampler import Sampler, biases, check_stop_strings, words
 from jaxformer.config import Config
@@ -47,7 +47,7 @@ def here(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _there(here, monkeypatch):
     monkeypatch.chdir(here)
-    monkeypatch.setattr("jaxformer.cli.opening.tell", lambda *_: None)  # which run is taken
+    monkeypatch.setattr("jaxformer.cli.load.tell", lambda *_: None)  # which run is taken
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +296,7 @@ def test_ctrl_c_shows_what_was_made(monkeypatch, capsys, several):
 
     def pressing(self, prompts, n_prompts, streams, pressed):
         monkeypatch.setattr(
-            "jaxformer.decode.texts.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
+            "jaxformer.decode.streaming.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
         )
         return take(self, prompts, n_prompts, streams, pressed)
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from jaxformer.config import from_dict, to_dict
+from jaxformer.data.augmentation import draw_views, view
 from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_kept, keep_words
-from jaxformer.data.dataset import order
+from jaxformer.data.dataset import epoch_permutation
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.data.views import draw_views, view
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.mlp import MLPConfig
@@ -236,7 +236,7 @@ def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> No
     data = load(write(tmp_path, images=images), seed=5, **options)
     for step in (0, 1, 2, 3):
         epoch, place = divmod(step, 2)
-        numbers = order(4, 5, epoch)[2 * place :][:2]
+        numbers = epoch_permutation(4, 5, epoch)[2 * place :][:2]
         views = draw_views(4, 3, 5, epoch, **options)
         wanted = [view(data.images[data.train[i]], *(of_n[i] for of_n in views)) for i in numbers]
         np.testing.assert_array_equal(data.rows(step).inputs[0], wanted)

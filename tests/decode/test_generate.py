@@ -108,7 +108,7 @@ def assert_equals_full_passes(
 def test_a_ragged_batch_equals_full_passes_also_past_the_context(name: str) -> None:
     """Lengths 1 to the context in one batch. Learned positions end with the context."""
     config = CONFIGS[name]
-    ends = not config.goes_on
+    ends = not config.extrapolates
     lengths = range(1, CONTEXT if ends else CONTEXT + 1)
     prompts = [random_tokens(V, length, seed=length).tolist() for length in lengths]
     assert_equals_full_passes(build(config), prompts, 2 if ends else BEYOND)
@@ -157,9 +157,9 @@ def test_any_shape_equals_full_passes(
         ROPE, context_length=context, n_blocks=1, n_heads=heads[0], n_kv_heads=heads[1], positions=positions,
         norm_placement=placement, window=window, head_dim=6,
     )  # fmt: skip
-    longest = context if config.goes_on else (context + 1) // 2
+    longest = context if config.extrapolates else (context + 1) // 2
     lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
-    n = data.draw(st.integers(1, 21 if config.goes_on else context - max(lengths) + 1))  # nothing reads the last
+    n = data.draw(st.integers(1, 21 if config.extrapolates else context - max(lengths) + 1))  # nothing reads the last
     prompts = [random_tokens(V, length, seed=length).tolist() for length in lengths]
     assert_equals_full_passes(build(config), prompts, n, context_length=context, prefill_chunk=chunk)
 
@@ -285,7 +285,7 @@ def test_tokens_come_in_portions_the_first_alone(
 class SlowModel(nn.Module):
     """Takes 4 ms a token, and always says 0."""
 
-    reach = 1
+    attention_window = 1
 
     def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
         return jnp.zeros(1)
@@ -360,7 +360,7 @@ def test_a_model_without_a_cache_slides_a_window_over_its_last_tokens(n: int) ->
 class GRULanguageModel(nn.Module):
     """Not of this project: a recurrent model, whose cache is a state and has no slots."""
 
-    reach = 1
+    attention_window = 1
 
     def setup(self) -> None:
         self.embed, self.cell, self.out = nn.Embed(V, 13), nn.GRUCell(13), nn.Dense(V)
@@ -476,7 +476,7 @@ def test_the_loop_on_the_device_writes_slices_in_place(n_rows: int, dtype: Any) 
     """No scatter, and no copy of anything with as many slots as are read."""
     model, params = build(ROPE)
     n_read = 128
-    row = programs.Rows(
+    row = programs.DecodeState(
         model.init_cache(256, dtype), programs.begin(GREEDY, V, jnp.zeros(4), 4), jnp.int32(0), jnp.array(False)
     )
     rows = jax.tree.map(lambda x: jnp.stack([x] * n_rows), row)

@@ -21,7 +21,8 @@ from jaxformer.decode.samplers import (
     History,
     Sampling,
     _invert,
-    adjust,
+    apply_filters,
+    apply_penalties,
     begin,
     distribution,
     draw,
@@ -31,7 +32,6 @@ from jaxformer.decode.samplers import (
     filter_typical,
     largest_of_mass,
     likeliest,
-    narrow,
     sample,
     update,
 )
@@ -92,7 +92,7 @@ def test_the_same_tokens_with_the_same_probabilities_as_hugging_face(name: str, 
         after = begin(sampling, len(logits_V), tokens_T, PROMPT)
         for token in tokens_T[PROMPT:]:
             after = update(after, token, sampling)
-        return narrow(adjust(logits_V, after, sampling), sampling)
+        return apply_filters(apply_penalties(logits_V, after, sampling), sampling)
 
     ours_BV = jax.jit(jax.vmap(one))(logits_BV, tokens_BT)
     assert_array_equal(np.isfinite(ours_BV), np.isfinite(hugging_face[name]))
@@ -191,20 +191,20 @@ def test_penalties_of_repetition_by_hand() -> None:
     sampling = Sampling(repetition_penalty=2.0)
     logits = jnp.array([1.0, 1.0, -1.0, -1.0, 3.0])
     after = history(sampling, [2, 0], [4, 4])  # 1 stands only in the padding
-    assert_array_equal(adjust(logits, after, sampling), [0.5, 1, -2, -1, 1.5])
+    assert_array_equal(apply_penalties(logits, after, sampling), [0.5, 1, -2, -1, 1.5])
 
 
 def test_presence_and_frequency_penalties_ask_only_for_what_was_made() -> None:
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
     after = history(sampling, [0, 2, 2], [3, 4, 3, 3])
-    assert_array_equal(adjust(jnp.zeros(5), after, sampling), [0, 0, 0, -0.5 - 3 * 0.25, -0.5 - 0.25])
+    assert_array_equal(apply_penalties(jnp.zeros(5), after, sampling), [0, 0, 0, -0.5 - 3 * 0.25, -0.5 - 0.25])
     reward = Sampling(frequency_penalty=-2.0)
-    assert_array_equal(adjust(jnp.zeros(5), history(reward, [0], [4, 4]), reward), [0, 0, 0, 0, 4])
+    assert_array_equal(apply_penalties(jnp.zeros(5), history(reward, [0], [4, 4]), reward), [0, 0, 0, 0, 4])
 
 
 def test_biases_of_one_token_add_up() -> None:
     sampling = Sampling(logit_bias=((1, 2.0), (3, -1.0), (1, 0.5)))
-    assert_array_equal(adjust(jnp.zeros(5), history(sampling, [0], []), sampling), [0, 2.5, 0, -1, 0])
+    assert_array_equal(apply_penalties(jnp.zeros(5), history(sampling, [0], []), sampling), [0, 2.5, 0, -1, 0])
 
 
 @pytest.mark.parametrize(
@@ -222,21 +222,21 @@ def test_biases_of_one_token_add_up() -> None:
 )
 def test_bad_words_by_hand(prompt: list[int], made: list[int], wanted: list[int]) -> None:
     sampling = Sampling(bad_words=((1,), (2, 3), (4, 4, 0), (4, 4, 2, 4)))
-    assert kept(adjust(jnp.asarray(LOGITS), history(sampling, prompt, made), sampling)) == wanted
+    assert kept(apply_penalties(jnp.asarray(LOGITS), history(sampling, prompt, made), sampling)) == wanted
 
 
 def test_stop_tokens_wait_for_the_minimum() -> None:
     sampling = Sampling(min_new_tokens=2, stop_tokens=(1, 3))
-    left = [kept(adjust(jnp.asarray(LOGITS), history(sampling, [0, 0], [0] * n), sampling)) for n in range(4)]
+    left = [kept(apply_penalties(jnp.asarray(LOGITS), history(sampling, [0, 0], [0] * n), sampling)) for n in range(4)]
     assert left == [[0, 2, 4], [0, 2, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
 def test_a_ban_of_all_that_is_left_is_not_applied() -> None:
     every = Sampling(bad_words=tuple((token,) for token in range(5)))
-    assert_array_equal(adjust(jnp.asarray(LOGITS), history(every, [0], []), every), LOGITS)
+    assert_array_equal(apply_penalties(jnp.asarray(LOGITS), history(every, [0], []), every), LOGITS)
     # Only the stop token is no bad word: the row may stop before its minimum.
     stop = Sampling(bad_words=((0,), (1,), (2,), (3,)), stop_tokens=(4,), min_new_tokens=9)
-    assert kept(adjust(jnp.asarray(LOGITS), history(stop, [0], []), stop)) == [4]
+    assert kept(apply_penalties(jnp.asarray(LOGITS), history(stop, [0], []), stop)) == [4]
 
 
 def test_a_bias_comes_before_the_penalty_and_a_ban_after_all() -> None:
@@ -244,7 +244,7 @@ def test_a_bias_comes_before_the_penalty_and_a_ban_after_all() -> None:
         logit_bias=((0, 4.0), (1, 9.0)), repetition_penalty=2.0, presence_penalty=1.0, bad_words=((1,),)
     )
     after = history(sampling, [2], [0, 1])
-    assert_array_equal(adjust(jnp.ones(5), after, sampling), [(1 + 4) / 2 - 1, -inf, 0.5, 1, 1])
+    assert_array_equal(apply_penalties(jnp.ones(5), after, sampling), [(1 + 4) / 2 - 1, -inf, 0.5, 1, 1])
 
 
 @pytest.mark.parametrize(

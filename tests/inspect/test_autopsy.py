@@ -91,8 +91,8 @@ def test_examples_with_many_logits_are_computed_one_by_one(monkeypatch):
     sizes_asked, lax_map = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *given, batch_size: sizes_asked.append(batch_size) or lax_map(*given))
     found = []
-    for limit in (objective.LOGITS_AT_ONCE, 7 * 29):
-        monkeypatch.setattr(objective, "LOGITS_AT_ONCE", limit)
+    for limit in (objective.MAX_LOGITS_PER_CHUNK, 7 * 29):
+        monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", limit)
         _measure_all.clear_cache()  # also of what other tests compile, therefore this one comes before them
         found.append(_measure_all(model, names, params, batch, None))
     together, alone = found

@@ -9,7 +9,7 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.attention import attention_entropy
-from jaxformer.inspect.heads import ablate_heads, counts_of, gaze, gazes, loss_without
+from jaxformer.inspect.heads import ablate_heads, counts_of, gaze, head_statistics, loss_without
 from jaxformer.inspect.trace import editing, trace
 from jaxformer.models.objective import objective_of
 from tests.inspect.test_trace import MODELS, T, V, made
@@ -45,7 +45,7 @@ def test_rows_of_padding_do_not_count():
 def test_gazes_are_the_mean_over_examples():
     model, params, (tokens,) = made(MODELS["decoder"])
     tokens_BT = jnp.stack([tokens, (tokens * 3) % 7])
-    found = gazes(model, params, tokens_BT)
+    found = head_statistics(model, params, tokens_BT)
     assert list(found) == ["blocks.0.attention", "blocks.1.attention"]
     from jaxformer.inspect import attention_maps
 
@@ -66,7 +66,7 @@ def test_padding_of_a_target_counts_nowhere():
         weights = jnp.where(jnp.arange(len(target)) < n, 1.0, 0.0)
         batch = Batch(tuple(x[None] for x in (source, valid, padded)), jnp.roll(padded, -1)[None] % n, weights[None])
         batch = batch._replace(targets=batch.targets.at[:, n - 1 :].set(0))
-        looks = gazes(model, params, *batch.inputs, counts_BT=counts_of(batch))
+        looks = head_statistics(model, params, *batch.inputs, counts_BT=counts_of(batch))
         entropy = attention_entropy(model, params, *batch.inputs, counts_BT=counts_of(batch))
         for look, of_log in zip(looks.values(), entropy, strict=True):
             np.testing.assert_allclose(look.entropy, of_log, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_padding_of_a_target_counts_nowhere():
 def test_every_model_with_heads_has_gazes(name):
     model, params, inputs = made(MODELS[name])
     few = [x % 3 if x.dtype == jnp.int32 else x for x in inputs]  # so that tokens come again
-    found = gazes(model, params, *(x[None] for x in few))
+    found = head_statistics(model, params, *(x[None] for x in few))
     assert found
     for layer, of in found.items():
         has_tokens = name != "vit" and not layer.startswith("vision") and "cross" not in layer
@@ -206,4 +206,4 @@ def test_layers_come_in_the_order_of_the_computation():
     config = replace(MODELS["decoder"], n_blocks=11)
     model, params, (tokens,) = made(config)
     wanted = [f"blocks.{i}.attention" for i in range(11)]
-    assert list(gazes(model, params, tokens[None])) == wanted
+    assert list(head_statistics(model, params, tokens[None])) == wanted

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import ablate_heads, gazes, loss_without, views
+from jaxformer.inspect import ablate_heads, head_statistics, loss_without, views
 from jaxformer.inspect.page import Table
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
@@ -61,7 +61,7 @@ def test_the_report_finds_induction_heads_and_the_loss_misses_them(trained):
     tokens, counts = repeated(np.random.default_rng(1), 32)
     weights = counts / counts.sum(1, keepdims=True)
     batch = Batch((tokens[:, :-1],), tokens[:, 1:], weights.astype(np.float32))
-    found = gazes(model, params, *map(jnp.asarray, batch.inputs))
+    found = head_statistics(model, params, *map(jnp.asarray, batch.inputs))
     scores = {(layer, h): float(x) for layer, gaze in found.items() for h, x in enumerate(gaze.induction)}
     ranked = sorted(scores, key=lambda head: -scores[head])
     best = ranked[0]

@@ -9,7 +9,16 @@ import pytest
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import ablate_heads, explain, gazes, logit_attribution, logit_lens, saturation, trace, views
+from jaxformer.inspect import (
+    ablate_heads,
+    explain,
+    head_statistics,
+    logit_attribution,
+    logit_lens,
+    saturation,
+    trace,
+    views,
+)
 from jaxformer.inspect.page import Figure, Table
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
@@ -132,7 +141,7 @@ def test_every_head_has_its_numbers(decoder):
     batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
     figure, table = views.heads(model, params, batch)
     assert isinstance(figure, Figure) and isinstance(table, Table)
-    looks, without = gazes(model, params, *batch.inputs), ablate_heads(model, params, batch)
+    looks, without = head_statistics(model, params, *batch.inputs), ablate_heads(model, params, batch)
     np.testing.assert_allclose(figure.traces[0]["z"], list(without.mean.values()), atol=1e-6)
     row = next(row for row in table.rows if row[0] == "blocks.1.attention, head 0")
     look = looks["blocks.1.attention"]

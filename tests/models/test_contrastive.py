@@ -14,7 +14,7 @@ from jaxformer.data.captions import CaptionsConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.objective import OBJECTIVES, Across, Contrastive, objective_of, recall
+from jaxformer.models.objective import OBJECTIVES, BatchReduction, Contrastive, objective_of, recall
 from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.step import TrainState, abstract_state, make_gradient
 from tests.arrays import assert_close, normal, random_params, random_tokens
@@ -55,7 +55,7 @@ def places(*rows: tuple) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnames="across")
-def whole(params, batch, across=Across()):  # noqa: B008
+def whole(params, batch, across=BatchReduction()):  # noqa: B008
     return jax.value_and_grad(lambda params: OBJECTIVE.loss(MODEL, params, batch, across=across)[0])(params)
 
 
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_the_formula_in_the_paper() -> None:
 def shards(batch: Batch, n: int) -> tuple:
     """The loss and its gradient, each the sum of what n devices have from their parts."""
     mesh = make_mesh(f"data={n}")
-    across = Across(n, gather=lambda rows: jax.lax.all_gather(rows, "data", axis=0, tiled=True))
+    across = BatchReduction(n, gather=lambda rows: jax.lax.all_gather(rows, "data", axis=0, tiled=True))
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
@@ -143,7 +143,7 @@ def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
 @pytest.mark.slow
 def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
     """The loss is the mean over two parts of half a batch."""
-    compute = ComputeConfig(accumulate=2)
+    compute = ComputeConfig(grad_accumulation_steps=2)
     config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B), compute=compute)
     mesh = make_mesh("", jax.devices()[:1])
     loss, _ = jax.jit(make_gradient(config, mesh))(TrainState(PARAMS, (), np.int32(0)), PAIRS, 0)
@@ -159,7 +159,7 @@ def test_a_device_alone_would_have_another_loss() -> None:
 
 
 def test_a_part_of_an_accumulated_batch_adds_its_share() -> None:
-    assert_close(whole(PARAMS, PAIRS, Across(4))[0], whole(PARAMS, PAIRS)[0] / 4, 1e-6)
+    assert_close(whole(PARAMS, PAIRS, BatchReduction(4))[0], whole(PARAMS, PAIRS)[0] / 4, 1e-6)
 
 
 def test_pairs_of_weight_0_are_as_if_they_were_not_there() -> None:

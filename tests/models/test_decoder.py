@@ -126,9 +126,9 @@ def test_no_output_feels_a_later_input(case: Small) -> None:
     assert felt_TS.any(axis=1).all()
     if case.config.residual:
         assert felt_TS.diagonal().all()
-        reach = T if case.config.window is None else case.config.n_blocks * (case.config.window - 1)
+        attention_window = T if case.config.window is None else case.config.n_blocks * (case.config.window - 1)
         distance_TS = np.subtract.outer(np.arange(T), np.arange(T))
-        np.testing.assert_array_equal(felt_TS, (distance_TS >= 0) & (distance_TS <= reach))
+        np.testing.assert_array_equal(felt_TS, (distance_TS >= 0) & (distance_TS <= attention_window))
 
 
 def test_prefill_and_decode_at_every_split_equal_the_full_forward(case: Small) -> None:

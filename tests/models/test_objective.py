@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.models.objective import Across, CrossEntropy, objective_of
+from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
 
 OBJECTIVE = CrossEntropy()
 B, T, D, V = 6, 5, 3, 11
@@ -50,7 +50,7 @@ def test_what_parts_add_is_the_loss_of_the_whole(batch, weighted):
     whole = batch if weighted else batch._replace(weights=None)
     wanted = OBJECTIVE.loss(Linear(), PARAMS, whole)[0]
     parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], whole) for i in range(3)]
-    shares = [OBJECTIVE.loss(Linear(), PARAMS, part, across=Across(3))[0] for part in parts]
+    shares = [OBJECTIVE.loss(Linear(), PARAMS, part, across=BatchReduction(3))[0] for part in parts]
     np.testing.assert_allclose(sum(shares), wanted, rtol=1e-6)
     alone = [OBJECTIVE.example_loss(Linear(), PARAMS, jax.tree.map(lambda x, i=i: x[i], whole)) for i in range(B)]
     np.testing.assert_allclose(np.sum(alone) if weighted else np.mean(alone), wanted, rtol=1e-6)

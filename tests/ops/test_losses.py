@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer.ops.losses import cross_entropy, is_largest, negative_log_likelihood, pair_nll, smoothing_cost
+from jaxformer.ops.losses import cross_entropy, negative_log_likelihood, pair_nll, top1_correct, uniform_cross_entropy
 from tests.arrays import assert_close, normal, random_tokens
 
 T, V = 7, 11
@@ -31,11 +31,11 @@ def test_value_and_gradient_agree_with_optax(size: float) -> None:
 
 def test_smoothing_and_the_largest_logit_by_hand() -> None:
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
-    assert_close(smoothing_cost(logits), [log(2) * 5 / 3, -(2 * log(0.1) + log(0.8)) / 3], 1e-6)
+    assert_close(uniform_cross_entropy(logits), [log(2) * 5 / 3, -(2 * log(0.1) + log(0.8)) / 3], 1e-6)
     ties = jnp.array([[2.0, 1, 2], [0, 0, 1]])
-    np.testing.assert_array_equal(is_largest(ties, jnp.array([0, 2])), [True, True])
-    np.testing.assert_array_equal(is_largest(ties, jnp.array([2, 0])), [False, False])  # one guess, though two tie
-    assert is_largest(ties[0], jnp.array(0))  # one class, no positions
+    np.testing.assert_array_equal(top1_correct(ties, jnp.array([0, 2])), [True, True])
+    np.testing.assert_array_equal(top1_correct(ties, jnp.array([2, 0])), [False, False])  # one guess, though two tie
+    assert top1_correct(ties[0], jnp.array(0))  # one class, no positions
 
 
 def test_hessian_vector_product_is_the_softmax_covariance() -> None:

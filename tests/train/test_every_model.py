@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.hooks import make_hooks
+from jaxformer.cli.callbacks import make_callbacks
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.inspect import first_non_finite
 from jaxformer.models.objective import objective_of
@@ -121,7 +121,7 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
         data = load(load_run(folder).tokenizer) if resume else load()
         if not resume:
             create_run(folder, asked, data.tokenizer, may_number=False)
-        outcome = train(asked, data, folder, mesh, make_hooks(asked, mesh, data, folder) if watched else [], resume)
+        outcome = train(asked, data, folder, mesh, make_callbacks(asked, mesh, data, folder) if watched else [], resume)
         assert (outcome.status, outcome.step) == ("done", steps)
         return folder
 

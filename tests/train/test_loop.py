@@ -23,7 +23,7 @@ from jaxformer.sharding import make_mesh
 from jaxformer.signals import Caught
 from jaxformer.train import loop
 from jaxformer.train.log import read_metrics, untimed
-from jaxformer.train.loop import Hook, Outcome, Rollback, is_due, train
+from jaxformer.train.loop import Callback, Outcome, Rollback, is_due, train
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.sinks import WANDB_ID
 from jaxformer.train.step import CompiledStep, StepMetrics, TrainState
@@ -72,7 +72,7 @@ def test_a_run_goes_on_on_fewer_devices(tmp_path):
 
 
 def test_what_is_due_when():
-    samples, check = Hook(500, print, also_at=100), Hook(20, print, at_start=True)
+    samples, check = Callback(500, print, also_at=100), Callback(20, print, at_start=True)
     assert [step for step in range(1001) if samples.due(step)] == [100, 500, 1000]
     assert [step for step in range(50) if check.due(step)] == [0, 20, 40]
     assert not any(is_due(0, step) for step in range(10))

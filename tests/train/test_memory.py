@@ -63,7 +63,9 @@ def test_what_fits_is_told(monkeypatch, has, said):
 def test_what_does_not_fit_is_refused_with_remedies(monkeypatch):
     monkeypatch.setattr(memory, "needed", lambda compiled: 2**30 + 1)
     monkeypatch.setattr(memory, "capacity", lambda device: 2**30)
-    with pytest.raises(UserError, match=r"needs 1 GiB .* lower train\.batch_size, raise compute\.accumulate"):
+    with pytest.raises(
+        UserError, match=r"needs 1 GiB .* lower train\.batch_size, raise compute\.grad_accumulation_steps"
+    ):
         check_memory(None, jax.devices()[0])
 
 

@@ -119,7 +119,7 @@ def test_bytes_that_must_be_sent():
     assert paper("data=8") == 2 * 7 / 8 * (blocks + outside + gains)
     assert paper("fsdp=8") == pytest.approx(7 / 8 * 2 * (blocks + outside) + summed)
     assert paper("fsdp=8", remat="block") == pytest.approx(7 / 8 * (3 * blocks + 2 * outside) + summed)
-    assert paper("fsdp=8", remat="block", accumulate=2) == pytest.approx(
+    assert paper("fsdp=8", remat="block", grad_accumulation_steps=2) == pytest.approx(
         2 * 7 / 8 * (3 * blocks + 2 * outside) + summed
     )
     shards = 2 * 1 / 2 * (blocks + outside) / 4  # of two copies of each shard

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from jaxformer.cli.hooks import make_hooks
+from jaxformer.cli.callbacks import make_callbacks
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics
-from jaxformer.train.loop import Hook, train
+from jaxformer.train.loop import Callback, train
 from jaxformer.train.sinks import open_sinks, prepare, scalars
 from tests.helpers import mounted, run, tiny, write_books
 
@@ -109,7 +109,7 @@ def train_in(folder: Path, config: Config, killed_at: int | None = None, resume:
         if step == killed_at:
             raise Killed
 
-    train(config, data, folder, mesh, [*make_hooks(config, mesh, data, folder), Hook(1, kill)], resume)
+    train(config, data, folder, mesh, [*make_callbacks(config, mesh, data, folder), Callback(1, kill)], resume)
 
 
 def test_numbers_are_named_by_their_path_in_the_row():

@@ -22,7 +22,7 @@ from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
-from jaxformer.models.objective import CrossEntropy, Params, next_token_nll, of_each_target
+from jaxformer.models.objective import CrossEntropy, Params, next_token_nll, per_target_loss
 from jaxformer.nn.experts import routers
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parameters import row_names
@@ -132,7 +132,7 @@ def test_the_same_training_on_every_mesh(mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [exhaustive(2), 4])
 def test_a_batch_in_parts_is_the_same_training(parts):
-    assert_same_training("data=2,fsdp=2", computed(CONFIG, accumulate=parts), "data=1", CONFIG)
+    assert_same_training("data=2,fsdp=2", computed(CONFIG, grad_accumulation_steps=parts), "data=1", CONFIG)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_batch_in_parts_is_the_same_training(parts):
         exhaustive("data=1", {"remat": "dots"}),
         exhaustive("fsdp=4", {"remat": "block"}),
         exhaustive("fsdp=4", {"scan_blocks": True}),
-        (CUBE, {"remat": "block", "scan_blocks": True, "accumulate": 2}),
+        (CUBE, {"remat": "block", "scan_blocks": True, "grad_accumulation_steps": 2}),
     ],
     ids=str,
 )
@@ -155,7 +155,7 @@ def test_what_is_stored_or_looped_over_is_the_same_training(mesh, fields):
     ("mesh", "fields"),
     [
         exhaustive("data=8", {}),
-        exhaustive(CUBE, {"accumulate": 2}),
+        exhaustive(CUBE, {"grad_accumulation_steps": 2}),
         ("fsdp=2", {"remat": "block", "scan_blocks": True}),
     ],
     ids=str,
@@ -195,7 +195,7 @@ def test_balancing_is_minimised_and_not_reported():
     keys = step.example_keys(EXPERTS.seed, 0, B)
 
     def both(params: Params) -> tuple[jax.Array, jax.Array]:
-        nll, routing = of_each_target(negative_log_likelihood, model, params, BATCHES[0], keys)
+        nll, routing = per_target_loss(negative_log_likelihood, model, params, BATCHES[0], keys)
         added = 0.0
         for layer in routers(routing).values():
             share_E, probability_E = layer.share_E.mean(0), layer.probability_E.mean(0)
@@ -212,10 +212,10 @@ def test_balancing_is_minimised_and_not_reported():
 @pytest.mark.slow
 def test_the_routers_of_logits_in_pieces_tell_the_same(monkeypatch):
     model, params = EXPERTS.model.build(), first_params(EXPERTS.model)
-    whole = jax.jit(lambda: of_each_target(negative_log_likelihood, model, params, BATCHES[0]))()
-    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 5 * V)
+    whole = jax.jit(lambda: per_target_loss(negative_log_likelihood, model, params, BATCHES[0]))()
+    monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", 5 * V)
     jax.tree.map(
-        assert_close, jax.jit(lambda: of_each_target(negative_log_likelihood, model, params, BATCHES[0]))(), whole
+        assert_close, jax.jit(lambda: per_target_loss(negative_log_likelihood, model, params, BATCHES[0]))(), whole
     )
 
 
@@ -259,7 +259,7 @@ def test_the_first_state_is_the_same_on_every_mesh():
 
 
 def test_names_and_shapes_do_not_depend_on_how_it_is_computed():
-    for fields in ({"remat": "block"}, {"scan_blocks": True}, {"accumulate": 4}):
+    for fields in ({"remat": "block"}, {"scan_blocks": True}, {"grad_accumulation_steps": 4}):
         other = abstract_state(computed(TWO_BLOCKS, **fields), mesh_of("data=1"))
         assert other == abstract_state(TWO_BLOCKS, mesh_of("data=1"))
 
@@ -305,7 +305,10 @@ def test_the_step_is_optax_on_the_gradient_of_the_loss():
 def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(parts):
     """W_out's: with blocks that give nothing, the sum over 192 tokens of 3e37 times softmax less one-hot; float32 ends
     at 3.4e38. The autopsy must not find fault with it, either."""
-    config, mesh = computed(replace(CONFIG, model=replace(MODEL, norm="none")), accumulate=parts), mesh_of("data=2")
+    config, mesh = (
+        computed(replace(CONFIG, model=replace(MODEL, norm="none")), grad_accumulation_steps=parts),
+        mesh_of("data=2"),
+    )
     state = init_state(config, mesh)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     zeros["embedding"]["W_E"] = jnp.full((V, 16), 3e37)
@@ -324,8 +327,8 @@ def loss_and_gradient(config: Config, pieces: int) -> tuple[jax.Array, Params]:
     mesh = mesh_of("data=1")
     with pytest.MonkeyPatch.context() as patch:
         if pieces > 1:
-            patch.setattr(objective, "LOGITS_AT_ONCE", -(-B * T // pieces) * V)
-        assert objective.pieces_of(B * T, V) == pieces
+            patch.setattr(objective, "MAX_LOGITS_PER_CHUNK", -(-B * T // pieces) * V)
+        assert objective.n_chunks(B * T, V) == pieces
         return jax.device_get(jax.jit(make_gradient(config, mesh))(state_on(mesh, config), BATCHES[0], 0))
 
 
@@ -370,7 +373,7 @@ def test_an_evaluation_in_pieces_is_the_same(monkeypatch):
         return make_eval_step(CONFIG, mesh)(first_params(), batch)["nats"]
 
     whole = run()
-    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", 5 * V)
+    monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", 5 * V)
     np.testing.assert_allclose(run(), whole, rtol=1e-6)
 
 
@@ -380,8 +383,8 @@ def test_a_class_of_the_whole_sequence_is_never_cut_into_pieces(monkeypatch):
     inputs = BATCHES[0].inputs[0], np.ones((B, T), bool)
     batch, model = Batch(inputs, np.arange(B, dtype=np.int32) % 3), config.build()
     params = abstract_params(model, config)
-    monkeypatch.setattr(objective, "LOGITS_AT_ONCE", V)
-    call = lambda params: of_each_target(negative_log_likelihood, model, params, batch)[0]  # noqa: E731
+    monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", V)
+    call = lambda params: per_target_loss(negative_log_likelihood, model, params, batch)[0]  # noqa: E731
     assert jax.eval_shape(call, params).shape == (B,)
 
 
@@ -415,7 +418,7 @@ def test_memory_does_not_grow_with_the_logits_of_the_batch():
         return np.array([x.compile().memory_analysis().temp_size_in_bytes for x in (learning, evaluation)])
 
     small, large = 128, 1024  # 2^26 logits, as many as are made at once, and eight times as many
-    assert objective.pieces_of(32 * small, 2**14) == 1 and objective.pieces_of(32 * large, 2**14) == 8
+    assert objective.n_chunks(32 * small, 2**14) == 1 and objective.n_chunks(32 * large, 2**14) == 8
     logits = 4 * 32 * (large - small) * 2**14
     grown = temporary(large) - temporary(small)
     # The step keeps some hundreds of numbers a token besides, an evaluation fewer; here a token has 16,384 logits.
@@ -423,12 +426,12 @@ def test_memory_does_not_grow_with_the_logits_of_the_batch():
 
 
 def test_pieces_are_the_fewest_that_keep_to_the_limit():
-    assert objective.pieces_of(4096 * 32 // 2, 2048) == 2  # the ladder on two devices: 2^27 logits
-    assert objective.pieces_of(16 * 128, 2048) == 1  # the default run on one device: 2^22
-    assert objective.pieces_of(32 * 1024, 50_257) == 25  # 2^15 · 50,257 / 2^26 = 24.5
-    assert objective.pieces_of(2**12, 2**14) == 1  # 2^26 exactly
-    assert objective.pieces_of(7, 2**26) == 7  # a prime
-    assert objective.pieces_of(3, 2**28) == 3  # one token alone is too much, and there is nothing smaller
+    assert objective.n_chunks(4096 * 32 // 2, 2048) == 2  # the ladder on two devices: 2^27 logits
+    assert objective.n_chunks(16 * 128, 2048) == 1  # the default run on one device: 2^22
+    assert objective.n_chunks(32 * 1024, 50_257) == 25  # 2^15 · 50,257 / 2^26 = 24.5
+    assert objective.n_chunks(2**12, 2**14) == 1  # 2^26 exactly
+    assert objective.n_chunks(7, 2**26) == 7  # a prime
+    assert objective.n_chunks(3, 2**28) == 3  # one token alone is too much, and there is nothing smaller
 
 
 INFINITE = V - 1
@@ -509,7 +512,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_runs(monkeypatch):
     ],
 )
 def test_a_batch_that_does_not_split_is_refused_with_one_that_does(batch_size, parts, mesh, said):
-    config = replace(computed(CONFIG, accumulate=parts), train=TrainConfig(batch_size=batch_size))
+    config = replace(computed(CONFIG, grad_accumulation_steps=parts), train=TrainConfig(batch_size=batch_size))
     with pytest.raises(UserError, match=said):
         check_split(config, mesh_of(mesh))
     with pytest.raises(UserError, match=said):
@@ -526,7 +529,7 @@ def test_the_model_of_a_step_is_the_model():
 def test_processes_that_chose_different_attention_are_told_which(monkeypatch):
     here = mesh_of("data=1")
     line = choose_attention(CONFIG, here)[1]
-    monkeypatch.setattr(step, "from_all", lambda mine: [mine, "attention: other"])
+    monkeypatch.setattr(step, "all_gather", lambda mine: [mine, "attention: other"])
     choose_attention.cache_clear()
     with pytest.raises(UserError) as caught:
         choose_attention(CONFIG, here)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxformer.cli.opening import open_run
+from jaxformer.cli.load import open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.cli.sampler import fitting_memory
 from jaxformer.data.pairs import Pairs

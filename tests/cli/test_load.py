@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from jaxformer.checkpoints import only_one
-from jaxformer.cli.opening import RunOptions, with_run
+from jaxformer.checkpoints import run_lock
+from jaxformer.cli.load import RunOptions, with_run
 from jaxformer.errors import UserError
 from tests.helpers import small_run, write_books
 
@@ -17,7 +17,7 @@ def test_without_a_run_the_newest_with_a_checkpoint_is_taken_and_named(tmp_path,
     small_run(tmp_path / "runs/quick", [file.read_text() for file in write_books(tmp_path / "books").iterdir()])
     (tmp_path / "runs/newer").mkdir()
     shutil.copy(tmp_path / "runs/quick/config.json", tmp_path / "runs/newer/config.json")
-    with only_one(tmp_path / "runs/quick"):
+    with run_lock(tmp_path / "runs/quick"):
         assert with_run(RunOptions()).run == "runs/quick"
     assert capsys.readouterr().err == (
         "run runs/quick: Decoder at step 0 (still training), the newest with a checkpoint below runs/; --run names "

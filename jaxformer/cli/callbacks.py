@@ -14,22 +14,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.config import Config, TokenModelConfig
-from jaxformer.data.dataset import Batch, Dataset, evenly
+from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import Pairs
 from jaxformer.decode import Sampling, generate
 from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_first
 from jaxformer.errors import writing
-from jaxformer.inspect import alignment, at_first, attention_entropy, draw_alignment, router_report
+from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
 from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import counts_of
 from jaxformer.models.decoder import Decoder
-from jaxformer.models.objective import Params, can_continue
+from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.parameters import Row
 from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters, parameter_order
 from jaxformer.sharding import local_copy
 from jaxformer.train.log import say
-from jaxformer.train.loop import FIRST_REPORT, Hook
+from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.memory import capacity
 from jaxformer.train.step import TrainState
 
@@ -41,7 +41,7 @@ SHOWN = 3
 """Held-out sources whose translations are shown."""
 
 
-def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Hook]:
+def make_callbacks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Callback]:
     """Attention entropy and what routers do with every validation; gradient table and samples at their own pace.
 
     Of several processes, all must call them; the first one prints and writes.
@@ -49,21 +49,21 @@ def make_hooks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[
     t, model = config.train, config.model.build()
     if not (copied := _can_be_copied(config, mesh)):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
-    hooks = []
+    callbacks = []
     if copied and isinstance(model, Decoder) and t.report_every:
-        hooks.append(Hook(config.steps, _at_first(model, mesh, data), at_start=True))
+        callbacks.append(Callback(config.steps, _check_init(model, mesh, data), at_start=True))
     if copied and t.eval_every:
-        hooks.append(Hook(t.eval_every, _probe(config, mesh, data), at_start=True))
+        callbacks.append(Callback(t.eval_every, _probe(config, mesh, data), at_start=True))
     if t.report_every:
-        hooks.append(Hook(t.report_every, _update_ratios(config), also_at=FIRST_REPORT))
+        callbacks.append(Callback(t.report_every, _update_ratios(config), also_at=FIRST_REPORT))
         texts = []
-        if copied and can_continue(model):
+        if copied and is_causal_lm(model):
             texts.append(_continuations(config, data))
         if copied and isinstance(data, Pairs):
             texts.append(_translations(config, data))
-            hooks.append(Hook(t.report_every, _alignment(config, mesh, data, folder)))
-        hooks += [Hook(t.report_every, _samples(mesh, folder, write), also_at=FIRST_REPORT) for write in texts]
-    return hooks
+            callbacks.append(Callback(t.report_every, _alignment(config, mesh, data, folder)))
+        callbacks += [Callback(t.report_every, _samples(mesh, folder, write), also_at=FIRST_REPORT) for write in texts]
+    return callbacks
 
 
 def _can_be_copied(config: Config, mesh: Mesh) -> bool:
@@ -98,17 +98,17 @@ def _whole(probe: Batch) -> np.ndarray:
     return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
 
 
-def _at_first(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
+def _check_init(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
     """Before the first step, what the initialisation gives beside what it should, and warnings."""
     probe = next(data.held_out(FEW, FEW))
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         if step:
             return None
-        found = at_first(model, local_copy(state.params, mesh), *probe.inputs[:1])
+        found = check_init(model, local_copy(state.params, mesh), *probe.inputs[:1])
         say(str(found))
         return {
-            "at_first": {
+            "check_init": {
                 "expected": [asdict(m) for m in found.expected],
                 "observed": [asdict(m) for m in found.observed],
             }
@@ -165,7 +165,7 @@ def _continuations(config: Config, data: Dataset) -> Callable[[Params], Iterator
 def _translations(config: Config, data: Pairs) -> Callable[[Params], Iterator[tuple[float, str]]]:
     """Some held-out sources and what becomes of them."""
     model, context_length = config.model.build(), data.context_length
-    chosen = [data.val[i] for i in evenly(len(data.val), SHOWN)]
+    chosen = [data.val[i] for i in evenly_spaced(len(data.val), SHOWN)]
     sources = [tokens[:context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in chosen])]
 
     def write(params: Params) -> Iterator[tuple[float, str]]:

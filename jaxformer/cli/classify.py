@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.load import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.errors import UserError
 from jaxformer.terminal import tell
@@ -36,7 +36,7 @@ def tell_images(
     """
     from jaxformer.data.captions import as_tokens
     from jaxformer.data.pictures import read_fitted
-    from jaxformer.decode.see import classify, match
+    from jaxformer.decode.classify import classify, match
     from jaxformer.decode.weights import restored
     from jaxformer.models.clip import CLIP
     from jaxformer.runs import CLASSES

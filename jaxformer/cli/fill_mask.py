@@ -7,13 +7,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxformer.cli.opening import RunOptions, open_run
+from jaxformer.cli.load import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.errors import UserError
 from jaxformer.terminal import tell
 
 if TYPE_CHECKING:
-    from jaxformer.decode.fill import Gap
+    from jaxformer.decode.fill_mask import Gap
     from jaxformer.runs import Run
 
 GAP = "[MASK]"
@@ -70,7 +70,7 @@ def encode_gaps(prompt: Prompt, run: Run) -> list[int]:
 
 def _filled(run: Run, prompt: Prompt, tokens: list[int], n_candidates: int) -> dict[str, Any]:
     """A row of JSON: the text filled, and of each gap the likeliest tokens, as text, with their probabilities."""
-    from jaxformer.decode.fill import fill
+    from jaxformer.decode.fill_mask import fill
     from jaxformer.models.encoder import MaskedLanguageModel
 
     assert isinstance(run.model, MaskedLanguageModel)

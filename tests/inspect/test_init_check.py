@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import ladder, quick
-from jaxformer.inspect.initial import at_first, expected
+from jaxformer.inspect.init_check import check_init, expected
 from jaxformer.models.decoder import DecoderConfig
 from tests.arrays import first_params
 from tests.helpers import exhaustive, slow
@@ -44,7 +44,7 @@ def fresh(config: DecoderConfig):
 
 @pytest.mark.parametrize("name", CASES_BY_COST)
 def test_what_is_expected_is_observed(name):
-    found = at_first(*fresh(CASES[name]))
+    found = check_init(*fresh(CASES[name]))
     assert len(found.expected) == len(found.observed) == CASES[name].n_blocks
     for i, (wanted, seen) in enumerate(zip(found.expected, found.observed, strict=True)):
         # After a block, what it wrote is alike at places that looked at the same: no longer independent.
@@ -74,33 +74,33 @@ def test_the_sources_first_entropy_is_the_expected_one():
 
 @pytest.mark.slow
 def test_attention_that_will_be_one_hot_is_warned_of_with_its_rung_and_its_remedy():
-    (warning,) = at_first(*fresh(ladder.attention_unscaled.model)).warnings
+    (warning,) = check_init(*fresh(ladder.attention_unscaled.model)).warnings
     assert warning.startswith("scores of blocks.0 have variance 6") and "as on the rung attention_unscaled" in warning
     assert warning.endswith(
         "set model.scaled to true, which divides them by sqrt(head_dim) and model.projection_std to 0.0625, "
         "1/sqrt(d_model)."
     )
     cured = replace(ladder.attention_unscaled.model, scaled=True, projection_std=0.0625)
-    assert not at_first(*fresh(cured)).warnings
-    (loud,) = at_first(*fresh(replace(WIDE, n_blocks=1, embedding_std=4.0))).warnings
+    assert not check_init(*fresh(cured)).warnings
+    (loud,) = check_init(*fresh(replace(WIDE, n_blocks=1, embedding_std=4.0))).warnings
     assert loud.endswith("set model.norm to rmsnorm.")  # its projections are as they should be
-    (large,) = at_first(*fresh(replace(WIDE, n_blocks=1, projection_std=1.0))).warnings
+    (large,) = check_init(*fresh(replace(WIDE, n_blocks=1, projection_std=1.0))).warnings
     assert "set model.projection_std to 0.102" in large and "model.scaled" not in large
 
 
 @pytest.mark.slow
 def test_blocks_without_a_norm_are_warned_of():
-    (warning,) = at_first(*fresh(replace(WIDE, n_blocks=4))).warnings
+    (warning,) = check_init(*fresh(replace(WIDE, n_blocks=4))).warnings
     assert warning.startswith("4 blocks without a norm, which make the stream ") and "four_blocks" in warning
     assert warning.endswith("set model.norm to rmsnorm.")
-    assert not at_first(*fresh(replace(WIDE, n_blocks=4, norm="rmsnorm"))).warnings
+    assert not check_init(*fresh(replace(WIDE, n_blocks=4, norm="rmsnorm"))).warnings
 
 
 def test_one_token_has_nothing_to_choose_from():
     model, params, tokens_BT = fresh(replace(WIDE, n_blocks=1, projection_std=1.0))
-    assert not at_first(model, params, tokens_BT[:, :1]).warnings
+    assert not check_init(model, params, tokens_BT[:, :1]).warnings
 
 
 def test_a_stream_of_zeros_is_no_error():
-    found = at_first(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
+    found = check_init(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
     assert np.isnan(found.expected[0].growth) and found.expected[0].stream == 0

@@ -40,7 +40,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class AtFirst:
+class InitReport:
     """A decoder before the first step; `str` of it is a table."""
 
     expected: tuple[Moments, ...]
@@ -60,12 +60,12 @@ class AtFirst:
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
-def at_first(model: Decoder, params: Params, tokens_BT: jax.Array) -> AtFirst:
+def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitReport:
     """Compare what fresh parameters give with what they should, and warn of what is known to end badly."""
     n_tokens = tokens_BT.shape[1]
     found = jax.device_get(_observe(model, params, tokens_BT))
     observed = tuple(Moments(*map(float, block)) for block in found)
-    return AtFirst(expected(model.config, n_tokens), observed, tuple(_warnings(model.config, observed, n_tokens)))
+    return InitReport(expected(model.config, n_tokens), observed, tuple(_warnings(model.config, observed, n_tokens)))
 
 
 def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
@@ -84,7 +84,7 @@ def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
         read = _normed(c, before) if c.norm != "none" and c.norm_placement == "pre" else before
         projected = c.d_model * std**2 * read
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) / (c.width_of_head if c.scaled else 1)
-        entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, c.reach))
+        entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, c.attention_window))
         attended = projected * averaged * (c.n_heads * c.width_of_head * std**2 if c.output_projection else 1)
         stream = _after(c, before, attended)
         read = _normed(c, stream) if c.norm != "none" and c.norm_placement == "pre" else stream
@@ -129,13 +129,13 @@ def _mlp(c: DecoderConfig, mean_square: float) -> float:
 
 
 @lru_cache
-def _softmax_of_normal(variance: float, n_tokens: int, reach: int, draws: int = 128) -> tuple[float, float]:
+def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int, draws: int = 128) -> tuple[float, float]:
     """Entropy, and sum of squares, of the softmax of independent normal numbers: means over the rows of causal
     attention, row t of min(t, reach) numbers."""
     rng = np.random.default_rng(0)
     rows = np.unique(np.linspace(1, n_tokens, min(n_tokens, 64)).astype(int))
     entropies, squares = [], []
-    for t in np.minimum(rows, reach):
+    for t in np.minimum(rows, attention_window):
         z = sqrt(variance) * rng.normal(size=(draws, t))
         w = np.exp(z - z.max(axis=1, keepdims=True))
         w /= w.sum(axis=1, keepdims=True)
@@ -167,7 +167,7 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
 def _warnings(c: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
     """What is known to end badly, with the rung of the ladder that shows it, and what helps."""
     said = []
-    most = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.reach))))
+    most = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.attention_window))))
     remedies = [] if c.scaled else ["model.scaled to true, which divides them by sqrt(head_dim)"]
     if (c.projection_std or 0) > 2 / sqrt(c.d_model):
         remedies.append(f"model.projection_std to {1 / sqrt(c.d_model):.3g}, 1/sqrt(d_model)")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import Piece, Speed, Text, follow
-from jaxformer.decode.texts import CompileClock, batches
+from jaxformer.decode.streaming import CompileClock, batches
 from jaxformer.ops.masks import EMPTY
 
 TOKENIZER = Tokenizer.train(["a b"], 257)  # a token a byte, and end-of-text
@@ -78,7 +78,7 @@ def test_an_interruption_after_the_last_token_changes_nothing():
 
 def clock(monkeypatch, *times: float) -> None:
     """The beginning, and when each piece comes."""
-    monkeypatch.setattr("jaxformer.decode.texts.time.perf_counter", iter(times).__next__)
+    monkeypatch.setattr("jaxformer.decode.streaming.time.perf_counter", iter(times).__next__)
 
 
 def test_the_times_of_a_text_are_those_of_its_own_tokens(monkeypatch):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode.fill import fill
+from jaxformer.decode.fill_mask import fill
 from jaxformer.models.encoder import EncoderConfig
 from tests.arrays import apply, assert_close, build
 

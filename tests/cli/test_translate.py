@@ -11,7 +11,8 @@ import pytest
 from jaxformer import load_run
 from jaxformer.checkpoints import Checkpoints
 from jaxformer.cli import eval as evaluation
-from jaxformer.cli import sample, translating
+from jaxformer.cli import sample
+from jaxformer.cli import translate as translating
 from jaxformer.config import Config
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer

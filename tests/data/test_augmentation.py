@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import map_coordinates
 
-from jaxformer.data.views import Views, draw_views, view
+from jaxformer.data.augmentation import Views, draw_views, view
 
 PLAIN = {"shift": 0, "scale": 0.0, "rotate": 0.0, "flip": False, "jitter": 0.0}
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.cli.hooks import _whole, make_hooks
+from jaxformer.cli.callbacks import _whole, make_callbacks
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
@@ -20,19 +20,19 @@ def test_reports_and_evaluations_that_are_switched_off_are_not_even_prepared(tmp
         100,
         train=TrainConfig(eval_every=0, report_every=0),
     )
-    assert make_hooks(config, make_mesh("", jax.devices()[:1]), None, tmp_path) == []
+    assert make_callbacks(config, make_mesh("", jax.devices()[:1]), None, tmp_path) == []
 
 
 def test_update_ratios_are_shown_beside_the_first_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.cli.hooks._samples", lambda *_: "samples")
-    monkeypatch.setattr("jaxformer.cli.hooks._update_ratios", lambda *_: "update ratios")
-    monkeypatch.setattr("jaxformer.cli.hooks._continuations", lambda *_: None)
-    monkeypatch.setattr("jaxformer.cli.hooks._at_first", lambda *_: None)
+    monkeypatch.setattr("jaxformer.cli.callbacks._samples", lambda *_: "samples")
+    monkeypatch.setattr("jaxformer.cli.callbacks._update_ratios", lambda *_: "update ratios")
+    monkeypatch.setattr("jaxformer.cli.callbacks._continuations", lambda *_: None)
+    monkeypatch.setattr("jaxformer.cli.callbacks._at_first", lambda *_: None)
     config = Config(
         "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
     )
-    hooks = make_hooks(config, make_mesh("", jax.devices()[:1]), None, tmp_path)
-    assert [hook.call for hook in hooks if hook.due(100)] == ["update ratios", "samples"]
+    callbacks = make_callbacks(config, make_mesh("", jax.devices()[:1]), None, tmp_path)
+    assert [callback.call for callback in callbacks if callback.due(100)] == ["update ratios", "samples"]
 
 
 @pytest.mark.parametrize(
