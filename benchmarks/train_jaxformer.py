@@ -23,9 +23,9 @@ from processes import serve
 from jaxformer.cli import machine
 from jaxformer.config import Config, from_dict, to_dict
 from jaxformer.data.windows import next_token
+from jaxformer.memory import memory_needed
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import batch_split, make_mesh, place
-from jaxformer.train.memory import needed
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.step import (
     abstract_batch,
@@ -100,7 +100,7 @@ def main(folder: Path) -> None:
         compiler={
             "flops_a_step": cost.get("flops"),
             "bytes_accessed_a_step": cost.get("bytes accessed"),
-            "memory_bytes": needed(compiled),
+            "memory_bytes": memory_needed(compiled),
         },
         versions=record.versions("jax", "jaxlib", "flax"),
     )

@@ -15,9 +15,10 @@ FLOORS = [
     {"nn"},
     {"models"},
     {"distributed"},
-    {"checkpoints", "parameters", "sharding"},
+    {"checkpoints", "memory", "parameters", "sharding"},
     {"runs"},
     {"train", "decode", "inspect", "interop"},
+    {"plan"},
     {"cli"},
     {"__main__"},
 ]

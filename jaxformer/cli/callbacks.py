@@ -23,6 +23,7 @@ from jaxformer.errors import writing
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
 from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import counts_of
+from jaxformer.memory import memory_capacity
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.parameters import Row
@@ -30,7 +31,6 @@ from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters, pa
 from jaxformer.sharding import local_copy
 from jaxformer.train.log import say
 from jaxformer.train.loop import FIRST_REPORT, Callback
-from jaxformer.train.memory import capacity
 from jaxformer.train.step import TrainState
 
 PROBED = 16
@@ -68,7 +68,7 @@ def make_callbacks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> l
 
 def _can_be_copied(config: Config, mesh: Mesh) -> bool:
     """Whether all parameters, and the attention weights of a block, take less than a quarter of a device's memory."""
-    has = capacity(mesh.local_devices[0])
+    has = memory_capacity(mesh.local_devices[0])
     parameters = count_parameters(abstract_params(config.model.build(), config.model))
     longest = max((len(x) for x in config.model.example() if x.ndim == 1), default=0)
     weights = getattr(config.model, "n_heads", 0) * longest**2

@@ -127,8 +127,8 @@ def _in_process(arguments: list[str]) -> int:
 
 
 def _plan(config: Config, devices: Sequence[jax.Device]) -> int:
+    from jaxformer.plan.plan import describe, make_plan
     from jaxformer.sharding import make_mesh
-    from jaxformer.train.plan import describe, make_plan
 
     mesh = make_mesh(config.mesh, devices)
     plan = make_plan(config, mesh)

@@ -165,11 +165,11 @@ def _train(
     """Train; the exit status. `early` is what holds until the training loop has ended."""
     from jaxformer.cli.callbacks import make_callbacks
     from jaxformer.cli.report import reporter
+    from jaxformer.memory import check_parameters
     from jaxformer.runs import METRICS, abstract_params, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, say
     from jaxformer.train.loop import Rollback, train
-    from jaxformer.train.memory import check_parameters
     from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 

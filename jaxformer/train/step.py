@@ -18,6 +18,7 @@ from jaxformer.config import ComputeConfig, Config, ModelConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
+from jaxformer.memory import REMEDY, check_memory
 from jaxformer.models.objective import BatchReduction, Params, objective_of
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
@@ -36,7 +37,6 @@ from jaxformer.sharding import (
     sum_over_batch,
 )
 from jaxformer.train.kernels import make_attention
-from jaxformer.train.memory import REMEDY, check_memory
 from jaxformer.train.optimizer import gradient_point, make_optimizer
 
 BLOCK = re.compile(r"blocks_\d+$")

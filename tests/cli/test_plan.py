@@ -9,7 +9,7 @@ import pytest
 from jaxformer.__main__ import main
 from jaxformer.cli.plan import check_topology
 from jaxformer.errors import UserError
-from jaxformer.train.plan import asked_for
+from jaxformer.plan.plan import asked_for
 from tests.helpers import ROOT, changed
 
 SMALL = [
@@ -43,7 +43,7 @@ def test_for_the_devices_here(capsys):
 
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_to_change(capsys, monkeypatch):
-    monkeypatch.setattr("jaxformer.train.plan.capacity", lambda device: 1e5)
+    monkeypatch.setattr("jaxformer.plan.plan.memory_capacity", lambda device: 1e5)
     assert main([*SMALL, "--mesh", "data=8", "--train.batch-size", "16"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("does not fit: it needs ")

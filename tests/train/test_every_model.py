@@ -19,11 +19,11 @@ from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.inspect import first_non_finite
 from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.plan.plan import make_plan
 from jaxformer.runs import create_run, load_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
-from jaxformer.train.plan import make_plan
 from jaxformer.train.step import check_fit
 from tests.data.test_captions import MODEL as CLIP
 from tests.data.test_captions import write as write_captions

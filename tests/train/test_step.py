@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
+from jaxformer import memory
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
@@ -28,7 +29,7 @@ from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parameters import row_names
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
-from jaxformer.train import memory, step
+from jaxformer.train import step
 from jaxformer.train.optimizer import make_optimizer
 from jaxformer.train.step import (
     CompiledStep,

@@ -12,8 +12,7 @@ from jaxformer.data.corpus import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.kernels import BLOCK, splash_attention
 from jaxformer.ops.masks import Causal
-from jaxformer.sharding import make_mesh
-from jaxformer.train.roofline import (
+from jaxformer.plan.roofline import (
     CHIPS,
     Chip,
     bytes_on_paper,
@@ -23,6 +22,7 @@ from jaxformer.train.roofline import (
     used,
     visible_pairs,
 )
+from jaxformer.sharding import make_mesh
 
 MODEL = DecoderConfig(
     vocab_size=48, context_length=12, d_model=16, n_blocks=3, n_heads=4, output_projection=True, d_ff=(32,),

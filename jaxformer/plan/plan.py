@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer.config import Config
-from jaxformer.runs import count_parameters
-from jaxformer.sharding import batch_shards
-from jaxformer.train.hlo import Collective, parse
-from jaxformer.train.memory import capacity, needed
-from jaxformer.train.roofline import (
+from jaxformer.memory import memory_capacity, memory_needed
+from jaxformer.plan.hlo import Collective, parse
+from jaxformer.plan.roofline import (
     CHIPS,
     Estimate,
     bytes_on_paper,
@@ -25,6 +23,8 @@ from jaxformer.train.roofline import (
     product_operations,
     used,
 )
+from jaxformer.runs import count_parameters
+from jaxformer.sharding import batch_shards
 from jaxformer.train.step import abstract_batch, abstract_state, choose_attention, compute_dtype, make_train_step
 
 FREE = 0.1
@@ -92,7 +92,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     batch = abstract_batch(config, mesh)
     traced = make_train_step(config, mesh).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
     chip = CHIPS.get(device.device_kind)
-    has = capacity(device) if device in jax.local_devices() else chip and chip.memory
+    has = memory_capacity(device) if device in jax.local_devices() else chip and chip.memory
     model, visible = model_operations(config)
     known: dict[str, Any] = {
         "device": device.device_kind,
@@ -116,7 +116,7 @@ def make_plan(config: Config, mesh: Mesh) -> Plan:
     traffic = program.memory_traffic()
     sent = sum(c.n_bytes for c in collectives)
     return Plan(
-        **known, needs=needed(compiled), operations=operations, traffic=traffic, collectives=collectives,
+        **known, needs=memory_needed(compiled), operations=operations, traffic=traffic, collectives=collectives,
         unknown_loops=program.unknown_loops,
         estimate=estimate(operations, traffic, sent, model / n, chip) if chip else None,
     )  # fmt: skip

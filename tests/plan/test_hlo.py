@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxformer.train.hlo import group_size, memory_bytes, parse, type_bytes
+from jaxformer.plan.hlo import group_size, memory_bytes, parse, type_bytes
 
 PROGRAM = """\
 HloModule step, is_scheduled=true

@@ -1,0 +1,89 @@
+"""Memory that a compiled program needs and a device has, compared before the program runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxformer.errors import UserError
+
+REMEDY = (
+    "lower train.batch_size, raise compute.grad_accumulation_steps, set compute.remat to block, or split the "
+    "parameters with --mesh fsdp=N"
+)
+"""Changes that make a step fit, for error messages."""
+
+
+def memory_needed(compiled: Any) -> int:
+    """Return the peak bytes per device of a compiled program, by the compiler's own plan of its buffers."""
+    m = compiled.memory_analysis()
+    buffers = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return int(buffers + m.temp_size_in_bytes + m.generated_code_size_in_bytes)
+
+
+def memory_capacity(device: jax.Device) -> int | None:
+    """Return the bytes of memory of one local device, None where unknown; virtual CPU devices share the machine's."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return _machine_memory() // jax.local_device_count() if device.platform == "cpu" else None
+
+
+def _machine_memory() -> int:
+    """Return the bytes of physical memory, or the limit of the container."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            limits.append(int(text))
+    return min(limits)
+
+
+def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
+    """Refuse a model whose parameters and gradients exceed the memory of all devices, before anything is computed.
+
+    This is a lower bound of what training needs; `check_memory` compares the whole step.
+
+    Args:
+      params: tree of arrays, or of their shapes and dtypes.
+      n_devices: devices that the parameters may be sharded over.
+      device: one of them, local to this process.
+
+    Raises:
+      UserError: the parameters do not fit.
+    """
+    leaves = jax.tree.leaves(params)
+    n_parameters, capacity = sum(leaf.size for leaf in leaves), memory_capacity(device)
+    needed = sum(2 * leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if capacity is not None and needed > n_devices * capacity:
+        raise UserError(
+            f"the model has {n_parameters:,} parameters; with their gradients they need {format_bytes(needed)} of "
+            f"memory, and there are {format_bytes(n_devices * capacity)}; make it smaller: fewer blocks, or a smaller "
+            "d_model, d_ff or vocab_size."
+        )
+
+
+def check_memory(compiled: Any, device: jax.Device) -> str:
+    """Return a log line with the memory that a compiled step needs and that the device has.
+
+    Raises:
+      UserError: the step needs more than the device has.
+    """
+    needed, capacity = memory_needed(compiled), memory_capacity(device)
+    if capacity is None:
+        return f"memory per device: {format_bytes(needed)}"
+    if needed > capacity:
+        raise UserError(
+            f"a step needs {format_bytes(needed)} of memory per device, and there are {format_bytes(capacity)}; "
+            f"{REMEDY}."
+        )
+    return f"memory per device: {format_bytes(needed)} of {format_bytes(capacity)}"
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Return bytes with three digits and a binary prefix: "23.5 GiB"."""
+    power = min(5, max(0, int(math.log2(max(n_bytes, 1)) // 10)))
+    return f"{n_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"

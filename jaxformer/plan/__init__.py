@@ -1,0 +1,5 @@
+"""Cost of a training step, read from its compiled program: memory, FLOPs, communication, estimated time."""
+
+from jaxformer.plan.plan import Plan, describe, make_plan
+
+__all__ = ["Plan", "describe", "make_plan"]

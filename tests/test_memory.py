@@ -1,0 +1,86 @@
+"""Memory of compiled programs and of devices."""
+
+import os
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer import memory
+from jaxformer.errors import UserError
+from jaxformer.memory import check_memory, format_bytes, memory_capacity, memory_needed
+
+N = 2**20
+X = jax.ShapeDtypeStruct((N,), jnp.float32)
+
+
+def test_memory_needed_covers_arguments_results_and_temporaries():
+    code = 2**16  # at most, for a program of one operation
+    assert 8 * N <= memory_needed(jax.jit(lambda x: x + 1).lower(X).compile()) <= 8 * N + code
+    matrix = jax.ShapeDtypeStruct((2**10, 2**10), jnp.float32)
+    chain = jax.jit(lambda a: jnp.sin(a @ a) @ a).lower(matrix).compile()  # the argument, the result, sin(a @ a)
+    assert memory_needed(chain) >= 12 * N
+
+
+def test_donated_buffers_count_once():
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0).lower(X).compile()
+    assert 4 * N <= memory_needed(donated) <= 4 * N + 2**16
+
+
+def test_virtual_devices_share_the_memory_of_the_machine():
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    has = memory_capacity(jax.devices()[0])
+    assert has is not None and 0 < has <= machine // jax.local_device_count()
+
+
+def test_accelerator_capacity_is_its_byte_limit():
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 5, "bytes_in_use": 1})
+    assert memory_capacity(gpu) == 5
+    assert memory_capacity(SimpleNamespace(platform="tpu", memory_stats=lambda: None)) is None
+
+
+def test_container_limit_bounds_the_machine_memory(monkeypatch, tmp_path):
+    limit, none = tmp_path / "limit", tmp_path / "none"
+    limit.write_text("1000000\n")
+    none.write_text("max\n")
+    real = memory._machine_memory()
+    monkeypatch.setattr(memory, "Path", lambda path: none)
+    assert memory._machine_memory() >= real
+    monkeypatch.setattr(memory, "Path", lambda path: limit)
+    assert memory._machine_memory() == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("has", "expected"), [(None, "memory per device: 8 MiB"), (2**30, "memory per device: 8 MiB of 1 GiB")]
+)
+def test_check_memory_reports_need_and_capacity(monkeypatch, has, expected):
+    monkeypatch.setattr(memory, "memory_needed", lambda compiled: 2**23)
+    monkeypatch.setattr(memory, "memory_capacity", lambda device: has)
+    assert check_memory(None, jax.devices()[0]) == expected
+
+
+def test_step_that_does_not_fit_is_refused_with_remedies(monkeypatch):
+    monkeypatch.setattr(memory, "memory_needed", lambda compiled: 2**30 + 1)
+    monkeypatch.setattr(memory, "memory_capacity", lambda device: 2**30)
+    with pytest.raises(
+        UserError, match=r"needs 1 GiB .* lower train\.batch_size, raise compute\.grad_accumulation_steps"
+    ):
+        check_memory(None, jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "expected"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1.02e+03 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1 MiB"),
+        (23.5 * 2**30, "23.5 GiB"),
+        (2**44, "16 TiB"),
+    ],
+)
+def test_format_bytes_has_three_digits(n_bytes, expected):
+    assert format_bytes(n_bytes) == expected
