@@ -2,10 +2,10 @@
 
 import sys
 
-from jaxformer.terminal import announce
+from jaxformer.terminal import echo_status
 
 if __name__ == "__main__":
-    announce("loading JAX ...")  # before what takes seconds to import
+    echo_status("loading JAX ...")  # before what takes seconds to import
     from jaxformer.cli.train import main
 
     sys.exit(main())

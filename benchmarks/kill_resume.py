@@ -20,7 +20,7 @@ from typing import Any
 
 import record
 
-from jaxformer.checkpoints import CHECKPOINTS, TEMPORARY, StoredCheckpoints
+from jaxformer.checkpoints import CHECKPOINTS, TEMPORARY, CheckpointReader
 from jaxformer.cli.verify_resume import parting
 from jaxformer.runs import SAMPLES
 from jaxformer.train.log import read_metrics
@@ -80,7 +80,7 @@ def main() -> int:
         apart = parting(straight, killed)
         if (straight / SAMPLES).read_text() != (killed / SAMPLES).read_text():
             apart.append("the samples are not the same")
-        stored = StoredCheckpoints(killed)
+        stored = CheckpointReader(killed)
         numbers = sum(array.size for array in stored.arrays(stored.step()).values())
         figures = {
             **found, "steps": steps, "rows_compared": len(read_metrics(straight)), "numbers_compared": numbers,
@@ -104,7 +104,7 @@ def kill_and_resume(
             sys.exit(f"error: the run ended before kill {done + 1}; what it said: {log.read_text()[-2000:]}")
         done += 1
         halves += writes(folder)  # one that was over before the signal came does not count
-        stored = StoredCheckpoints(folder)
+        stored = CheckpointReader(folder)
         last = stored.step() if stored else "none"
         print(f"kill {done}{', in a write' if writes(folder) else ''}; last checkpoint {last}", flush=True)
     if train(folder, steps, log, resume=True).wait():

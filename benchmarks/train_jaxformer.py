@@ -22,7 +22,7 @@ from processes import serve
 
 from jaxformer.cli import machine
 from jaxformer.config import Config, from_dict, to_dict
-from jaxformer.data.windows import next_token
+from jaxformer.data.windows import next_token_batch
 from jaxformer.memory import memory_needed
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import batch_split, make_mesh, place
@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
 
     def step(taken: int) -> jax.Array:
         nonlocal state
-        state, metrics = compiled(state, place(next_token(batches[taken % BATCHES]), split), np.int32(taken))
+        state, metrics = compiled(state, place(next_token_batch(batches[taken % BATCHES]), split), np.int32(taken))
         return metrics.loss
 
     device = jax.devices()[0]

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from jaxformer.cli.arguments import run_command
 from jaxformer.cli.help import paragraphs
 from jaxformer.errors import UserError
-from jaxformer.terminal import announce, tell
+from jaxformer.terminal import echo, echo_status
 
 COMMANDS = {
     "train": ("jaxformer.cli.train", "train a model; the same as train.py"),
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         module, _ = COMMANDS[given[0]]
-        announce("loading JAX ...")
+        echo_status("loading JAX ...")
         return importlib.import_module(module).main(given[1:])
     return run_command(_help, given)
 
@@ -41,10 +41,10 @@ def _help(arguments: list[str]) -> int:
         near = get_close_matches(arguments[0], COMMANDS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise UserError(f"unknown command {arguments[0]}; {hint}")
-    tell("usage: python -m jaxformer COMMAND [OPTIONS]\n")
+    echo("usage: python -m jaxformer COMMAND [OPTIONS]\n")
     for name, (_, what) in COMMANDS.items():
-        tell(f"  {name:<15} {paragraphs(what, 18).lstrip()}")
-    tell("\nCOMMAND --help lists the options of one.")
+        echo(f"  {name:<15} {paragraphs(what, 18).lstrip()}")
+    echo("\nCOMMAND --help lists the options of one.")
     return 0
 
 

@@ -30,11 +30,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
-from jaxformer.distributed import all_gather, barrier, broadcast, is_first
-from jaxformer.errors import UserError, cannot_write, cause, parse_json, vanished, writing
+from jaxformer.distributed import all_gather, barrier, broadcast, is_main_process
+from jaxformer.errors import (
+    UserError,
+    folder_vanished_error,
+    os_error_reason,
+    parse_json,
+    user_error_on_write,
+    write_error,
+)
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
-SUMS = "sha256.json"
+CHECKSUMS = "sha256.json"
 """In each checkpoint's folder: the SHA-256 of every file of its items."""
 METADATA = "_CHECKPOINT_METADATA"
 """Orbax's own, dated by it after the sums are made."""
@@ -53,7 +60,7 @@ QUIET, LONGEST_WAIT = 0.5, 20
 """Seconds without a sign of the writers of a save that failed, and seconds until they are given up."""
 
 _LOCKED_EARLY = set[Path]()
-"""Folders that this process has locked for `Checkpoints` that it has not entered yet."""
+"""Folders that this process has locked for `CheckpointManager` that it has not entered yet."""
 
 warn = logging.getLogger(__name__).warning
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
@@ -68,7 +75,7 @@ def find_corruption(checkpoint: Path, share: slice = EVERY) -> str | None:
       share: which of the files with arrays to read. Of the others it is enough that they are there.
     """
     try:
-        sums = parse_json((checkpoint / SUMS).read_bytes())
+        sums = parse_json((checkpoint / CHECKSUMS).read_bytes())
         parse_json((checkpoint / METADATA).read_bytes())
         if not (isinstance(sums, dict) and sums and all(map(_is_inside, sums))):
             raise ValueError
@@ -82,7 +89,7 @@ def find_corruption(checkpoint: Path, share: slice = EVERY) -> str | None:
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     except ValueError:
-        return f"{SUMS} or {METADATA} is not what was saved"
+        return f"{CHECKSUMS} or {METADATA} is not what was saved"
     return next((f"{name} is not what was saved" for name in actual if actual[name] != sums[name]), None)
 
 
@@ -102,7 +109,7 @@ def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-class StoredCheckpoints:
+class CheckpointReader:
     """The checkpoints that lie in a run's folder, to read. A run that goes on meanwhile is not disturbed.
 
     Each is a folder, called by its step, that plain Orbax reads, too. Parameters, optimizer state and position
@@ -223,7 +230,7 @@ class StoredCheckpoints:
             self._verdicts[step] = self._examine(step)
         return self._verdicts[step]
 
-    def last_whole(self) -> int | None:
+    def last_intact_step(self) -> int | None:
         """Return the step of the last checkpoint that is not damaged, without a warning; None where there is none.
 
         Raises:
@@ -280,7 +287,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in _named(tree).items()}
 
 
-class Checkpoints(StoredCheckpoints):
+class CheckpointManager(CheckpointReader):
     """The checkpoints of a run that is being trained, to read and to write; one process at a time.
 
     It keeps the last two, of those made at a validation the one with the lowest loss, and the last two made while the
@@ -301,10 +308,10 @@ class Checkpoints(StoredCheckpoints):
         self._saving: int | None = None
         self._healthy: set[int] = set()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> CheckpointManager:
         with contextlib.ExitStack() as opened:
             opened.enter_context(_without_echoes())
-            if is_first():
+            if is_main_process():
                 opened.enter_context(run_lock(self._folder))
             self._quarantine()
             barrier()  # from here on, all see the same steps
@@ -320,7 +327,7 @@ class Checkpoints(StoredCheckpoints):
                     ),
                 ]
             )
-            with writing(self._folder, CHECKPOINTS):
+            with user_error_on_write(self._folder, CHECKPOINTS):
                 self._manager = ocp.CheckpointManager(
                     self._place,
                     options=ocp.CheckpointManagerOptions(
@@ -396,7 +403,7 @@ class Checkpoints(StoredCheckpoints):
         if failure:
             warn(f"checkpoint {lost} of {self._folder} could not be written: {failure}; {step} is saved instead")
 
-    def last_healthy(self, began: int) -> int:
+    def last_healthy_step(self, began: int) -> int:
         """Return the step of the last healthy checkpoint, or 0. Waits for a save under way.
 
         Args:
@@ -412,7 +419,7 @@ class Checkpoints(StoredCheckpoints):
           UserError: one cannot be removed.
         """
         later = [later for later in self.steps() if later > step]
-        with writing(self._folder, CHECKPOINTS):
+        with user_error_on_write(self._folder, CHECKPOINTS):
             for number in reversed(later):
                 self._manager.delete(number)
         self._healthy.difference_update(later)
@@ -429,7 +436,7 @@ class Checkpoints(StoredCheckpoints):
             if jax.process_count() > 1:  # the others still wait for this one in the save that failed
                 raise told from error
             self._remove_leftovers()
-            return cause(error) or str(told)
+            return os_error_reason(error) or str(told)
         return None
 
     def _told(self, error: Exception) -> Exception:
@@ -441,12 +448,12 @@ class Checkpoints(StoredCheckpoints):
             return error.__cause__
         what = f"checkpoint {self._saving}"
         if not self._place.is_dir() or not (self._folder / LOCK).exists():
-            return vanished(self._folder, what)
-        if (why := cause(error)) is None:
+            return folder_vanished_error(self._folder, what)
+        if (why := os_error_reason(error)) is None:
             return error
         good = next((n for n in reversed(super().steps()) if not find_corruption(self._place / str(n), NONE)), None)
         kept = "there is none before it" if good is None else f"{good} is whole"
-        return cannot_write(self._folder, f"{what} ({kept})", why)
+        return write_error(self._folder, f"{what} ({kept})", why)
 
     def _write_sums(self) -> None:
         """Orbax calls this, in the background of process 0, when all files are written and not yet renamed."""
@@ -454,7 +461,7 @@ class Checkpoints(StoredCheckpoints):
         folder = next(temporary, self._place / str(self._saving))
         files = sorted(p for item in folder.iterdir() if item.is_dir() for p in item.rglob("*") if p.is_file())
         sums = _sums(folder, [p.relative_to(folder).as_posix() for p in files])
-        (folder / SUMS).write_text(json.dumps(sums, indent=0), encoding="utf-8")
+        (folder / CHECKSUMS).write_text(json.dumps(sums, indent=0), encoding="utf-8")
 
     def _examine(self, step: int) -> str | None:
         mine = find_corruption(self._place / str(step), slice(jax.process_index(), None, jax.process_count()))
@@ -469,12 +476,12 @@ class Checkpoints(StoredCheckpoints):
         if good is None:
             raise self._all_damaged(steps[::-1])
         wanted = {*steps[-2:], min(steps, key=self._quality)}
-        for step in steps if is_first() else ():
+        for step in steps if is_main_process() else ():
             here, aside = self._place / str(step), self._place / f"{step}.damaged"
             why = self._damage(step) if step >= good else find_corruption(here, NONE)
             if why is None:
                 continue
-            with writing(self._folder, CHECKPOINTS):
+            with user_error_on_write(self._folder, CHECKPOINTS):
                 if step > good:
                     shutil.rmtree(aside, ignore_errors=True)
                     here.rename(aside)
@@ -530,7 +537,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         _LOCKED_EARLY.remove(this)  # it serves one
         yield
         return
-    with writing(folder, LOCK):
+    with user_error_on_write(folder, LOCK):
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -555,7 +562,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _lock_alone(file: int) -> None:
-    """Lock a file, waiting up to `LOCK_SECONDS` for others: `is_locked` holds the lock for a moment."""
+    """Lock a file, waiting up to `LOCK_SECONDS` for others: `is_run_locked` holds the lock for a moment."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -567,7 +574,7 @@ def _lock_alone(file: int) -> None:
         time.sleep(LOCK_SECONDS / 10)
 
 
-def is_locked(folder: Path) -> bool:
+def is_run_locked(folder: Path) -> bool:
     """Return whether a process is training in a run's folder."""
     try:
         with (folder / LOCK).open("rb") as lock:
@@ -580,8 +587,8 @@ def is_locked(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock_early(folder: Path) -> Iterator[None]:
-    """As `run_lock`, for a caller that has much to do before it enters `Checkpoints` inside."""
+def hold_run_lock(folder: Path) -> Iterator[None]:
+    """As `run_lock`, for a caller that has much to do before it enters `CheckpointManager` inside."""
     with run_lock(folder):
         _LOCKED_EARLY.add(folder.resolve())
         try:
@@ -596,14 +603,14 @@ def _without_echoes() -> Iterator[None]:
     inside, drop what goes to asyncio's log, to an event loop that is closed by then, and to the interpreter."""
     hook, log = sys.unraisablehook, logging.getLogger("asyncio")
 
-    def tell(unraisable: sys.UnraisableHookArgs) -> None:
+    def echo(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             hook(unraisable)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         log.addFilter(_is_no_echo)
-        sys.unraisablehook = tell
+        sys.unraisablehook = echo
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from jaxformer.errors import UserError, shortened
+from jaxformer.errors import UserError, abbreviate
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -97,7 +97,7 @@ class ImageModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "channels", "n_classes")
-        set_sides(self, "image_size")
+        expand_sides(self, "image_size")
 
     def example(self) -> tuple[np.ndarray, ...]:
         return (np.zeros((*self.image_size, self.channels), np.uint8),)
@@ -309,7 +309,7 @@ def check_fields(config: object) -> None:
     or, where it holds integers, one beyond its limit: see `LIMITS`. Scalars of NumPy count as numbers."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, hint, most = getattr(config, f.name), hints[f.name], largest(config, f.name)
+        value, hint, most = getattr(config, f.name), hints[f.name], field_limit(config, f.name)
         values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
         if typing.get_origin(hint) is Literal:
             for wrong in (v for v in values if v not in typing.get_args(hint)):
@@ -317,12 +317,12 @@ def check_fields(config: object) -> None:
                 raise UserError(f"{f.name} is {wrong!r}; it must be one of {choices}.")
         for number in _numbers(value):
             if isinstance(number, int) and _has_integers(hint) and number > most:
-                raise UserError(f"{f.name} is {shortened(number)}; it must be at most {most}.")
+                raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {most}.")
             if not -sys.float_info.max <= number <= sys.float_info.max:
-                raise UserError(f"{f.name} is {shortened(number)}; it must be a finite number.")
+                raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number.")
 
 
-def largest(config: object, name: str) -> int:
+def field_limit(config: object, name: str) -> int:
     """Return the largest integer that a field may have."""
     return LIMITS.get(name, MAX_SIZE if isinstance(config, ModelConfig) else MAX_INTEGER)
 
@@ -341,7 +341,7 @@ def _has_integers(hint: Any) -> bool:
     return hint is int or any(map(_has_integers, typing.get_args(hint)))
 
 
-def set_sides(config: object, *names: str) -> None:
+def expand_sides(config: object, *names: str) -> None:
     """Make a height and a width of fields that may hold one number for both, or raise `UserError`."""
     for name in names:
         value = getattr(config, name)
@@ -385,7 +385,7 @@ def to_dict(config: object) -> dict[str, Any]:
     return fields
 
 
-def flat(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
+def flatten(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
     """A tree of JSON as leaves by their path; items of a list by their "name" if they have one, or their number."""
     if isinstance(value, dict):
         items: dict[Any, Any] = value
@@ -399,17 +399,17 @@ def flat(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
         return {name: value}
     found: dict[str, Any] = {}
     for key, item in items.items():
-        found |= flat(item, f"{name}{separator}{key}" if name else str(key), separator)
+        found |= flatten(item, f"{name}{separator}{key}" if name else str(key), separator)
     return found
 
 
-def without_nan(value: Any) -> Any:
+def nonfinite_to_none(value: Any) -> Any:
     """A tree for JSON, which knows no number that is infinite or none: null instead."""
     if isinstance(value, float) and not isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {name: without_nan(x) for name, x in value.items()}
-    return [without_nan(x) for x in value] if isinstance(value, list | tuple) else value
+        return {name: nonfinite_to_none(x) for name, x in value.items()}
+    return [nonfinite_to_none(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
@@ -423,7 +423,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
         if name not in names:
             near = get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
-            raise UserError(f"{where} has a field {shortened(name)} that {cls.__name__} does not know; {hint}")
+            raise UserError(f"{where} has a field {abbreviate(name)} that {cls.__name__} does not know; {hint}")
     try:
         return cls(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in values.items()})
     except TypeError as error:
@@ -453,4 +453,4 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             return float(value) if isinstance(value, float) or value.bit_length() < 1024 else inf
     elif type(value) is hint:
         return value
-    raise UserError(f"{where} is {shortened(value)}, which is not {getattr(hint, '__name__', None) or hint}.")
+    raise UserError(f"{where} is {abbreviate(value)}, which is not {getattr(hint, '__name__', None) or hint}.")

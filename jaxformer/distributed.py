@@ -82,15 +82,17 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     Raises:
       UserError: process 0 cannot be reached, or its port is taken.
     """
-    by_metadata = options.coordinator is None and processes_around(environment) == 1
+    by_metadata = options.coordinator is None and count_processes(environment) == 1
     if by_metadata and SKIP_METADATA in environment:
         return
     bound = None if options.coordinator is None else bind_address(options.coordinator)
     if options.coordinator is not None:
         _check_address(options.coordinator, bound, options.process == 0)
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself; `Agreement` serves here
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself; `AsyncMax` serves here
     try:
-        with at_abort(f"error: not all processes of this run came together within {PATIENCE} s; start all of them."):
+        with exit_on_abort(
+            f"error: not all processes of this run came together within {PATIENCE} s; start all of them."
+        ):
             jax.distributed.initialize(
                 options.coordinator, options.processes, options.process, coordinator_bind_address=bound,
                 initialization_timeout=PATIENCE, heartbeat_timeout_seconds=options.heartbeat_seconds,
@@ -139,7 +141,7 @@ def _check_address(coordinator: str, bound: str | None, first: bool) -> None:
 
 
 @contextmanager
-def at_abort(sentence: str, status: int = 1) -> Iterator[None]:
+def exit_on_abort(sentence: str, status: int = 1) -> Iterator[None]:
     """Inside, end with a sentence and a status where the runtime aborts this process.
 
     It does so from a thread of its own, where no Python code can catch it, once another process is gone or silent.
@@ -169,7 +171,7 @@ def exit_on_lost_process(advice: str) -> Iterator[None]:
         yield
         return
     sentence = f"error: another process of this run has ended or does not answer, its own output says why; {advice}"
-    with at_abort(sentence):
+    with exit_on_abort(sentence):
         try:
             yield
         except (jax.errors.JaxRuntimeError, multihost_utils.ProcessFailureError, ValueError) as error:
@@ -180,7 +182,7 @@ def exit_on_lost_process(advice: str) -> Iterator[None]:
             os._exit(1)
 
 
-def leave(status: int) -> int:
+def shutdown(status: int) -> int:
     """The status to exit with; one of several processes ends here with it, once all have come to leave.
 
     If they do not within `heartbeat_seconds`, it ends all the same, and the others as `exit_on_lost_process` has it.
@@ -192,7 +194,7 @@ def leave(status: int) -> int:
     if jax.distributed.is_initialized():
         _flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # all is said; the runtime would add pages
-        with at_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
+        with exit_on_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
         os._exit(status)
     return status
@@ -222,7 +224,7 @@ def barrier() -> None:
             raise multihost_utils.ProcessFailureError(lost)
 
 
-def processes_around(environment: Mapping[str, str]) -> int:
+def count_processes(environment: Mapping[str, str]) -> int:
     """How many processes SLURM, Open MPI or, on TPUs, Kubernetes started with this one; 1 without any of them."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if environment.get(name, "").isdecimal():
@@ -232,7 +234,7 @@ def processes_around(environment: Mapping[str, str]) -> int:
     return len(hosts.split(",")) * (int(slices) if slices.isdecimal() else 1)
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one that writes logs."""
     return jax.process_index() == 0
 
@@ -253,7 +255,7 @@ def all_gather(text: str) -> list[str]:
     return [bytes(each).rstrip(b"\0").decode() for each in multihost_utils.process_allgather(coded)]
 
 
-class Agreement:
+class AsyncMax:
     """The largest of a small number that each process gives, without waiting for it.
 
     A signal reaches one process, but all must stop after the same step.

@@ -19,7 +19,7 @@ class UserError(Exception):
     """
 
 
-def shortened(value: object, length: int = 80) -> str:
+def abbreviate(value: object, length: int = 80) -> str:
     """The `repr` of a value of any size, its middle left out where it is longer than `length` characters."""
     text = hex(value) if isinstance(value, int) and value.bit_length() > 1024 else repr(value)  # Python prints no more
     return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 4 :]}"
@@ -37,7 +37,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk that has no room."""
 
 
-def cause(error: Exception) -> str | None:
+def os_error_reason(error: Exception) -> str | None:
     """Why the system could not read or write something, in its own words; None for an error of another kind."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -46,24 +46,24 @@ def cause(error: Exception) -> str | None:
     return next((words for words in known if words in str(error)), None)
 
 
-def cannot_write(folder: Path, what: str, why: str) -> UserError:
+def write_error(folder: Path, what: str, why: str) -> UserError:
     """The error for something of a run's folder that cannot be written, with the way to go on."""
     remedy = "free some space" if why in map(os.strerror, FULL) else "see to it that the folder can be written"
     command = f"python train.py --resume --run {shlex.quote(str(folder))}"
     return UserError(f"{what} cannot be written to {folder}: {why}; {remedy}, then go on with: {command}")
 
 
-def vanished(folder: Path, what: str) -> UserError:
+def folder_vanished_error(folder: Path, what: str) -> UserError:
     """The error for a run's folder that was removed or renamed while something of it was to be written."""
     return UserError(f"{what} cannot be written: {folder} has vanished; put it back and add --resume, or train anew.")
 
 
 @contextmanager
-def writing(folder: Path, name: str) -> Iterator[None]:
+def user_error_on_write(folder: Path, name: str) -> Iterator[None]:
     """Turn a failure to write a file of a run's folder into a `UserError`."""
     try:
         yield
     except FileNotFoundError as error:
-        raise vanished(folder, name) from error
+        raise folder_vanished_error(folder, name) from error
     except OSError as error:
-        raise cannot_write(folder, name, error.strerror or str(error)) from error
+        raise write_error(folder, name, error.strerror or str(error)) from error

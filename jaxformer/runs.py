@@ -21,11 +21,11 @@ from jax.sharding import Mesh
 
 import jaxformer.data
 import jaxformer.models
-from jaxformer.checkpoints import SUMS, StoredCheckpoints
+from jaxformer.checkpoints import CHECKSUMS, CheckpointReader
 from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, from_dict, to_dict
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError, parse_json, shortened
+from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.parameters import dotted
@@ -52,7 +52,7 @@ class Run:
     classes: tuple[str, ...] = ()
     """Names of what it tells apart, where it is known and is no text."""
 
-    def language(self) -> tuple[TokenModelConfig, Tokenizer]:
+    def text_model(self) -> tuple[TokenModelConfig, Tokenizer]:
         """The config and the tokenizer of a model of text.
 
         Raises:
@@ -97,7 +97,7 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     folder = Path(path)
     config = read_config(folder)
     model = config.model.build()
-    checkpoints = StoredCheckpoints(folder)
+    checkpoints = CheckpointReader(folder)
     step = checkpoints.step(checkpoint)
     has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
     tokenizer = Tokenizer.load(_own(folder, TOKENIZER)) if has_text else None
@@ -113,21 +113,21 @@ def _own(folder: Path, name: str, remedy: str = "") -> Path:
     """Return the path of a file that came into a run's folder with the run, and is still the same.
 
     Raises:
-      UserError: it has changed since, or `SUMS`, which would say so, is missing or cannot be read.
+      UserError: it has changed since, or `CHECKSUMS`, which would say so, is missing or cannot be read.
     """
     if not (folder / name).is_file():
         raise UserError(f"{folder} has no {name}; put back the one it was trained with{remedy}, or train anew.")
-    if not (folder / SUMS).is_file():
+    if not (folder / CHECKSUMS).is_file():
         raise UserError(
-            f"{folder} has no {SUMS} to verify {name} with; train anew, or put it back if it was lost: runs of earlier "
-            "versions have none."
+            f"{folder} has no {CHECKSUMS} to verify {name} with; put back the one that was written with it, or train "
+            "anew."
         )
     try:
-        expected = parse_json((folder / SUMS).read_bytes())[name]
+        expected = parse_json((folder / CHECKSUMS).read_bytes())[name]
         actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"{folder / SUMS} does not hold the sum of {name}; put back the one that was written with the run{remedy}."
+            f"{folder / CHECKSUMS} has no checksum of {name}; put back the one that was written with the run{remedy}."
         ) from error
     if actual != expected:
         raise UserError(
@@ -198,7 +198,7 @@ def count_parameters(params: Params) -> int:
 
 
 def create_run(
-    folder: Path, config: Config, tokenizer: Tokenizer | None, may_number: bool, classes: Sequence[str] = ()
+    folder: Path, config: Config, tokenizer: Tokenizer | None, allow_suffix: bool, classes: Sequence[str] = ()
 ) -> Path:
     """Make a run's folder with its config, and its tokenizer and the names of classes if there are any, with their
     sums; the place where it came to lie.
@@ -220,7 +220,7 @@ def create_run(
             write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
         files = [file for file in (scratch / TOKENIZER, scratch / CLASSES) if file.exists()]
         sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-        write_atomically(scratch / SUMS, json.dumps(sums, indent=2) + "\n")
+        write_atomically(scratch / CHECKSUMS, json.dumps(sums, indent=2) + "\n")
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
         place, number = folder, 1
@@ -232,7 +232,7 @@ def create_run(
                 except OSError:
                     if not place.exists():
                         raise
-            if not may_number:
+            if not allow_suffix:
                 raise UserError(f"{folder} exists; add --resume to go on with it, or choose another --run.")
             number += 1
             place = folder.with_name(f"{folder.name}-{number}")
@@ -240,7 +240,7 @@ def create_run(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def check_parent(folder: Path) -> None:
+def check_writable_parent(folder: Path) -> None:
     """Raise `UserError` where a run's folder could not be made."""
     parent = next((path for path in folder.absolute().parents if path.exists()), Path("/"))
     try:
@@ -310,7 +310,7 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
     """
     runs = list(parent.glob(f"[!.]*/{CONFIG}"))  # one with a dot is not finished
     if with_checkpoint:
-        runs = [file for file in runs if StoredCheckpoints(file.parent)] or runs
+        runs = [file for file in runs if CheckpointReader(file.parent)] or runs
     if not runs:
         raise UserError(f"there is no run below {parent}; name a run's folder, or train one with train.py.")
     newest = max(
@@ -323,8 +323,8 @@ def _class_of(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
     """The config class that `file.Class` names; only one package is searched."""
     module_name, _, class_name = str(kind).partition(".")
     if module_name not in {m.name for m in pkgutil.iter_modules(package.__path__)}:
-        raise ValueError(f"no file {shortened(module_name)} in {package.__name__}")
+        raise ValueError(f"no file {abbreviate(module_name)} in {package.__name__}")
     found = getattr(importlib.import_module(f"{package.__name__}.{module_name}"), class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{shortened(kind)} is no {base.__name__}")
+        raise ValueError(f"{abbreviate(kind)} is no {base.__name__}")
     return found

@@ -12,7 +12,7 @@ SECOND: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, 
 """Response to the second of several signals; the default one of the system to others."""
 
 
-class Caught:
+class ReceivedSignal:
     """The signal that came, or 0."""
 
     number: int = 0
@@ -23,13 +23,13 @@ class Caught:
 
 
 @contextmanager
-def catch_signals(*numbers: signal.Signals) -> Iterator[Caught]:
+def record_signals(*numbers: signal.Signals) -> Iterator[ReceivedSignal]:
     """Note the first of these signals instead of dying of it; a second one acts as it does by default.
 
     But SIGHUP, of a terminal that is closed, may come twice and ends nothing that a signal has begun to end; and it
     stays ignored where it was, as by nohup.
     """
-    caught = Caught()
+    caught = ReceivedSignal()
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may set handlers
         return
@@ -50,7 +50,7 @@ def catch_signals(*numbers: signal.Signals) -> Iterator[Caught]:
 
 
 @contextmanager
-def interrupted_by(*numbers: signal.Signals, message: str) -> Iterator[None]:
+def raise_on_signals(*numbers: signal.Signals, message: str) -> Iterator[None]:
     """Raise `KeyboardInterrupt(message, number)` at each of these signals; SIGHUP stays ignored where it was."""
     if threading.current_thread() is not threading.main_thread():
         yield

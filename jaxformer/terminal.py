@@ -24,7 +24,7 @@ WIDTH = 100
 """Columns that lines for the terminal fit into."""
 
 
-def wrapped(parts: Sequence[str], indent: int) -> list[str]:
+def wrap_columns(parts: Sequence[str], indent: int) -> list[str]:
     """Return the parts in lines no longer than `WIDTH`, as far as each fits into one; all but the first line
     indented."""
     lines = [parts[0]]
@@ -36,35 +36,35 @@ def wrapped(parts: Sequence[str], indent: int) -> list[str]:
     return lines
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     """Return text in which each character that a terminal would obey is replaced by a sign for it."""
     return text.translate(VISIBLE)
 
 
-def tell(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
-    """Write text to a stream, stdout by default, at once; `visible` where that is a terminal, else as it is."""
+def echo(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
+    """Write text to a stream, stdout by default, at once; `escape_control` where that is a terminal, else as it is."""
     file = sys.stdout if file is None else file
-    file.write((visible(text) if file.isatty() else text) + end)
+    file.write((escape_control(text) if file.isatty() else text) + end)
     file.flush()
 
 
-def announce(text: str) -> None:
+def echo_status(text: str) -> None:
     """Tell what takes a while from now on, where stderr is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
-        tell(text, sys.stderr)
+        echo(text, sys.stderr)
 
 
-def one_line(text: str) -> str:
-    """Return `visible` text in which a newline is a sign, too."""
-    return visible(text).replace("\n", "\N{SYMBOL FOR NEWLINE}")
+def escape_line(text: str) -> str:
+    """Return `escape_control` text in which a newline is a sign, too."""
+    return escape_control(text).replace("\n", "\N{SYMBOL FOR NEWLINE}")
 
 
-def tell_error(message: str) -> None:
+def echo_error(message: str) -> None:
     """Write an error or note to stderr, on one line."""
-    tell(one_line(message), sys.stderr)
+    echo(escape_line(message), sys.stderr)
 
 
-def prepare_streams(outlive: bool = False) -> None:
+def prepare_streams(ignore_closed: bool = False) -> None:
     """Make stdin, stdout and stderr ones that can be used: closed ones lead nowhere, and characters that their encoding
     lacks are written as escapes.
 
@@ -83,7 +83,7 @@ def prepare_streams(outlive: bool = False) -> None:
             stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         elif stream is not getattr(sys, f"__{name}__"):  # someone has put another in its place
             continue
-        if outlive:
+        if ignore_closed:
             stream.flush()
             raw = io.BufferedWriter(_Outliving(descriptor))
             stream = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)

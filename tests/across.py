@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
-from jaxformer.data.windows import next_token
-from jaxformer.distributed import Agreement, DistributedOptions, barrier, broadcast, connect, leave
+from jaxformer.data.windows import next_token_batch
+from jaxformer.distributed import AsyncMax, DistributedOptions, barrier, broadcast, connect, shutdown
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh
 from jaxformer.train.step import init_state, make_train_step
@@ -33,21 +33,21 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
     split = batch_split(mesh)
     held = local_rows(split, CONFIG.train.batch_size)
     state, step, losses = init_state(CONFIG, mesh), make_train_step(CONFIG, mesh), []
-    with Checkpoints(Path(folder)) as checkpoints:
+    with CheckpointManager(Path(folder)) as checkpoints:
         for k, batch in enumerate(BATCHES):
             if k == SAVED:
                 checkpoints.save(k, state.params, state.opt_state, {"step": k}, None)
-            state, metrics = step(state, assemble(next_token(batch[held]), held, len(batch), split), np.int32(k))
+            state, metrics = step(state, assemble(next_token_batch(batch[held]), held, len(batch), split), np.int32(k))
             losses.append(float(metrics.loss))
     told = {
         "losses": losses,
         "rows": held.tolist(),
         "text": broadcast(f"from {jax.process_index()}"),
-        "largest": int(Agreement(mesh).ask(jax.process_index())),
+        "largest": int(AsyncMax(mesh).ask(jax.process_index())),
     }
     barrier()
     print(json.dumps(told))
-    return leave(0)
+    return shutdown(0)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ jax.config.update("jax_default_matmul_precision", "highest")  # an accelerator w
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> Iterator[None]:
-    """Forget the programs of a file of tests after it. `Checkpoints` collects garbage when it is closed, and looks
-    through all that they hold: ten seconds a test at the end of the suite."""
+    """Forget the programs of a file of tests after it. `CheckpointManager` collects garbage when it is closed, and
+    looks through all that they hold: ten seconds a test at the end of the suite."""
     yield
     jax.clear_caches()
     gc.collect()

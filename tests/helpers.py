@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
         Config(folder.name, model, data=TextConfig(), steps=max(1, steps)),
         Tokenizer.train(texts, model.vocab_size),
     )
-    place, built = create_run(folder, config, tokenizer, may_number=False), model.build()
+    place, built = create_run(folder, config, tokenizer, allow_suffix=False), model.build()
     params = jax.jit(built.init)(jax.random.key(0), jnp.zeros(model.context_length, jnp.int32))["params"]
     if steps:
         tokens = np.array(tokenizer.encode(texts[0]))
@@ -88,7 +88,7 @@ def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
         step = jax.jit(lambda params: jax.tree.map(lambda p, g: p - 0.5 * g, params, jax.grad(loss)(params)))
         for _ in range(steps):
             params = step(params)
-    with Checkpoints(place) as checkpoints:
+    with CheckpointManager(place) as checkpoints:
         checkpoints.save(steps, params, {"none": jnp.zeros(1)}, {"step": steps}, None)
     return place
 

@@ -23,7 +23,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import checkpoints
-from jaxformer.checkpoints import SUMS, Checkpoints, StoredCheckpoints, find_corruption, is_locked, lock_early
+from jaxformer.checkpoints import (
+    CHECKSUMS,
+    CheckpointManager,
+    CheckpointReader,
+    find_corruption,
+    hold_run_lock,
+    is_run_locked,
+)
 from jaxformer.errors import UserError
 from tests.helpers import exhaustive, fill, flip_a_bit, mounted
 
@@ -38,14 +45,14 @@ def state(step: int) -> dict:
 
 def write(folder: Path, *steps: int, losses: dict[int, float] | None = None) -> None:
     """Save so many checkpoints."""
-    with Checkpoints(folder) as checkpoints:
+    with CheckpointManager(folder) as checkpoints:
         for step in steps:
             checkpoints.save(step, state(step), (state(-step), None), {"step": step}, (losses or {}).get(step))
 
 
 def assert_step(folder: Path, step: int) -> None:
     """The checkpoint holds what was saved at its step."""
-    restored = StoredCheckpoints(folder).restore_params(step, SHAPES)
+    restored = CheckpointReader(folder).restore_params(step, SHAPES)
     jax.tree.map(np.testing.assert_array_equal, restored, state(step))
 
 
@@ -66,13 +73,13 @@ HARM = {
     "emptied": lambda folder: array_file(folder).write_text(""),
     "file missing": lambda folder: array_file(folder).unlink(),
     "item missing": lambda folder: shutil.rmtree(folder / "opt_state"),
-    "no checksums": lambda folder: (folder / SUMS).unlink(),
-    "checksums cut off": lambda folder: (folder / SUMS).write_text('{"params'),
-    "checksums empty": lambda folder: (folder / SUMS).write_text("{}"),
-    "checksums nested": lambda folder: (folder / SUMS).write_text('{"params":' * 100_000),
-    "checksums mistyped": lambda folder: (folder / SUMS).write_text('[["params"]]'),
-    "checksums of a device": lambda folder: (folder / SUMS).write_text('{"/dev/zero": ""}'),
-    "checksums of another's": lambda folder: (folder / SUMS).write_text('{"params/../../10/sha256.json": ""}'),
+    "no checksums": lambda folder: (folder / CHECKSUMS).unlink(),
+    "checksums cut off": lambda folder: (folder / CHECKSUMS).write_text('{"params'),
+    "checksums empty": lambda folder: (folder / CHECKSUMS).write_text("{}"),
+    "checksums nested": lambda folder: (folder / CHECKSUMS).write_text('{"params":' * 100_000),
+    "checksums mistyped": lambda folder: (folder / CHECKSUMS).write_text('[["params"]]'),
+    "checksums of a device": lambda folder: (folder / CHECKSUMS).write_text('{"/dev/zero": ""}'),
+    "checksums of another's": lambda folder: (folder / CHECKSUMS).write_text('{"params/../../10/sha256.json": ""}'),
     "a device in it": lambda folder: exchange(array_file(folder), "/dev/zero"),
     "metrics cut off": lambda folder: (folder / "metrics/metrics").write_text('{"val'),
     "metadata missing": lambda folder: (folder / "_CHECKPOINT_METADATA").unlink(),
@@ -98,7 +105,7 @@ def test_what_was_saved_comes_back_each_leaf_where_it_was_asked_to_be(folder):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
     asked = {**SHAPES, "W": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=split)}
-    params, (momentum, nothing), position = StoredCheckpoints(folder).restore(15, asked, (asked, None))
+    params, (momentum, nothing), position = CheckpointReader(folder).restore(15, asked, (asked, None))
     jax.tree.map(np.testing.assert_array_equal, params, state(15))
     jax.tree.map(np.testing.assert_array_equal, momentum, state(-15))
     assert nothing is None and position == {"step": 15}
@@ -108,7 +115,7 @@ def test_what_was_saved_comes_back_each_leaf_where_it_was_asked_to_be(folder):
 
 
 def test_all_numbers_come_back_by_name(folder):
-    arrays = StoredCheckpoints(folder).arrays(15)
+    arrays = CheckpointReader(folder).arrays(15)
     assert arrays.keys() == {"params/W", "params/b/c", "opt_state/0/W", "opt_state/0/b/c"}
     np.testing.assert_array_equal(arrays["params/W"], PARAMS["W"] + 15)
     np.testing.assert_array_equal(arrays["opt_state/0/b/c"], PARAMS["b"]["c"] - 15)
@@ -124,14 +131,14 @@ def test_plain_orbax_reads_a_checkpoint(folder):
 
 def test_the_last_two_and_the_best_are_kept(tmp_path):
     write(tmp_path, 5, 10, 15, 20, 25, losses={5: 3.0, 10: 1.0, 15: 2.0})
-    stored = StoredCheckpoints(tmp_path)
+    stored = CheckpointReader(tmp_path)
     assert stored.steps() == [10, 20, 25]
     assert (stored.step("last"), stored.step("best"), stored.step(20), stored.step("20")) == (25, 10, 20, 20)
 
 
 def test_a_loss_that_is_none_is_not_the_best(tmp_path):
     write(tmp_path, 5, 10, 15, 20, losses={5: 1.0, 10: math.nan, 15: math.inf, 20: math.nan})
-    stored = StoredCheckpoints(tmp_path)
+    stored = CheckpointReader(tmp_path)
     assert stored.steps() == [5, 15, 20] and stored.step("best") == 5
 
 
@@ -139,7 +146,7 @@ def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):
     checkpoint = folder / "checkpoints/15"
     files = [file for file in checkpoint.rglob("*") if file.is_file() and file.stat().st_size]
     # Orbax dates and marks a checkpoint after its sums are made; these two say nothing of its content.
-    files = [file for file in files if file.parent != checkpoint or file.name == SUMS]
+    files = [file for file in files if file.parent != checkpoint or file.name == CHECKSUMS]
     assert len(files) > 10 and find_corruption(checkpoint) is None
     for file in files:
         whole = file.read_bytes()
@@ -153,39 +160,39 @@ def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(folder, caplog, harm):
     harm(folder / "checkpoints/15")
     before = sorted(folder.rglob("*"))
-    assert StoredCheckpoints(folder).step("last") == 10
+    assert CheckpointReader(folder).step("last") == 10
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(f"checkpoint 15 of {folder} is damaged: ")
     assert record.getMessage().endswith("10 is used instead")
     assert sorted(folder.rglob("*")) == before  # reading leaves it as it is
     with pytest.raises(UserError, match=r"checkpoint 15 of .* is damaged: .*; the nearest good one is 10"):
-        StoredCheckpoints(folder).step(15)
+        CheckpointReader(folder).step(15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
 def test_on_going_on_a_damaged_checkpoint_makes_way_for_a_new_one(folder, caplog, harm):
     harm(folder / "checkpoints/15")
-    with Checkpoints(folder) as checkpoints:
+    with CheckpointManager(folder) as checkpoints:
         assert checkpoints.step("last") == 10
         assert len(caplog.records) == 1 and "put aside as 15.damaged, 10 is used" in caplog.text
         checkpoints.save(15, state(15), (state(-15), None), {}, None)
-    assert StoredCheckpoints(folder).steps() == [5, 10, 15]  # 5 is the best
+    assert CheckpointReader(folder).steps() == [5, 10, 15]  # 5 is the best
     assert find_corruption(folder / "checkpoints/15") is None
     assert_step(folder, 15)
 
 
 def test_a_damaged_best_is_passed_over_for_the_next_best(folder, caplog):
     flip_a_bit(array_file(folder / "checkpoints/5"))
-    assert StoredCheckpoints(folder).step("best") == 10
+    assert CheckpointReader(folder).step("best") == 10
     assert "checkpoint 5 of" in caplog.text
     (folder / "checkpoints/10/metrics/metrics").write_text("no JSON")
-    assert StoredCheckpoints(folder).step("best") == 15
+    assert CheckpointReader(folder).step("best") == 15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [exhaustive(SUMS), "params", exhaustive("_CHECKPOINT_METADATA")])
+@pytest.mark.parametrize("gone", [exhaustive(CHECKSUMS), "params", exhaustive("_CHECKPOINT_METADATA")])
 @pytest.mark.parametrize(("best", "told"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
 def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, caplog, gone, best, told):
     write(tmp_path, 5, 10, losses={5: 2.0, 10: 1.0 if best == 10 else 3.0})
@@ -195,7 +202,7 @@ def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, capl
     if best == 10:
         (tmp_path / "copy").rename(path.parent)  # it had been deleted
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.steps() == [10, 15]
     assert len(caplog.records) == told
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "15"]
@@ -204,7 +211,7 @@ def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, capl
 @pytest.mark.parametrize("name", ["file missing", "no checksums", "metrics cut off", "metadata cut off"])
 def test_an_older_checkpoint_that_is_not_all_there_is_named_and_removed(folder, caplog, name):
     HARM[name](folder / "checkpoints/5")
-    with Checkpoints(folder) as checkpoints:
+    with CheckpointManager(folder) as checkpoints:
         assert checkpoints.steps() == [10, 15]
     (record,) = caplog.records
     assert record.getMessage().startswith(f"checkpoint 5 of {folder} is damaged: ")
@@ -221,10 +228,10 @@ def test_on_going_on_no_more_is_read_than_the_checkpoint_to_go_on_from(folder, c
 
     monkeypatch.setattr(checkpoints, "_sums", listen)
     flip_a_bit(array_file(folder / "checkpoints/15"))
-    with Checkpoints(folder) as opened:
+    with CheckpointManager(folder) as opened:
         assert opened.step("last") == 10
     assert "put aside as 15.damaged" in caplog.text
-    saved = json.loads((folder / "checkpoints/10" / SUMS).read_text())
+    saved = json.loads((folder / "checkpoints/10" / CHECKSUMS).read_text())
     assert sorted(name for name in read if name.startswith("10/")) == sorted(f"10/{name}" for name in saved)
     assert not any(name.startswith(("5/params", "5/opt_state")) for name in read)
     assert len(read) == len(set(read))  # and nothing twice
@@ -247,7 +254,7 @@ def test_processes_that_share_the_reading_find_together_what_one_does(folder):
 
 def test_a_step_that_was_put_aside_and_saved_again_is_judged_anew(folder, caplog):
     flip_a_bit(array_file(folder / "checkpoints/15"))
-    with Checkpoints(folder) as checkpoints:
+    with CheckpointManager(folder) as checkpoints:
         assert checkpoints.step("last") == 10
         checkpoints.save(15, state(15), (state(-15), None), {}, None)
         checkpoints.save(20, state(20), (state(-20), None), {}, None)  # waits for the one before
@@ -261,7 +268,7 @@ def test_what_is_set_for_the_whole_process_is_as_before_at_the_end(tmp_path, cap
     settings = lambda: (sys.unraisablehook, warnings.filters[:], logging.getLogger("asyncio").filters[:])  # noqa: E731
     before = settings()
     with mounted(tmp_path, "2m") as disk:
-        opened = Checkpoints(disk)
+        opened = CheckpointManager(disk)
         assert settings() == before
         fill(disk, 16_384)
         with pytest.raises(UserError), opened:
@@ -276,19 +283,19 @@ def test_if_every_checkpoint_is_damaged_it_says_so_and_keeps_them(folder):
         flip_a_bit(array_file(folder / "checkpoints" / str(step)))
     before = {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()}
     with pytest.raises(UserError, match=r"every checkpoint of .* is damaged \(15: params.* is not what was saved\)"):
-        StoredCheckpoints(folder).step()
-    with pytest.raises(UserError, match="every checkpoint"), Checkpoints(folder):
+        CheckpointReader(folder).step()
+    with pytest.raises(UserError, match="every checkpoint"), CheckpointManager(folder):
         pass
     with pytest.raises(UserError, match="no other is good"):
-        StoredCheckpoints(folder).step(5)
+        CheckpointReader(folder).step(5)
     assert {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()} == before
 
 
 def test_a_save_that_was_killed_leaves_no_trace(folder):
     half = folder / "checkpoints/20.orbax-checkpoint-tmp"
     shutil.copytree(folder / "checkpoints/15", half)
-    assert StoredCheckpoints(folder).step("last") == 15
-    with Checkpoints(folder) as checkpoints:
+    assert CheckpointReader(folder).step("last") == 15
+    with CheckpointManager(folder) as checkpoints:
         checkpoints.save(20, state(20), state(-20), {}, None)
     assert not half.exists()
     assert_step(folder, 20)
@@ -305,62 +312,62 @@ def test_a_save_that_was_killed_leaves_no_trace(folder):
 )  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused_by_the_first_array_that_differs(folder, shapes, said):
     with pytest.raises(UserError, match=rf"checkpoint 15 of .* does not fit the config: {said}; put back the config"):
-        StoredCheckpoints(folder).restore_params(15, shapes)
+        CheckpointReader(folder).restore_params(15, shapes)
 
 
 @pytest.mark.parametrize("name", ["²", "٣", "007", "+7", "1e2"])
 def test_a_folder_called_by_no_step_is_none(folder, name):
     (folder / "checkpoints" / name).mkdir()
-    assert StoredCheckpoints(folder).steps() == [5, 10, 15]
+    assert CheckpointReader(folder).steps() == [5, 10, 15]
     with pytest.raises(UserError, match="has no checkpoint"):
-        StoredCheckpoints(folder).step(name)
+        CheckpointReader(folder).step(name)
 
 
 def test_a_folder_that_is_locked_early_is_not_locked_twice(tmp_path):
-    with lock_early(tmp_path):
+    with hold_run_lock(tmp_path):
         write(tmp_path, 5)
         lock = os.open(tmp_path / checkpoints.LOCK, os.O_RDWR)
         with pytest.raises(BlockingIOError):  # the inner one has not ended it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(lock)
-    with pytest.raises(KeyError), lock_early(tmp_path):
+    with pytest.raises(KeyError), hold_run_lock(tmp_path):
         raise KeyError
     assert (tmp_path / checkpoints.LOCK).read_bytes() == b""  # also after an error
 
 
 def test_a_look_at_the_lock_does_not_refuse_training(tmp_path):
     lock = os.open(tmp_path / checkpoints.LOCK, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_SH)  # as `is_locked` does
+    fcntl.flock(lock, fcntl.LOCK_SH)  # as `is_run_locked` does
     threading.Timer(0.1, os.close, [lock]).start()
-    with lock_early(tmp_path):
-        assert is_locked(tmp_path)
+    with hold_run_lock(tmp_path):
+        assert is_run_locked(tmp_path)
 
 
 def test_a_step_that_is_saved_again_while_diverging_is_healthy_no_more(tmp_path):
-    with Checkpoints(tmp_path) as saved:
+    with CheckpointManager(tmp_path) as saved:
         for step in (5, 10):
             saved.save(step, state(step), (state(-step), None), {"step": step}, None)
-        assert saved.last_healthy(20) == 10
+        assert saved.last_healthy_step(20) == 10
         assert saved.remove_after(5) == [10] and saved._healthy == {5}
         saved._healthy.add(10)  # as after a save that failed
         saved.save(10, state(10), (state(-10), None), {"step": 10, "healthy": False}, None)
-        assert saved.last_healthy(20) == 5
+        assert saved.last_healthy_step(20) == 5
 
 
 def test_a_missing_step_is_one_sentence(folder):
     with pytest.raises(UserError, match=r"no checkpoint 12; it has \[5, 10, 15\], 'last' and 'best'"):
-        StoredCheckpoints(folder).step(12)
+        CheckpointReader(folder).step(12)
 
 
 def test_one_process_writes_and_others_may_read(folder):
-    with Checkpoints(folder):
+    with CheckpointManager(folder):
         with (
             pytest.raises(UserError, match=r"process \d+ is training in .*; wait for it or stop it"),
-            Checkpoints(folder),
+            CheckpointManager(folder),
         ):
             pass
-        assert StoredCheckpoints(folder).step("last") == 15
+        assert CheckpointReader(folder).step("last") == 15
     write(folder, 20)
     assert_step(folder, 20)
 
@@ -373,7 +380,7 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
         full = fill(disk, leave)
-        with pytest.raises(UserError) as caught, Checkpoints(disk) as checkpoints:
+        with pytest.raises(UserError) as caught, CheckpointManager(disk) as checkpoints:
             noise = jax.random.normal(jax.random.key(0), (64, 1024))  # 256 KiB that do not compress
             checkpoints.save(10, {"W": noise}, state(-10), {}, None)
             checkpoints.save(15, {"W": noise}, state(-15), {}, None)
@@ -392,7 +399,7 @@ def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
         full = fill(disk, 16_384)
-        with Checkpoints(disk) as checkpoints:
+        with CheckpointManager(disk) as checkpoints:
             checkpoints.save(10, state(10), state(-10), {}, None)
             until = time.monotonic() + 60
             while checkpoints._manager.is_saving_in_progress() and time.monotonic() < until:
@@ -403,20 +410,20 @@ def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
         (record,) = caplog.records
         said = f"checkpoint 10 of {disk} could not be written: No space left on device; 15 is saved instead"
         assert record.getMessage() == said
-        assert StoredCheckpoints(disk).steps() == [5, 15]
+        assert CheckpointReader(disk).steps() == [5, 15]
 
 
 def test_a_save_that_fails_at_the_end_is_one_sentence(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         fill(disk, 0)
         said = r"checkpoint 10 \(there is none before it\) cannot"
-        with pytest.raises(UserError, match=said), Checkpoints(disk) as checkpoints:
+        with pytest.raises(UserError, match=said), CheckpointManager(disk) as checkpoints:
             checkpoints.save(10, state(10), state(-10), {}, None)
-        assert not StoredCheckpoints(disk)
+        assert not CheckpointReader(disk)
 
 
 def test_a_mistake_of_the_caller_is_no_fault_of_the_disk(tmp_path):
-    with pytest.raises(ValueError, match="Must provide item"), Checkpoints(tmp_path) as checkpoints:
+    with pytest.raises(ValueError, match="Must provide item"), CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(10, state(10), None, {}, None)
 
 
@@ -424,7 +431,7 @@ def test_a_mistake_of_the_caller_is_no_fault_of_the_disk(tmp_path):
 def test_an_error_on_the_way_is_not_hidden_by_one_of_saving(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         fill(disk, 0)
-        with pytest.raises(ZeroDivisionError), Checkpoints(disk) as checkpoints:
+        with pytest.raises(ZeroDivisionError), CheckpointManager(disk) as checkpoints:
             checkpoints.save(10, state(10), state(-10), {}, None)
             raise ZeroDivisionError
         write(shutil.copytree(disk, tmp_path / "elsewhere"), 5)  # nothing is left locked or open
@@ -435,7 +442,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
         write(disk, 5)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         said = r"cannot be written to .*: Read-only file system; see to it"
-        with pytest.raises(UserError, match=said), Checkpoints(disk):
+        with pytest.raises(UserError, match=said), CheckpointManager(disk):
             pass
         assert_step(disk, 5)
 
@@ -445,7 +452,7 @@ def test_a_folder_that_vanishes_is_one_sentence_and_is_not_made_again(tmp_path):
     folder.mkdir()
     with (
         pytest.raises(UserError, match=r"checkpoint 5 cannot be written: .*run has vanished"),
-        Checkpoints(folder) as c,
+        CheckpointManager(folder) as c,
     ):
         shutil.rmtree(folder)
         c.save(5, state(5), state(-5), {}, None)
@@ -453,6 +460,6 @@ def test_a_folder_that_vanishes_is_one_sentence_and_is_not_made_again(tmp_path):
 
 
 def test_sums_are_plain_sha256(folder):
-    sums = json.loads((folder / "checkpoints/15" / SUMS).read_text())
+    sums = json.loads((folder / "checkpoints/15" / CHECKSUMS).read_text())
     name = next(iter(sums))
     assert hashlib.sha256((folder / "checkpoints/15" / name).read_bytes()).hexdigest() == sums[name]

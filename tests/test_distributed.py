@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 
 from jaxformer import distributed
-from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
-from jaxformer.data.windows import next_token
+from jaxformer.checkpoints import CheckpointManager, CheckpointReader
+from jaxformer.data.windows import next_token_batch
 from jaxformer.distributed import (
-    Agreement,
+    AsyncMax,
     DistributedOptions,
     bind_address,
     broadcast,
     connect,
-    leave,
-    processes_around,
+    count_processes,
+    shutdown,
 )
 from jaxformer.errors import UserError
 from jaxformer.sharding import batch_split, make_mesh, place
@@ -76,15 +76,15 @@ def test_options_that_cannot_be_are_the_users_error(fields, said):
     ],
 )
 def test_processes_are_counted_by_what_started_them(environment, n):
-    assert processes_around(environment) == n
+    assert count_processes(environment) == n
 
 
 def test_alone_nothing_is_asked_of_others():
     connect(DistributedOptions())
     assert not jax.distributed.is_initialized()
     assert broadcast("runs/quick") == "runs/quick"
-    assert Agreement(make_mesh()).ask(15) == 15
-    assert leave(3) == 3
+    assert AsyncMax(make_mesh()).ask(15) == 15
+    assert shutdown(3) == 3
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_a_port_that_is_taken_is_named():
 def test_an_abort_from_another_thread_ends_in_a_sentence_and_outside_as_ever():
     program = """if True:
         import ctypes, sys, threading
-        from jaxformer.distributed import at_abort
+        from jaxformer.distributed import exit_on_abort
         abort = threading.Thread(target=ctypes.CDLL(None).abort)  # lets go of the lock of Python, as the runtime does
-        with at_abort("a sentence", 7):
+        with exit_on_abort("a sentence", 7):
             if sys.argv[1] == "inside":
                 abort.start(), abort.join()
         abort.start(), abort.join()
@@ -245,13 +245,13 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
     def losses_from(state, start: int) -> list[float]:
         losses = []
         for k in range(start, CONFIG.steps):
-            state, metrics = step(state, place(next_token(BATCHES[k]), batch_split(mesh)), np.int32(k))
+            state, metrics = step(state, place(next_token_batch(BATCHES[k]), batch_split(mesh)), np.int32(k))
             losses.append(float(metrics.loss))
         return losses
 
     def resumed(folder: Path) -> list[float]:
         like = abstract_state(CONFIG, mesh)
-        with Checkpoints(folder) as checkpoints:
+        with CheckpointManager(folder) as checkpoints:
             params, opt_state, position = checkpoints.restore(SAVED, like.params, like.opt_state)
         assert position == {"step": SAVED}
         return losses_from(like._replace(params=params, opt_state=opt_state, failures=np.int32(0)), SAVED)
@@ -332,7 +332,7 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
             "error: another process of this run has ended or does not answer, its own output says why; "
             "go on from the last checkpoint with: python train.py --resume --run run"
         )
-    with Checkpoints(tmp_path / "run") as checkpoints:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
         assert checkpoints.step() >= 50
 
 
@@ -340,13 +340,13 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
 def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_leaving(tmp_path):
     program = """if True:
         import sys
-        from jaxformer.distributed import Agreement, DistributedOptions, bind_address, connect, is_first, leave
+        from jaxformer.distributed import Agreement, DistributedOptions, bind_address, connect, is_main_process, leave
         from jaxformer.sharding import make_mesh
         _, coordinator, _, processes, _, process = sys.argv[1:]
         connect(DistributedOptions(coordinator, int(processes), int(process)))
         agreement = Agreement(make_mesh())
         assert int(agreement.ask(0)) == 0  # the devices are connected
-        if is_first():
+        if is_main_process():
             unanswered = agreement.ask(1)  # with one device, JAX would wait for it here
         leave(0)
     """
@@ -361,12 +361,14 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
         import sys, time
         from pathlib import Path
         import numpy as np
-        from jaxformer.checkpoints import Checkpoints, StoredCheckpoints
+        from jaxformer.checkpoints import CheckpointManager, CheckpointReader
         from jaxformer.cli import train
-        from jaxformer.distributed import DistributedOptions, connect, is_first, relying_on_others, wait_for_all
+        from jaxformer.distributed import (
+            DistributedOptions, barrier, connect, exit_on_lost_process, is_main_process
+        )
         from jaxformer.sharding import make_mesh, place, replicated
         folder, moment, _, coordinator, _, processes, _, process = sys.argv[1:]
-        write_sums = Checkpoints._write_sums
+        write_sums = CheckpointManager._write_sums
 
         def slow(checkpoints):
             time.sleep(600 if checkpoints._saving == 10 else 0)  # far longer than anyone should wait
@@ -374,19 +376,19 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
 
         def job(_):
             connect(DistributedOptions(coordinator, int(processes), int(process), 10))
-            with relying_on_others("advice"), Checkpoints(Path(folder)) as checkpoints:
+            with exit_on_lost_process("advice"), CheckpointManager(Path(folder)) as checkpoints:
                 tree = {"W": place(np.ones(3), replicated(make_mesh()))}
                 save = lambda step: checkpoints.save(step, tree, tree, {}, None)
                 save(5)
                 checkpoints._failure()
-                wait_for_all()
-                if moment == "during the save" or is_first():
+                barrier()
+                if moment == "during the save" or is_main_process():
                     save(10)
-                if not is_first():
+                if not is_main_process():
                     1 / 0
-                wait_for_all()
+                barrier()
 
-        Checkpoints._write_sums, train._main = slow, job
+        CheckpointManager._write_sums, train._main = slow, job
         sys.exit(train.main([]))
     """
     moments = ("before the save", "during the save")
@@ -403,7 +405,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
         assert time.monotonic() - failed < 60
         assert first.returncode == 1, out + err
         assert err.splitlines()[-1].endswith("its own output says why; advice")
-        stored = StoredCheckpoints(tmp_path / moment)
+        stored = CheckpointReader(tmp_path / moment)
         assert stored.steps() == [5] and stored.step() == 5
 
 
@@ -415,7 +417,7 @@ def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when
         while not (disk / "run/checkpoints/50").exists():
             assert time.monotonic() < until and all(p.poll() is None for p in processes), processes[0].communicate()
             time.sleep(0.01)
-        full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
+        full = fill(disk, shutdown=60_000)  # for the log, not for a checkpoint
         said = [process.communicate(timeout=120) for process in processes]
         statuses = [process.returncode for process in processes]
         assert 2 in statuses and set(statuses) <= {1, 2}, said
@@ -427,7 +429,7 @@ def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when
             assert len(lines) == 1 and lines[0].startswith(wanted), err
             assert "Traceback" not in err
             assert lines[0].endswith("go on with: python train.py --resume --run run") or status == 1
-        last = StoredCheckpoints(disk / "run").step()
+        last = CheckpointReader(disk / "run").step()
         full.unlink()
         more = ["--resume", "--run", "run", "--steps", str(last + 5)]
         result = run("train.py", *more, cwd=disk)

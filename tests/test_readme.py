@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import diff, inspect, ladder, sample, verify
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
@@ -23,8 +23,8 @@ from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-SNIPPETS = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line]
+SNIPPETS = [text for text_model, text in BLOCKS if text_model == "python"]
+COMMANDS = [line for text_model, text in BLOCKS if text_model == "bash" for line in text.splitlines() if line]
 NOT_OF_AN_MLP = {"--model.n-blocks", "--model.n-heads"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -35,9 +35,9 @@ def untrained(folder: Path, spec: str, model: dict, data: dict) -> None:
     config = replace(config, model=replace(config.model, d_model=8, **model), data=replace(config.data, **data))
     place = create_run(
         folder / "runs" / config.name, config, config.data.load(config.model, 4, config.seed).tokenizer,
-        may_number=False,
+        allow_suffix=False,
     )  # fmt: skip
-    with Checkpoints(place) as checkpoints:
+    with CheckpointManager(place) as checkpoints:
         params = first_params(config.model.build(), *config.model.example())
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
 

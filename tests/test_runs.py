@@ -19,7 +19,16 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
-from jaxformer.runs import Run, check_parent, create_run, latest_run, load_data, load_run, read_config, write_config
+from jaxformer.runs import (
+    Run,
+    check_writable_parent,
+    create_run,
+    latest_run,
+    load_data,
+    load_run,
+    read_config,
+    write_config,
+)
 from tests.helpers import small_run
 
 
@@ -84,13 +93,13 @@ def test_a_broken_config_is_one_sentence(tmp_path, text):
 
 def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
     tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), data=TextConfig(), steps=1)
-    places = [create_run(tmp_path / "runs/x", config, tokenizer, may_number=True) for _ in range(3)]
+    places = [create_run(tmp_path / "runs/x", config, tokenizer, allow_suffix=True) for _ in range(3)]
     assert [p.name for p in places] == ["x", "x-2", "x-3"]
     for place in places:
         assert read_config(place) == config
         assert sorted(p.name for p in place.iterdir()) == ["config.json", "sha256.json", "tokenizer.json"]
     with pytest.raises(UserError, match="x exists"):
-        create_run(tmp_path / "runs/x", config, tokenizer, may_number=False)
+        create_run(tmp_path / "runs/x", config, tokenizer, allow_suffix=False)
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
@@ -99,7 +108,7 @@ def test_a_run_reads_its_data_with_its_own_tokenizer_or_not_at_all(tmp_path):
     config = Config("x", RecurrentConfig(vocab_size=257, context_length=64), data, steps=1)
     config = replace(config, train=replace(config.train, batch_size=2))
     tokenizer = Tokenizer.train(["2023"] * 9, 259)  # two tokens more than the data itself would learn
-    folder = create_run(tmp_path / "x", config, tokenizer, may_number=False)
+    folder = create_run(tmp_path / "x", config, tokenizer, allow_suffix=False)
     found = load_data(folder, config).tokenizer
     assert found is not None and found.as_json() == tokenizer.as_json()
     (folder / "tokenizer.json").unlink()
@@ -128,9 +137,9 @@ def test_a_new_run_has_the_vocabulary_that_its_text_supports_and_goes_on_with_it
     assert new.tokenizer.vocab_size == there
     assert f"supports {there} tokens: model.vocab_size {new.model.vocab_size} (not 5000)" in new.notes[0]
     config = replace(config, model=new.model)
-    again = load_data(create_run(tmp_path / "x", config, new.tokenizer, may_number=False), config)
+    again = load_data(create_run(tmp_path / "x", config, new.tokenizer, allow_suffix=False), config)
     assert (again.model, again.fingerprint, again.notes) == (new.model, new.fingerprint, ())
-    for one, other in zip(new.rows(3).inputs, again.rows(3).inputs, strict=True):
+    for one, other in zip(new.batch(3).inputs, again.batch(3).inputs, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -149,11 +158,11 @@ def test_a_tokenizer_of_another_run_is_refused_by_all_that_read_it(tmp_path):
 @pytest.mark.parametrize("sums", [None, "[]", "{}", "[" * 100_000, '{"other": 3}'])
 def test_a_tokenizer_whose_sum_is_not_known_is_refused(tmp_path, sums):
     config = Config("x", DecoderConfig(), TextConfig(), steps=1)
-    folder = create_run(tmp_path / "x", config, Tokenizer.train(["a b"], 257), may_number=False)
+    folder = create_run(tmp_path / "x", config, Tokenizer.train(["a b"], 257), allow_suffix=False)
     (folder / "sha256.json").unlink()
     if sums is not None:
         (folder / "sha256.json").write_text(sums)
-    remedy = "put back the one" if sums else "train anew, or put it back if it was lost: runs of earlier versions"
+    remedy = "put back the one"
     with pytest.raises(UserError, match=rf"sha256\.json.*; {remedy}"):
         load_data(folder, config)
 
@@ -161,15 +170,15 @@ def test_a_tokenizer_whose_sum_is_not_known_is_refused(tmp_path, sums):
 def test_a_place_where_no_run_can_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run cannot be made: .*file cannot be written to \(Not a directory\); choose"):
-        check_parent(tmp_path / "file/a/run")
-    check_parent(tmp_path / "a/run")
+        check_writable_parent(tmp_path / "file/a/run")
+    check_writable_parent(tmp_path / "a/run")
     assert [place.name for place in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_no_model_of_text_says_so(tmp_path):
     config = Config("x", ViTConfig(), TextConfig(), steps=1)
     with pytest.raises(UserError, match=r"x holds a ViT, which writes no text; name a run that does\.$"):
-        Run(tmp_path / "x", config, config.model.build(), {}, None, step=1).language()
+        Run(tmp_path / "x", config, config.model.build(), {}, None, step=1).text_model()
 
 
 def test_a_loss_of_next_tokens_is_of_models_that_predict_them(tmp_path):

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from jaxformer.signals import catch_signals
-from jaxformer.terminal import _Outliving, announce, tell, visible
+from jaxformer.signals import record_signals
+from jaxformer.terminal import _Outliving, echo, echo_status, escape_control
 from tests.helpers import ROOT
 
 HOSTILE = "a\x1b]0;title\x07\r\x9b2J\u202e\u2066\x7f\tb\n\udcff"
@@ -26,20 +26,20 @@ class Screen(io.StringIO):
 
 def test_control_characters_are_shown_on_a_terminal_and_left_alone_elsewhere():
     screen, pipe = Screen(), io.StringIO()
-    tell(HOSTILE, screen)
-    tell(HOSTILE, pipe)
+    echo(HOSTILE, screen)
+    echo(HOSTILE, pipe)
     assert screen.getvalue() == SHOWN + "\n"
     assert pipe.getvalue() == HOSTILE + "\n"
-    assert visible("Grüße 漢字 👩‍🔬 ﷽") == "Grüße 漢字 👩‍🔬 ﷽"
+    assert escape_control("Grüße 漢字 👩‍🔬 ﷽") == "Grüße 漢字 👩‍🔬 ﷽"
 
 
 def test_what_takes_a_while_is_announced_on_a_terminal_alone(monkeypatch):
     for stream, shown in ((Screen(), "loading ...\n"), (io.StringIO(), "")):
         monkeypatch.setattr("sys.stderr", stream)
-        announce("loading ...")
+        echo_status("loading ...")
         assert stream.getvalue() == shown
     monkeypatch.setattr("sys.stderr", None)
-    announce("loading ...")
+    echo_status("loading ...")
 
 
 def test_nothing_is_printed_past_the_one_place():
@@ -53,7 +53,7 @@ def test_nothing_is_printed_past_the_one_place():
 
 def python(code: str, prefix: str = "", **env: str) -> subprocess.CompletedProcess:
     """Run code behind `prepare_streams` in a process of its own, in a shell that redirects."""
-    code = f"from jaxformer.terminal import prepare_streams, tell, tell_error\n{code}"
+    code = f"from jaxformer.terminal import prepare_streams, echo, echo_error\n{code}"
     return subprocess.run(
         ["bash", "-c", f'exec "$0" -c "$1" {prefix}', sys.executable, code],
         cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=60,
@@ -63,7 +63,7 @@ def python(code: str, prefix: str = "", **env: str) -> subprocess.CompletedProce
 def test_closed_streams_lead_nowhere_and_no_file_takes_their_place(tmp_path):
     done = python(
         f"prepare_streams()\nimport sys\nfile = open({str(tmp_path / 'f')!r}, 'w')\n"
-        "assert file.fileno() > 2 and not sys.stdin.read()\ntell('lost')\ntell_error('lost')",
+        "assert file.fileno() > 2 and not sys.stdin.read()\necho('lost')\necho_error('lost')",
         "<&- >&- 2>&-",
     )
     assert done.returncode == 0
@@ -71,13 +71,13 @@ def test_closed_streams_lead_nowhere_and_no_file_takes_their_place(tmp_path):
 
 
 def test_what_an_encoding_lacks_is_escaped():
-    done = python("prepare_streams()\ntell('é漢')\ntell_error('é\\nx')", PYTHONIOENCODING="ascii", LC_ALL="C")
+    done = python("prepare_streams()\necho('é漢')\necho_error('é\\nx')", PYTHONIOENCODING="ascii", LC_ALL="C")
     assert (done.returncode, done.stdout) == (0, "\\xe9\\u6f22\n")
     assert done.stderr == "\\xe9\\u2424x\n"
 
 
 def test_a_reader_that_leaves_ends_nothing():
-    code = "prepare_streams(outlive=True)\nfor i in range(20_000): tell(str(i))\ntell_error('ended')"
+    code = "prepare_streams(ignore_closed=True)\nfor i in range(20_000): echo(str(i))\necho_error('ended')"
     done = python(code, "| head -n 1")
     assert (done.stdout, done.stderr) == ("0\n", "ended\n")
 
@@ -85,9 +85,9 @@ def test_a_reader_that_leaves_ends_nothing():
 def test_a_terminal_that_is_hung_up_ends_nothing(tmp_path):
     parent, child = pty.openpty()
     code = (
-        "import signal, sys\nfrom jaxformer.terminal import prepare_streams, tell\n"
-        "prepare_streams(outlive=True)\ntell('ready')\nsys.stdin.read()\n"
-        f"for i in range(3): tell('lost')\nopen({str(tmp_path / 'f')!r}, 'w').write('ended')"
+        "import signal, sys\nfrom jaxformer.terminal import prepare_streams, echo\n"
+        "prepare_streams(ignore_closed=True)\necho('ready')\nsys.stdin.read()\n"
+        f"for i in range(3): echo('lost')\nopen({str(tmp_path / 'f')!r}, 'w').write('ended')"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=child, stderr=child
@@ -101,7 +101,7 @@ def test_a_terminal_that_is_hung_up_ends_nothing(tmp_path):
 
 
 def test_a_full_disk_is_still_an_error():
-    done = python("prepare_streams(outlive=True)\ntell('x')", "> /dev/full")
+    done = python("prepare_streams(ignore_closed=True)\necho('x')", "> /dev/full")
     assert done.returncode and os.strerror(errno.ENOSPC) in done.stderr
 
 
@@ -127,12 +127,12 @@ def hangup():
 
 def test_hanging_up_twice_is_noted_once_and_stays_ignored_where_it_was(hangup):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with catch_signals(signal.SIGTERM, signal.SIGHUP) as caught:
+    with record_signals(signal.SIGTERM, signal.SIGHUP) as caught:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # the shell sends it, too
     assert caught.number == signal.SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    with catch_signals(signal.SIGTERM, signal.SIGHUP) as caught:
+    with record_signals(signal.SIGTERM, signal.SIGHUP) as caught:
         os.kill(os.getpid(), signal.SIGHUP)
     assert not caught.is_set()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

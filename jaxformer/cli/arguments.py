@@ -23,16 +23,16 @@ import tyro
 
 from jaxformer.cli.help import help_text
 from jaxformer.config import Config, check_fields
-from jaxformer.data.fit import fit_patches
+from jaxformer.data.infer_config import infer_patch_size
 from jaxformer.errors import FULL, UserError
-from jaxformer.terminal import one_line, prepare_streams, tell, tell_error, visible
+from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")
 OPTION = r"--[\w.-]*\w"
 
 
 def run_command(
-    command: Callable[[list[str]], int], arguments: Sequence[str] | None = None, outlive: bool = False
+    command: Callable[[list[str]], int], arguments: Sequence[str] | None = None, ignore_closed: bool = False
 ) -> int:
     """Call a command; the exit status. What the user can mend becomes one sentence and status 2.
 
@@ -41,7 +41,7 @@ def run_command(
     Args:
       outlive: go on quietly once nobody reads what is written.
     """
-    prepare_streams(outlive)
+    prepare_streams(ignore_closed)
     warnings = logging.StreamHandler()
     warnings.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[warnings])  # before a library does, its own way
@@ -52,17 +52,17 @@ def run_command(
         options_given(arguments)
         return command(arguments)
     except UserError as error:
-        tell_error(f"error: {error}")
+        echo_error(f"error: {error}")
         return 2
     except (RuntimeError, AssertionError):
         if (platforms := os.environ.get("JAX_PLATFORMS")) is None or _finds_devices():
             raise
         remedy = "unset it, or set it to cpu"
-        tell_error(f"error: JAX_PLATFORMS is {platforms!r}, but jax finds no such device; {remedy}.")
+        echo_error(f"error: JAX_PLATFORMS is {platforms!r}, but jax finds no such device; {remedy}.")
         return 2
     except KeyboardInterrupt as interruption:
         message, number = interruption.args or ("interrupted", signal.SIGINT)
-        tell_error(message)
+        echo_error(message)
         return 128 + number
     except BrokenPipeError:  # whoever read what we print has gone, as `| head` does
         with contextlib.suppress(OSError, ValueError):
@@ -71,7 +71,7 @@ def run_command(
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
         remedy = "; free some space" if error.errno in FULL else ""
-        tell_error(f"error: {path}{error.strerror or error}{remedy}.")
+        echo_error(f"error: {path}{error.strerror or error}{remedy}.")
         return 2
 
 
@@ -88,10 +88,10 @@ class _OneLine(logging.Formatter):
     """Shows control characters, as of a path; newlines, too, but those of a traceback below."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return one_line(super().formatMessage(record))
+        return escape_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return escape_control(super().format(record))
 
 
 def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, description: str) -> T:
@@ -102,7 +102,7 @@ def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, desc
     """
 
     if {"-h", "--help"} & {*arguments}:
-        tell(help_text(default, program, description))
+        echo(help_text(default, program, description))
         sys.exit(0)
     said = io.StringIO()
     try:
@@ -168,9 +168,9 @@ def with_image_size(model: Any, arguments: Sequence[str]) -> Any:
             known, _ = peek(spelled, {flag: {"nargs": "+", "type": int}})
             size = tuple(vars(known)[flag.removeprefix("--").replace("-", "_")])
             if prefix and hasattr(model, "vision"):
-                model = replace(model, vision=fit_patches(model.vision, size))
+                model = replace(model, vision=infer_patch_size(model.vision, size))
             elif not prefix:
-                model = fit_patches(model, size)
+                model = infer_patch_size(model, size)
     return model
 
 

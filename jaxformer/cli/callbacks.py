@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
-from jaxformer.data.pairs import Pairs
+from jaxformer.data.pairs import PairDataset
 from jaxformer.decode import Sampling, generate
 from jaxformer.decode.translate import translate_tokens
-from jaxformer.distributed import is_first
-from jaxformer.errors import writing
+from jaxformer.distributed import is_main_process
+from jaxformer.errors import user_error_on_write
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
 from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import counts_of
@@ -59,7 +59,7 @@ def make_callbacks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> l
         texts = []
         if copied and is_causal_lm(model):
             texts.append(_continuations(config, data))
-        if copied and isinstance(data, Pairs):
+        if copied and isinstance(data, PairDataset):
             texts.append(_translations(config, data))
             callbacks.append(Callback(t.report_every, _alignment(config, mesh, data, folder)))
         callbacks += [Callback(t.report_every, _samples(mesh, folder, write), also_at=FIRST_REPORT) for write in texts]
@@ -133,8 +133,8 @@ def _samples(mesh: Mesh, folder: Path, write: Callable[[Params], Iterator[tuple[
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         params = local_copy(state.params, mesh)
-        place = folder / SAMPLES if is_first() else Path(os.devnull)
-        with writing(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
+        place = folder / SAMPLES if is_main_process() else Path(os.devnull)
+        with user_error_on_write(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
             for temperature, text in write(params):
                 text = f"[step {step:,}, temperature {temperature:g}] {text}"
                 file.write(text + "\n\n")
@@ -162,7 +162,7 @@ def _continuations(config: Config, data: Dataset) -> Callable[[Params], Iterator
     return write
 
 
-def _translations(config: Config, data: Pairs) -> Callable[[Params], Iterator[tuple[float, str]]]:
+def _translations(config: Config, data: PairDataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
     """Some held-out sources and what becomes of them."""
     model, context_length = config.model.build(), data.context_length
     chosen = [data.val[i] for i in evenly_spaced(len(data.val), SHOWN)]
@@ -178,7 +178,7 @@ def _translations(config: Config, data: Pairs) -> Callable[[Params], Iterator[tu
     return write
 
 
-def _alignment(config: Config, mesh: Mesh, data: Pairs, folder: Path) -> Any:
+def _alignment(config: Config, mesh: Mesh, data: PairDataset, folder: Path) -> Any:
     """A picture of where a model looks for each part of a target: of the held-out pair with the longest source, among
     those of whose tokens each can be read by itself, if there are any."""
     model, tokenizer, most = config.model.build(), data.tokenizer, data.context_length
@@ -192,8 +192,8 @@ def _alignment(config: Config, mesh: Mesh, data: Pairs, folder: Path) -> Any:
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         weights_TS = alignment(model, local_copy(state.params, mesh), source_S, target_T)
-        if weights_TS is not None and is_first():
-            with writing(folder, PLOTS):
+        if weights_TS is not None and is_main_process():
+            with user_error_on_write(folder, PLOTS):
                 (folder / PLOTS).mkdir(exist_ok=True)
                 draw_alignment(np.asarray(weights_TS), names[0], names[1], folder / PLOTS / "alignment.png")
 

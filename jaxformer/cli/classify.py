@@ -12,7 +12,7 @@ import numpy as np
 from jaxformer.cli.load import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -34,8 +34,8 @@ def tell_images(
       UserError: there are no images, or no texts to choose from; an option says nothing of them; an image cannot be
         read; or a prompt that is not of a file has too many tokens.
     """
-    from jaxformer.data.captions import as_tokens
-    from jaxformer.data.pictures import read_fitted
+    from jaxformer.data.captions import tokenize_captions
+    from jaxformer.data.image_io import read_model_input
     from jaxformer.decode.classify import classify, match
     from jaxformer.decode.weights import restored
     from jaxformer.models.clip import CLIP
@@ -50,7 +50,7 @@ def tell_images(
         raise UserError("there is nothing to look at; give --images, such as --images photo.png.")
     if chooses and not given & TEXTS:
         raise UserError("there is nothing to choose from; give texts with --prompt or --prompts-file.")
-    seen = [read_fitted(file, run.config.model.example()[0].shape) for file in images]
+    seen = [read_model_input(file, run.config.model.example()[0].shape) for file in images]
     if not chooses:
         found = [classify(run.model, run.params, pixels).tolist() for pixels in seen]
         n = len(found[0])
@@ -63,7 +63,7 @@ def tell_images(
     texts: list[str] = prepared(prompts, check, "--prompts-file" in given)
     if texts:
         assert run.tokenizer is not None
-        tokens, valid, _ = as_tokens(texts, run.tokenizer, _length(run))
+        tokens, valid, _ = tokenize_captions(texts, run.tokenizer, _length(run))
         _show(images, match(run.model, run.params, np.stack(seen), tokens, valid).tolist(), texts, jsonl)
     return 2 if len(texts) < len(prompts) else 0
 
@@ -88,7 +88,7 @@ def _show(images: Sequence[str], found: Iterable[Sequence[float]], names: Sequen
     for image, probabilities in zip(images, found, strict=True):
         row = sorted(zip(names, probabilities, strict=True), key=lambda named: -named[1])
         if jsonl:
-            tell(json.dumps({"image": image, "shows": [(name, float(f"{p:.4g}")) for name, p in row]}))
+            echo(json.dumps({"image": image, "shows": [(name, float(f"{p:.4g}")) for name, p in row]}))
         else:
-            tell(f"{image}: " + ", ".join(f"{name} {p:.3f}" for name, p in row[:MOST_NAMED]))
+            echo(f"{image}: " + ", ".join(f"{name} {p:.3f}" for name, p in row[:MOST_NAMED]))
     return 0

@@ -13,9 +13,9 @@ import numpy as np
 import tyro
 
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.config import flat, to_dict
+from jaxformer.config import flatten, to_dict
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 PROGRAM = "python -m jaxformer diff"
 DESCRIPTION = """Compare two runs: fields of their configs; the first logged step at which they part, in what, and the
@@ -56,11 +56,11 @@ def _main(arguments: list[str]) -> int:
         "checkpoints": list(_checkpoints(*runs, asked.tolerance)),
     }
     for title, lines in sections.items():
-        tell(f"{title}: {'' if lines else 'the same'}".rstrip())
+        echo(f"{title}: {'' if lines else 'the same'}".rstrip())
         for line in lines[:MOST]:
-            tell(f"  {line}")
+            echo(f"  {line}")
         if len(lines) > MOST:
-            tell(f"  … and {len(lines) - MOST} more")
+            echo(f"  … and {len(lines) - MOST} more")
     return 1 if any(sections.values()) else 0
 
 
@@ -68,7 +68,7 @@ def _configs(one: Path, other: Path) -> Iterator[str]:
     """Fields that differ."""
     from jaxformer.runs import read_config
 
-    fields, others = (flat(to_dict(read_config(run))) for run in (one, other))
+    fields, others = (flatten(to_dict(read_config(run))) for run in (one, other))
     for name in {**fields, **others}:
         if fields.get(name) != others.get(name) or (name in fields) != (name in others):
             yield f"{name}: {_told(fields.get(name))} and {_told(others.get(name))}"
@@ -112,15 +112,15 @@ def _by_step(rows: Sequence[dict[str, Any]], untimed: Callable) -> dict[int, dic
     """All that was logged at each step; a note has a row of its own."""
     found: dict[int, dict[str, Any]] = {}
     for row in rows:
-        found.setdefault(row["step"], {}).update(flat(untimed(row)))
+        found.setdefault(row["step"], {}).update(flatten(untimed(row)))
     return found
 
 
 def _checkpoints(one: Path, other: Path, tolerance: float) -> Iterator[str]:
     """Arrays of the last checkpoint of both that differ."""
-    from jaxformer.checkpoints import StoredCheckpoints
+    from jaxformer.checkpoints import CheckpointReader
 
-    stored = [StoredCheckpoints(run) for run in (one, other)]
+    stored = [CheckpointReader(run) for run in (one, other)]
     both = sorted(set(stored[0].steps()) & set(stored[1].steps()))
     if not both:
         yield "no step has a checkpoint of both" if any(stored) else "neither has any"

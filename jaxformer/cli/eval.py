@@ -14,7 +14,7 @@ from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.config import ComputeConfig, Config, at_least
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     from jaxformer.data.windows import HeldOutText
@@ -74,7 +74,7 @@ def _main(arguments: list[str]) -> int:
     machine.set_up(asked.batch_size, asked.opening.mesh)
 
     from jaxformer.cli.translate import quality
-    from jaxformer.data.pairs import Pairs
+    from jaxformer.data.pairs import PairDataset
     from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
     from jaxformer.runs import load_data
@@ -95,13 +95,13 @@ def _main(arguments: list[str]) -> int:
         data, what = _text(run, asked, asked.data.path)
     found = Evaluator(config, mesh, data)(params)
     rounded = "" if asked.opening.weights == "float32" else f"; weights rounded to {asked.opening.weights}"
-    tell(f"run {run.path}, step {run.step:,}; {what}{rounded}")
+    echo(f"run {run.path}, step {run.step:,}; {what}{rounded}")
     row = {name.removeprefix("val_"): value for name, value in found.as_row().items()}
     told = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
-    tell(" ".join([*told[:-1], f"targets={found.targets}"]))
-    if isinstance(data, Pairs):
+    echo(" ".join([*told[:-1], f"targets={found.targets}"]))
+    if isinstance(data, PairDataset):
         written = quality(run, params, data, asked.batch_size)
-        tell(" ".join(f"{name}={value:.4f}" for name, value in written.items()))
+        echo(" ".join(f"{name}={value:.4f}" for name, value in written.items()))
     return 0
 
 
@@ -112,7 +112,7 @@ def _text(run: Run, asked: Arguments, path: str) -> tuple[HeldOutText, str]:
     from jaxformer.data.windows import HeldOutText
     from jaxformer.models.objective import is_causal_lm
 
-    model, tokenizer = run.language()
+    model, tokenizer = run.text_model()
     if not is_causal_lm(run.model):
         kind = type(run.model).__name__
         raise UserError(f"{run.path} holds a {kind}, which continues no text; leave --data.path out.")

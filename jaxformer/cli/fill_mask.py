@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxformer.cli.load import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     from jaxformer.decode.fill_mask import Gap
@@ -39,13 +39,13 @@ def fill_prompts(
         raise UserError(f"the run fills gaps in a text, of which {others[0]} says nothing; leave it out.")
     run = open_run(options, None)
     run = dataclasses.replace(run, params=restored(run.params))  # the text is read once, so rounding saves no time
-    if n_candidates >= (most := run.language()[0].vocab_size):
+    if n_candidates >= (most := run.text_model()[0].vocab_size):
         raise UserError(f"--top-logprobs is {n_candidates}; it must be at most {most - 1}, all tokens of the run.")
     encode = lambda prompt: (prompt, encode_gaps(prompt, run))  # noqa: E731
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, "--prompts-file" in given)
     for prompt, tokens in fitting:
         row = _filled(run, prompt, tokens, n_candidates or CANDIDATES)
-        tell(json.dumps(row) if jsonl else _told(row))
+        echo(json.dumps(row) if jsonl else _told(row))
     return 2 if len(fitting) < len(prompts) else 0
 
 
@@ -53,7 +53,7 @@ def encode_gaps(prompt: Prompt, run: Run) -> list[int]:
     """A prompt's tokens, the mask where there is a gap."""
     if prompt.seed is not None:
         raise UserError(f"{prompt.where} has a seed, but what fills a gap is not drawn; leave it out.")
-    config, tokenizer = run.language()
+    config, tokenizer = run.text_model()
     before, *after = prompt.text.split(GAP)
     if not after:
         raise UserError(f"{prompt.where} has no {GAP}, and the run fills gaps; write one, as in 'The {GAP} of'.")
@@ -74,7 +74,7 @@ def _filled(run: Run, prompt: Prompt, tokens: list[int], n_candidates: int) -> d
     from jaxformer.models.encoder import MaskedLanguageModel
 
     assert isinstance(run.model, MaskedLanguageModel)
-    tokenizer, tokens = run.language()[1], list(tokens)
+    tokenizer, tokens = run.text_model()[1], list(tokens)
     gaps: list[Gap] = fill(run.model, run.params, tokens, n_candidates)
     for gap in gaps:
         tokens[gap.place] = gap.candidates[0][0]

@@ -27,7 +27,7 @@ from jaxformer.inspect.curves import training
 from jaxformer.inspect.page import Section, write_page
 from jaxformer.models.encoder import MaskedLanguageModel
 from jaxformer.models.objective import is_causal_lm
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -89,7 +89,7 @@ def _main(arguments: list[str]) -> int:
     sections: list[Section] = []
     words = lambda token: _word(run, token)  # noqa: E731
     if example is not None:
-        mask = run.language()[0].vocab_size - 1 if isinstance(run.model, MaskedLanguageModel) else None
+        mask = run.text_model()[0].vocab_size - 1 if isinstance(run.model, MaskedLanguageModel) else None
         sections += [views.reading(run.model, run.params, example, words, mask)]
         sections += views.stream(run.model, run.params, example, words)
         if probe is None:
@@ -106,13 +106,13 @@ def _main(arguments: list[str]) -> int:
         facts.append(f"The data of the run cannot be read: {lacking}")
     sections += training(read_metrics(run.path), read_samples(run.path))
     write_page(place.resolve(), f"{run.path.resolve().name}: inside", facts, sections)
-    tell(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    echo(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
 
 
 def _word(run: Run, token: int) -> str:
     """A token's text; that of the mask, which the tokenizer does not know, is what a prompt has for it."""
-    tokenizer = run.language()[1]
+    tokenizer = run.text_model()[1]
     if token >= tokenizer.vocab_size:
         return GAP
     if token == tokenizer.end_of_text:
@@ -146,7 +146,7 @@ def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ..
       UserError: the prompt does not suit the run's model, or the page.
     """
     if prompt is not None:
-        run.language()  # a model of images has no prompt
+        run.text_model()  # a model of images has no prompt
     if run.tokenizer is None or run.config.model.objective != "cross_entropy":
         return None
     if getattr(run.config.model, "n_predicted", 0) == 1:
@@ -176,7 +176,7 @@ def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ..
 
 def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
     """A prompt as the model's inputs; of one that translates, with what it makes of it."""
-    config, tokenizer = run.language()
+    config, tokenizer = run.text_model()
     if isinstance(run.model, MaskedLanguageModel):
         tokens = encode_gaps(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from jaxformer.cli.arguments import folder_named, load_config, load_module, options_given, parse, peek, run_command
 from jaxformer.cli.help import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
-from jaxformer.config import Config, flat, to_dict
+from jaxformer.config import Config, flatten, to_dict
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     from jaxformer.inspect.page import Figure, Table
@@ -63,7 +63,7 @@ class Rung:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the ladder; the exit status: 0 done, 2 wrong input, 128 + the signal where interrupted."""
-    return run_command(_main, arguments, outlive=True)
+    return run_command(_main, arguments, ignore_closed=True)
 
 
 def _main(arguments: list[str]) -> int:
@@ -72,7 +72,7 @@ def _main(arguments: list[str]) -> int:
         "--help": {"action": "store_true"}, "-h": {"action": "store_true", "dest": "help"},
     })  # fmt: skip
     if asked.help:
-        tell(paragraphs(DESCRIPTION))
+        echo(paragraphs(DESCRIPTION))
         return 0
     if own_business := sorted(
         {"--config", "--run", "--resume", "--name", "--allow-changed-data"} & options_given(arguments)
@@ -88,16 +88,16 @@ def _main(arguments: list[str]) -> int:
     wanted = {name: _config(name, options) for name in rungs}  # a wrong option is answered before hours of training
     for name in rungs:
         if name in module.MEANT_TO_DIVERGE:
-            tell(f"{name} is meant to diverge; training stops where it does")
+            echo(f"{name} is meant to diverge; training stops where it does")
         status = _climb(wanted[name], folder / name, options)
         if status not in (0, 1):
             return status if status > 0 else 128 - status
         if not (folder / name).exists() or not ended(folder / name):
             raise UserError(f"rung {name} ended with status {status} before its last step; the same command goes on.")
     table = [outcome(folder / name, reported[name]) for name in rungs]
-    tell(as_text(table))
+    echo(as_text(table))
     write(table, folder)
-    tell(f"the same in {folder}: ladder.csv, ladder.png, ladder.html")
+    echo(f"the same in {folder}: ladder.csv, ladder.png, ladder.html")
     return 0
 
 
@@ -116,9 +116,9 @@ def _climb(config: Config, run: Path, options: Sequence[str]) -> int:
     name = run.name
     if run.exists() and ended(run):
         _must_be(config, run)
-        tell(f"{name}: done before, in {run}")
+        echo(f"{name}: done before, in {run}")
         return 0
-    tell(f"{name}: {'going on in' if run.exists() else 'training in'} {run}")
+    echo(f"{name}: {'going on in' if run.exists() else 'training in'} {run}")
     where = ["--resume", "--run", str(run)] if run.exists() else ["--config", f"{RUNGS}:{name}", "--run", str(run)]
     with subprocess.Popen([sys.executable, "-m", "jaxformer", "train", *where, *options]) as process:
         # Whoever ends the ladder means the rung, too, which saves; Ctrl-C it gets by itself.
@@ -135,7 +135,7 @@ def _must_be(config: Config, run: Path) -> None:
     """Raise `UserError` where a run has another config."""
     from jaxformer.runs import read_config
 
-    wanted, found = (flat(to_dict(c)) for c in (config, read_config(run)))
+    wanted, found = (flatten(to_dict(c)) for c in (config, read_config(run)))
     for field in {**wanted, **found}:
         if wanted.get(field) != found.get(field):
             raise UserError(
@@ -146,10 +146,10 @@ def _must_be(config: Config, run: Path) -> None:
 
 def ended(run: Path) -> bool:
     """Whether a run has come to its last step and saved it, or has ended early."""
-    from jaxformer.checkpoints import StoredCheckpoints
+    from jaxformer.checkpoints import CheckpointReader
     from jaxformer.runs import read_config
 
-    return bool(_ended_early(run)) or StoredCheckpoints(run).steps()[-1:] == [read_config(run).steps]
+    return bool(_ended_early(run)) or CheckpointReader(run).steps()[-1:] == [read_config(run).steps]
 
 
 def outcome(run: Path, reported: str) -> Rung:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxformer.cli.arguments import folder_named
 from jaxformer.cli.train import RUNS
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -41,14 +41,14 @@ def with_run(options: RunOptions) -> RunOptions:
     """
     if options.run is not None:
         return options
-    from jaxformer.checkpoints import StoredCheckpoints, is_locked
+    from jaxformer.checkpoints import CheckpointReader, is_run_locked
     from jaxformer.runs import read_config  # orbax takes a second to import
 
     folder = run_folder(options)
-    kind, steps = type(read_config(folder).model.build()).__name__, StoredCheckpoints(folder).steps()
+    kind, steps = type(read_config(folder).model.build()).__name__, CheckpointReader(folder).steps()
     at = f" at step {steps[-1]:,}" if steps else ""
-    training = " (still training)" if is_locked(folder) else ""
-    tell(
+    training = " (still training)" if is_run_locked(folder) else ""
+    echo(
         f"run {folder}: {kind}{at}{training}, the newest with a checkpoint below {RUNS}/; --run names another",
         sys.stderr,
     )

@@ -21,7 +21,7 @@ from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
 from jaxformer.sharding import parse_mesh
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     import jax
@@ -76,7 +76,7 @@ def _main(arguments: list[str]) -> int:
         raise UserError(f"the TPU compiler failed (status {done.returncode}): {telling[-1].rstrip('.')}{wrong}.")
     for line in said:
         if line.startswith("error: "):
-            tell(line, sys.stderr)
+            echo(line, sys.stderr)
     return done.returncode
 
 
@@ -132,7 +132,7 @@ def _plan(config: Config, devices: Sequence[jax.Device]) -> int:
 
     mesh = make_mesh(config.mesh, devices)
     plan = make_plan(config, mesh)
-    tell("\n".join(describe(plan, config, mesh)))
+    echo("\n".join(describe(plan, config, mesh)))
     return 0 if plan.fits else 1
 
 

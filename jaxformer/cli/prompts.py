@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell_error
+from jaxformer.terminal import echo_error
 
 T = TypeVar("T")
 FIELDS = ("prompt", "seed", "id")
@@ -62,7 +62,7 @@ def prepared(prompts: Sequence[Prompt | UserError], prepare: Callable[[Prompt], 
         except UserError as error:
             if not from_file:
                 raise
-            tell_error(f"error: {error}")
+            echo_error(f"error: {error}")
     return found
 
 

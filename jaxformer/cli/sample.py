@@ -24,8 +24,8 @@ from jaxformer.cli.sampler import Sampler
 from jaxformer.decode import Sampling, Speed, StopStrings
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.errors import UserError
-from jaxformer.signals import catch_signals
-from jaxformer.terminal import tell, tell_error
+from jaxformer.signals import record_signals
+from jaxformer.terminal import echo, echo_error
 
 DESCRIPTION = """Continue texts with a trained model.
 
@@ -164,9 +164,9 @@ def _main(arguments: list[str]) -> int:
     encode = lambda prompt: (prompt, sampler.encode(prompt))  # noqa: E731
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
     if fitting:
-        with catch_signals(signal.SIGINT) as pressed:
+        with record_signals(signal.SIGINT) as pressed:
             sampler.show(fitting, pressed)
-        tell(str(sampler.speed), sys.stderr)
+        echo(str(sampler.speed), sys.stderr)
         if pressed.is_set():
             raise KeyboardInterrupt
     return 2 if len(fitting) < len(prompts) else 0
@@ -239,7 +239,7 @@ def _converse(sampler: Sampler) -> int:
             if line:
                 _answer(sampler, line)
         except UserError as error:
-            tell_error(f"error: {error}")
+            echo_error(f"error: {error}")
             n_wrong += 1
         except EOFError:
             break
@@ -247,8 +247,8 @@ def _converse(sampler: Sampler) -> int:
             begun = line or ("readline" in sys.modules and readline.get_line_buffer())
             if not begun:
                 break
-            tell(file=sys.stderr)
-    tell(file=sys.stderr)
+            echo(file=sys.stderr)
+    echo(file=sys.stderr)
     return 2 if n_wrong and not typed else 0  # who typed it has seen it, and gone on
 
 
@@ -256,14 +256,14 @@ def _ask() -> str:
     """A line from the user. What asks for it is no part of the output, if that goes elsewhere than to the terminal."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return input("> ")
-    tell("> ", sys.stderr, end="")
+    echo("> ", sys.stderr, end="")
     return input()
 
 
 def _answer(sampler: Sampler, line: str) -> None:
     """Continue a prompt of a conversation."""
-    with catch_signals(signal.SIGINT) as pressed:
+    with record_signals(signal.SIGINT) as pressed:
         prompt = Prompt(line, "the prompt")
         sampler.speed = Speed()
         sampler.show([(prompt, sampler.encode(prompt))], pressed)
-    tell(str(sampler.speed), sys.stderr)
+    echo(str(sampler.speed), sys.stderr)

@@ -33,8 +33,8 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.explain import explain
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.sharding import make_mesh
-from jaxformer.signals import Caught
-from jaxformer.terminal import tell
+from jaxformer.signals import ReceivedSignal
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     from jaxformer.cli.sample import Arguments
@@ -51,7 +51,7 @@ class Sampler:
         """Raises UserError where the run cannot be opened, or options do not fit it; some only if they were given."""
         self._mesh = make_mesh(asked.opening.mesh) if asked.opening.mesh else None
         self._asked, self._run = asked, open_run(asked.opening, self._mesh)
-        self._config, self._tokenizer = self._run.language()
+        self._config, self._tokenizer = self._run.text_model()
         if not is_causal_lm(self._run.model):
             kind = type(self._run.model).__name__
             raise UserError(f"{self._run.path} holds a {kind}, which writes no text; name a run that does.")
@@ -83,7 +83,7 @@ class Sampler:
         if name == "lookup":
             return LookUp(self._config.vocab_size), None
         draft = open_run(RunOptions(run=str(folder_named("--draft", name))), self._mesh)
-        config, tokenizer = draft.language()
+        config, tokenizer = draft.text_model()
         if tokenizer.as_json() != self._tokenizer.as_json():
             raise UserError(
                 f"the draft {name} has another tokenizer than {self._run.path}; use one trained on its text."
@@ -95,7 +95,7 @@ class Sampler:
 
     def _note_end(self, run: Run) -> None:
         if getattr(run.model, "attention_window", None) is None:
-            self._ends.append(run.language()[0].context_length)
+            self._ends.append(run.text_model()[0].context_length)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt; raises UserError if there are too many, or it has a seed that nothing draws with."""
@@ -113,7 +113,7 @@ class Sampler:
             raise UserError(f"{prompt.where} has {len(tokens)} tokens; it may have at most {why}.")
         return tokens
 
-    def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: Caught) -> None:
+    def show(self, prompts: Sequence[tuple[Prompt, list[int]]], pressed: ReceivedSignal) -> None:
         """Continue prompts and show the texts; not all of them once Ctrl-C is pressed.
 
         Rows of JSON come as they are made; other texts in the order of the prompts, and at the latest with the end,
@@ -142,7 +142,7 @@ class Sampler:
                 self._write(made[i], streams)
 
     def _continue(
-        self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: Caught
+        self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, streams: bool, pressed: ReceivedSignal
     ) -> list[Answer]:
         """The texts of one batch. The last one is filled up, so that no program is compiled for it alone."""
         asked, run = self._asked, self._run
@@ -183,7 +183,7 @@ class Sampler:
         stop_tokens, most = self._sampling.stop_tokens, asked.max_new_tokens
         for new in follow(generation, texts, stop_tokens, most, self.speed, pressed.is_set):
             if streams:
-                tell(unsaid + new, end="")
+                echo(unsaid + new, end="")
                 unsaid = ""
         if isinstance(generation, Speculation):
             self.speed.passes += generation.passes
@@ -215,17 +215,17 @@ class Sampler:
     def _write(self, answers: list[Answer], streamed: bool) -> None:
         """Show the texts of a prompt."""
         if streamed:
-            tell()
+            echo()
             for answer in answers:
-                tell(explanation(answer), end="")
+                echo(explanation(answer), end="")
             return
         for answer in answers:
             if self._asked.jsonl:
-                tell(json.dumps(answer.as_row(), allow_nan=False))
+                echo(json.dumps(answer.as_row(), allow_nan=False))
             else:
                 sample = f".{answer.sample + 1}" if len(answers) > 1 else ""
-                tell(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}")
-                tell(explanation(answer))
+                echo(f"[{answer.prompt.line}{sample}] {answer.prompt.text}{answer.text.shown}")
+                echo(explanation(answer))
 
 
 @contextlib.contextmanager

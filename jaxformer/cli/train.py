@@ -25,14 +25,14 @@ from jaxformer.distributed import (
     barrier,
     broadcast,
     connect,
+    count_processes,
     exit_on_lost_process,
-    is_first,
-    leave,
-    processes_around,
+    is_main_process,
+    shutdown,
 )
-from jaxformer.errors import UserError, writing
-from jaxformer.signals import interrupted_by
-from jaxformer.terminal import announce, tell
+from jaxformer.errors import UserError, user_error_on_write
+from jaxformer.signals import raise_on_signals
+from jaxformer.terminal import echo, echo_status
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -77,13 +77,13 @@ class Arguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 done, 1 diverged or not finite, 2 wrong input, 128 + the signal where interrupted."""
     try:
-        status = run_command(_main, arguments, outlive=True)
+        status = run_command(_main, arguments, ignore_closed=True)
     except Exception:
         if not jax.distributed.is_initialized():
             raise
         traceback.print_exc()
         status = 1
-    return leave(status)
+    return shutdown(status)
 
 
 def _main(arguments: list[str]) -> int:
@@ -121,21 +121,21 @@ def _main(arguments: list[str]) -> int:
         raise UserError(f"{asked.run} exists; add --resume to go on with it, or choose another --run.")
     else:
         folder = RUNS / config.name if asked.run is None else Path(asked.run)
-    n_processes = asked.distributed.processes or processes_around(os.environ)
+    n_processes = asked.distributed.processes or count_processes(os.environ)
     machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh, n_processes)
     connect(asked.distributed)
-    from jaxformer.checkpoints import lock_early
-    from jaxformer.runs import check_parent
+    from jaxformer.checkpoints import hold_run_lock
+    from jaxformer.runs import check_writable_parent
 
     with exit_on_lost_process("training has not begun."), contextlib.ExitStack() as stack:
         early = stack.enter_context(contextlib.ExitStack())
-        early.enter_context(interrupted_by(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, message=TOO_EARLY))
-        if is_first() and stored is None:  # before the data is read and the step compiled
-            check_parent(folder)
-        elif is_first():
-            stack.enter_context(lock_early(folder))
+        early.enter_context(raise_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, message=TOO_EARLY))
+        if is_main_process() and stored is None:  # before the data is read and the step compiled
+            check_writable_parent(folder)
+        elif is_main_process():
+            stack.enter_context(hold_run_lock(folder))
         if stored is not None and _is_finished(folder, config, config.data == stored.data, asked.from_step):
-            tell(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
+            echo(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
             return 0
         return _train(config, folder, stored is not None, asked, changes, model_fields(arguments), early)
 
@@ -146,13 +146,13 @@ def _is_finished(folder: Path, config: Config, same_data: bool, from_step: int |
     Raises:
       UserError: there is no such checkpoint to roll back to, or all are damaged.
     """
-    from jaxformer.checkpoints import StoredCheckpoints
+    from jaxformer.checkpoints import CheckpointReader
 
     if jax.process_count() > 1:  # they read the checkpoints together, a share each
         return False
-    checkpoints = StoredCheckpoints(folder)
+    checkpoints = CheckpointReader(folder)
     if from_step is None:
-        return checkpoints.last_whole() == config.steps and same_data
+        return checkpoints.last_intact_step() == config.steps and same_data
     if from_step:
         checkpoints.step(from_step)
     return False
@@ -173,26 +173,26 @@ def _train(
     from jaxformer.train.sinks import prepare
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
-    console.quiet = not is_first()
+    console.quiet = not is_main_process()
     mesh = make_mesh(config.mesh)
     check_split(config, mesh)
     shapes = abstract_params(config.model.build(), config.model)
     check_parameters(shapes, mesh.size, jax.local_devices()[0])
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
     # As above, what cannot be is refused before anything is written.
-    if is_first():
+    if is_main_process():
         prepare(config.train.log_to)
-    announce("reading the data ...")
+    echo_status("reading the data ...")
     data = load_data(folder if resume else None, config, fixed)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
         shapes = abstract_params(config.model.build(), config.model)
         check_parameters(shapes, mesh.size, jax.local_devices()[0])
-    check_fit(config.model, data.rows(0, slice(1)))
+    check_fit(config.model, data.batch(0, slice(1)))
     barrier()  # if one of several processes has no data, no run is made
 
     if not resume:
-        made = create_run(folder, config, data.tokenizer, asked.run is None, data.classes) if is_first() else ""
+        made = create_run(folder, config, data.tokenizer, asked.run is None, data.classes) if is_main_process() else ""
         folder = Path(broadcast(str(made)))
 
     say(f"run {folder}{' (resumed)' if resume else ''}")
@@ -225,7 +225,7 @@ def _train(
             back = None if asked.from_step is None else Rollback(asked.from_step, asked.skip_batches, changes)
             outcome = train(config, data, folder, mesh, callbacks, resume, asked.allow_changed_data, sinks, back)
     except (UserError, KeyboardInterrupt):
-        if is_first() and not resume and not (folder / METRICS).exists():
+        if is_main_process() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
         raise
     early.close()
@@ -236,16 +236,16 @@ def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: 
     """Draw plots and report, say how training ended, and return the exit status; a closed terminal stops none of it."""
     from jaxformer.cli.report import write_report
     from jaxformer.runs import PLOTS
-    from jaxformer.signals import catch_signals
+    from jaxformer.signals import record_signals
     from jaxformer.train.divergence import head_entropy
     from jaxformer.train.log import final_line, plot, read_metrics, say
     from jaxformer.train.remedies import remedies
 
     quoted = shlex.quote(str(folder))
-    with catch_signals(signal.SIGHUP):
+    with record_signals(signal.SIGHUP):
         rows = read_metrics(folder)
-        if is_first() and config.train.report_every:
-            with writing(folder, PLOTS):
+        if is_main_process() and config.train.report_every:
+            with user_error_on_write(folder, PLOTS):
                 plot(folder)
             write_report(folder, rows)
         barrier()
@@ -303,7 +303,7 @@ def no_better(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
 def prompt_to_try(config: Config, data: Dataset) -> str | None:
     """What a new user may give to `sample.py`; None for a model that writes no text."""
     from jaxformer.cli.fill_mask import GAP
-    from jaxformer.data.pairs import Pairs
+    from jaxformer.data.pairs import PairDataset
     from jaxformer.models.encoder import MaskedLanguageModel
     from jaxformer.models.objective import is_causal_lm
 
@@ -312,7 +312,7 @@ def prompt_to_try(config: Config, data: Dataset) -> str | None:
         return config.train.sample_prompt
     if isinstance(model, MaskedLanguageModel):
         return f"The {GAP} of"
-    return data.val[0].source if isinstance(data, Pairs) else None
+    return data.val[0].source if isinstance(data, PairDataset) else None
 
 
 def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tuple[str, Path]:
@@ -337,7 +337,7 @@ def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tupl
     model = config.model.build(Execution(attention=attend))
     report = first_non_finite(model, params, batch, keys_B, dtype)
     evidence = folder / "autopsy"
-    if is_first():
+    if is_main_process():
         evidence = save_autopsy(
             folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
             f"{how}, precision: {dtype}",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from jaxformer.cli.load import open_run
 from jaxformer.cli.prompts import Prompt, prepared
 from jaxformer.cli.sampler import fitting_memory
-from jaxformer.data.pairs import Pairs
+from jaxformer.data.pairs import PairDataset
 from jaxformer.decode import exact_match, scores, translate_tokens
 from jaxformer.errors import UserError
 from jaxformer.sharding import make_mesh
-from jaxformer.terminal import tell, tell_error
+from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
     from jaxformer.cli.sample import Arguments
@@ -39,7 +39,7 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
     if not {"--prompt", "--prompts-file"} & set(given):
         raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
     run = open_run(asked.opening, make_mesh(asked.opening.mesh) if asked.opening.mesh else None)
-    model, tokenizer = run.language()
+    model, tokenizer = run.text_model()
     encode = lambda prompt: (prompt, encode_source(prompt, run))  # noqa: E731
     fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
     translate = partial(
@@ -54,7 +54,7 @@ def main(asked: Arguments, given: Collection[str], prompts: Sequence[Prompt | Us
         for (prompt, _), target in zip(batch, targets, strict=True):
             text = tokenizer.decode(target)
             row = {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "tokens": target}
-            tell(json.dumps(row) if asked.jsonl else text)
+            echo(json.dumps(row) if asked.jsonl else text)
     return 2 if len(fitting) < len(prompts) else 0
 
 
@@ -62,7 +62,7 @@ def encode_source(prompt: Prompt, run: Run) -> list[int]:
     """A prompt's tokens."""
     if prompt.seed is not None:
         raise UserError(f"{prompt.where} has a seed, but a translation draws nothing; leave it out.")
-    model, tokenizer = run.language()
+    model, tokenizer = run.text_model()
     tokens = tokenizer.encode(prompt.text)
     if len(tokens) > model.context_length:
         raise UserError(
@@ -71,10 +71,10 @@ def encode_source(prompt: Prompt, run: Run) -> list[int]:
     return tokens
 
 
-def quality(run: Run, params: Params, data: Pairs, batch_size: int) -> dict[str, float]:
+def quality(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:
     """BLEU, chrF and the share of exact matches of what a run makes, greedily, of the held-out sources; without
     sacrebleu the last alone. A source that is too long is cut."""
-    model, tokenizer = run.language()
+    model, tokenizer = run.text_model()
     sources, references = zip(*data.val, strict=True)
     targets = translate_tokens(
         run.model, params, [tokens[: model.context_length] for tokens in tokenizer.encode_batch(sources)],
@@ -85,5 +85,5 @@ def quality(run: Run, params: Params, data: Pairs, batch_size: int) -> dict[str,
     try:
         return scores(made, references) | found
     except UserError as missing:
-        tell_error(f"note: {missing}")
+        echo_error(f"note: {missing}")
         return found

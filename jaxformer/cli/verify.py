@@ -17,7 +17,7 @@ from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.config import ComputeConfig, at_least
 from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -58,14 +58,14 @@ def _main(arguments: list[str]) -> int:
     at_least(asked, 0, "seed")
     machine.set_up(machine.cores())
     run = open_run(with_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint)), None)
-    tell(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {asked.examples} random examples")
-    tell(f"{'':4}  {'promise':<18}  {'deviation':>9}  {'limit':>7}")
+    echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {asked.examples} random examples")
+    echo(f"{'':4}  {'promise':<18}  {'deviation':>9}  {'limit':>7}")
     broken = []
     for check in _checks(run, asked):
-        tell(_row(check))
+        echo(_row(check))
         if not check.holds:
             broken.append(check.promise)
-    tell(f"not kept: {', '.join(broken)}" if broken else "all that applies is kept")
+    echo(f"not kept: {', '.join(broken)}" if broken else "all that applies is kept")
     return 1 if broken else 0
 
 

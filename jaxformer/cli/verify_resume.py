@@ -20,7 +20,7 @@ from jaxformer.cli.arguments import load_config, options_given, parse, peek, run
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
-from jaxformer.terminal import tell
+from jaxformer.terminal import echo
 
 PROGRAM = "python -m jaxformer verify-resume"
 EVERY = "--train.checkpoint-every"
@@ -41,7 +41,7 @@ class Arguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Verify; the exit status: 0 identical, 1 not, 2 wrong input."""
-    return run_command(_main, arguments, outlive=True)
+    return run_command(_main, arguments, ignore_closed=True)
 
 
 def _main(arguments: list[str]) -> int:
@@ -62,7 +62,7 @@ def _main(arguments: list[str]) -> int:
                 "out, or set it to at most --kill-at."
             )
         fields += [EVERY, str(kill_at)]
-        tell(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
+        echo(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
     with contextlib.ExitStack() as stack:
         if asked.folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-resume-")))
@@ -75,15 +75,15 @@ def _main(arguments: list[str]) -> int:
 
 
 def _verify(options: list[str], kill_at: int, folder: Path) -> int:
-    from jaxformer.checkpoints import StoredCheckpoints
+    from jaxformer.checkpoints import CheckpointReader
     from jaxformer.train.log import read_metrics
 
     straight, resumed = folder / "straight", folder / "resumed"
-    tell("training undisturbed")
+    echo("training undisturbed")
     with _training([*options, "--run", str(straight)], folder / "straight.log") as process:
         _must_succeed(process, folder / "straight.log")
-    tell(f"training again, to be killed at step {kill_at:,}")
-    stored = StoredCheckpoints(resumed)
+    echo(f"training again, to be killed at step {kill_at:,}")
+    stored = CheckpointReader(resumed)
     with _training([*options, "--run", str(resumed)], folder / "killed.log") as process:
         while (_last_step(resumed) < kill_at or not stored) and process.poll() is None:
             time.sleep(0.005)
@@ -91,14 +91,14 @@ def _verify(options: list[str], kill_at: int, folder: Path) -> int:
         if process.wait() >= 0:
             _must_succeed(process, folder / "killed.log")
             raise UserError(f"the run ended before it could be killed at step {kill_at}; lower --kill-at.")
-    tell(f"killed after step {_last_step(resumed):,}; resuming from the checkpoint of step {stored.step():,}")
+    echo(f"killed after step {_last_step(resumed):,}; resuming from the checkpoint of step {stored.step():,}")
     with _training(["--resume", "--run", str(resumed)], folder / "resumed.log") as process:
         _must_succeed(process, folder / "resumed.log")
     if apart := parting(straight, resumed):
-        tell("\n".join(apart))
+        echo("\n".join(apart))
         return 1
-    arrays = StoredCheckpoints(straight).arrays(StoredCheckpoints(straight).step())
-    tell(
+    arrays = CheckpointReader(straight).arrays(CheckpointReader(straight).step())
+    echo(
         f"identical to the last bit: {len(read_metrics(straight)):,} rows of metrics over "
         f"{_last_step(straight):,} steps, and {sum(a.size for a in arrays.values()):,} numbers in {len(arrays)} arrays "
         "of parameters and optimizer state"
@@ -111,7 +111,7 @@ def parting(a: Path, b: Path) -> list[str]:
 
     Everything counts but the time that things took. Empty if they are the same to the last bit.
     """
-    from jaxformer.checkpoints import StoredCheckpoints
+    from jaxformer.checkpoints import CheckpointReader
     from jaxformer.train.log import read_metrics, untimed
 
     said: list[str] = []
@@ -122,7 +122,7 @@ def parting(a: Path, b: Path) -> list[str]:
             step = one.get("step", other.get("step"))
             said.append(f"the logs part at step {step:,}, in {difference}")
             break
-    ours, theirs = StoredCheckpoints(a), StoredCheckpoints(b)
+    ours, theirs = CheckpointReader(a), CheckpointReader(b)
     if (step := ours.step()) != (their_step := theirs.step()):
         return [*said, f"the last checkpoints are of steps {step:,} and {their_step:,}"]
     arrays, others = ours.arrays(step), theirs.arrays(step)

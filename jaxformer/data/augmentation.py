@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxformer.data.images import uniforms
+from jaxformer.data.images import epoch_uniforms
 
 MIDDLE = 127.5
 """Of the values of a pixel, and half their range."""
 
 
-class Views(NamedTuple):
+class Augmentations(NamedTuple):
     """How n images are varied, each array with n first."""
 
     affine: np.ndarray
@@ -26,9 +26,9 @@ class Views(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def draw_views(
+def draw_augmentations(
     n: int, channels: int, seed: int, epoch: int, shift: int, scale: float, rotate: float, flip: bool, jitter: float
-) -> Views:
+) -> Augmentations:
     """How an epoch varies each of n images: it is moved, then turned and scaled about its middle, then mirrored.
 
     All is drawn evenly, factors by their logarithm.
@@ -41,7 +41,7 @@ def draw_views(
       jitter: the contrast of each channel has a factor as `scale` has it, and its brightness changes by up to this
         share of half the range of a pixel.
     """
-    drawn_kn = uniforms(n, 5 + 2 * channels, seed, epoch).T
+    drawn_kn = epoch_uniforms(n, 5 + 2 * channels, seed, epoch).T
     left_n, up_n = np.floor(drawn_kn[:2] * (2 * shift + 1)) - shift
     mirror_n = np.where(flip & (drawn_kn[2] < 0.5), -1, 1)
     angle_n, log_scale_n, *colours_kn = 2 * drawn_kn[3:] - 1
@@ -50,12 +50,13 @@ def draw_views(
     cos_n, sin_n = reach_n * np.cos(angle_n), reach_n * np.sin(angle_n)
     rows = ((mirror_n * cos_n, -sin_n, left_n), (mirror_n * sin_n, cos_n, up_n))
     log_contrast_nC, brightness_nC = np.split(np.transpose(colours_kn), 2, axis=1)
-    return Views(np.transpose(rows, (2, 0, 1)), np.exp(log1p(jitter) * log_contrast_nC), jitter * brightness_nC)
+    return Augmentations(np.transpose(rows, (2, 0, 1)), np.exp(log1p(jitter) * log_contrast_nC), jitter * brightness_nC)
 
 
-def view(image_HWC: np.ndarray, affine_23: np.ndarray, contrast_C: np.ndarray, brightness_C: np.ndarray) -> np.ndarray:
-    """An image as `Views` have it, uint8 of its own size, with its edge repeated beyond it; between four pixels, their
-    mean by how near they are, rounded down."""
+def augment(
+    image_HWC: np.ndarray, affine_23: np.ndarray, contrast_C: np.ndarray, brightness_C: np.ndarray
+) -> np.ndarray:
+    """Return the transformed image, uint8, of the same shape: bilinear, rounded down, with its edge repeated."""
     from PIL import Image  # it takes a moment
 
     height, width, _ = image_HWC.shape

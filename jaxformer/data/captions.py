@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
-from jaxformer.data.augmentation import draw_views, view
+from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
-from jaxformer.data.fit import ALL, describe_fit, fit_size, fit_vocabulary
-from jaxformer.data.pictures import MODES, describe_resizing, describe_sizes, picture_shape, read_picture
+from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
+from jaxformer.data.infer_config import ALL, describe_changes, infer_image_size, infer_vocab_size
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -60,23 +60,23 @@ class CaptionsConfig(DataConfig):
 
     @property
     def variation(self) -> dict[str, Any]:
-        """How images are varied: options of `draw_views`."""
+        """How images are varied: options of `draw_augmentations`."""
         return {name: getattr(self, name) for name in ("shift", "scale", "rotate", "flip", "jitter")}
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
     ) -> Dataset:  # fmt: skip
-        if not isinstance(model, Towers):
+        if not isinstance(model, ImageTextModelConfig):
             raise UserError(
                 f"the data is images with captions, but {type(model).__name__} does not describe a model of both; "
                 "change one."
             )
-        return Captions(self, model, batch_size, seed, tokenizer, ALL if fixed is None else fixed)
+        return CaptionDataset(self, model, batch_size, seed, tokenizer, ALL if fixed is None else fixed)
 
 
 @runtime_checkable
-class Towers(Protocol):
+class ImageTextModelConfig(Protocol):
     """Config of a model of images and texts, a dataclass."""
 
     @property
@@ -99,7 +99,7 @@ class Pair(NamedTuple):
     split: str
 
 
-class Captions(Dataset):
+class CaptionDataset(Dataset):
     """Pairs of an image and its caption: one of them is to be told from others by the other.
 
     Inputs are images, `(B, H, W, C)` uint8, tokens, `(B, T)` int32, with an end-of-text token at their start and at
@@ -117,7 +117,7 @@ class Captions(Dataset):
         """Read everything. Images of another size than the model's are resized, unless the model is fitted to them.
 
         Args:
-          model: config of `Towers`.
+          model: config of `ImageTextModelConfig`.
           fixed: see `DataConfig.load`; `vision.image_size` and `vision.patch_size` are looked at.
 
         Raises:
@@ -133,8 +133,8 @@ class Captions(Dataset):
         folder = Path(config.path).expanduser()
         pairs = read_pairs(folder / CAPTIONS)
         names = [pair.file for pair in pairs]
-        sizes = sorted(read_sizes(folder / IMAGES, names))
-        size, patch = fit_size(
+        sizes = sorted(read_image_sizes(folder / IMAGES, names))
+        size, patch = infer_image_size(
             model.vision.image_size, model.vision.patch_size, sizes[0] if len(sizes) == 1 else None,
             "vision.image_size" in fixed, "vision.patch_size" in fixed,
         )  # fmt: skip
@@ -155,11 +155,11 @@ class Captions(Dataset):
         self.texts = texts = [pair.caption for pair in pairs]
         self.tokenizer = tokenizer or Tokenizer.train([texts[i] for i in self.train], model.text.vocab_size)
         if tokenizer is None:
-            model = replace(model, text=fit_vocabulary(model.text, self.tokenizer))
+            model = replace(model, text=infer_vocab_size(model.text, self.tokenizer))
         self.model = model
         why = f"{config.path} has images of {describe_sizes(sizes)} and supports {self.tokenizer.vocab_size:,} tokens"
-        self.notes = (*describe_fit(given, model, why), *describe_resizing(config.path, sizes, size))
-        self.tokens, self.valid, self.n_shortened = as_tokens(texts, self.tokenizer, length)
+        self.notes = (*describe_changes(given, model, why), *describe_resizing(config.path, sizes, size))
+        self.tokens, self.valid, self.n_shortened = tokenize_captions(texts, self.tokenizer, length)
         self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
         # As numbers of one kind: a config that was read again has 10.0 where 10 was written.
@@ -169,21 +169,21 @@ class Captions(Dataset):
         digest.update(self.images.tobytes())
         self.fingerprint = digest.hexdigest()
 
-    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         epoch, place = divmod(step, self.steps_per_epoch)
         n, first = len(self.train), place * self.batch_size
-        numbers = epoch_permutation(n, self.seed, epoch)[first : first + self.batch_size][which].astype(np.int64)
+        numbers = epoch_permutation(n, self.seed, epoch)[first : first + self.batch_size][rows].astype(np.int64)
         chosen = self.train[numbers]
         images, variation = self.images[chosen], self.config.variation
         if any(variation.values()):
-            views = draw_views(n, images.shape[-1], self.seed, epoch, **variation)
-            images = np.stack([view(*one) for one in zip(images, *(of_n[numbers] for of_n in views), strict=True)])
+            views = draw_augmentations(n, images.shape[-1], self.seed, epoch, **variation)
+            images = np.stack([augment(*one) for one in zip(images, *(of_n[numbers] for of_n in views), strict=True)])
         batch = self._batch(chosen, images)
         if not self.config.drop_words:
             return batch
-        kept = draw_kept(n, self.seed, epoch, self.config.drop_words)[numbers]
-        texts = [keep_words(self.texts[i], words) for i, words in zip(chosen, kept, strict=True)]
-        tokens, valid, _ = as_tokens(texts, self.tokenizer, self.tokens.shape[1])
+        kept = draw_word_masks(n, self.seed, epoch, self.config.drop_words)[numbers]
+        texts = [select_words(self.texts[i], words) for i, words in zip(chosen, kept, strict=True)]
+        tokens, valid, _ = tokenize_captions(texts, self.tokenizer, self.tokens.shape[1])
         return batch._replace(inputs=(batch.inputs[0], tokens, valid))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
@@ -196,10 +196,10 @@ class Captions(Dataset):
 
     def describe(self) -> str:
         H, W, _ = self.images.shape[1:]
-        shortened = f", {self.n_shortened:,} shortened" if self.n_shortened else ""
+        abbreviate = f", {self.n_shortened:,} shortened" if self.n_shortened else ""
         return (
             f"{self.config.path}: {len(self.train):,} images of {H} x {W} pixels with captions, "
-            f"{self.valid.sum(1).mean():.1f} tokens each{shortened}; held out: {len(self.val):,}"
+            f"{self.valid.sum(1).mean():.1f} tokens each{abbreviate}; held out: {len(self.val):,}"
         )
 
     def _batch(self, chosen: np.ndarray, images: np.ndarray, weights: np.ndarray | None = None) -> Batch:
@@ -235,14 +235,14 @@ def read_pairs(path: Path) -> list[Pair]:
     return list(pairs.values())
 
 
-def read_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
+def read_image_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
     """Return the heights and widths of the images of a zip file; raises as `read_images` does."""
     with _opened(path, names) as file:
-        return {picture_shape(io.BytesIO(file.read(name)), f"{name} in {path}")[:2] for name in names}
+        return {read_image_shape(io.BytesIO(file.read(name)), f"{name} in {path}")[:2] for name in names}
 
 
 def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
-    """Return images of a zip file by their names, `(N, H, W, C)` uint8; see `read_picture`.
+    """Return images of a zip file by their names, `(N, H, W, C)` uint8; see `read_image`.
 
     Args:
       shape: `(H, W, C)`, to which all are resized; C is 1 for grey and 3 for colours.
@@ -256,7 +256,7 @@ def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndar
     images = np.empty((len(names), *shape), np.uint8)
     with _opened(path, names) as file:
         for image, name in zip(images, names, strict=True):
-            image[:] = read_picture(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2], shape[:2])
+            image[:] = read_image(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2], shape[:2])
     return images
 
 
@@ -277,7 +277,7 @@ def _opened(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
         raise UserError(f"{path} cannot be read as a zip file: {error}; make it anew.") from error
 
 
-def as_tokens(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Texts between two end-of-text tokens, `(N, length)` int32 and padded with 0; where there are tokens, as booleans;
     and how many texts were too long, and lost their end."""
     tokens, valid = np.zeros((len(texts), length), np.int32), np.zeros((len(texts), length), bool)
@@ -289,13 +289,13 @@ def as_tokens(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.n
 
 
 @lru_cache(maxsize=2)
-def draw_kept(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
+def draw_word_masks(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
     """Which words of n captions are kept in an epoch, `(n, 64)`; the same again for every 64 words."""
     draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
     return draw.random((n, 64)) >= dropped
 
 
-def keep_words(text: str, kept: np.ndarray) -> str:
+def select_words(text: str, kept: np.ndarray) -> str:
     """Some of a text's words, in their order; the first alone, where none is kept."""
     words = text.split()
     return " ".join([word for i, word in enumerate(words) if kept[i % len(kept)]] or words[:1])

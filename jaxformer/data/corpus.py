@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
 from jaxformer.data.dataset import Dataset
-from jaxformer.data.fit import describe_fit, describe_learning, fit_vocabulary
+from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
 from jaxformer.data.text import SOTU, Document, hold_out, read_documents
 from jaxformer.data.token_cache import Split, cache_root, cached, encode, holds_tokens_of, token_dtype
 from jaxformer.data.tokenizer import Tokenizer
@@ -57,10 +57,10 @@ class TextConfig(DataConfig):
         model = token_model(model)
         self.check(model)
         corpus = load_corpus(self, model.vocab_size - self.n_extra_tokens, tokenizer)
-        fitted = fit_vocabulary(model, corpus.tokenizer, self.n_extra_tokens) if tokenizer is None else model
+        fitted = infer_vocab_size(model, corpus.tokenizer, self.n_extra_tokens) if tokenizer is None else model
         data = self.make(fitted, corpus, batch_size, seed)
-        fit = describe_fit(model, fitted, f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens")
-        data.notes = (*corpus.notes, *fit, *describe_learning(corpus.tokenizer, self.path))
+        fit = describe_changes(model, fitted, f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens")
+        data.notes = (*corpus.notes, *fit, *describe_tokenizer_sample(corpus.tokenizer, self.path))
         return data
 
     def check(self, model: TokenModelConfig) -> None:
@@ -68,9 +68,9 @@ class TextConfig(DataConfig):
 
     def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> Dataset:
         """Return the corpus in batches."""
-        from jaxformer.data.windows import Text
+        from jaxformer.data.windows import TextDataset
 
-        return Text(self, model, corpus, batch_size, seed)
+        return TextDataset(self, model, corpus, batch_size, seed)
 
 
 def token_model(model: ModelConfig) -> TokenModelConfig:

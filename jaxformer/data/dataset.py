@@ -13,7 +13,7 @@ import numpy as np
 from jaxformer.config import ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 
-HELD_OUT = 2**32
+HELD_OUT_SEED = 2**32
 """The seed of what is drawn for held-out batches, which no run has: all runs are measured on the same."""
 
 
@@ -53,10 +53,10 @@ class Dataset(ABC):
     """Bytes of each class, `(V,)`, where the targets are a text's tokens and bits per byte mean something."""
 
     @abstractmethod
-    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Some rows of the batch at a step, for any step from 0 on: what one of several processes needs of it.
 
-        Weights are those of the whole batch, whichever rows are asked for.
+        Weights are those of the whole batch, whatever `rows` is.
         """
 
     @abstractmethod
@@ -70,12 +70,12 @@ class Dataset(ABC):
     def describe(self) -> str:
         """One line for people: what it is, and how much there is of it."""
 
-    def stream(self, start: int, stop: int, which: slice | np.ndarray = slice(None)) -> Iterator[Batch]:
+    def stream(self, start: int, stop: int, rows: slice | np.ndarray = slice(None)) -> Iterator[Batch]:
         """`rows` of the steps start, …, stop - 1, made ahead of need by grain in the background."""
         import grain  # it takes a second
 
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        steps = _Steps(lambda step: self.rows(step, which), start, stop)
+        steps = _Steps(lambda step: self.batch(step, rows), start, stop)
         return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
 
 
@@ -83,7 +83,7 @@ class Dataset(ABC):
 class _Steps:
     """A range of steps as what grain reads from: something with a length and items."""
 
-    rows: Callable[[int], Batch]
+    batch: Callable[[int], Batch]
     start: int
     stop: int
 
@@ -91,7 +91,7 @@ class _Steps:
         return self.stop - self.start
 
     def __getitem__(self, i: int) -> Batch:
-        return self.rows(self.start + i)
+        return self.batch(self.start + i)
 
 
 @lru_cache(maxsize=2)

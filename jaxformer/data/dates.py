@@ -16,7 +16,7 @@ from babel import Locale, UnknownLocaleError
 from babel.dates import format_date
 
 from jaxformer.config import DataConfig, ModelConfig, at_least
-from jaxformer.data.pairs import Pair, Pairs, fitted_pairs, sequence_to_sequence
+from jaxformer.data.pairs import Pair, PairDataset, build_pair_dataset, check_seq2seq
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
@@ -30,7 +30,7 @@ LOCALES = (
 """Whose longest dates have no more than 64 bytes."""
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 """A hundred years, so that two digits name one of them."""
-HELD_OUT = 0.1
+HELD_OUT_SEED = 0.1
 """Share of these days that are not for training, in whatever language or form."""
 
 
@@ -61,11 +61,11 @@ class DatesConfig(DataConfig):
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
-    ) -> Pairs:  # fmt: skip
-        shape = sequence_to_sequence(model)
+    ) -> PairDataset:  # fmt: skip
+        shape = check_seq2seq(model)
         train, val = (self.draw(days, n) for days, n in zip(split_days(), (self.n_pairs, self.n_held_out), strict=True))
         name = f"dates in {len(self.locales)} locales"
-        return fitted_pairs(name, train, val, (), tokenizer, shape, batch_size, seed)
+        return build_pair_dataset(name, train, val, (), tokenizer, shape, batch_size, seed)
 
     def draw(self, days: np.ndarray, n: int) -> list[Pair]:
         """Dates of some days, as ordinals: as many in each form, one form after the other; always the same."""
@@ -82,7 +82,7 @@ def split_days() -> tuple[np.ndarray, np.ndarray]:
     """The days to train on and those held out, as ordinals; always the same."""
     days = np.arange(FIRST.toordinal(), LAST.toordinal() + 1)
     np.random.Generator(np.random.Philox(key=[0, 0])).shuffle(days)
-    n_held_out = round(HELD_OUT * len(days))
+    n_held_out = round(HELD_OUT_SEED * len(days))
     return days[n_held_out:], days[:n_held_out]
 
 

@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced, step_rng
-from jaxformer.data.fit import ALL, describe_fit, fit_size
-from jaxformer.data.pictures import describe_sizes
-from jaxformer.data.stills import ImageFolder, Stills, open_images
+from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_folder
+from jaxformer.data.image_io import describe_sizes
+from jaxformer.data.infer_config import ALL, describe_changes, infer_image_size
 from jaxformer.errors import UserError
 
 
 @dataclass(frozen=True)
-class StillsConfig(DataConfig):
+class ImageFolderConfig(DataConfig):
     """Which images, and which of them to measure on."""
 
     path: str = ""
@@ -36,7 +36,7 @@ class StillsConfig(DataConfig):
 
 
 @dataclass(frozen=True)
-class ImagesConfig(StillsConfig):
+class ImagesConfig(ImageFolderConfig):
     """Which images, and how those for training are varied."""
 
     flip: bool = False
@@ -53,37 +53,37 @@ class ImagesConfig(StillsConfig):
         fixed: Container[str] | None = None,
     ) -> Dataset:  # fmt: skip
         """See `DataConfig`; images are resized to what the model reads where they do not fit it, nor it them."""
-        pixels_of(model)
+        model_input_shape(model)
         assert isinstance(model, ImageModelConfig)
-        folder = open_images(self.path)
-        fitted = fit_images(model, folder, ALL if fixed is None else fixed)
+        folder = open_image_folder(self.path)
+        fitted = infer_image_config(model, folder, ALL if fixed is None else fixed)
         if fitted.n_classes != len(folder.names):
-            raise UserError(f"{wrong_classes(fitted, len(folder.names), self.path)}.")
+            raise UserError(f"{class_count_error(fitted, len(folder.names), self.path)}.")
         stills = folder.read(self.val_fraction, fitted.image_size, fitted.channels)
-        data = Images(self, fitted, stills, batch_size, seed)
+        data = ImageDataset(self, fitted, stills, batch_size, seed)
         why = f"{self.path} has images of {_sized(folder.sizes, folder.channels)}"
         resizing = folder.describe_resizing(fitted.image_size)
-        data.notes = (*describe_fit(model, fitted, why), *resizing, *folder.notes)
+        data.notes = (*describe_changes(model, fitted, why), *resizing, *folder.notes)
         return data
 
 
-def fit_images(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str]) -> ImageModelConfig:
-    """Return the model's config for the size, the channels and the classes of the images in a folder; see `fit_size`.
+def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str]) -> ImageModelConfig:
+    """Return the model's config for the size, channels and classes of the images in a folder; see `infer_image_size`.
 
     Args:
       fixed: names of fields to leave as they are.
     """
     patch = getattr(model, "patch_size", None)
-    size, new_patch = fit_size(
+    size, new_patch = infer_image_size(
         model.image_size, patch or (1, 1), folder.size, "image_size" in fixed, patch is None or "patch_size" in fixed
     )
     changes: dict[str, Any] = {"image_size": size} | ({} if patch is None else {"patch_size": new_patch})
     if "n_classes" not in fixed:
         changes["n_classes"] = len(folder.names)
-    return with_channels(model, folder.channels, fixed, changes)
+    return infer_channels(model, folder.channels, fixed, changes)
 
 
-def with_channels(
+def infer_channels(
     model: ImageModelConfig, channels: int, fixed: Container[str], changes: dict[str, Any]
 ) -> ImageModelConfig:
     """Return the model's config with so many channels, and with other changes; statistics of each channel that are of
@@ -96,7 +96,7 @@ def with_channels(
     return replace(model, **changes)
 
 
-def pixels_of(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
+def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
     """The shape of what the model takes: height, width and channels, with the frames before them for a video.
 
     Raises:
@@ -109,7 +109,7 @@ def pixels_of(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
     return shape
 
 
-def wrong_classes(model: ImageModelConfig, n_classes: int, path: str) -> str:
+def class_count_error(model: ImageModelConfig, n_classes: int, path: str) -> str:
     """Return the sentence for a model that has other than so many classes, without its full stop."""
     return (
         f"what {path} shows is of {n_classes} classes, but model.n_classes is {model.n_classes}; set "
@@ -121,7 +121,13 @@ class PixelDataset(Dataset):
     """What images and videos made of images share: every example is of one still image."""
 
     def __init__(
-        self, stills: Stills, path: str, model: ImageModelConfig, batch_size: int, seed: int, settings: Sequence[Any]
+        self,
+        stills: ImageSplits,
+        path: str,
+        model: ImageModelConfig,
+        batch_size: int,
+        seed: int,
+        settings: Sequence[Any],
     ) -> None:
         """`settings` is all else that shapes an example. Raises `UserError` where there are too few images."""
         n = len(stills.train.images)
@@ -136,52 +142,52 @@ class PixelDataset(Dataset):
         self.fingerprint = digest.hexdigest()
 
     @abstractmethod
-    def varied(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def train_examples(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Pixels and labels of training examples, as an epoch sees them."""
 
     @abstractmethod
-    def measured(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def val_examples(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Pixels and labels of held-out examples."""
 
-    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         epoch, place = divmod(step, self.steps_per_epoch)
         numbers = epoch_permutation(len(self.stills.train.images), self.seed, epoch)[place * self.batch_size :][
             : self.batch_size
         ]
-        pixels, labels = self.varied(numbers[which], epoch)
+        pixels, labels = self.train_examples(numbers[rows], epoch)
         return Batch((pixels,), labels)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         chosen = evenly_spaced(len(self.stills.val.images), n)
         for first in range(0, len(chosen), batch_size):
             numbers = chosen[first : first + batch_size]
-            pixels, labels = self.measured(numbers)
+            pixels, labels = self.val_examples(numbers)
             missing = batch_size - len(numbers)
             weights = np.pad(np.ones(len(numbers), np.float32), (0, missing))
             pixels = np.pad(pixels, [(0, missing)] + [(0, 0)] * (pixels.ndim - 1))
             yield Batch((pixels,), np.pad(labels, (0, missing)), weights)
 
 
-class Images(PixelDataset):
+class ImageDataset(PixelDataset):
     """What each image shows is to be told."""
 
     def __init__(
-        self, config: ImagesConfig, model: ImageModelConfig, stills: Stills, batch_size: int, seed: int
+        self, config: ImagesConfig, model: ImageModelConfig, stills: ImageSplits, batch_size: int, seed: int
     ) -> None:
         super().__init__(stills, config.path, model, batch_size, seed, [config.flip, config.shift])
         self.config = config
 
-    def varied(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def train_examples(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         images, labels = (part[numbers] for part in self.stills.train)
         if self.config.flip or self.config.shift:
-            drawn = uniforms(len(self.stills.train.images), 3, self.seed, epoch)[numbers]
+            drawn = epoch_uniforms(len(self.stills.train.images), 3, self.seed, epoch)[numbers]
             if self.config.flip:
                 images = np.where(drawn[:, :1, None, None] < 0.5, images, images[:, :, ::-1])
             moves = np.floor(drawn[:, 1:] * (2 * self.config.shift + 1)).astype(np.int64) - self.config.shift
-            images = shifted(images, moves)
+            images = shift_images(images, moves)
         return images, labels
 
-    def measured(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def val_examples(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.stills.val.images[numbers], self.stills.val.labels[numbers]
 
     def describe(self) -> str:
@@ -193,7 +199,7 @@ class Images(PixelDataset):
         )
 
 
-def shifted(images: np.ndarray, moves: np.ndarray) -> np.ndarray:
+def shift_images(images: np.ndarray, moves: np.ndarray) -> np.ndarray:
     """Each image moved down and to the right, with black where nothing was.
 
     Args:
@@ -208,7 +214,7 @@ def shifted(images: np.ndarray, moves: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=2)
-def uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
     """`(n, k)` numbers from 0 to below 1: what an epoch draws for each of n examples, apart from their order."""
     return step_rng(seed, epoch).random((n, k))
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.corpus import Corpus, TextConfig
-from jaxformer.data.dataset import HELD_OUT, Batch, step_rng
-from jaxformer.data.windows import Text, eval_batches
+from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
+from jaxformer.data.windows import TextDataset, eval_batches
 from jaxformer.errors import UserError
 
 HIDDEN, REPLACED = 0.8, 0.9
@@ -38,11 +38,11 @@ class MaskedTextConfig(TextConfig):
         if model.vocab_size < 258:
             raise UserError(f"vocab_size is {model.vocab_size}; bytes, end-of-text and the mask need at least 258.")
 
-    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> MaskedText:
-        return MaskedText(self, model, corpus, batch_size, seed)
+    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> MaskedTextDataset:
+        return MaskedTextDataset(self, model, corpus, batch_size, seed)
 
 
-class MaskedText(Text):
+class MaskedTextDataset(TextDataset):
     """A corpus in windows of which some tokens, chosen anew for each batch, are to be predicted from the others."""
 
     def __init__(
@@ -53,19 +53,19 @@ class MaskedText(Text):
         self.fraction, self.seed = config.masked_fraction, seed
         self.token_lengths = None  # bits of some bytes, with the others given, compare with nothing
 
-    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         B, T = self.windows.batch_size, self.model.context_length
         draws_BT = step_rng(self.seed, step).random((B, T))
         weight = np.float32(1 / max(1, (draws_BT < self.fraction).sum()))
-        targets_BT = self.windows.rows(step, which)[:, :T]
-        tokens_BT, chosen_BT = mask(targets_BT, draws_BT[which], self.fraction, self.model.vocab_size - 1)
+        targets_BT = self.windows.batch(step, rows)[:, :T]
+        tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT[rows], self.fraction, self.model.vocab_size - 1)
         return Batch((tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT * weight)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        T, draw = self.model.context_length, step_rng(HELD_OUT, 0)
+        T, draw = self.model.context_length, step_rng(HELD_OUT_SEED, 0)
         for targets_BT, weights_BT in eval_batches(self.val.tokens, T, T, batch_size, n):
             draws_BT = draw.random(targets_BT.shape)
-            tokens_BT, chosen_BT = mask(targets_BT, draws_BT, self.fraction, self.model.vocab_size - 1)
+            tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT, self.fraction, self.model.vocab_size - 1)
             valid_BT = weights_BT > 0
             valid_BT[:, 0] = True  # also of a window that only fills up: there must be something to see
             yield Batch((tokens_BT, valid_BT), targets_BT, weights_BT * chosen_BT)
@@ -84,7 +84,7 @@ class MaskedText(Text):
         return float(nll_V[self.corpus.val.tokens].mean())
 
 
-def mask(
+def mask_tokens(
     tokens_BT: np.ndarray, draws_BT: np.ndarray, fraction: float, mask_token: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the model reads, int32, and which tokens it is to predict.

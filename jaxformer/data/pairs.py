@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
-from jaxformer.data.fit import describe_fit, describe_learning, fit_vocabulary
+from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -46,13 +46,13 @@ class PairsConfig(DataConfig):
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
-    ) -> Pairs:  # fmt: skip
-        shape = sequence_to_sequence(model)
+    ) -> PairDataset:  # fmt: skip
+        shape = check_seq2seq(model)
         train, val = (read_pairs(file) for file in self._files())
         if self.reverse:
             train, val = ([Pair(target, source) for source, target in pairs] for pairs in (train, val))
         texts = [text for pair in train for text in pair]
-        return fitted_pairs(self.path, train, val, texts, tokenizer, shape, batch_size, seed)
+        return build_pair_dataset(self.path, train, val, texts, tokenizer, shape, batch_size, seed)
 
     def _files(self) -> tuple[Path, Path]:
         if not self.path:
@@ -74,7 +74,7 @@ class PairsConfig(DataConfig):
         return train, held_out
 
 
-def sequence_to_sequence(model: ModelConfig) -> TokenModelConfig:
+def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     """The config of a model that takes a source, where it has tokens, and a target; `UserError` if it is another."""
     if not isinstance(model, TokenModelConfig) or len(model.example()) != 3:
         raise UserError(
@@ -105,21 +105,21 @@ def read_pairs(path: Path) -> list[Pair]:
     return pairs
 
 
-def fitted_pairs(
+def build_pair_dataset(
     name: str, train: Sequence[Pair], val: Sequence[Pair], texts: Iterable[str], tokenizer: Tokenizer | None,
     model: TokenModelConfig, batch_size: int, seed: int,
-) -> Pairs:  # fmt: skip
+) -> PairDataset:  # fmt: skip
     """Return pairs as tokens; without a tokenizer, one learns from texts, and the model is fitted to it."""
     if tokenizer is not None:
-        return Pairs(name, train, val, tokenizer, model, batch_size, seed)
+        return PairDataset(name, train, val, tokenizer, model, batch_size, seed)
     tokenizer = Tokenizer.train(texts, model.vocab_size)
-    data = Pairs(name, train, val, tokenizer, fitted := fit_vocabulary(model, tokenizer), batch_size, seed)
-    fit = describe_fit(model, fitted, f"{name} supports {tokenizer.vocab_size:,} tokens")
-    data.notes = (*fit, *describe_learning(tokenizer, name))
+    data = PairDataset(name, train, val, tokenizer, fitted := infer_vocab_size(model, tokenizer), batch_size, seed)
+    fit = describe_changes(model, fitted, f"{name} supports {tokenizer.vocab_size:,} tokens")
+    data.notes = (*fit, *describe_tokenizer_sample(tokenizer, name))
     return data
 
 
-class Pairs(Dataset):
+class PairDataset(Dataset):
     """Pairs of texts as tokens, each batch of pairs of like length.
 
     An epoch takes the pairs in another order, without replacement, sorts them into `N_BUCKETS` by the length of their
@@ -156,9 +156,9 @@ class Pairs(Dataset):
         self.steps_per_epoch = len(self._train) // batch_size
         self.per_step = batch_size * float(self._train.lengths_N2[:, 1].mean())
 
-    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         pairs_B = self._epoch(step // self.steps_per_epoch)[step % self.steps_per_epoch]
-        batch = self._batch(self._train, pairs_B, pairs_B[which])
+        batch = self._batch(self._train, pairs_B, pairs_B[rows])
         return batch._replace(weights=batch.weights / np.float32(self._train.lengths_N2[pairs_B, 1].sum()))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig, at_least
 from jaxformer.data.corpus import Corpus, TextConfig
-from jaxformer.data.dataset import HELD_OUT, Batch, step_rng
-from jaxformer.data.windows import Text
+from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
+from jaxformer.data.windows import TextDataset
 from jaxformer.errors import UserError
 
 
@@ -38,11 +38,11 @@ class PrefixTextConfig(TextConfig):
                     f"{model.context_length}."
                 )
 
-    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixText:
-        return PrefixText(self, model, corpus, batch_size, seed)
+    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixTextDataset:
+        return PrefixTextDataset(self, model, corpus, batch_size, seed)
 
 
-class PrefixText(Text):
+class PrefixTextDataset(TextDataset):
     """A corpus in windows of which each has a prefix; every token after it is to be predicted from all before it."""
 
     def __init__(
@@ -53,14 +53,14 @@ class PrefixText(Text):
         self.shortest, self.longest = config.shortest_prefix, config.longest_prefix or model.context_length
         self.seed = seed
 
-    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         prefix_B, predicted_BT = self._prefixes(step_rng(self.seed, step), self.windows.batch_size)
-        batch = super().rows(step, which)
+        batch = super().batch(step, rows)
         weights_BT = predicted_BT / np.float32(np.count_nonzero(predicted_BT))
-        return Batch((*batch.inputs, prefix_B[which]), batch.targets, weights_BT[which])
+        return Batch((*batch.inputs, prefix_B[rows]), batch.targets, weights_BT[rows])
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        draw = step_rng(HELD_OUT, 0)
+        draw = step_rng(HELD_OUT_SEED, 0)
         for batch in super().held_out(batch_size, n):
             prefix_B, predicted_BT = self._prefixes(draw, batch_size)
             yield Batch((*batch.inputs, prefix_B), batch.targets, batch.weights * predicted_BT)

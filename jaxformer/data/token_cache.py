@@ -23,7 +23,7 @@ import numpy as np
 from jaxformer.config import from_dict, to_dict
 from jaxformer.data.text import Document, Pieces
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError, cause
+from jaxformer.errors import UserError, os_error_reason
 
 BUILDING = ".building-"
 DAY = 24 * 60 * 60
@@ -150,7 +150,7 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
         tokenizer.one_in = manifest.learned_one_in
         return splits[0], splits[1], tokenizer
     except (OSError, ValueError, RecursionError, UserError) as error:
-        raise Unverified(f"cannot be read ({cause(error) or error})") from error
+        raise Unverified(f"cannot be read ({os_error_reason(error) or error})") from error
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:

@@ -9,17 +9,17 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxformer.config import ImageModelConfig, ModelConfig, at_least
-from jaxformer.data.dataset import HELD_OUT, Dataset
-from jaxformer.data.fit import ALL, MAX_TAKEN_SIDE, describe_fit
+from jaxformer.data.dataset import HELD_OUT_SEED, Dataset
+from jaxformer.data.image_folder import ImageSplits, open_image_folder
 from jaxformer.data.images import (
+    ImageFolderConfig,
     PixelDataset,
-    StillsConfig,
-    pixels_of,
-    uniforms,
-    with_channels,
-    wrong_classes,
+    class_count_error,
+    epoch_uniforms,
+    infer_channels,
+    model_input_shape,
 )
-from jaxformer.data.stills import Stills, open_images
+from jaxformer.data.infer_config import ALL, MAX_INFERRED_SIDE_PIXELS, describe_changes
 from jaxformer.errors import UserError
 
 DIRECTIONS = {
@@ -30,7 +30,7 @@ DIRECTIONS = {
 
 
 @dataclass(frozen=True)
-class MovingImagesConfig(StillsConfig):
+class MovingImagesConfig(ImageFolderConfig):
     """Videos made from still images: one moves straight over a black canvas, from any place and at any speed from which
     it stays inside. How long they are and how large the canvas is are the model's to say."""
 
@@ -51,14 +51,14 @@ class MovingImagesConfig(StillsConfig):
     ) -> Dataset:  # fmt: skip
         """See `DataConfig`; the model's canvas must have room for the motion, and as many classes."""
         fixed = ALL if fixed is None else fixed
-        n_frames, *canvas, _ = pixels_of(model, 4)
+        n_frames, *canvas, _ = model_input_shape(model, 4)
         assert isinstance(model, ImageModelConfig)
         if n_frames == 1 and self.label == "direction":
             raise UserError("model.n_frames is 1, but where something moves takes at least 2 to tell; raise it.")
-        folder = open_images(self.path)
+        folder = open_image_folder(self.path)
         way = (n_frames - 1) * self.max_speed
         size = folder.size
-        if size is None or max(size) > MAX_TAKEN_SIDE:
+        if size is None or max(size) > MAX_INFERRED_SIDE_PIXELS:
             size = max(1, canvas[0] - way), max(1, canvas[1] - way)
         needed = [length + way for length in size]
         errors: list[str] = []
@@ -76,24 +76,24 @@ class MovingImagesConfig(StillsConfig):
         if "n_classes" not in fixed:
             changes["n_classes"] = n_classes
         elif model.n_classes != n_classes:
-            errors.append(wrong_classes(model, n_classes, self.path))
+            errors.append(class_count_error(model, n_classes, self.path))
         if errors:
             raise UserError(f"{'; and '.join(errors)}.")
-        fitted = with_channels(model, folder.channels, fixed, changes)
+        fitted = infer_channels(model, folder.channels, fixed, changes)
         stills = folder.read(self.val_fraction, size, fitted.channels)
         height, width = fitted.image_size
-        data = MovingImages(self, fitted, stills, (n_frames, height, width), batch_size, seed)
+        data = MovingImageDataset(self, fitted, stills, (n_frames, height, width), batch_size, seed)
         why = f"images of {size[0]} x {size[1]} pixels move {way} in {n_frames} frames"
-        data.notes = (*describe_fit(model, fitted, why), *folder.describe_resizing(size), *folder.notes)
+        data.notes = (*describe_changes(model, fitted, why), *folder.describe_resizing(size), *folder.notes)
         return data
 
 
-class MovingImages(PixelDataset):
+class MovingImageDataset(PixelDataset):
     """What moves, or where it moves, is to be told. In training a still image moves anew in each epoch; held-out videos
     are of held-out images, and always the same."""
 
     def __init__(
-        self, config: MovingImagesConfig, model: ImageModelConfig, stills: Stills, size: tuple[int, int, int],
+        self, config: MovingImagesConfig, model: ImageModelConfig, stills: ImageSplits, size: tuple[int, int, int],
         batch_size: int, seed: int,
     ) -> None:  # fmt: skip
         """`size` is frames, height and width."""
@@ -103,12 +103,12 @@ class MovingImages(PixelDataset):
         self.directions = tuple(DIRECTIONS)[:: len(DIRECTIONS) // config.n_directions]
         self.classes = self.directions if config.label == "direction" else stills.names
 
-    def varied(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        drawn = uniforms(len(self.stills.train.images), 4, self.seed, epoch)[numbers]
+    def train_examples(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        drawn = epoch_uniforms(len(self.stills.train.images), 4, self.seed, epoch)[numbers]
         return self._videos(self.stills.train.images[numbers], self.stills.train.labels[numbers], drawn)
 
-    def measured(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        drawn = uniforms(len(self.stills.val.images), 4, HELD_OUT, 0)[numbers]
+    def val_examples(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        drawn = epoch_uniforms(len(self.stills.val.images), 4, HELD_OUT_SEED, 0)[numbers]
         return self._videos(self.stills.val.images[numbers], self.stills.val.labels[numbers], drawn)
 
     def describe(self) -> str:
@@ -125,11 +125,11 @@ class MovingImages(PixelDataset):
         direction = np.floor(drawn[:, 0] * len(self.directions)).astype(np.int32)
         speed = 1 + np.floor(drawn[:, 1] * self.config.max_speed).astype(np.int64)
         moves = speed[:, None] * np.array([DIRECTIONS[name] for name in self.directions])[direction]
-        videos = moving(images, moves, drawn[:, 2:], self.size)
+        videos = render_motion(images, moves, drawn[:, 2:], self.size)
         return videos, direction if self.config.label == "direction" else labels
 
 
-def moving(images: np.ndarray, moves: np.ndarray, start: np.ndarray, size: tuple[int, int, int]) -> np.ndarray:
+def render_motion(images: np.ndarray, moves: np.ndarray, start: np.ndarray, size: tuple[int, int, int]) -> np.ndarray:
     """Images that move over black and stay inside, `(n, frames, height, width, C)`.
 
     Args:

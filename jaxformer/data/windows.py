@@ -54,15 +54,15 @@ class Windows:
         return self.n_windows // self.batch_size
 
     def __getitem__(self, step: int) -> np.ndarray:
-        return self.rows(step, slice(None))
+        return self.batch(step, slice(None))
 
-    def rows(self, step: int, which: slice | np.ndarray) -> np.ndarray:
+    def batch(self, step: int, rows: slice | np.ndarray) -> np.ndarray:
         """Some rows of the batch at a step: what one of several processes needs of it."""
         epoch, place = divmod(step, self.steps_per_epoch)
         batch = epoch_permutation(self.n_windows, self.seed, epoch)[
             place * self.batch_size : (place + 1) * self.batch_size
         ]
-        starts = batch[which].astype(np.int64) * self.stride
+        starts = batch[rows].astype(np.int64) * self.stride
         # One vectorised gather a batch; a record a window is fifty times slower.
         return np.lib.stride_tricks.sliding_window_view(self.tokens, self.length)[starts].astype(np.int32)
 
@@ -102,7 +102,7 @@ def eval_batches(
         yield batch, weights
 
 
-def next_token(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.ndarray | None = None) -> Batch:
+def next_token_batch(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.ndarray | None = None) -> Batch:
     """Windows as what is read of them, and their last tokens, or all that follow one, as what is predicted."""
     return Batch((windows_BT[:, :-1],), windows_BT[:, 1:][:, -n_predicted:], weights)
 
@@ -136,10 +136,10 @@ class HeldOutText:
         for windows_BT, weights in eval_batches(
             self.tokens, length, self.n_predicted, batch_size, n, self.stride
         ):  # fmt: skip
-            yield next_token(windows_BT, self.n_predicted, weights)
+            yield next_token_batch(windows_BT, self.n_predicted, weights)
 
 
-class Text(Dataset):
+class TextDataset(Dataset):
     """A corpus in windows of which every token is to be predicted from those before it."""
 
     unit = "tokens"
@@ -155,8 +155,8 @@ class Text(Dataset):
         self.token_lengths = corpus.tokenizer.token_lengths
         self.val = HeldOutText(corpus.val.tokens, self.token_lengths, model.context_length, model.n_predicted)
 
-    def rows(self, step: int, which: slice | np.ndarray = slice(None)) -> Batch:
-        return next_token(self.windows.rows(step, which), self.model.n_predicted)
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+        return next_token_batch(self.windows.batch(step, rows), self.model.n_predicted)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         return self.val.held_out(batch_size, n)

@@ -29,7 +29,7 @@ def match(model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Ar
     Args:
       model: a `CLIP`.
       images: `(n_images, height, width, C)` uint8.
-      tokens_NT: int32, of each text, as `data.captions.as_tokens` makes them, and where there are any.
+      tokens_NT: int32, of each text, as `data.captions.tokenize_captions` makes them, and where there are any.
     """
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
     image_IE = jax.vmap(partial(apply, method="encode_image"))(images)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.parameters import Norms, Row, norm_rows, parameter_norms, row_names, row_norms
-from jaxformer.terminal import WIDTH, wrapped
+from jaxformer.terminal import WIDTH, wrap_columns
 
 EXAMPLES_AT_ONCE = 8
 """As many gradients of all parameters are held."""
@@ -103,7 +103,7 @@ def _in(stack: str, name: str) -> re.Match[str] | None:
 
 
 def _listed(parts: Sequence[str]) -> list[str]:
-    return wrapped([f"  {parts[0]}", *parts[1:]], indent=2) if parts else []
+    return wrap_columns([f"  {parts[0]}", *parts[1:]], indent=2) if parts else []
 
 
 def _whole(name: str) -> str:

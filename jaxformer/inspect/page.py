@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import without_nan
+from jaxformer.config import nonfinite_to_none
 from jaxformer.runs import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
@@ -205,4 +205,4 @@ def _sum(script: str) -> str:
 
 def _json(value: Any) -> str:
     """JSON that no parser of HTML takes for an end of the script; of numbers that are none, null."""
-    return json.dumps(without_nan(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(nonfinite_to_none(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ModelConfig, at_least, set_sides
+from jaxformer.config import ModelConfig, at_least, expand_sides
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
@@ -63,7 +63,7 @@ class ImageTowerConfig(TowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_sides(self, "image_size", "patch_size")
+        expand_sides(self, "image_size", "patch_size")
         if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
             raise UserError(f"patch_size {self.patch_size} does not divide image_size {self.image_size}; change one.")
         if not self.mean or len(self.mean) != len(self.std) or not all(std > 0 for std in self.std):

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ImageModelConfig, at_least, set_sides
+from jaxformer.config import ImageModelConfig, at_least, expand_sides
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
@@ -42,7 +42,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "n_blocks")
-        set_sides(self, "patch_size")
+        expand_sides(self, "patch_size")
         if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
             raise UserError(f"patch_size {self.patch_size} does not divide image_size {self.image_size}; change one.")
         for name in ("mean", "std"):

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jaxformer.config import without_nan
-from jaxformer.errors import UserError, parse_json, vanished, writing
+from jaxformer.config import nonfinite_to_none
+from jaxformer.errors import UserError, folder_vanished_error, parse_json, user_error_on_write
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
-from jaxformer.terminal import visible, wrapped
+from jaxformer.terminal import escape_control, wrap_columns
 
 UNITS = ("tokens", "examples")
 """What a `Dataset` may count."""
@@ -50,7 +50,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 def say(text: str) -> None:
     """Show a line; control characters in it as signs, where that is a terminal."""
-    console.print(visible(text) if console.is_terminal else text, markup=False)
+    console.print(escape_control(text) if console.is_terminal else text, markup=False)
 
 
 class Log:
@@ -68,7 +68,7 @@ class Log:
         self._folder, self._sinks, self._show_entropy = folder, sinks, show_entropy
         self._steps, self._show_every, self._time_left = steps, show_every, TimeLeft(steps)
         if folder is not None:
-            with writing(folder, METRICS):
+            with user_error_on_write(folder, METRICS):
                 self._file = (folder / METRICS).open("a", encoding="utf-8")
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
@@ -99,9 +99,9 @@ class Log:
         if self._folder is None:
             return
         if not (self._folder / METRICS).exists():  # the open file would take rows that nobody can read
-            raise vanished(self._folder, METRICS)
-        stored = without_nan(row)
-        with writing(self._folder, METRICS):
+            raise folder_vanished_error(self._folder, METRICS)
+        stored = nonfinite_to_none(row)
+        with user_error_on_write(self._folder, METRICS):
             self._file.write(json.dumps(stored) + "\n")
             self._file.flush()
         for sink in self._sinks:
@@ -159,7 +159,7 @@ def line(row: dict[str, Any], left: Sequence[str] = ()) -> str:
     if "router" in row:
         shares = [share for layer in row["router"].values() for share in layer["share"]]
         parts.append(f"tokens per expert {100 * min(shares):.1f} to {100 * max(shares):.1f} %")
-    return "\n".join(wrapped(parts, indent=14))
+    return "\n".join(wrap_columns(parts, indent=14))
 
 
 def final_line(step: int, row: dict[str, Any]) -> str:
@@ -177,7 +177,7 @@ def final_line(step: int, row: dict[str, Any]) -> str:
 def entropy_lines(row: dict[str, Any]) -> list[str]:
     """Return the attention entropy of each head, in nats, block by block, in lines no longer than `WIDTH`."""
     blocks = [f"{i}: {' '.join(f'{head:.2f}' for head in heads)}" for i, heads in enumerate(row.get("entropy", []))]
-    return wrapped(["     entropy (nats) of heads per block", *blocks], indent=14) if blocks else []
+    return wrap_columns(["     entropy (nats) of heads per block", *blocks], indent=14) if blocks else []
 
 
 def _speed(row: dict[str, Any]) -> list[str]:
@@ -225,11 +225,11 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 def cut_log(folder: Path, step: int) -> None:
     """Keep the metrics and samples up to a step, so that a resumed run writes none twice."""
     kept = [json.dumps(row) + "\n" for row in read_metrics(folder) if row["step"] <= step]
-    with writing(folder, METRICS):
+    with user_error_on_write(folder, METRICS):
         write_atomically(folder / METRICS, "".join(kept))
     if (folder / SAMPLES).is_file():
         kept = [e for e in read_samples(folder) if int(e[6 : e.index(", temp")].replace(",", "")) <= step]
-        with writing(folder, SAMPLES):
+        with user_error_on_write(folder, SAMPLES):
             write_atomically(folder / SAMPLES, "".join(kept))
 
 

@@ -15,15 +15,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.config import Config
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.distributed import Agreement, barrier, is_first
+from jaxformer.distributed import AsyncMax, barrier, is_main_process
 from jaxformer.errors import UserError
 from jaxformer.parameters import norm_rows, row_names
 from jaxformer.runs import write_config
 from jaxformer.sharding import assemble, batch_split, local_rows, place, replicated
-from jaxformer.signals import catch_signals
+from jaxformer.signals import record_signals
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, DivergenceMonitor, Mover, chance_loss, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, cut_log, say
@@ -114,15 +114,18 @@ def train(
     """
     t, split = config.train, batch_split(mesh)
     schedule = make_schedule(config.optimizer, config.steps)
-    held, agreement = local_rows(split, t.batch_size), Agreement(mesh)
-    train_step = CompiledStep(config, mesh, data.rows(0, held), say)
+    held, agreement = local_rows(split, t.batch_size), AsyncMax(mesh)
+    train_step = CompiledStep(config, mesh, data.batch(0, held), say)
     names = row_names(abstract_state(config, mesh).params)
     evaluate = Evaluator(config, mesh, data)
     whole: Evaluation | None = None
     barrier()  # some may have found the compiled step in their cache
 
     # The signals are caught until the last save is finished.
-    with catch_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as caught, Checkpoints(folder) as checkpoints:
+    with (
+        record_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as caught,
+        CheckpointManager(folder) as checkpoints,
+    ):
         resumed, changed, skipped = resume and bool(checkpoints), False, 0
         if rollback is not None:
             resumed = rollback.step > 0
@@ -142,10 +145,10 @@ def train(
             t = replace(t, skip_batches=position.get("skip_batches", t.skip_batches) + rollback.skip_batches)
             config = replace(config, train=t)
             removed = checkpoints.remove_after(start)
-            if is_first():
+            if is_main_process():
                 forget(folder)
             notes.append(_describe(rollback, t.skip_batches, removed))
-        if resume and is_first():
+        if resume and is_main_process():
             if resumed or rollback is not None:
                 write_config(folder, config)
             cut_log(folder, start if resumed else -1)
@@ -176,7 +179,7 @@ def train(
                     row |= callback.call(step, state, batch, row) or {}
             return row
 
-        written = folder if is_first() else None
+        written = folder if is_main_process() else None
         with (
             open_sinks(written, config) as opened,
             Log(
@@ -186,7 +189,7 @@ def train(
             for note in notes:
                 log.row({"step": start, "note": note})
             shift = t.skip_batches
-            batch = assemble(data.rows(start + shift, held), held, t.batch_size, split)
+            batch = assemble(data.batch(start + shift, held), held, t.batch_size, split)
             if not resumed:
                 log.row(measure(0, batch, {"step": 0, "epoch": 0.0, data.unit: 0}))
             paces = t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every
@@ -197,7 +200,7 @@ def train(
             def ended(status: Literal["non_finite", "diverged"], divergence: Divergence | None = None) -> Outcome:
                 began = divergence.began if divergence else monitor.began or checked
                 mover = first_to_move(names, [(step, np.asarray(x)) for step, x in norms], began, schedule)
-                healthy = checkpoints.last_healthy(began)
+                healthy = checkpoints.last_healthy_step(began)
                 return Outcome(status, checked, state, its_batch, divergence=divergence, mover=mover, healthy=healthy)
 
             in_a_row, stop = int(state.failures), 0
@@ -323,7 +326,7 @@ def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> 
 
 
 def _restore(
-    checkpoints: Checkpoints, config: Config, mesh: Mesh, which: str | int = "last"
+    checkpoints: CheckpointManager, config: Config, mesh: Mesh, which: str | int = "last"
 ) -> tuple[int, TrainState, dict[str, Any]]:
     """Step and state of a checkpoint, laid out for this mesh, and what else was stored about it."""
     step = checkpoints.step(which)

@@ -77,8 +77,8 @@ def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.Gradient
 
     def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         norm = global_norm(row_norms(grads))
-        shortened = jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
-        return rule.update(shortened, state, params)
+        abbreviate = jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
+        return rule.update(abbreviate, state, params)
 
     return optax.GradientTransformation(rule.init, update)
 

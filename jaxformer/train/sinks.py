@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxformer.config import Config, flat, to_dict
-from jaxformer.errors import UserError, writing
+from jaxformer.config import Config, flatten, to_dict
+from jaxformer.errors import UserError, user_error_on_write
 from jaxformer.runs import write_atomically
 from jaxformer.train.log import Sink, read_metrics
 
@@ -29,7 +29,7 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
     """The numbers of a row but its step, by their path in it: `loss`, `entropy/1/3`, `gradients/W_pos/update`."""
     return {
         name: value
-        for name, value in flat(row, separator="/").items()
+        for name, value in flatten(row, separator="/").items()
         if isinstance(value, int | float) and name != "step"
     }
 
@@ -80,7 +80,7 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
 
     place = folder / TENSORBOARD
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
-    with writing(folder, TENSORBOARD):
+    with user_error_on_write(folder, TENSORBOARD):
         place.mkdir(exist_ok=True)
         file = (place / name).open("xb")
 
@@ -88,7 +88,7 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
         content = Event(wall_time=time.time(), **event).SerializeToString()
         length = struct.pack("<Q", len(content))
         checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
-        with writing(folder, TENSORBOARD):
+        with user_error_on_write(folder, TENSORBOARD):
             file.write(b"".join((length, checksums[0], content, checksums[1])))  # TFRecord
             file.flush()
 
@@ -137,7 +137,7 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
                 run.log(found, step=reached, commit=True)
 
     try:
-        with writing(folder, WANDB_ID):
+        with user_error_on_write(folder, WANDB_ID):
             file.parent.mkdir(exist_ok=True)
             write_atomically(file, run.id + "\n")
         for row in read_metrics(folder):
@@ -157,7 +157,7 @@ def forget(folder: Path) -> None:
     Raises:
       UserError: its id cannot be removed.
     """
-    with writing(folder, WANDB_ID):
+    with user_error_on_write(folder, WANDB_ID):
         (folder / WANDB_ID).unlink(missing_ok=True)
 
 

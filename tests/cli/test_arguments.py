@@ -183,7 +183,7 @@ def test_an_option_that_is_given_twice_is_refused(capsys, again):
 
 def test_a_run_that_is_being_trained_is_refused_before_its_data_is_read(here, capsys):
     config = Config("x", DecoderConfig(), TextConfig(path="nowhere"), steps=1)
-    run = create_run(here / "run", config, Tokenizer.train([], 257), may_number=False)
+    run = create_run(here / "run", config, Tokenizer.train([], 257), allow_suffix=False)
     with (run / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("7")

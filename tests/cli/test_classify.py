@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import sample
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.captions import CaptionsConfig
+from jaxformer.data.image_io import read_model_input
 from jaxformer.data.images import ImagesConfig
-from jaxformer.data.pictures import read_fitted
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.videos import MovingImagesConfig
 from jaxformer.errors import UserError
@@ -36,11 +36,13 @@ VIDEOS = ViViTConfig(
 
 def make(folder: Path, name: str, model: ModelConfig, data, tokenizer=None, classes=()) -> str:
     """A run with random parameters."""
-    place = create_run(folder / name, Config(name, model, data, steps=1), tokenizer, may_number=False, classes=classes)
+    place = create_run(
+        folder / name, Config(name, model, data, steps=1), tokenizer, allow_suffix=False, classes=classes
+    )
     shapes = jax.eval_shape(model.build().init, jax.random.key(0), *model.example())["params"]
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), shapes)
-    with Checkpoints(place) as checkpoints:
+    with CheckpointManager(place) as checkpoints:
         checkpoints.save(1, params, {"none": jnp.zeros(1)}, {"step": 1}, None)
     return str(place)
 
@@ -91,7 +93,9 @@ def test_classes_are_told_by_name_with_what_the_model_gives_them(
 def test_a_video_is_an_animated_picture_and_classes_without_names_are_numbers(
     runs: dict[str, str], capsys: pytest.CaptureFixture
 ) -> None:
-    np.testing.assert_array_equal(read_fitted("moving.gif", (2, 2, 3, 1))[:, 0, 0, 0], [0, 200])  # the first and last
+    np.testing.assert_array_equal(
+        read_model_input("moving.gif", (2, 2, 3, 1))[:, 0, 0, 0], [0, 200]
+    )  # the first and last
     assert sample.main(["--run", runs["videos"], "--images", "moving.gif", "--jsonl", "--weights", "int8"]) == 0
     shows = json.loads(capsys.readouterr().out)["shows"]
     assert sorted(name for name, _ in shows) == ["0", "1", "2", "3"]
@@ -182,7 +186,7 @@ def test_a_damaged_animation_is_one_sentence() -> None:
     for n in range(4, len(content), 7):
         Path("cut.gif").write_bytes(content[:n])
         try:
-            read_fitted("cut.gif", (5, 2, 3, 1))
+            read_model_input("cut.gif", (5, 2, 3, 1))
         except UserError as error:
             assert str(error).startswith("cut.gif ")
             wrong += 1
@@ -195,4 +199,4 @@ def test_a_picture_stands_as_the_camera_was_held() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(pixels).save("turned.png", exif=exif)
-    np.testing.assert_array_equal(read_fitted("turned.png", (3, 2, 1))[..., 0], np.rot90(pixels, -1))
+    np.testing.assert_array_equal(read_model_input("turned.png", (3, 2, 1))[..., 0], np.rot90(pixels, -1))

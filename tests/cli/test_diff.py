@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import diff
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
@@ -36,13 +36,13 @@ SAVED: dict[tuple, Path] = {}
 
 
 def make(folder: Path, config: Config = CONFIG, rows: list[dict] = ROWS, params=PARAMS, step: int = 2) -> str:
-    place = create_run(folder, config, Tokenizer.train([], 257), may_number=False)
+    place = create_run(folder, config, Tokenizer.train([], 257), allow_suffix=False)
     (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     key = (step, *((name, *value.tolist()) for name, value in params.items()))
     if key in SAVED and SAVED[key].exists():
         shutil.copytree(SAVED[key] / "checkpoints", place / "checkpoints", dirs_exist_ok=True)
         return str(place)
-    with Checkpoints(place) as checkpoints:
+    with CheckpointManager(place) as checkpoints:
         values = {name: jnp.asarray(value) for name, value in params.items()}
         checkpoints.save(step, values, {"momentum": jnp.ones(1)}, {}, None)
     if folder.name == "one":  # which no test changes
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_no_difference(one: str, tmp_path: Path, capsys)
 
 
 def test_runs_without_logs_and_checkpoints_are_not_called_the_same(tmp_path: Path, capsys) -> None:
-    places = [create_run(tmp_path / name, CONFIG, Tokenizer.train([], 257), may_number=False) for name in "ab"]
+    places = [create_run(tmp_path / name, CONFIG, Tokenizer.train([], 257), allow_suffix=False) for name in "ab"]
     assert diff.main([str(place) for place in places]) == 1
     assert capsys.readouterr().out == "configs: the same\nlogs:\n  neither has any\ncheckpoints:\n  neither has any\n"
 

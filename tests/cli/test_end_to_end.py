@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
-from jaxformer.checkpoints import StoredCheckpoints, find_corruption
+from jaxformer.checkpoints import CheckpointReader, find_corruption
 from jaxformer.cli import sample
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
@@ -72,7 +72,7 @@ def wait_for(condition) -> None:
 def assert_same_run(a, b):
     """Parameters, optimizer state, losses and samples, to the last bit."""
     assert losses(a) == losses(b)
-    one, other = StoredCheckpoints(a), StoredCheckpoints(b)
+    one, other = CheckpointReader(a), CheckpointReader(b)
     assert one.step() == other.step()
     ours, theirs = one.arrays(one.step()), other.arrays(other.step())
     assert ours.keys() == theirs.keys()
@@ -222,8 +222,7 @@ def test_a_folder_that_vanishes_is_one_sentence(here):
     assert process.returncode == 2
     assert re.fullmatch(r"error: .* cannot be written: gone has vanished; put it back .*\n", err)
     assert all(
-        find_corruption(here / f"moved/checkpoints/{step}") is None
-        for step in StoredCheckpoints(here / "moved").steps()
+        find_corruption(here / f"moved/checkpoints/{step}") is None for step in CheckpointReader(here / "moved").steps()
     )
 
 
@@ -240,7 +239,7 @@ def test_only_one_process_trains_in_a_folder_and_a_second_interruption_stops_at_
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
     assert all(
-        find_corruption(here / f"busy/checkpoints/{step}") is None for step in StoredCheckpoints(here / "busy").steps()
+        find_corruption(here / f"busy/checkpoints/{step}") is None for step in CheckpointReader(here / "busy").steps()
     )
 
 

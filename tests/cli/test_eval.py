@@ -26,7 +26,7 @@ UNKNOWN = "Καλημέρα κόσμε 你好 🙂\n\n" * 40
 @pytest.fixture(autouse=True)
 def silent(monkeypatch):
     """Without the line about which run is taken."""
-    monkeypatch.setattr("jaxformer.cli.load.tell", lambda *_: None)
+    monkeypatch.setattr("jaxformer.cli.load.echo", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

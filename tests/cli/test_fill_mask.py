@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import sample
 from jaxformer.config import Config
 from jaxformer.data.masked import MaskedTextConfig
@@ -23,13 +23,13 @@ BYTES = Tokenizer.train(["a b"], 257)
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """With parameters that know one thing: a gap is ' ', or else 'e', whatever stands around it."""
     folder: Path = tmp_path_factory.mktemp("runs") / "mlm"
-    place = create_run(folder, Config("mlm", MODEL, MaskedTextConfig(), steps=1), BYTES, may_number=False)
+    place = create_run(folder, Config("mlm", MODEL, MaskedTextConfig(), steps=1), BYTES, allow_suffix=False)
     params = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape), jax.eval_shape(MODEL.build().init, jax.random.key(0), *MODEL.example())
     )["params"]
     space, e = (BYTES.encode(text)[0] for text in (" ", "e"))
     params["b_out"] = params["b_out"].at[jnp.array([space, e])].set(jnp.array([9.0, 8.0]))
-    with Checkpoints(place) as checkpoints:
+    with CheckpointManager(place) as checkpoints:
         checkpoints.save(1, params, {"none": jnp.zeros(1)}, {"step": 1}, None)
     return str(place)
 

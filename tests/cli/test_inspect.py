@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.corpus import TextConfig
@@ -102,7 +102,7 @@ def untrained(folder: Path, model: ModelConfig) -> Path:
     """A run of a small model that has learned nothing; its data is not here."""
     tokenizer = Tokenizer.train([WORDS], 280)
     place = create_run(folder / "other", Config("other", model, data=TextConfig("nowhere"), steps=1), tokenizer, False)
-    with Checkpoints(place) as checkpoints:
+    with CheckpointManager(place) as checkpoints:
         params = random_params(model.build(), *model.example())
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
     return place

@@ -30,7 +30,7 @@ SMALL = [
 def run_of(folder: Path, name: str, rows: list[dict], broken: int | None = None) -> None:
     """A rung's folder as training leaves it, without its checkpoints."""
     config = load_config(f"{ROOT}/configs/ladder.py:{name}")
-    place = create_run(folder / name, config, Tokenizer.train([], 257), may_number=False)
+    place = create_run(folder / name, config, Tokenizer.train([], 257), allow_suffix=False)
     (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if broken is not None:
         (place / f"autopsy/step-{broken}").mkdir(parents=True)

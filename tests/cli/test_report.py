@@ -20,7 +20,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(report, "SHARE", float("inf"))
     model = DecoderConfig(vocab_size=257, context_length=8, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,))
     config = Config("small", model, data=TextConfig(), steps=30)
-    return create_run(tmp_path / "small", config, Tokenizer.train([], 257), may_number=False)
+    return create_run(tmp_path / "small", config, Tokenizer.train([], 257), allow_suffix=False)
 
 
 def feed(run: Path, rows: list[dict]) -> None:

@@ -47,7 +47,7 @@ def here(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _there(here, monkeypatch):
     monkeypatch.chdir(here)
-    monkeypatch.setattr("jaxformer.cli.load.tell", lambda *_: None)  # which run is taken
+    monkeypatch.setattr("jaxformer.cli.load.echo", lambda *_: None)  # which run is taken
 
 
 @pytest.fixture(scope="module")
@@ -464,7 +464,7 @@ def test_what_is_past_the_context_is_not_explained_and_said_so(here, rows, capsy
     """This model has 16 positions."""
     asked = ["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "24"]
     (row,) = rows(*asked)
-    config, tokenizer = load_run("runs/quick").language()
+    config, tokenizer = load_run("runs/quick").text_model()
     room = config.context_length - len(tokenizer.encode("The cat"))
     assert len(row["explained"]) == min(room, len(row["tokens"]))
     assert sample.main(asked) == 0

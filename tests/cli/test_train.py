@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.train import _check_same, _conclude, _is_finished, _main, _way_back, main, no_better, prompt_to_try
 from jaxformer.data.dates import DatesConfig
@@ -159,7 +159,7 @@ def test_an_interruption_before_the_first_step_is_one_line_and_leaves_nothing(tm
 def test_a_run_without_steps_left_or_without_whole_checkpoints_is_noticed_early(tmp_path):
     config = replace(load_config(f"{ROOT}/configs/quick.py"), steps=20)
     assert not _is_finished(tmp_path, config, True, None)  # killed before its first checkpoint
-    with Checkpoints(tmp_path) as saved:
+    with CheckpointManager(tmp_path) as saved:
         for step in (10, 20):
             saved.save(step, {"W": np.ones(3)}, {"m": np.ones(3)}, {"step": step}, None)
     assert _is_finished(tmp_path, config, True, None)

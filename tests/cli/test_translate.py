@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer import load_run
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import eval as evaluation
 from jaxformer.cli import sample
 from jaxformer.cli import translate as translating
@@ -30,10 +30,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("translating")
     model = RecurrentConfig(257, 40, d_embedding=6, d_model=8)
     config = Config("pairs", model, DatesConfig(n_pairs=40, n_held_out=6, locales=("sv", "de")), steps=1)
-    place = create_run(folder / "runs/pairs", config, Tokenizer.train([], 257), may_number=False)
+    place = create_run(folder / "runs/pairs", config, Tokenizer.train([], 257), allow_suffix=False)
     built = model.build()
     params = jax.jit(built.init)(jax.random.key(1), *map(jnp.asarray, model.example()))["params"]
-    with Checkpoints(place) as checkpoints:
+    with CheckpointManager(place) as checkpoints:
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
     return folder
 

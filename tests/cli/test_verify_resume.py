@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxformer.checkpoints import Checkpoints
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import verify_resume
 from jaxformer.cli.verify_resume import parting
 from tests.helpers import ROOT, run, tiny, write_books
@@ -27,7 +27,7 @@ def made(folder, rows=ROWS, params=PARAMS, step=20):
     """A run's folder with a log and a checkpoint."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with Checkpoints(folder) as checkpoints:
+    with CheckpointManager(folder) as checkpoints:
         values = {name: jnp.asarray(value) for name, value in params.items()}
         checkpoints.save(step, values, {"momentum": jnp.ones(2)}, {}, None)
     return folder
@@ -130,7 +130,7 @@ def tamper(folder, step: int) -> None:
     position = json.loads((checkpoint / "position/metadata").read_text())
     params["final_norm"]["gamma"] = params["final_norm"]["gamma"].at[0].add(1e-3)
     shutil.rmtree(checkpoint)
-    with Checkpoints(folder) as checkpoints:
+    with CheckpointManager(folder) as checkpoints:
         checkpoints.save(step, params, opt_state, position, None)
 
 

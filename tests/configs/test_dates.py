@@ -5,7 +5,7 @@ import pytest
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import differences
 from jaxformer.data.dates import DatesConfig
-from jaxformer.data.pairs import Pairs
+from jaxformer.data.pairs import PairDataset
 from tests.helpers import ROOT
 
 
@@ -18,6 +18,6 @@ def test_they_differ_in_attention_alone() -> None:
 def test_no_date_is_too_long_for_them() -> None:
     config = load_config(f"{ROOT}/configs/dates.py:bahdanau")
     data = config.data.load(config.model, config.train.batch_size, config.seed)
-    assert isinstance(data, Pairs) and isinstance(config.data, DatesConfig)
+    assert isinstance(data, PairDataset) and isinstance(config.data, DatesConfig)
     assert data.steps_per_epoch == config.data.n_pairs // config.train.batch_size
     assert "longer" not in data.describe() and "cut" not in data.describe()

@@ -10,7 +10,7 @@ import pytest
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
-from jaxformer.data.images import StillsConfig
+from jaxformer.data.images import ImageFolderConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
@@ -52,7 +52,7 @@ def test_configs_of_vision_fit_images_as_fashion_mnist_has_them(name: str, tmp_p
     config = config_of(f"vision.py:{name}")
     write_config(tmp_path, config)
     assert read_config(tmp_path) == config
-    assert isinstance(config.data, StillsConfig)
+    assert isinstance(config.data, ImageFolderConfig)
     with pytest.raises(UserError, match=r"data\.path is empty; give a folder of images with --data\.path"):
         config.data.load(config.model, 2, seed=0)
     for part in ("train", "t10k"):
@@ -60,7 +60,7 @@ def test_configs_of_vision_fit_images_as_fashion_mnist_has_them(name: str, tmp_p
         for what, array in (("images-idx3", pixels), ("labels-idx1", labels)):
             (tmp_path / f"{part}-{what}-ubyte").write_bytes(idx(array))
     data = replace(config.data, path=str(tmp_path)).load(config.model, 2, seed=0)
-    check_fit(config.model, data.rows(0))
+    check_fit(config.model, data.batch(0))
 
 
 @pytest.mark.parametrize("spec", ["mlm.py", "prefix.py", "moe.py:moe", "moe.py:dense"])
@@ -71,4 +71,4 @@ def test_the_data_of_a_config_is_what_its_model_is_called_with(spec: str, tmp_pa
     assert isinstance(config.data, TextConfig) and isinstance(config.model, DecoderConfig | EncoderConfig)
     model = replace(config.model, vocab_size=280)
     books = replace(config.data, path=str(write_books(tmp_path / "books")))
-    check_fit(model, books.load(model, 2, seed=0).rows(0))
+    check_fit(model, books.load(model, 2, seed=0).batch(0))

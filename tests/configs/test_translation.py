@@ -4,7 +4,7 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config, differences
-from jaxformer.data.pairs import sequence_to_sequence
+from jaxformer.data.pairs import check_seq2seq
 from jaxformer.runs import abstract_params, count_parameters
 from tests.helpers import ROOT
 
@@ -17,7 +17,7 @@ def config(name: str) -> Config:
 
 def parameters(name: str) -> int:
     model = config(name).model
-    sequence_to_sequence(model)
+    check_seq2seq(model)
     return count_parameters(abstract_params(model.build(), model))
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy.ndimage import map_coordinates
 
-from jaxformer.data.augmentation import Views, draw_views, view
+from jaxformer.data.augmentation import Augmentations, augment, draw_augmentations
 
 PLAIN = {"shift": 0, "scale": 0.0, "rotate": 0.0, "flip": False, "jitter": 0.0}
 
 
-def draw(n: int = 1000, epoch: int = 0, channels: int = 3, seed: int = 0, **options) -> Views:
-    return draw_views(n, channels, seed, epoch, **PLAIN | options)
+def draw(n: int = 1000, epoch: int = 0, channels: int = 3, seed: int = 0, **options) -> Augmentations:
+    return draw_augmentations(n, channels, seed, epoch, **PLAIN | options)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Seen:
 
     def of(self, image: np.ndarray) -> list:
         affine = np.array([[-1 if self.mirrored else 1, 0, -self.right], [0, 1, -self.down]], float)
-        return view(image, affine, np.ones(1), np.zeros(1))[..., 0].tolist()
+        return augment(image, affine, np.ones(1), np.zeros(1))[..., 0].tolist()
 
 
 def test_an_image_is_moved_and_mirrored() -> None:
@@ -41,7 +41,7 @@ def test_an_image_is_moved_and_mirrored() -> None:
 def test_a_quarter_turn_is_numpys() -> None:
     image = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8)
     quarter = np.array([[0, -1, 0], [1, 0, 0]], float)
-    np.testing.assert_array_equal(view(image, quarter, np.ones(3), np.zeros(3)), np.rot90(image))
+    np.testing.assert_array_equal(augment(image, quarter, np.ones(3), np.zeros(3)), np.rot90(image))
 
 
 @pytest.mark.parametrize("shape", [(16, 16, 3), (12, 20, 3), (9, 7, 1)])
@@ -57,21 +57,21 @@ def test_what_lies_between_pixels_is_scipys(shape: tuple[int, int, int]) -> None
             map_coordinates(channel.astype(float), places, order=1, mode="nearest")
             for channel in image.transpose(2, 0, 1)
         ]
-        found = view(image, affine, contrast, brightness).transpose(2, 0, 1)
+        found = augment(image, affine, contrast, brightness).transpose(2, 0, 1)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1)
 
 
 def test_colours_change_as_worked_out_by_hand() -> None:
     """Half and double the distance from 127.5, then 0.2 of 127.5 up, nothing, and down beyond black."""
     image = np.array([[[100, 100, 100], [255, 140, 0]]], np.uint8)
-    found = view(image, np.eye(3)[:2], np.array([0.5, 2.0, 1.0]), np.array([0.2, 0.0, -1.0]))
+    found = augment(image, np.eye(3)[:2], np.array([0.5, 2.0, 1.0]), np.array([0.2, 0.0, -1.0]))
     assert found.tolist() == [[[139, 72, 0], [217, 152, 0]]]
 
 
 def test_nothing_asked_is_the_image_itself() -> None:
     image = np.random.default_rng(2).integers(0, 256, (5, 8, 3), np.uint8)
     for one in zip(*draw(4), strict=True):
-        np.testing.assert_array_equal(view(image, *one), image)
+        np.testing.assert_array_equal(augment(image, *one), image)
 
 
 def test_draws_reach_as_far_as_asked_and_no_further() -> None:

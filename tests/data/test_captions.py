@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from jaxformer.config import from_dict, to_dict
-from jaxformer.data.augmentation import draw_views, view
-from jaxformer.data.captions import Captions, CaptionsConfig, as_tokens, draw_kept, keep_words
+from jaxformer.data.augmentation import augment, draw_augmentations
+from jaxformer.data.captions import CaptionDataset, CaptionsConfig, draw_word_masks, select_words, tokenize_captions
 from jaxformer.data.dataset import epoch_permutation
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -61,7 +61,7 @@ def write(
     return str(folder)
 
 
-def load(path: str, batch_size: int = 2, seed: int = 0, model: CLIPConfig = MODEL, **options) -> Captions:
+def load(path: str, batch_size: int = 2, seed: int = 0, model: CLIPConfig = MODEL, **options) -> CaptionDataset:
     return CaptionsConfig(path, **options).load(model, batch_size, seed)
 
 
@@ -73,7 +73,7 @@ def equal(a, b) -> bool:
 
 def test_a_batch_holds_what_the_model_is_called_with(tmp_path: Path) -> None:
     data = load(write(tmp_path))
-    batch, example = data.rows(0), MODEL.example()
+    batch, example = data.batch(0), MODEL.example()
     for found, wanted in zip(batch.inputs, example, strict=True):
         assert found.shape == (2, *wanted.shape) and found.dtype == wanted.dtype
     assert batch.targets.shape == (2,) and batch.weights is None
@@ -84,7 +84,7 @@ def test_each_image_stands_with_its_caption(tmp_path: Path) -> None:
     data = load(write(tmp_path))
     seen = {}
     for step in (0, 1):
-        images, tokens, valid = data.rows(step).inputs
+        images, tokens, valid = data.batch(step).inputs
         for image, row, is_token in zip(images, tokens, valid, strict=True):
             assert (image == image[0, 0]).all()
             seen[data.tokenizer.decode(row[is_token])] = tuple(map(int, image[0, 0]))
@@ -97,7 +97,7 @@ def test_each_image_stands_with_its_caption(tmp_path: Path) -> None:
 def test_texts_stand_between_two_ends_and_lose_what_is_too_long() -> None:
     tokenizer = Tokenizer.train(["abc"], 257)
     a, end = tokenizer.encode("a")[0], tokenizer.end_of_text
-    tokens, valid, n_shortened = as_tokens(["a", "aa", "aaa", ""], tokenizer, 4)
+    tokens, valid, n_shortened = tokenize_captions(["a", "aa", "aaa", ""], tokenizer, 4)
     assert tokens.tolist() == [[end, a, end, 0], [end, a, a, end], [end, a, a, end], [end, end, 0, 0]]
     assert valid.sum(1).tolist() == [3, 4, 4, 2] and n_shortened == 1
     assert all((np.diff(row.astype(int)) <= 0).all() for row in valid)  # padding on the right
@@ -124,16 +124,16 @@ def test_a_batch_depends_on_data_seed_and_step_alone(tmp_path: Path) -> None:
     path = write(tmp_path)
     a, b = (load(path, seed=3, jitter=0.5) for _ in range(2))
     for step in (9, 0, 4):  # in any order
-        assert equal(a.rows(step), b.rows(step))
-    batches = [a.rows(step) for step in range(8)]
-    assert any(not equal(x, load(path, seed=4, jitter=0.5).rows(step)) for step, x in enumerate(batches))
+        assert equal(a.batch(step), b.batch(step))
+    batches = [a.batch(step) for step in range(8)]
+    assert any(not equal(x, load(path, seed=4, jitter=0.5).batch(step)) for step, x in enumerate(batches))
     assert any(not equal(x, y) for x, y in zip(batches[:2], batches[2:4], strict=True))  # another epoch, another order
 
 
 def test_some_rows_of_a_batch_are_those_rows(tmp_path: Path) -> None:
     data = load(write(tmp_path), batch_size=4, jitter=0.5)
-    whole, which = data.rows(5), np.array([1, 3])
-    part = data.rows(5, which)
+    whole, which = data.batch(5), np.array([1, 3])
+    part = data.batch(5, which)
     for ours, wanted in zip((*part.inputs, part.targets), (*whole.inputs, whole.targets), strict=True):
         np.testing.assert_array_equal(ours, wanted[which])
 
@@ -168,12 +168,12 @@ def test_images_are_varied_in_training_as_asked(tmp_path: Path, option: dict) ->
         images = {"0.png": file.getvalue(), "1.png": file.getvalue()}
     lines = ["0.png\tred\ttrain", "1.png\tred\tval"]
     model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
-    plain, varied = (load(write(tmp_path, lines, images), 1, model=model, **asked) for asked in ({}, option))
-    epochs = lambda data: [data.rows(step).inputs[0].tobytes() for step in range(12)]  # noqa: E731
+    plain, train_examples = (load(write(tmp_path, lines, images), 1, model=model, **asked) for asked in ({}, option))
+    epochs = lambda data: [data.batch(step).inputs[0].tobytes() for step in range(12)]  # noqa: E731
     assert set(epochs(plain)) == {np.asarray(image).tobytes()}
-    assert len(set(epochs(varied))) > 1
-    assert epochs(varied) != epochs(load(str(tmp_path), 1, seed=1, model=model, **option))
-    assert next(varied.held_out(1)).inputs[0].tobytes() == np.asarray(image).tobytes()
+    assert len(set(epochs(train_examples))) > 1
+    assert epochs(train_examples) != epochs(load(str(tmp_path), 1, seed=1, model=model, **option))
+    assert next(train_examples.held_out(1)).inputs[0].tobytes() == np.asarray(image).tobytes()
 
 
 def test_images_of_every_kind_are_brought_to_the_models_channels(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_run_whose_config_was_read_again_finds_the_same_data(tmp_path: Path) -
 
 
 def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> None:
-    """What an epoch shows of each image is `view` of it as `draw_views` has it for its number."""
+    """What an epoch shows of each image is `augment` of it as `draw_augmentations` has it for its number."""
     options = {"shift": 1, "scale": 0.3, "rotate": 40.0, "flip": True, "jitter": 0.4}
     rng = np.random.default_rng(0)
     images = {name: noise(rng) for name in IMAGES}
@@ -237,9 +237,9 @@ def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> No
     for step in (0, 1, 2, 3):
         epoch, place = divmod(step, 2)
         numbers = epoch_permutation(4, 5, epoch)[2 * place :][:2]
-        views = draw_views(4, 3, 5, epoch, **options)
-        wanted = [view(data.images[data.train[i]], *(of_n[i] for of_n in views)) for i in numbers]
-        np.testing.assert_array_equal(data.rows(step).inputs[0], wanted)
+        views = draw_augmentations(4, 3, 5, epoch, **options)
+        wanted = [augment(data.images[data.train[i]], *(of_n[i] for of_n in views)) for i in numbers]
+        np.testing.assert_array_equal(data.batch(step).inputs[0], wanted)
 
 
 @pytest.mark.parametrize(
@@ -271,13 +271,13 @@ def test_a_model_is_fitted_to_images_and_captions_and_says_so(tmp_path: Path) ->
     fewer = data.tokenizer.vocab_size
     assert 257 < fewer < 5000
     assert data.model == replace(MODEL, vision=vision, text=replace(MODEL.text, vocab_size=fewer))
-    assert data.rows(0).inputs[0].shape == (2, 6, 10, 3)
+    assert data.batch(0).inputs[0].shape == (2, 6, 10, 3)
     assert data.notes == (
         f"{path} has images of 6 x 10 pixels and supports {fewer} tokens: model.vision.image_size 6 10 (not 4 4), "
         f"model.vision.patch_size 2 5 (not 2 2), model.text.vocab_size {fewer} (not 5000)",
     )
     fixed = CaptionsConfig(path).load(MODEL, 2, 0)
-    assert fixed.model == MODEL and fixed.rows(0).inputs[0].shape == (2, 4, 4, 3)
+    assert fixed.model == MODEL and fixed.batch(0).inputs[0].shape == (2, 4, 4, 3)
     assert fixed.notes == (f"the images in {path} are resized from 6 x 10 pixels to 4 x 4 pixels",)
 
 
@@ -332,11 +332,11 @@ def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
 
 def test_some_words_are_left_out_and_one_is_kept() -> None:
     kept = np.array([True, False, False, True])
-    assert keep_words("one two three four five six", kept) == "one four five"
-    assert keep_words("one two", kept[1:3]) == "one"
-    drawn = draw_kept(1000, 0, 0, 0.3)
+    assert select_words("one two three four five six", kept) == "one four five"
+    assert select_words("one two", kept[1:3]) == "one"
+    drawn = draw_word_masks(1000, 0, 0, 0.3)
     assert abs(drawn.mean() - 0.7) < 0.008  # four times √(0.21/64000)
-    assert (drawn != draw_kept(1000, 0, 1, 0.3)).any()
+    assert (drawn != draw_word_masks(1000, 0, 1, 0.3)).any()
 
 
 def test_words_are_left_out_in_training_alone(tmp_path: Path) -> None:
@@ -345,11 +345,11 @@ def test_words_are_left_out_in_training_alone(tmp_path: Path) -> None:
     model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
     data = load(write(tmp_path, lines), batch_size=4, model=model, drop_words=0.5)
     strip = lambda row, valid: data.tokenizer.decode(row[valid])  # noqa: E731
-    epochs = [[strip(*pair) for pair in zip(*data.rows(step).inputs[1:], strict=True)] for step in range(4)]
+    epochs = [[strip(*pair) for pair in zip(*data.batch(step).inputs[1:], strict=True)] for step in range(4)]
     for said in (text for epoch in epochs for text in epoch):
         assert said and said.split() == sorted(set(said.split()) & {"a", "b", "c"})
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert data.rows(3).targets.tolist() == [data.numbers[0]] * 4  # the caption is the same one
+    assert data.batch(3).targets.tolist() == [data.numbers[0]] * 4  # the caption is the same one
     (held,) = data.held_out(1)
     assert strip(held.inputs[1][0], held.inputs[2][0]) == "a b c"
-    assert equal(data.rows(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).rows(2))
+    assert equal(data.batch(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).batch(2))

@@ -55,7 +55,7 @@ def test_no_held_out_day_is_trained_on():
     assert {pair.target for pair in data.val} <= held_out
     seen = set()
     for step in range(data.steps_per_epoch):
-        seen |= {data.tokenizer.decode(row) for row in data.rows(step).targets}
+        seen |= {data.tokenizer.decode(row) for row in data.batch(step).targets}
     assert len(seen) > 350 and not seen & held_out
 
 
@@ -73,7 +73,7 @@ def test_every_source_fits_and_names_one_date():
 def test_tokens_are_bytes_and_targets_have_ten_and_an_end():
     data = DatesConfig(n_pairs=100, n_held_out=8, locales=("ja", "en_US"), forms=("long", "short")).load(MODEL, 10, 0)
     assert data.tokenizer.vocab_size == 257
-    batch = data.rows(3)
+    batch = data.batch(3)
     assert batch.targets.shape == (10, 11) and batch.weights.all()
     assert [len(data.tokenizer.token_bytes[token]) for token in batch.targets[0]] == [1] * 10 + [0]
     for source_S, valid_S in zip(*batch.inputs[:2], strict=True):
@@ -86,7 +86,7 @@ def test_the_seed_orders_the_dates_and_leaves_them_as_they_are():
     one, another = (config.load(MODEL, 8, seed) for seed in (0, 1))
     assert one.fingerprint == another.fingerprint
     assert one.val == another.val
-    assert not np.array_equal(one.rows(0).targets, another.rows(0).targets)
+    assert not np.array_equal(one.batch(0).targets, another.batch(0).targets)
     assert replace(config, forms=("full",)).load(MODEL, 8, 0).fingerprint != one.fingerprint
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxformer.data.fit import fit_size
-from jaxformer.data.images import ImagesConfig, shifted, uniforms
-from jaxformer.data.pictures import read_fitted, read_idx, read_picture
-from jaxformer.data.stills import Labelled, Stills, hold_out, open_images
+from jaxformer.data.image_folder import ImageSplits, LabelledImages, hold_out, open_image_folder
+from jaxformer.data.image_io import read_idx, read_image, read_model_input
+from jaxformer.data.images import ImagesConfig, epoch_uniforms, shift_images
+from jaxformer.data.infer_config import infer_image_size
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
@@ -56,9 +56,9 @@ def write_pictures(folder: Path, pixels: np.ndarray, suffix: str = ".png") -> Pa
     return folder
 
 
-def read_stills(path: str, val_fraction: float, channels: int) -> Stills:
+def read_stills(path: str, val_fraction: float, channels: int) -> ImageSplits:
     """All images in their own size."""
-    folder = open_images(path)
+    folder = open_image_folder(path)
     assert folder.size is not None
     return folder.read(val_fraction, folder.size, channels)
 
@@ -120,12 +120,12 @@ def test_jpeg_is_read(tmp_path: Path) -> None:
 def test_what_is_held_out_depends_on_content_alone() -> None:
     """Whatever the order is, and with equal images on one side."""
     pixels = np.concatenate([images(60, 1), images(60, 1)])
-    both = Labelled(pixels, np.arange(120, dtype=np.int32))
+    both = LabelledImages(pixels, np.arange(120, dtype=np.int32))
     train, val = hold_out(both, 0.3)
     held = set(val.labels.tolist())
     assert held == {i + 60 for i in held if i < 60} | {i - 60 for i in held if i >= 60}
     order = np.random.default_rng(1).permutation(120)
-    shuffled = hold_out(Labelled(pixels[order], both.labels[order]), 0.3)[1]
+    shuffled = hold_out(LabelledImages(pixels[order], both.labels[order]), 0.3)[1]
     assert set(shuffled.labels.tolist()) == held
     assert set(train.labels.tolist()) | held == set(range(120))
 
@@ -137,7 +137,7 @@ def test_an_epoch_takes_every_image_once_with_its_label(idx_folder: Path) -> Non
     for epoch in (0, 1):
         seen = []
         for step in range(5 * epoch, 5 * epoch + 5):
-            batch = data.rows(step)
+            batch = data.batch(step)
             assert batch.weights is None and batch.targets.dtype == np.int32
             assert batch.inputs[0].shape == (2, HEIGHT, WIDTH, 1) and batch.inputs[0].dtype == np.uint8
             for image, label in zip(batch.inputs[0], batch.targets, strict=True):
@@ -150,11 +150,11 @@ def test_a_batch_depends_on_data_seed_and_step_alone(idx_folder: Path) -> None:
     config = ImagesConfig(str(idx_folder), flip=True, shift=1)
     a, b = (config.load(MODEL, 4, seed=3) for _ in range(2))
     for step in (7, 0, 3):
-        whole = a.rows(step)
-        some = b.rows(step, np.array([0, 3]))
+        whole = a.batch(step)
+        some = b.batch(step, np.array([0, 3]))
         np.testing.assert_array_equal(whole.inputs[0][[0, 3]], some.inputs[0])
         np.testing.assert_array_equal(whole.targets[[0, 3]], some.targets)
-    assert (a.rows(0).inputs[0] != config.load(MODEL, 4, seed=4).rows(0).inputs[0]).any()
+    assert (a.batch(0).inputs[0] != config.load(MODEL, 4, seed=4).batch(0).inputs[0]).any()
 
 
 def test_images_are_mirrored_and_moved_differently_in_each_epoch(idx_folder: Path) -> None:
@@ -172,7 +172,7 @@ def test_images_are_mirrored_and_moved_differently_in_each_epoch(idx_folder: Pat
                 seen[moved[1:-1, 1:-1].tobytes()] = 0
     assert len(seen) == 18
     for epoch in range(400):
-        pixels, label = data.varied(number, epoch)
+        pixels, label = data.train_examples(number, epoch)
         seen[pixels.tobytes()] += 1
         assert label == labels(N)[4]
     # 22 of each are expected, with a standard deviation of 4.6.
@@ -181,15 +181,15 @@ def test_images_are_mirrored_and_moved_differently_in_each_epoch(idx_folder: Pat
 
 def test_a_move_brings_in_black() -> None:
     image = np.arange(1, 13, dtype=np.uint8).reshape(1, 3, 4, 1)
-    assert shifted(image, np.array([[1, -2]]))[0, ..., 0].tolist() == [[0, 0, 0, 0], [3, 4, 0, 0], [7, 8, 0, 0]]
-    np.testing.assert_array_equal(shifted(image, np.array([[0, 0]])), image)
+    assert shift_images(image, np.array([[1, -2]]))[0, ..., 0].tolist() == [[0, 0, 0, 0], [3, 4, 0, 0], [7, 8, 0, 0]]
+    np.testing.assert_array_equal(shift_images(image, np.array([[0, 0]])), image)
 
 
 def test_draws_are_apart_from_the_order() -> None:
-    a = uniforms(1000, 2, 0, 0)
+    a = epoch_uniforms(1000, 2, 0, 0)
     assert a.shape == (1000, 2) and (a >= 0).all() and (a < 1).all()
     assert abs(a.mean() - 0.5) < 0.03  # 2,000 numbers of spread 0.29
-    assert not np.array_equal(a, uniforms(1000, 2, 0, 1)) and not np.array_equal(a, uniforms(1000, 2, 1, 0))
+    assert not np.array_equal(a, epoch_uniforms(1000, 2, 0, 1)) and not np.array_equal(a, epoch_uniforms(1000, 2, 1, 0))
     ordered = np.random.Generator(np.random.Philox(key=[0, 0])).random((1000, 2))
     assert not np.intersect1d(a, ordered).size
 
@@ -283,8 +283,8 @@ def test_pictures_of_several_sizes_are_resized_to_the_models_as_in_sampling(tmp_
         f"{tmp_path} has images of 2 sizes (4 x 6 to 9 x 7 pixels) with 3 channels: model.channels 3" in data.notes[0]
     )
     pixels = {image.tobytes() for image in getattr(data.stills, part).images}
-    assert read_picture(file, "", 3, (HEIGHT, WIDTH)).tobytes() in pixels
-    assert read_fitted(str(file), (HEIGHT, WIDTH, 3)).tobytes() in pixels
+    assert read_image(file, "", 3, (HEIGHT, WIDTH)).tobytes() in pixels
+    assert read_model_input(str(file), (HEIGHT, WIDTH, 3)).tobytes() in pixels
 
 
 def test_a_model_is_fitted_to_images_and_says_so(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_model_is_fitted_to_images_and_says_so(tmp_path: Path) -> None:
     write_pictures(tmp_path / "test", pixels)
     data = ImagesConfig(str(tmp_path), val_fraction=0.5).load(replace(MODEL, n_classes=10), 2, 0, fixed=())
     assert data.model == replace(MODEL, image_size=(10, 9), channels=3, patch_size=(5, 3))
-    assert data.rows(0).inputs[0].shape == (2, 10, 9, 3)
+    assert data.batch(0).inputs[0].shape == (2, 10, 9, 3)
     assert data.notes == (
         f"{tmp_path} has images of 10 x 9 pixels with 3 channels: model.image_size 10 9 (not 4 6), model.channels 3 "
         "(not 1), model.n_classes 3 (not 10), model.patch_size 5 3 (not 2 2)",
@@ -307,7 +307,7 @@ def test_what_was_given_stays_and_images_are_resized_to_it(tmp_path: Path) -> No
     write_pictures(tmp_path / "train", np.random.default_rng(0).integers(256, size=(N, 10, 9, 3)).astype(np.uint8))
     config = ImagesConfig(str(tmp_path), val_fraction=0.5)
     data = config.load(MODEL, 2, 0)
-    assert data.model == MODEL and data.rows(0).inputs[0].shape == (2, HEIGHT, WIDTH, 1)
+    assert data.model == MODEL and data.batch(0).inputs[0].shape == (2, HEIGHT, WIDTH, 1)
     assert data.notes == (f"the images in {tmp_path} are resized from 10 x 9 pixels to 4 x 6 pixels",)
     with pytest.raises(UserError, match=r"of 3 classes, but model.n_classes is 4; set --model.n-classes 3\.$"):
         config.load(replace(MODEL, n_classes=4), 2, 0, fixed={"n_classes"})
@@ -317,8 +317,8 @@ def test_the_channels_of_idx_files_are_fitted_or_made(idx_folder: Path) -> None:
     coloured = replace(MODEL, channels=3, mean=(0.25, 0.5, 0.75), std=(0.25, 0.25, 0.25))
     config = ImagesConfig(str(idx_folder))
     assert config.load(coloured, 2, 0, fixed=()).model == replace(coloured, channels=1, mean=(0.5,), std=(0.25,))
-    (pixels,) = config.load(coloured, 2, 0).rows(0).inputs
-    assert pixels.shape[-1] == 3 and (pixels == config.load(MODEL, 2, 0).rows(0).inputs[0]).all()
+    (pixels,) = config.load(coloured, 2, 0).batch(0).inputs
+    assert pixels.shape[-1] == 3 and (pixels == config.load(MODEL, 2, 0).batch(0).inputs[0]).all()
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_the_channels_of_idx_files_are_fitted_or_made(idx_folder: Path) -> None:
     ],
 )
 def test_sizes_and_patches_are_fitted(found: tuple | None, fixed: str, size: tuple, patch: tuple) -> None:
-    assert fit_size((28, 28), (7, 7), found, fixed == "size", fixed == "patch") == (size, patch)
+    assert infer_image_size((28, 28), (7, 7), found, fixed == "size", fixed == "patch") == (size, patch)
 
 
 def test_a_class_that_training_has_not_is_refused(tmp_path: Path) -> None:

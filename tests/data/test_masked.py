@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.data.masked import MaskedText, MaskedTextConfig, mask
+from jaxformer.data.masked import MaskedTextConfig, MaskedTextDataset, mask_tokens
 from jaxformer.errors import UserError
 from tests.helpers import write_books
 
@@ -23,7 +23,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> MaskedTextConfig:
 
 
 @pytest.fixture(scope="module")
-def data(config: MaskedTextConfig) -> MaskedText:
+def data(config: MaskedTextConfig) -> MaskedTextDataset:
     return config.load(MODEL, B, seed=3)
 
 
@@ -31,7 +31,7 @@ def test_of_the_chosen_eight_in_ten_are_hidden_one_replaced_and_one_kept() -> No
     """Shares of a million draws; each is off by more than 0.005 with a chance below 1e-6."""
     draw = np.random.default_rng(0)
     true, n = draw.integers(100, size=(1000, 1000)), 100
-    tokens, chosen = mask(true, draw.random(true.shape), 0.2, n)
+    tokens, chosen = mask_tokens(true, draw.random(true.shape), 0.2, n)
     assert tokens.dtype == np.int32
     np.testing.assert_array_equal(tokens[~chosen], true[~chosen])
     hidden, same = tokens == n, tokens == true
@@ -42,9 +42,9 @@ def test_of_the_chosen_eight_in_ten_are_hidden_one_replaced_and_one_kept() -> No
     assert abs(others.mean() - (n - 1) / 2) < 1.5  # 20,000 with a deviation of 29: 0.2 is one of the mean
 
 
-def test_the_vocabulary_has_room_for_the_mask(data: MaskedText) -> None:
+def test_the_vocabulary_has_room_for_the_mask(data: MaskedTextDataset) -> None:
     assert data.tokenizer is not None and data.tokenizer.vocab_size == V - 1
-    (tokens_BT, valid_BT), targets_BT, weights_BT = data.rows(0)
+    (tokens_BT, valid_BT), targets_BT, weights_BT = data.batch(0)
     assert tokens_BT.shape == valid_BT.shape == targets_BT.shape == weights_BT.shape == (B, T)
     assert (tokens_BT == V - 1).any() and targets_BT.max() < V - 1
     assert valid_BT.dtype == bool and valid_BT.all()
@@ -52,17 +52,17 @@ def test_the_vocabulary_has_room_for_the_mask(data: MaskedText) -> None:
 
 
 def test_a_batch_depends_on_seed_and_step_alone_and_its_rows_are_parts_of_it(
-    config: MaskedTextConfig, data: MaskedText
+    config: MaskedTextConfig, data: MaskedTextDataset
 ) -> None:
     again, other = (config.load(MODEL, B, seed) for seed in (3, 4))
     for step in (40, 0):  # in any order, and beyond an epoch
-        for x, y in zip(_arrays(data.rows(step)), _arrays(again.rows(step)), strict=True):
+        for x, y in zip(_arrays(data.batch(step)), _arrays(again.batch(step)), strict=True):
             np.testing.assert_array_equal(x, y)
         for which in (slice(1, 3), np.array([4, 0])):
-            for x, y in zip(_arrays(data.rows(step)), _arrays(data.rows(step, which)), strict=True):
+            for x, y in zip(_arrays(data.batch(step)), _arrays(data.batch(step, which)), strict=True):
                 np.testing.assert_array_equal(x[which], y)
-        assert data.rows(step).weights.sum() == pytest.approx(1, abs=1e-6)
-    chosen = [dataset.rows(step).weights > 0 for dataset, step in ((data, 0), (data, 1), (other, 0))]
+        assert data.batch(step).weights.sum() == pytest.approx(1, abs=1e-6)
+    chosen = [dataset.batch(step).weights > 0 for dataset, step in ((data, 0), (data, 1), (other, 0))]
     assert (chosen[0] != chosen[1]).any() and (chosen[0] != chosen[2]).any()
 
 
@@ -85,7 +85,7 @@ def test_held_out_text_is_masked_the_same_for_every_seed_and_batch_size(config: 
     assert len(spread) == 1 and not spread[0].weights[3].any()
 
 
-def test_frequencies_alone_cost_what_they_do_in_a_loop(data: MaskedText) -> None:
+def test_frequencies_alone_cost_what_they_do_in_a_loop(data: MaskedTextDataset) -> None:
     train, val = data.corpus.train.tokens.tolist(), data.corpus.val.tokens.tolist()
     cost = [log((len(train) + V - 1) / (train.count(token) + 1)) for token in val]
     assert data.unigram_entropy() == pytest.approx(sum(cost) / len(cost), rel=1e-9)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.data.pairs import N_BUCKETS, Pair, Pairs, PairsConfig, read_pairs
+from jaxformer.data.pairs import N_BUCKETS, Pair, PairDataset, PairsConfig, read_pairs
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -24,8 +24,8 @@ TRAIN = [Pair(f"{i:02}".ljust(2 + i % 15, "s"), f"{'t' * (1 + 7 * i % 15)}") for
 VAL = [Pair("a", "bc"), Pair("d" * 20, "e"), Pair("f" * 9, "g" * 15), Pair("h" * 3, "i" * 30), Pair("jk", "l")]
 
 
-def pairs(train: list[Pair] = TRAIN, val: list[Pair] = VAL, batch_size: int = 4, seed: int = 0) -> Pairs:
-    return Pairs("numbers", train, val, BYTES, MODEL, batch_size, seed)
+def pairs(train: list[Pair] = TRAIN, val: list[Pair] = VAL, batch_size: int = 4, seed: int = 0) -> PairDataset:
+    return PairDataset("numbers", train, val, BYTES, MODEL, batch_size, seed)
 
 
 def read_back(batch: Batch) -> list[Pair]:
@@ -53,7 +53,7 @@ def assert_same(got: Batch, wanted: Batch) -> None:
 def test_an_epoch_takes_every_pair_once_and_the_next_in_other_batches() -> None:
     data = pairs(TRAIN[:48])
     assert data.steps_per_epoch == 12
-    epochs = [[frozenset(read_back(data.rows(12 * e + k))) for k in range(12)] for e in range(2)]
+    epochs = [[frozenset(read_back(data.batch(12 * e + k))) for k in range(12)] for e in range(2)]
     for epoch in epochs:
         assert sorted(pair for batch in epoch for pair in batch) == sorted(TRAIN[:48])
     assert set(epochs[0]) != set(epochs[1])
@@ -62,7 +62,7 @@ def test_an_epoch_takes_every_pair_once_and_the_next_in_other_batches() -> None:
 def test_what_fills_no_batch_is_left_for_another_epoch() -> None:
     data = pairs(batch_size=7)  # 7 batches of 7 of the 50
     assert data.steps_per_epoch == 7
-    taken = [{pair for k in range(7) for pair in read_back(data.rows(7 * e + k))} for e in range(9)]
+    taken = [{pair for k in range(7) for pair in read_back(data.batch(7 * e + k))} for e in range(9)]
     assert all(len(pairs) == 49 for pairs in taken)
     assert set.union(*taken) == set(TRAIN)
 
@@ -70,16 +70,16 @@ def test_what_fills_no_batch_is_left_for_another_epoch() -> None:
 def test_a_batch_depends_on_pairs_seed_and_step_alone() -> None:
     one, another = pairs(seed=3), pairs(seed=3)
     for step in (40, 7, 0):  # in any order
-        assert_same(one.rows(step), another.rows(step))
-    assert set(read_back(one.rows(0))) != set(read_back(pairs(seed=4).rows(0)))
+        assert_same(one.batch(step), another.batch(step))
+    assert set(read_back(one.batch(0))) != set(read_back(pairs(seed=4).batch(0)))
 
 
 def test_some_rows_are_those_of_the_whole_batch() -> None:
     data = pairs()
     for step in range(5):
-        whole = data.rows(step)
+        whole = data.batch(step)
         for which in (slice(1, 3), np.array([3, 0])):
-            part = data.rows(step, which)
+            part = data.batch(step, which)
             assert_same(part, Batch(tuple(x[which] for x in whole.inputs), whole.targets[which], whole.weights[which]))
 
 
@@ -87,7 +87,7 @@ def test_weights_count_the_tokens_of_the_whole_batch_alike() -> None:
     data = pairs()
     counted = 0
     for step in range(data.steps_per_epoch):
-        weights = data.rows(step).weights
+        weights = data.batch(step).weights
         n = (weights > 0).sum()
         assert weights.dtype == np.float32
         assert weights.sum() == pytest.approx(1, abs=1e-6)
@@ -110,7 +110,7 @@ def test_all_batches_of_a_bucket_are_as_wide_as_its_longest_pair() -> None:
         tuple(max(len(pair[side]) + side for pair in fitting if bucket(pair) <= number) for side in (0, 1))
         for number in range(N_BUCKETS - 1)
     ] + [(LONGEST, LONGEST)]  # the others of VAL are cut to it
-    batches = [data.rows(step) for step in range(3 * data.steps_per_epoch)]
+    batches = [data.batch(step) for step in range(3 * data.steps_per_epoch)]
     assert len({batch.inputs[0].shape for batch in batches}) == N_BUCKETS
     for batch in batches:
         S, T = widths[max(map(bucket, read_back(batch)))]
@@ -124,9 +124,9 @@ def test_all_batches_of_a_bucket_are_as_wide_as_its_longest_pair() -> None:
 def test_short_targets_are_not_padded_to_the_length_of_sources() -> None:
     data = pairs([Pair(source, "ok") for source, _ in TRAIN], [Pair("a", "b")])
     for step in range(data.steps_per_epoch):
-        batch = data.rows(step)
+        batch = data.batch(step)
         assert batch.targets.shape == (4, 3)
-    assert {data.rows(step).inputs[0].shape[1] for step in range(12)} == {4, 8, 12, 16}
+    assert {data.batch(step).inputs[0].shape[1] for step in range(12)} == {4, 8, 12, 16}
 
 
 def test_the_held_out_pairs_come_once_in_batches_of_one_size_cut_where_they_must() -> None:
@@ -147,7 +147,7 @@ def test_pairs_that_are_too_long_are_left_out_and_said_to_be() -> None:
     assert len(data.describe().splitlines()) == 1
     assert "50 pairs" in data.describe() and "2 more are longer than 16 tokens" in data.describe()
     assert "5 pairs, 2 of them cut to 16 tokens" in data.describe()
-    found = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.rows(k))}
+    found = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.batch(k))}
     assert found <= set(TRAIN)
     assert "longer" not in pairs().describe()
     with pytest.raises(UserError, match=r"of 52 training pairs, 50 have at most 16 tokens .* train.batch_size 51"):
@@ -164,7 +164,7 @@ def test_the_fingerprint_is_that_of_the_texts_and_the_context() -> None:
     moved = pairs([TRAIN[0], Pair(TRAIN[1].source + TRAIN[1].target[:1], TRAIN[1].target[1:]), *TRAIN[2:]])
     assert len({data.fingerprint for data in (pairs(), *changed, moved)}) == 5
     assert pairs(seed=7, batch_size=2).fingerprint == pairs().fingerprint
-    longer = Pairs("numbers", TRAIN, VAL, BYTES, RecurrentConfig(257, LONGEST + 1), 4, 0)
+    longer = PairDataset("numbers", TRAIN, VAL, BYTES, RecurrentConfig(257, LONGEST + 1), 4, 0)
     assert longer.fingerprint != pairs().fingerprint
 
 
@@ -190,7 +190,7 @@ def test_pairs_are_found_by_folder_by_name_and_by_file(folder: Path) -> None:
 def test_reversed_sources_are_targets(folder: Path) -> None:
     data = PairsConfig(str(folder), reverse=True).load(MODEL, 4, 0)
     assert data.val == [Pair(target, source) for source, target in VAL]
-    assert all(set(pair.source) == {"t"} for pair in read_back(data.rows(0)))
+    assert all(set(pair.source) == {"t"} for pair in read_back(data.batch(0)))
 
 
 def test_one_tokenizer_learns_from_both_sides_of_the_training_part(folder: Path) -> None:

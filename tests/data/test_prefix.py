@@ -7,7 +7,7 @@ import pytest
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.corpus import TextConfig
-from jaxformer.data.prefix import PrefixText, PrefixTextConfig
+from jaxformer.data.prefix import PrefixTextConfig, PrefixTextDataset
 from jaxformer.errors import UserError
 from tests.helpers import write_books
 
@@ -22,17 +22,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PrefixTextConfig:
 
 
 @pytest.fixture(scope="module")
-def data(config: PrefixTextConfig) -> PrefixText:
+def data(config: PrefixTextConfig) -> PrefixTextDataset:
     return config.load(MODEL, B, seed=3)
 
 
-def test_what_is_in_the_prefix_is_not_predicted_and_all_else_is(config: PrefixTextConfig, data: PrefixText) -> None:
+def test_what_is_in_the_prefix_is_not_predicted_and_all_else_is(
+    config: PrefixTextConfig, data: PrefixTextDataset
+) -> None:
     plain = TextConfig(config.path, val_fraction=config.val_fraction).load(MODEL, B, seed=3)
-    batch = data.rows(7)
+    batch = data.batch(7)
     tokens_BT, prefix_B = batch.inputs
     assert prefix_B.shape == (B,) and prefix_B.dtype == np.int32
-    np.testing.assert_array_equal(tokens_BT, plain.rows(7).inputs[0])
-    np.testing.assert_array_equal(batch.targets, plain.rows(7).targets)
+    np.testing.assert_array_equal(tokens_BT, plain.batch(7).inputs[0])
+    np.testing.assert_array_equal(batch.targets, plain.batch(7).targets)
     for prefix, weights_T in zip(prefix_B, batch.weights, strict=True):
         # Tokens 0 to prefix - 1 are given. The last of them is the first to predict its next, number `prefix`.
         np.testing.assert_array_equal(weights_T > 0, [t + 1 >= prefix for t in range(T)])
@@ -40,32 +42,32 @@ def test_what_is_in_the_prefix_is_not_predicted_and_all_else_is(config: PrefixTe
     assert batch.weights.sum() == pytest.approx(1, abs=1e-6)
 
 
-def test_every_length_in_the_range_is_drawn_equally_often(data: PrefixText) -> None:
-    lengths = np.concatenate([data.rows(step).inputs[1] for step in range(1000)])
+def test_every_length_in_the_range_is_drawn_equally_often(data: PrefixTextDataset) -> None:
+    lengths = np.concatenate([data.batch(step).inputs[1] for step in range(1000)])
     counts = np.bincount(lengths)
     assert len(counts) == 10 and not counts[:3].any()
     assert np.abs(counts[3:] / 6000 - 1 / 7).max() < 0.025  # more than 5 deviations of sqrt(6/49/6000)
     whole = replace_longest(data, None)
-    assert {*np.concatenate([whole.rows(step).inputs[1] for step in range(200)])} == set(range(3, T + 1))
+    assert {*np.concatenate([whole.batch(step).inputs[1] for step in range(200)])} == set(range(3, T + 1))
 
 
-def replace_longest(data: PrefixText, longest: int | None) -> PrefixText:
+def replace_longest(data: PrefixTextDataset, longest: int | None) -> PrefixTextDataset:
     config = PrefixTextConfig(data.name, val_fraction=0.2, shortest_prefix=3, longest_prefix=longest)
     return config.load(MODEL, B, seed=3)
 
 
 def test_a_batch_depends_on_seed_and_step_alone_and_its_rows_are_parts_of_it(
-    config: PrefixTextConfig, data: PrefixText
+    config: PrefixTextConfig, data: PrefixTextDataset
 ) -> None:
     again = config.load(MODEL, B, seed=3)
     for step in (90, 0):
-        whole = data.rows(step)
-        np.testing.assert_array_equal(again.rows(step).inputs[1], whole.inputs[1])
-        part = data.rows(step, np.array([5, 2]))
+        whole = data.batch(step)
+        np.testing.assert_array_equal(again.batch(step).inputs[1], whole.inputs[1])
+        part = data.batch(step, np.array([5, 2]))
         np.testing.assert_array_equal(part.inputs[1], whole.inputs[1][[5, 2]])
         np.testing.assert_array_equal(part.weights, whole.weights[[5, 2]])
-    assert (data.rows(0).inputs[1] != data.rows(1).inputs[1]).any()
-    assert (data.rows(0).inputs[1] != config.load(MODEL, B, seed=4).rows(0).inputs[1]).any()
+    assert (data.batch(0).inputs[1] != data.batch(1).inputs[1]).any()
+    assert (data.batch(0).inputs[1] != config.load(MODEL, B, seed=4).batch(0).inputs[1]).any()
 
 
 def test_held_out_prefixes_are_the_same_for_every_seed_and_batch_size(config: PrefixTextConfig) -> None:

@@ -70,7 +70,7 @@ def test_a_text_with_little_to_merge_gives_a_smaller_vocabulary():
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_sample_of_large_texts_has_both_languages_in_any_order(monkeypatch, mixed):
     """Every text is a word of its own, of one language or the other; a fourth of them may be learned from."""
-    texts = [f"{i}".join(["thethe" if language else "日本日本"] * 4) for language in (0, 1) for i in range(100)]
+    texts = [f"{i}".join(["thethe" if text_model else "日本日本"] * 4) for text_model in (0, 1) for i in range(100)]
     monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", sum(map(len, texts)) // 3)
     tokenizer = Tokenizer.train(texts[::2] + texts[1::2] if mixed else texts, 290)
     assert tokenizer.one_in in (4, 8)

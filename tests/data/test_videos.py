@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxformer.data.videos import DIRECTIONS, MovingImagesConfig, moving
+from jaxformer.data.videos import DIRECTIONS, MovingImagesConfig, render_motion
 from jaxformer.errors import UserError
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
@@ -39,7 +39,7 @@ def test_the_label_is_where_the_centre_of_mass_goes(config: MovingImagesConfig, 
     names, seen = data.directions, set()
     assert len(names) == n_directions and (n_directions == 8 or names == ("up", "right", "down", "left"))
     for epoch in range(20):
-        videos, told = data.varied(NUMBERS, epoch)
+        videos, told = data.train_examples(NUMBERS, epoch)
         moved = np.diff(centres(videos), axis=1)
         speed = np.abs(moved).max(axis=(1, 2)).round()
         for way, v, label in zip(moved, speed, told, strict=True):
@@ -50,7 +50,7 @@ def test_the_label_is_where_the_centre_of_mass_goes(config: MovingImagesConfig, 
 
 def test_every_frame_is_the_whole_image_on_black(config: MovingImagesConfig) -> None:
     data = config.load(MODEL, 2, seed=0)
-    videos, _ = data.varied(NUMBERS, 0)
+    videos, _ = data.train_examples(NUMBERS, 0)
     assert videos.shape == (N, FRAMES, *CANVAS, 1) and videos.dtype == np.uint8
     for video, image in zip(videos, images(N), strict=True):
         for frame in video[..., 0]:
@@ -69,14 +69,14 @@ def test_an_image_starts_wherever_it_stays_inside() -> None:
     image, size = np.full((3, 1, 1, 1), 9, np.uint8), (3, 1, 5)
     start = np.array([[0, 0.0], [0, 0.5], [0, 0.999]])
     for step, wanted in ((1, [0, 1, 2]), (-1, [2, 3, 4])):
-        videos = moving(image, np.array([[0, step]] * 3), start, size)
+        videos = render_motion(image, np.array([[0, step]] * 3), start, size)
         assert videos.argmax(axis=3)[:, :, 0, 0].tolist() == [[w, w + step, w + 2 * step] for w in wanted]
         assert videos.sum() == 9 * 9  # in each of 9 frames once
 
 
 def test_what_is_to_be_told_is_chosen(config: MovingImagesConfig) -> None:
-    videos, told = config.load(MODEL, 2, 0).varied(NUMBERS, 3)
-    same, shown = replace(config, label="class").load(replace(MODEL, n_classes=3), 2, 0).varied(NUMBERS, 3)
+    videos, told = config.load(MODEL, 2, 0).train_examples(NUMBERS, 3)
+    same, shown = replace(config, label="class").load(replace(MODEL, n_classes=3), 2, 0).train_examples(NUMBERS, 3)
     np.testing.assert_array_equal(videos, same)
     np.testing.assert_array_equal(shown, labels(N))
     assert told.dtype == shown.dtype == np.int32
@@ -85,11 +85,11 @@ def test_what_is_to_be_told_is_chosen(config: MovingImagesConfig) -> None:
 def test_a_batch_depends_on_data_seed_and_step_alone(config: MovingImagesConfig) -> None:
     a, b = (config.load(MODEL, 4, seed=3) for _ in range(2))
     for step in (7, 0, 3):
-        whole, some = a.rows(step), b.rows(step, np.array([0, 3]))
+        whole, some = a.batch(step), b.batch(step, np.array([0, 3]))
         np.testing.assert_array_equal(whole.inputs[0][[0, 3]], some.inputs[0])
         np.testing.assert_array_equal(whole.targets[[0, 3]], some.targets)
         assert whole.weights is None
-    assert (a.varied(NUMBERS, 0)[0] != a.varied(NUMBERS, 1)[0]).any()
+    assert (a.train_examples(NUMBERS, 0)[0] != a.train_examples(NUMBERS, 1)[0]).any()
 
 
 def test_held_out_videos_are_always_the_same(config: MovingImagesConfig) -> None:
@@ -148,7 +148,7 @@ def test_a_canvas_is_made_large_enough_where_it_was_not_given(config: MovingImag
     data = replace(config, max_speed=3).load(replace(MODEL, n_classes=4), 2, 0, fixed=())
     assert data.model == replace(MODEL, image_size=data.model.image_size)
     assert all(side >= least for side, least in zip(data.model.image_size, (13, 15), strict=True))
-    assert data.rows(0).inputs[0].shape == (2, 4, *data.model.image_size, 1)
+    assert data.batch(0).inputs[0].shape == (2, 4, *data.model.image_size, 1)
     assert "model.image_size" in data.notes[0] and "model.n_classes 8 (not 4)" in data.notes[0]
 
 

@@ -7,7 +7,7 @@ import pytest
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.corpus import Corpus, Split, TextConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.data.windows import HeldOutText, Text, Windows, eval_batches, next_token
+from jaxformer.data.windows import HeldOutText, TextDataset, Windows, eval_batches, next_token_batch
 from jaxformer.errors import UserError
 
 TOKENS = np.arange(103, dtype=np.uint16)  # each token is its own place, so windows tell where they start
@@ -42,11 +42,11 @@ def test_a_batch_depends_on_tokens_seed_and_step_alone():
 def test_the_stream_is_the_batches_in_order_across_epochs(start):
     split = Split(TOKENS, 1, 103)
     corpus = Corpus(split, split, Tokenizer.train(["a"], 257), "")
-    text = Text(TextConfig(stride=2), TokenModelConfig(257, 4), corpus, batch_size=7, seed=0)  # 7 steps an epoch
+    text = TextDataset(TextConfig(stride=2), TokenModelConfig(257, 4), corpus, batch_size=7, seed=0)  # 7 steps an epoch
     streamed = list(text.stream(start, 30))
     assert len(streamed) == 30 - start
     for i, batch in enumerate(streamed):
-        jax.tree.map(np.testing.assert_array_equal, batch, text.rows(start + i))
+        jax.tree.map(np.testing.assert_array_equal, batch, text.batch(start + i))
 
 
 def test_text_shorter_than_a_window_or_a_batch_is_refused():
@@ -87,7 +87,7 @@ def test_some_windows_of_an_evaluation_are_spread_over_all_of_the_text():
 
 def test_targets_are_the_tokens_that_follow_or_the_last_of_them():
     windows = np.arange(10).reshape(2, 5)
-    whole, last = next_token(windows), next_token(windows, 1)
+    whole, last = next_token_batch(windows), next_token_batch(windows, 1)
     np.testing.assert_array_equal(whole.inputs[0], [[0, 1, 2, 3], [5, 6, 7, 8]])
     np.testing.assert_array_equal(whole.targets, [[1, 2, 3, 4], [6, 7, 8, 9]])
     np.testing.assert_array_equal(last.inputs[0], whole.inputs[0])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.data.windows import next_token
+from jaxformer.data.windows import next_token_batch
 from jaxformer.inspect import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.autopsy import AROUND, AT_ONCE, Row, Size, _measure_all, replay
 from jaxformer.models import objective
@@ -22,7 +22,7 @@ CONFIG = DecoderConfig(
     23, 7, 13, n_blocks=2, n_heads=3, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm", final_norm=True
 )
 TOKENS = random_tokens(23, 3, 8)
-BATCH = next_token(TOKENS)
+BATCH = next_token_batch(TOKENS)
 FIRST = jax.tree.map(lambda x: x[:1], BATCH)
 each_dtype = pytest.mark.parametrize(
     "dtype", [None, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
@@ -56,7 +56,7 @@ def test_rows_are_what_the_model_gives_with_the_same_dropout_keys_in_the_order_o
     model, params = build(replace(CONFIG, n_blocks=1, dropout=0.5))
     n = AT_ONCE + 3
     batch, keys = random_tokens(23, n, 8), jax.random.split(jax.random.key(5), n)
-    modules, parameters = replay(model, params, next_token(batch), keys)
+    modules, parameters = replay(model, params, next_token_batch(batch), keys)
 
     @jax.jit
     @jax.vmap
@@ -86,7 +86,7 @@ def test_rows_are_what_the_model_gives_with_the_same_dropout_keys_in_the_order_o
 @pytest.mark.slow
 def test_examples_with_many_logits_are_computed_one_by_one(monkeypatch):
     model, params = build(replace(CONFIG, vocab_size=29, n_blocks=1))  # no other test has compiled this
-    batch = next_token(random_tokens(29, 3, 8))
+    batch = next_token_batch(random_tokens(29, 3, 8))
     names = tuple(row.name for row in replay(model, params, batch)[0])
     sizes_asked, lax_map = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *given, batch_size: sizes_asked.append(batch_size) or lax_map(*given))
@@ -127,7 +127,7 @@ def test_gradients_of_outputs_are_those_of_the_mean_loss_of_the_batch():
     """By hand: (softmax - one-hot) / (B·T) at the logits, and back through the matrices."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
     params = {name: {"W": normal(11, 11, seed=i) / 3} for i, name in enumerate(("square", "out"))}
-    modules, _ = replay(model, params, next_token(tokens))
+    modules, _ = replay(model, params, next_token_batch(tokens))
     W, W_out = (np.asarray(params[name]["W"], np.float64) for name in ("square", "out"))
     logits = np.eye(11)[tokens[:, :-1]] @ W @ W @ W_out
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -161,9 +161,9 @@ def test_sizes_are_right_where_squares_overflow_and_what_is_not_finite_is_only_c
 def test_memory_does_not_grow_with_the_batch():
     """But for the records: 2 · 4 numbers a module and example, and the tokens."""
     model, params = TwoLayers(), {name: {"W": normal(11, 11)} for name in ("square", "out")}
-    names = tuple(row.name for row in replay(model, params, next_token(random_tokens(11, 4, 6)))[0])
+    names = tuple(row.name for row in replay(model, params, next_token_batch(random_tokens(11, 4, 6)))[0])
     few, many = (
-        _measure_all.lower(model, names, params, next_token(random_tokens(11, n, 200)), None)
+        _measure_all.lower(model, names, params, next_token_batch(random_tokens(11, n, 200)), None)
         .compile()
         .memory_analysis()
         for n in (2 * AT_ONCE, 20 * AT_ONCE)
@@ -209,12 +209,12 @@ def test_the_dtype_of_the_step_decides():
     """Beyond 65,504 float16 ends."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
     params = {"square": {"W": jnp.full((11, 11), 200.0)}, "out": {"W": normal(11, 11) / 1e6}}
-    assert first_non_finite(model, params, next_token(tokens), compute_dtype=jnp.bfloat16) is None
-    found = first_non_finite(model, params, next_token(tokens), compute_dtype=jnp.float16)
+    assert first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.bfloat16) is None
+    found = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
     assert found.culprit == "the output of square (call 2)"  # 11 · 200²
     params["square"]["W"] *= 400  # now the matrix itself
-    assert first_non_finite(model, params, next_token(tokens)) is None
-    found = first_non_finite(model, params, next_token(tokens), compute_dtype=jnp.float16)
+    assert first_non_finite(model, params, next_token_batch(tokens)) is None
+    found = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
     assert found.culprit == "the parameter square.W"
 
 

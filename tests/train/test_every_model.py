@@ -120,7 +120,7 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
         folder = tmp_path / name
         data = load(load_run(folder).tokenizer) if resume else load()
         if not resume:
-            create_run(folder, asked, data.tokenizer, may_number=False)
+            create_run(folder, asked, data.tokenizer, allow_suffix=False)
         outcome = train(asked, data, folder, mesh, make_callbacks(asked, mesh, data, folder) if watched else [], resume)
         assert (outcome.status, outcome.step) == ("done", steps)
         return folder
@@ -144,7 +144,7 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
     assert measured[0] == measured[1]
 
     # Any of it can be computed again, planned, and differentiated from outside.
-    batch, model = load().rows(0), resumed.model
+    batch, model = load().batch(0), resumed.model
     check_fit(config.model, batch)
     assert first_non_finite(model, resumed.params, batch) is None
     plan = make_plan(config, make_mesh("", jax.devices()[:1]))

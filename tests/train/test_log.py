@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxformer.data.captions import Captions
+from jaxformer.data.captions import CaptionDataset
 from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES
 from jaxformer.train.log import (
@@ -78,7 +78,7 @@ def test_a_line_tells_how_many_images_find_their_text_by_the_name_that_the_objec
     half = np.eye(2, dtype=np.float32)
     measures = {"image": half, "text": half, "log_scale": np.zeros(2), "caption": np.arange(2), "weight": np.ones(2)}
     found = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
-    shown = line({"step": 0, "epoch": 0.0, Captions.unit: 0, **found})
+    shown = line({"step": 0, "epoch": 0.0, CaptionDataset.unit: 0, **found})
     assert shown == "step       0  held-out 0.313 (100.0% recall at 5)"  # log(1 + 1/e)
 
 

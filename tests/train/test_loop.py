@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import StoredCheckpoints
+from jaxformer.checkpoints import CheckpointReader
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
@@ -20,7 +20,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import read_config
 from jaxformer.sharding import make_mesh
-from jaxformer.signals import Caught
+from jaxformer.signals import ReceivedSignal
 from jaxformer.train import loop
 from jaxformer.train.log import read_metrics, untimed
 from jaxformer.train.loop import Callback, Outcome, Rollback, is_due, train
@@ -88,19 +88,19 @@ def test_evaluations_and_checkpoints_can_be_switched_off(tmp_path):
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 4, 8, 10]
     assert not any("val_loss" in row for row in rows)
-    assert StoredCheckpoints(tmp_path).steps() == [10]
+    assert CheckpointReader(tmp_path).steps() == [10]
 
 
 @pytest.fixture
-def caught(monkeypatch) -> Caught:
+def caught(monkeypatch) -> ReceivedSignal:
     """A signal that a test gives itself."""
-    caught = Caught()
+    caught = ReceivedSignal()
 
     @contextmanager
-    def catch(*_: object) -> Iterator[Caught]:
+    def catch(*_: object) -> Iterator[ReceivedSignal]:
         yield caught
 
-    monkeypatch.setattr(loop, "catch_signals", catch)
+    monkeypatch.setattr(loop, "record_signals", catch)
     return caught
 
 
@@ -113,7 +113,7 @@ def skipping(data: Path, **fields: object) -> Config:
     )  # fmt: skip
 
 
-def breaking(monkeypatch, steps: set[int], caught: Caught, interrupted: int | None = None) -> None:
+def breaking(monkeypatch, steps: set[int], caught: ReceivedSignal, interrupted: int | None = None) -> None:
     """Let some steps meet a parameter that is not finite, and one a signal."""
 
     class Breaking(CompiledStep):
@@ -157,12 +157,12 @@ def test_steps_left_out_before_an_interruption_are_told_after_it(monkeypatch, tm
     config = skipping(tmp_path / "books", log_every=9)
     breaking(monkeypatch, {3, 4}, caught, interrupted=5)
     if not stored:
-        save = loop.Checkpoints.save
+        save = loop.CheckpointManager.save
 
         def as_before(self: Any, step: int, params: Any, opt_state: Any, position: Mapping, loss: Any) -> None:
             save(self, step, params, opt_state, {k: v for k, v in position.items() if k != "skipped"}, loss)
 
-        monkeypatch.setattr(loop.Checkpoints, "save", as_before)
+        monkeypatch.setattr(loop.CheckpointManager, "save", as_before)
     interrupted = run_on_one(config, tmp_path / "run")
     assert interrupted.status == "interrupted" and interrupted.step in (5, 6)  # a signal is seen a step later
     breaking(monkeypatch, {8}, caught)
@@ -205,7 +205,7 @@ def test_a_divergence_stops_and_the_checkpoint_from_before_it_is_kept(monkeypatc
     outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
     assert (outcome.status, outcome.step, outcome.healthy) == ("diverged", 23, 10)
     assert outcome.divergence.began == 12 and outcome.mover.step <= 12
-    stored = StoredCheckpoints(tmp_path / "run")
+    stored = CheckpointReader(tmp_path / "run")
     assert {step: stored.is_healthy(step) for step in stored.steps()} == {5: True, 10: True, 15: False, 20: False}
     last = read_metrics(tmp_path / "run")[-1]
     assert last["step"] == 23 and (last["diverged"]["began"], last["diverged"]["loss"]) == (12, 20.0)
@@ -224,7 +224,7 @@ def test_rolled_back_a_run_goes_on_in_another_way_and_is_resumed_so(monkeypatch,
     diverging(monkeypatch, {}, batches)
     assert run_on_one(other, tmp_path / "run", resume=True, rollback=rollback).status == "done"
     data = config.data.load(MODEL, config.train.batch_size, config.seed)
-    np.testing.assert_array_equal(batches[11], data.rows(13).inputs[0])  # the batch of step 14
+    np.testing.assert_array_equal(batches[11], data.batch(13).inputs[0])  # the batch of step 14
     rows = read_metrics(tmp_path / "run")
     (note,) = [row for row in rows if "note" in row]
     assert note == {
@@ -238,12 +238,12 @@ def test_rolled_back_a_run_goes_on_in_another_way_and_is_resumed_so(monkeypatch,
     breaking(monkeypatch, set(), caught, interrupted=12)
     folder = tmp_path / "stopped"
     assert run_on_one(other, folder, resume=True, rollback=rollback).status == "interrupted"
-    for step in (step for step in StoredCheckpoints(folder).steps() if step > 10):
+    for step in (step for step in CheckpointReader(folder).steps() if step > 10):
         shutil.rmtree(folder / f"checkpoints/{step}")
     breaking(monkeypatch, set(), caught)
     assert read_config(folder).train.skip_batches == 3
     assert run_on_one(read_config(folder), folder, resume=True).status == "done"
-    a, b = (StoredCheckpoints(tmp_path / name).arrays(30) for name in ("run", "stopped"))
+    a, b = (CheckpointReader(tmp_path / name).arrays(30) for name in ("run", "stopped"))
     assert all(np.array_equal(a[name], b[name]) for name in {**a, **b})
 
 
@@ -271,7 +271,7 @@ def test_the_batches_that_a_config_leaves_out_stay_out_from_the_start(monkeypatc
     diverging(monkeypatch, {}, batches)
     run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(0, skip_batches=3))
     data = config.data.load(MODEL, config.train.batch_size, config.seed)
-    np.testing.assert_array_equal(batches[1], data.rows(7).inputs[0])
+    np.testing.assert_array_equal(batches[1], data.batch(7).inputs[0])
     assert not (tmp_path / "run" / WANDB_ID).exists()  # what follows is another run there
 
 

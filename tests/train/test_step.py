@@ -17,7 +17,7 @@ from jaxformer import memory
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.data.windows import next_token
+from jaxformer.data.windows import next_token_batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
@@ -66,7 +66,7 @@ EXPERTS = replace(
     ),
 )
 TOKENS = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
-BATCHES = [next_token(tokens) for tokens in TOKENS]
+BATCHES = [next_token_batch(tokens) for tokens in TOKENS]
 CUBE = "data=2,fsdp=2,tensor=2"
 HIGHER_RATES = {"adamw": 3e-3, "muon": 3e-3, "lion": 1e-3, "schedule_free": 3e-3, "nesterov_sgd": 0.1}
 
@@ -313,7 +313,7 @@ def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(parts):
     state = init_state(config, mesh)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     zeros["embedding"]["W_E"] = jnp.full((V, 16), 3e37)
-    batch = next_token(np.zeros((B, T + 1), np.int32))
+    batch = next_token_batch(np.zeros((B, T + 1), np.int32))
     loss, grads = jax.jit(make_gradient(config, mesh))(state._replace(params=zeros), batch, 0)
     np.testing.assert_allclose(loss, np.log(V), rtol=1e-6)
     wanted = 3e37 * (1 / V - np.eye(V)[0])
@@ -442,7 +442,7 @@ INFINITE = V - 1
 @pytest.fixture(scope="module")
 def good_and_bad() -> tuple[Batch, Batch]:
     good = np.where(TOKENS[0] == INFINITE, 0, TOKENS[0])
-    return next_token(good), next_token(np.where(np.arange(T + 1) == 3, INFINITE, good))
+    return next_token_batch(good), next_token_batch(np.where(np.arange(T + 1) == 3, INFINITE, good))
 
 
 @pytest.mark.slow
@@ -490,10 +490,10 @@ def test_a_compiled_step_says_when_it_is_compiled_again():
     for k in range(2):
         state, _ = step(state, place(BATCHES[k], batch_split(mesh)), k)
     assert not said
-    state, metrics = step(state, place(next_token(TOKENS[2][:, :8]), batch_split(mesh)), 2)
+    state, metrics = step(state, place(next_token_batch(TOKENS[2][:, :8]), batch_split(mesh)), 2)
     assert said == ["step 3 is compiled again, for a batch of (16, 7)"]
     assert metrics.finite and np.isfinite(metrics.loss)
-    state, _ = step(state, place(next_token(TOKENS[3][:, :8]), batch_split(mesh)), 3)
+    state, _ = step(state, place(next_token_batch(TOKENS[3][:, :8]), batch_split(mesh)), 3)
     step(state, place(BATCHES[4], batch_split(mesh)), 4)  # both programs are kept
     assert len(said) == 1
 

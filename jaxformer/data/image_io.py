@@ -19,7 +19,7 @@ from jaxformer.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
-PICTURES = (".png", ".jpg", ".jpeg")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
 """Pillow's modes by the number of channels."""
 GREY = ("1", "L", "LA", "La")
@@ -58,7 +58,7 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def read_picture(file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
+def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
     """Return a PNG or JPEG file as `(height, width, C)` uint8, made grey or coloured; what is transparent is white.
 
     Args:
@@ -71,7 +71,7 @@ def read_picture(file: Path | IO[bytes], name: str, channels: int, size: tuple[i
         return _pixels(picture, name, channels, None if size is None else (size[1], size[0]))
 
 
-def picture_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
+def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
     """Return height, width and channels of a PNG or JPEG file, 1 or 3, without reading its pixels.
 
     Raises:
@@ -84,8 +84,8 @@ def picture_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
         return height, width, 1 if picture.mode in GREY else 3
 
 
-def resized(images: np.ndarray, size: tuple[int, ...], channels: int) -> np.ndarray:
-    """Return images `(n, H, W, C)` of another size, and made grey or coloured, as `read_picture` does."""
+def resize_images(images: np.ndarray, size: tuple[int, ...], channels: int) -> np.ndarray:
+    """Return images `(n, H, W, C)` of another size, and made grey or coloured, as `read_image` does."""
     from PIL import Image
 
     if images.shape[1:] == (*size, channels):
@@ -110,14 +110,14 @@ def describe_resizing(path: str, sizes: Collection[tuple[int, ...]], size: tuple
     return (f"the images in {path} are resized from {describe_sizes(sizes)} to {describe_sizes([size])}",)
 
 
-def read_fitted(file: str, shape: tuple[int, ...]) -> np.ndarray:
+def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return a picture as a model reads it, uint8, resized to `shape`: height, width and channels.
 
     With frames before them it is a video, an animated GIF, PNG or WebP file; as many of its frames are read, evenly
     spread.
 
     Raises:
-      UserError: see `read_picture`; or it has fewer frames.
+      UserError: see `read_image`; or it has fewer frames.
     """
     *frames, height, width, channels = shape
     with _opened(file, file, channels) as picture:

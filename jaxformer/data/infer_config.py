@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from jaxformer.config import ModelConfig, TokenModelConfig, differences, largest
+from jaxformer.config import ModelConfig, TokenModelConfig, differences, field_limit
 from jaxformer.data.tokenizer import MAX_LEARNED_CHARACTERS, Tokenizer
 
-MAX_TAKEN_SIDE = 256
+MAX_INFERRED_SIDE_PIXELS = 256
 """Pixels; a model is not fitted to images that are larger, they are resized to it."""
 
 
@@ -24,19 +24,19 @@ class All(Container[str]):
 ALL = All()
 
 
-def fit_vocabulary(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0) -> TokenModelConfig:
+def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0) -> TokenModelConfig:
     """Return the model with no more tokens than its tokenizer has, and `extra` ones."""
     return replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size + extra))
 
 
-def fit_size(
+def infer_image_size(
     size: tuple[int, ...], patch: tuple[int, ...], images: tuple[int, ...] | None, fixed_size: bool, fixed_patch: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the height and width, and those of patches, with which a model reads images.
 
     The model takes the size that the images have, in about as many patches as before. Images are to be resized to
-    another size where the model's is fixed, where theirs differ or are above `MAX_TAKEN_SIDE`, and where no patch
-    divides them.
+    another size where the model's is fixed, where theirs differ or are above `MAX_INFERRED_SIDE_PIXELS`,
+    and where no patch divides them.
 
     Args:
       size: of the model's images, in pixels.
@@ -45,7 +45,7 @@ def fit_size(
       fixed_size: `size` must stay.
       fixed_patch: `patch` must stay.
     """
-    if fixed_size or images is None or max(images) > MAX_TAKEN_SIDE:
+    if fixed_size or images is None or max(images) > MAX_INFERRED_SIDE_PIXELS:
         images = size
     sides = [
         _fit_side(old, side, new, fixed_size, fixed_patch) for old, side, new in zip(size, patch, images, strict=True)
@@ -53,13 +53,13 @@ def fit_size(
     return tuple(side for side, _ in sides), tuple(side for _, side in sides)
 
 
-def fit_patches(model: Any, size: tuple[int, ...]) -> Any:
+def infer_patch_size(model: Any, size: tuple[int, ...]) -> Any:
     """Return a config for images of this size, one number for both sides, with patches that divide them; the config as
     it is, if it has no patches or this is no size."""
     sides = size * 2 if len(size) == 1 else size
     if not (hasattr(model, "patch_size") and hasattr(model, "image_size")) or len(sides) != 2:
         return model
-    if min(sides) < 1 or max(sides) > largest(model, "image_size"):
+    if min(sides) < 1 or max(sides) > field_limit(model, "image_size"):
         return model
     patches = [
         _fit_side(old, patch, new, fixed_size=True, fixed_patch=False)[1]
@@ -82,13 +82,13 @@ def _fit_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: boo
     return (new, patch) if fixed_size else (max(1, round(new / patch)) * patch, patch)
 
 
-def describe_fit(before: ModelConfig, after: ModelConfig, why: str) -> tuple[str, ...]:
+def describe_changes(before: ModelConfig, after: ModelConfig, why: str) -> tuple[str, ...]:
     """Return a sentence about the fields in which the configs differ, or none."""
     changes = [f"{name} {_shown(new)} (not {_shown(old)})" for name, old, new in differences(before, after, "model")]
     return (f"{why}: {', '.join(changes)}",) if changes else ()
 
 
-def describe_learning(tokenizer: Tokenizer, name: str) -> tuple[str, ...]:
+def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...]:
     """Return a sentence where a tokenizer learned from a sample of what the name stands for."""
     if tokenizer.one_in == 1:
         return ()

@@ -10,14 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxformer.data.pictures import PICTURES, describe_resizing, picture_shape, read_idx, read_picture, resized
+from jaxformer.data.image_io import (
+    IMAGE_SUFFIXES,
+    describe_resizing,
+    read_idx,
+    read_image,
+    read_image_shape,
+    resize_images,
+)
 from jaxformer.errors import UserError
 
 IDX = ("train", "t10k")
 """Prefixes of the names of files for training and to measure on; the latter may be missing."""
 
 
-class Labelled(NamedTuple):
+class LabelledImages(NamedTuple):
     """Images and their labels."""
 
     images: np.ndarray
@@ -27,11 +34,11 @@ class Labelled(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Stills:
+class ImageSplits:
     """Images of a folder, with their pixels."""
 
-    train: Labelled
-    val: Labelled
+    train: LabelledImages
+    val: LabelledImages
     names: tuple[str, ...]
     """Of the classes: of folders, in alphabetical order, or the numbers in IDX files."""
 
@@ -45,9 +52,9 @@ class ImageFolder:
     """Of the classes."""
     shapes: tuple[tuple[int, int, int], ...]
     """Heights, widths and channels that images have, each once."""
-    train: Labelled | list[tuple[Path, int]]
+    train: LabelledImages | list[tuple[Path, int]]
     """Images, or the files of pictures with their labels."""
-    val: Labelled | list[tuple[Path, int]] | None
+    val: LabelledImages | list[tuple[Path, int]] | None
     """To measure on; None where some are to be held out."""
     notes: tuple[str, ...] = ()
     """Sentences about folders that are not read."""
@@ -67,24 +74,24 @@ class ImageFolder:
         """1 where all are grey, else 3."""
         return max(shape[2] for shape in self.shapes)
 
-    def read(self, val_fraction: float, size: tuple[int, ...], channels: int) -> Stills:
-        """Return all images in one size, grey (1) or coloured (3), whatever they were; see `pictures.read_picture`.
+    def read(self, val_fraction: float, size: tuple[int, ...], channels: int) -> ImageSplits:
+        """Return all images in one size, grey (1) or coloured (3), whatever they were; see `pictures.read_image`.
 
         Raises:
           UserError: a broken file, or a part that would be empty.
         """
         train = _pixels(self.train, size, channels)
         if self.val is None:
-            return Stills(*hold_out(train, val_fraction), self.names)
-        return Stills(train, _pixels(self.val, size, channels), self.names)
+            return ImageSplits(*hold_out(train, val_fraction), self.names)
+        return ImageSplits(train, _pixels(self.val, size, channels), self.names)
 
     def describe_resizing(self, size: tuple[int, ...]) -> tuple[str, ...]:
         """Return a sentence where images have another size than this."""
         return describe_resizing(self.path, self.sizes, size)
 
 
-def open_images(path: str) -> ImageFolder:
-    """Return what a folder of images holds; see `images.StillsConfig`.
+def open_image_folder(path: str) -> ImageFolder:
+    """Return what a folder of images holds; see `images.ImageFolderConfig`.
 
     Raises:
       UserError: no such folder, nothing in it, or a broken file.
@@ -109,14 +116,14 @@ def open_images(path: str) -> ImageFolder:
     files, held_out = (_list_files(folder / part, names) for part in ("train", "val"))
     if not files:
         raise UserError(f"there are no images in {folder / 'train'}; put them into train/LABEL/ as PNG or JPEG files.")
-    shapes = dict.fromkeys(picture_shape(file, str(file)) for file, _ in [*files, *held_out])
-    measured = "those in val" if held_out else "some of train; call it val to take them from there"
+    shapes = dict.fromkeys(read_image_shape(file, str(file)) for file, _ in [*files, *held_out])
+    val_examples = "those in val" if held_out else "some of train; call it val to take them from there"
     others = [name for name in _subfolders(folder) if name not in ("train", "val")]
-    notes = tuple(f"the folder {folder / name} is not read: images to measure on are {measured}" for name in others)
+    notes = tuple(f"the folder {folder / name} is not read: images to measure on are {val_examples}" for name in others)
     return ImageFolder(path, names, tuple(shapes), files, held_out or None, notes)
 
 
-def hold_out(images: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
+def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, LabelledImages]:
     """Return images to train on, and about this share of them to measure on: those with the smallest SHA-256, so that
     two of one content are never on both sides.
 
@@ -131,7 +138,7 @@ def hold_out(images: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
             f"data.val_fraction {fraction} of {len(held)} images leaves nothing to {purpose} on; change it, or give a "
             "folder val."
         )
-    train, val = (Labelled(images.images[at], images.labels[at]) for at in (~held, held))
+    train, val = (LabelledImages(images.images[at], images.labels[at]) for at in (~held, held))
     return train, val
 
 
@@ -141,7 +148,7 @@ def _idx_file(folder: Path, part: str, what: str) -> Path | None:
     return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
 
 
-def _read_idx_pair(folder: Path, part: str) -> Labelled | None:
+def _read_idx_pair(folder: Path, part: str) -> LabelledImages | None:
     """Return the images and labels of one part; None where it has neither."""
     files = [_idx_file(folder, part, what) for what in ("images", "labels")]
     if files == [None, None]:
@@ -156,7 +163,7 @@ def _read_idx_pair(folder: Path, part: str) -> Labelled | None:
         )
     if not images.size:
         raise UserError(f"{files[0]} has no images; give a file with at least 1.")
-    return Labelled(images[..., None], labels.astype(np.int32))
+    return LabelledImages(images[..., None], labels.astype(np.int32))
 
 
 def _subfolders(folder: Path) -> list[str]:
@@ -177,14 +184,14 @@ def _list_files(folder: Path, names: Sequence[str]) -> list[tuple[Path, int]]:
         for label, name in enumerate(names)
         if (folder / name).is_dir()
         for file in sorted((folder / name).iterdir())
-        if file.suffix.lower() in PICTURES
+        if file.suffix.lower() in IMAGE_SUFFIXES
     ]
 
 
-def _pixels(part: Labelled | list[tuple[Path, int]], size: tuple[int, ...], channels: int) -> Labelled:
-    if isinstance(part, Labelled):
-        return Labelled(resized(part.images, size, channels), part.labels)
+def _pixels(part: LabelledImages | list[tuple[Path, int]], size: tuple[int, ...], channels: int) -> LabelledImages:
+    if isinstance(part, LabelledImages):
+        return LabelledImages(resize_images(part.images, size, channels), part.labels)
     images = np.empty((len(part), *size, channels), np.uint8)
     for image, (file, _) in zip(images, part, strict=True):
-        image[:] = read_picture(file, str(file), channels, size)
-    return Labelled(images, np.array([label for _, label in part], np.int32))
+        image[:] = read_image(file, str(file), channels, size)
+    return LabelledImages(images, np.array([label for _, label in part], np.int32))
