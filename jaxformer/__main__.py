@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from jaxformer.cli.arguments import run_command
-from jaxformer.cli.help import paragraphs
+from jaxformer.cli.options import paragraphs
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo, echo_status
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import io
 import logging
 import os
 import re
 import signal
 import sys
 import traceback
+import types
+import typing
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -19,16 +21,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import tyro
-
-from jaxformer.cli.help import help_text
+from jaxformer.cli.options import help_text, option_groups
 from jaxformer.config import Config, check_fields
 from jaxformer.data.infer_config import infer_patch_size
 from jaxformer.errors import FULL, UserError
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")
-OPTION = r"--[\w.-]*\w"
+OPTION = re.compile(r"--[\w.-]*\w")
+KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
 
 
 def run_command(
@@ -94,29 +95,96 @@ class _OneLine(logging.Formatter):
         return escape_control(super().format(record))
 
 
-def parse(cls: type[T], arguments: Sequence[str], default: T, program: str, description: str) -> T:
-    """Parse flags for every field of a dataclass, nested ones dotted.
+def parse(arguments: Sequence[str], default: T, program: str, description: str) -> T:
+    """Return a dataclass with the fields that arguments give, nested ones dotted; the others keep their default.
 
     Raises:
       UserError: an unknown option (with the nearest known one), a value missing, of the wrong type or out of range.
     """
-
     if {"-h", "--help"} & {*arguments}:
         echo(help_text(default, program, description))
         sys.exit(0)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parsed = tyro.cli(
-                cls, args=list(arguments), default=default, prog=program, description=description,
-                config=(tyro.conf.AvoidSubcommands,),
-            )  # fmt: skip
-        check_fields(parsed)  # configs inside have checked themselves
-        return parsed
-    except SystemExit as error:
-        if error.code in (0, None):
-            raise
-    raise UserError(_sentence(said.getvalue(), arguments))
+    options = [option for group in option_groups(default) for option in group.options]
+    parser, names = _Parser(), dict(enumerate(options))
+    for number, option in names.items():
+        if option.positional:
+            parser.add_argument(str(number), type=_reader(option.flag, option.hint), nargs="?", default=SUPPRESS)
+        elif option.hint is bool:
+            for flag, value in zip(option.flags, (True, False), strict=True):
+                parser.add_argument(flag, dest=str(number), action="store_const", const=value, default=SUPPRESS)
+        else:
+            hint, nargs = option.hint, None
+            if typing.get_origin(hint) is tuple:
+                hint, nargs = typing.get_args(hint)[0], "*"
+            reader = _reader(option.flag, hint)
+            parser.add_argument(option.flag, dest=str(number), type=reader, nargs=nargs, default=SUPPRESS)
+    known, unknown = parser.read(arguments)
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if flags:
+        near = get_close_matches(flags[0], [flag for option in options for flag in option.flags], 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists all options."
+        raise UserError(f"unknown option {flags[0]}; {hint}")
+    if unknown:
+        raise UserError(f"{unknown[0]!r} belongs to no option; leave it out, or name its option: --help lists all.")
+    values = {names[int(number)].path: value for number, value in vars(known).items()}
+    parsed = _replaced(default, {path: tuple(v) if isinstance(v, list) else v for path, v in values.items()})
+    check_fields(parsed)  # configs inside have checked themselves
+    return parsed
+
+
+def _hyphenated(word: str) -> str:
+    """Return a word of the command line with hyphens for the underscores of its flag, if it begins with one."""
+    flag = OPTION.match(word)
+    return word if flag is None else flag[0].replace("_", "-") + word[flag.end() :]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser without options of its own that raises `UserError`."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, exit_on_error=False)
+
+    def read(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the known options, and all other arguments."""
+        try:
+            return self.parse_known_args([_hyphenated(word) for word in arguments])
+        except argparse.ArgumentError as error:
+            raise UserError(f"{error.argument_name}: {error.message}; --help lists all options.") from error
+
+
+def _reader(flag: str, hint: Any) -> Callable[[str], Any]:
+    """Return the function from a word of the command line to a value of a type; it raises `UserError`."""
+    choices: tuple[Any, ...] = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (choice for choice in choices if choice is not type(None))
+        inner = _reader(flag, hint)
+        return lambda word: None if word.lower() == "none" else inner(word)
+
+    def read(word: str) -> Any:
+        if hint is bool or typing.get_origin(hint) is typing.Literal:
+            values = {"true": True, "false": False} if hint is bool else {str(choice): choice for choice in choices}
+            if (value := word.lower() if hint is bool else word) in values:
+                return values[value]
+            near = get_close_matches(word, values, 1)
+            remedy = f"; did you mean {near[0]}?" if near else "."
+            raise UserError(f"{flag} is {word!r}; it must be one of {', '.join(values)}{remedy}")
+        if hint not in KINDS:
+            raise UserError(f"{flag} cannot be given as an option; set it in the config file.")
+        try:
+            return hint(word)
+        except ValueError as error:
+            raise UserError(f"{flag} is {word!r}; it must be {KINDS[hint]}.") from error
+
+    return read
+
+
+def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
+    """Return a dataclass with the values at these paths of field names."""
+    changes: dict[str, Any] = {}
+    for name in {path[0] for path in values}:
+        below = {path[1:]: value for path, value in values.items() if path[0] == name}
+        changes[name] = below[()] if () in below else _replaced(getattr(config, name), below)
+    return replace(config, **changes)  # type: ignore[type-var]
 
 
 def peek(arguments: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[argparse.Namespace, list[str]]:
@@ -128,13 +196,10 @@ def peek(arguments: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> 
     Raises:
       UserError: a value is missing or of the wrong type.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = _Parser()
     for flag, known in options.items():
         parser.add_argument(flag, **known)
-    try:
-        return parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}.") from error
+    return parser.read(arguments)
 
 
 def options_given(arguments: Sequence[str]) -> set[str]:
@@ -144,7 +209,7 @@ def options_given(arguments: Sequence[str]) -> set[str]:
       UserError: one is given twice; only the last would count.
     """
     flags = [re.sub(r"(^--|\.)no-", r"\1", a.partition("=")[0].replace("_", "-")) for a in arguments]
-    given = [flag for flag in flags if re.fullmatch(OPTION, flag)]
+    given = [flag for flag in flags if OPTION.fullmatch(flag)]
     if twice := [flag for flag in given if given.count(flag) > 1]:
         raise UserError(f"{twice[0]} is given twice; give it once, where it takes several values with all of them.")
     return set(given)
@@ -164,47 +229,13 @@ def with_image_size(model: Any, arguments: Sequence[str]) -> Any:
     for prefix in ("", "vision."):
         if f"{prefix}image_size" in given and f"{prefix}patch_size" not in given:
             flag = f"--model.{prefix}image-size"
-            spelled = [re.sub(OPTION, lambda match: match[0].replace("_", "-"), a, count=1) for a in arguments]
-            known, _ = peek(spelled, {flag: {"nargs": "+", "type": int}})
+            known, _ = peek(arguments, {flag: {"nargs": "+", "type": int}})
             size = tuple(vars(known)[flag.removeprefix("--").replace("-", "_")])
             if prefix and hasattr(model, "vision"):
                 model = replace(model, vision=infer_patch_size(model.vision, size))
             elif not prefix:
                 model = infer_patch_size(model, size)
     return model
-
-
-def _sentence(printed: str, arguments: Sequence[str]) -> str:
-    """The message in what tyro prints, or the nearest option where one is unknown.
-
-    Tyro prints a title, the message, and hints, apart by rules; in a box where the terminal can draw one.
-    """
-    boxed = "│" in printed
-    rows = [row.strip("│ ") for row in printed.splitlines() if row.strip() and row[0] not in "╭╰"]
-    sections: list[str] = [""]
-    for row in rows:
-        if set(row) <= set("─-"):
-            sections.append("")
-        else:
-            sections[-1] = f"{sections[-1]} {row}".strip()
-    message, *hints = sections if boxed else [*sections[1:], ""]
-    named = re.findall(OPTION, message)
-    unknown = [flag for a in arguments if (flag := a.partition("=")[0]) in named]
-    if message.startswith("Unrecognized") and unknown:
-        known = re.findall(OPTION, " ".join(hints).partition("Perhaps you meant:")[2])
-        near = get_close_matches(unknown[0], known, 1, 0)
-        return f"unknown option {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "--help lists all options.")
-    if no_choice := re.match(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", message):
-        value, flag, listed = no_choice.groups()
-        choices = re.findall(r"'([^']*)'", listed)
-        near = get_close_matches(value, choices, 1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        return f"{flag} is {value!r}; it must be one of {', '.join(choices)}{hint}"
-    if no_number := re.match(r"Error parsing (\S+): (invalid literal|could not convert).*: '(.*)'", message):
-        flag, what, value = no_number.groups()
-        kind = "a whole number, such as 1000" if what == "invalid literal" else "a number, such as 0.5"
-        return f"{flag} is {value!r}; it must be {kind}."
-    return f"{message.rstrip('.')}; --help lists all options."
 
 
 def folder_named(flag: str, value: str) -> Path:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 
 from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.options import POSITIONAL
 from jaxformer.config import flatten, to_dict
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo
@@ -30,9 +30,9 @@ MOST = 12
 class Arguments:
     """Options of diff."""
 
-    one: Annotated[str, tyro.conf.Positional] = ""
+    one: Annotated[str, POSITIONAL] = ""
     """A run's folder."""
-    other: Annotated[str, tyro.conf.Positional] = ""
+    other: Annotated[str, POSITIONAL] = ""
     """Another's."""
     tolerance: float = 0.0
     """Numbers that differ by no more than this share of the larger one count as the same."""
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(Arguments, arguments, Arguments(), PROGRAM, DESCRIPTION)
+    asked = parse(arguments, Arguments(), PROGRAM, DESCRIPTION)
     if not (asked.one and asked.other):
         raise UserError(f"give two runs: {PROGRAM} runs/one runs/other.")
     if not 0 <= asked.tolerance < 1:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
+from jaxformer.cli.options import MERGED
 from jaxformer.config import ComputeConfig, Config, at_least
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo
@@ -51,7 +50,7 @@ class TextOptions:
 class Arguments:
     """Options of eval."""
 
-    opening: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    opening: Annotated[RunOptions, MERGED] = field(default_factory=RunOptions)
     data: TextOptions = field(default_factory=TextOptions)
     stride: int | None = None
     """Tokens between the starts of two windows; at most, and without it, as many as a window predicts."""
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer eval", DESCRIPTION)
+    asked = parse(arguments, Arguments(), "python -m jaxformer eval", DESCRIPTION)
     at_least(asked, 1, "batch_size", *["stride"] if asked.stride is not None else [])
     if asked.data.path is None and (asked.stride is not None or asked.data.unwrap is not None):
         raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.fill_mask import GAP, encode_gaps
 from jaxformer.cli.load import RunOptions, open_run, with_run
+from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.prompts import Prompt
 from jaxformer.cli.translate import encode_source
 from jaxformer.config import at_least
@@ -52,7 +52,7 @@ example asks for; and the training: losses, entropy, update ratios, samples. A m
 class Arguments:
     """Options of inspect."""
 
-    run: Annotated[str | None, tyro.conf.Positional] = None
+    run: Annotated[str | None, POSITIONAL] = None
     """The run's folder; without it, the newest below runs/ that has a checkpoint."""
     prompt: str | None = None
     """The text to look at; without it, a held-out one. Of a masked language model with [MASK] where gaps are; of one
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer inspect", DESCRIPTION)
+    asked = parse(arguments, Arguments(), "python -m jaxformer inspect", DESCRIPTION)
     at_least(asked, 1, *["examples"] if asked.examples is not None else [])
     machine.set_up()
     run = open_run(with_run(RunOptions(run=asked.run, checkpoint=asked.checkpoint)), None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.cli.arguments import folder_named, load_config, load_module, options_given, parse, peek, run_command
-from jaxformer.cli.help import paragraphs
+from jaxformer.cli.options import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config, flatten, to_dict
 from jaxformer.errors import UserError
@@ -104,7 +104,7 @@ def _main(arguments: list[str]) -> int:
 def _config(name: str, options: Sequence[str]) -> Config:
     """A rung's config with the options; raises `UserError` for what `train.py` would refuse."""
     config = load_config(f"{RUNGS}:{name}")
-    return parse(Arguments, options, Arguments(config), "python -m jaxformer ladder", DESCRIPTION).fields
+    return parse(options, Arguments(config), "python -m jaxformer ladder", DESCRIPTION).fields
 
 
 def _climb(config: Config, run: Path, options: Sequence[str]) -> int:

@@ -13,10 +13,9 @@ from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config, parse, peek, run_command
+from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
@@ -42,7 +41,7 @@ FOR_THE_COMPILER = {
 class Arguments:
     """Options of plan: these, and every field of the config."""
 
-    fields: Annotated[Config, tyro.conf.arg(name="")]
+    fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """FILE.py or FILE.py:NAME, the config to start from."""
     topology: str | None = None
@@ -83,7 +82,7 @@ def _main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Arguments:
     known, _ = peek(arguments, {"--config": {"nargs": "?"}})
     spec = known.config or DEFAULT_CONFIG
-    return parse(Arguments, arguments, Arguments(load_config(spec), spec), PROGRAM, "Plan a training step.")
+    return parse(arguments, Arguments(load_config(spec), spec), PROGRAM, "Plan a training step.")
 
 
 def check_topology(topology: str, mesh: str) -> None:

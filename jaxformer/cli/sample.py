@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from math import log2
 from typing import Annotated, Literal
 
-import tyro
-
 from jaxformer.cli import machine, translate
 from jaxformer.cli.arguments import options_given, parse, run_command
 from jaxformer.cli.classify import tell_images
 from jaxformer.cli.fill_mask import fill_prompts
 from jaxformer.cli.load import RunOptions, model_of, run_folder, with_run
+from jaxformer.cli.options import HIDDEN, MERGED
 from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts
 from jaxformer.cli.sampler import Sampler
 from jaxformer.decode import Sampling, Speed, StopStrings
@@ -48,8 +47,8 @@ class SamplingOptions(Sampling):
     min_p: float | None = 0.05
     """Draw among tokens at least this probable, as a share of the likeliest one's probability; 0 keeps all. Applied
     beside the other filters."""
-    logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()
-    bad_words: tyro.conf.Suppress[tuple[tuple[int, ...], ...]] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], HIDDEN] = ()
+    bad_words: Annotated[tuple[tuple[int, ...], ...], HIDDEN] = ()
     stop_tokens: tuple[int, ...] = ()
     """Numbers of tokens that end a text, as end-of-text always does."""
 
@@ -84,7 +83,7 @@ MOST_EXPONENT = 100
 class Arguments:
     """Options of sample.py."""
 
-    opening: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+    opening: Annotated[RunOptions, MERGED] = field(default_factory=RunOptions)
     prompt: tuple[str, ...] = ("The",)
     """The text to continue; several are continued together."""
     images: tuple[str, ...] = ()
@@ -108,7 +107,7 @@ class Arguments:
     """The same seed gives the same text."""
     batch_size: int = 16
     """Texts to make at once; those of one prompt stay together."""
-    sampling: Annotated[SamplingOptions, tyro.conf.arg(name="")] = field(default_factory=SamplingOptions)
+    sampling: Annotated[SamplingOptions, MERGED] = field(default_factory=SamplingOptions)
     bad_words: tuple[str, ...] = ()
     """Texts never to make, also not after a space, as the run's tokenizer writes them."""
     logit_bias: tuple[str, ...] = ()
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(Arguments, arguments, Arguments(), "sample.py", DESCRIPTION)
+    asked = parse(arguments, Arguments(), "sample.py", DESCRIPTION)
     given = options_given(arguments)
     _check(asked, given)
     prompts = _prompts(asked)

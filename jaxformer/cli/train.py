@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
-import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import folder_named, load_config, model_fields, parse, peek, run_command, with_image_size
+from jaxformer.cli.options import MERGED
 from jaxformer.config import Config, differences
 from jaxformer.distributed import (
     DistributedOptions,
@@ -57,7 +57,7 @@ LEARNED_FROM = {"train.batch_size", "train.label_smoothing", "train.skip_batches
 class Arguments:
     """Options of train.py: these, and every field of the config."""
 
-    fields: Annotated[Config, tyro.conf.arg(name="")]
+    fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """FILE.py or FILE.py:NAME, the config to start from."""
     run: str | None = None
@@ -100,7 +100,7 @@ def _main(arguments: list[str]) -> int:
     config = load_config(known.config or DEFAULT_CONFIG) if known.config or stored is None else stored
     config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
     defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
-    asked = parse(Arguments, arguments, defaults, "train.py", DESCRIPTION)
+    asked = parse(arguments, defaults, "train.py", DESCRIPTION)
     config = asked.fields
     if asked.allow_changed_data and stored is None:
         raise UserError("--allow-changed-data goes with --resume; a new run learns from the data as it is.")

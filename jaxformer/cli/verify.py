@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
+from jaxformer.cli.options import POSITIONAL
 from jaxformer.config import ComputeConfig, at_least
 from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
 from jaxformer.terminal import echo
@@ -33,7 +33,7 @@ what rounding allows. The exit status is 1 where a promise is not kept."""
 class Arguments:
     """Options of verify."""
 
-    run: Annotated[str | None, tyro.conf.Positional] = None
+    run: Annotated[str | None, POSITIONAL] = None
     """The run's folder; without it, the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(Arguments, arguments, Arguments(), "python -m jaxformer verify", DESCRIPTION)
+    asked = parse(arguments, Arguments(), "python -m jaxformer verify", DESCRIPTION)
     at_least(asked, 2, "examples")
     at_least(asked, 2, "tokens")
     at_least(asked, 0, "seed")

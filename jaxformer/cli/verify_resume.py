@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 
 from jaxformer.cli.arguments import load_config, options_given, parse, peek, run_command
+from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
@@ -30,7 +30,7 @@ EVERY = "--train.checkpoint-every"
 class Arguments:
     """Options of verify-resume: these, and every field of the config."""
 
-    fields: Annotated[Config, tyro.conf.arg(name="")]
+    fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """FILE.py or FILE.py:NAME, the config to train."""
     kill_at: int | None = None
@@ -50,7 +50,7 @@ def _main(arguments: list[str]) -> int:
     known, fields = peek(arguments, own)
     config = load_config(known.config or DEFAULT_CONFIG)
     defaults = Arguments(config, known.config or DEFAULT_CONFIG)
-    asked = parse(Arguments, arguments, defaults, PROGRAM, "Kill a run, resume it, and compare.")
+    asked = parse(arguments, defaults, PROGRAM, "Kill a run, resume it, and compare.")
     kill_at = asked.fields.steps // 2 if asked.kill_at is None else asked.kill_at
     if not 1 <= kill_at < asked.fields.steps:
         raise UserError(f"kill-at is {kill_at}; it must be at least 1 and below the {asked.fields.steps} steps.")

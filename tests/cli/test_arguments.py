@@ -15,7 +15,7 @@ from jaxformer.__main__ import COMMANDS
 from jaxformer.checkpoints import LOCK
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import _OneLine, load_config, run_command, with_image_size
-from jaxformer.cli.help import help_text
+from jaxformer.cli.options import help_text
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer

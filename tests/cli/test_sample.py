@@ -228,7 +228,7 @@ def test_a_prompt_that_a_draft_or_search_has_no_room_for_is_refused_by_itself(mo
 
     monkeypatch.setattr("jaxformer.cli.sampler.open_run", open_run)
     given = ["--run", run, "--max-new-tokens", "6", *options]
-    sampler = Sampler(sample.parse(sample.Arguments, given, sample.Arguments(), "", ""))
+    sampler = Sampler(sample.parse(given, sample.Arguments(), "", ""))
     letters = "q" * 17  # a token each
     assert len(sampler.encode(Prompt(letters[:most], "it"))) == most
     with pytest.raises(UserError, match=f"it has {most + 1} tokens; it may have at most (the context's )?{most}"):

@@ -1,0 +1,156 @@
+"""Fields of a dataclass, nested ones dotted, as options of the command line, and the text of --help."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+MERGED = "merged"
+"""Mark of a nested dataclass whose fields are options without its name as a prefix."""
+POSITIONAL = "positional"
+"""Mark of a field that is given without a flag."""
+HIDDEN = "hidden"
+"""Mark of a field that is no option."""
+MAX_LINE_COLUMNS = 100
+"""Columns of a line of --help, however wide the terminal is."""
+METAVARS = {int: "INT", float: "FLOAT", str: "STR", bool: "{true,false}"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field as an option."""
+
+    path: tuple[str, ...]
+    """Names of the fields that lead to it."""
+    flag: str
+    """Such as `--model.n-heads`; of a positional one, the field's name."""
+    hint: Any
+    """The field's type."""
+    default: Any
+    doc: str
+    positional: bool
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag; of a bool, also the one that makes it False, such as `--data.no-unwrap`."""
+        group, dot, name = self.flag.removeprefix("--").rpartition(".")
+        return (self.flag, f"--{group}{dot}no-{name}") if self.hint is bool else (self.flag,)
+
+    def usage(self) -> str:
+        """Return the option and the form of its value, as --help shows them."""
+        if self.positional:
+            return f"[{self.flag.upper()}]"
+        return ", ".join(self.flags) if self.hint is bool else f"{self.flag} {_metavar(self.hint)}"
+
+    def help(self) -> str:
+        """Return the field's docstring and its default."""
+        if self.default is None or self.default in ((), ""):
+            return self.doc
+        words = map(str, self.default if isinstance(self.default, tuple) else (self.default,))
+        shown = " ".join(word if re.fullmatch(r"\S+", word) else repr(word) for word in words)
+        return f"{self.doc} (default: {shown})".strip()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options of one dataclass."""
+
+    title: str
+    about: str
+    """First paragraph of the class's docstring; empty for the outermost."""
+    options: list[Option]
+
+
+def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) -> list[Group]:
+    """Return the options of a dataclass, followed by those of the dataclasses inside it.
+
+    Args:
+      default: an instance; its values are the defaults.
+      prefix: of the flags, such as `model.`.
+      path: names of the fields that lead to it.
+    """
+    about = (inspect.getdoc(type(default)) or "").split("\n\n")[0] if prefix else ""
+    group = Group(f"{prefix.rstrip('.')} options".strip(), about, [])
+    inner: list[Group] = []
+    hints, docs = typing.get_type_hints(type(default), include_extras=True), field_docstrings(type(default))
+    for f in dataclasses.fields(default):
+        value, hint, here = getattr(default, f.name), hints[f.name], (*path, f.name)
+        hint, *marks = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+        if MERGED in marks:
+            merged, *below = option_groups(value, prefix, here)
+            group.options.extend(merged.options)
+            inner += below
+        elif dataclasses.is_dataclass(value):
+            inner += option_groups(value, f"{prefix}{f.name}.", here)
+        elif HIDDEN not in marks:
+            positional = POSITIONAL in marks
+            flag = f.name if positional else f"--{prefix}{f.name}".replace("_", "-")
+            group.options.append(Option(here, flag, hint, value, docs.get(f.name, ""), positional))
+    return [group, *inner]
+
+
+def help_text(default: Any, program: str, description: str) -> str:
+    """Return the text of --help for a dataclass: one option after another, each wrapped once, no flag broken.
+
+    Args:
+      default: an instance; its values are the defaults.
+    """
+    groups = option_groups(default)
+    arguments = [option.usage() for group in groups for option in group.options if option.positional]
+    parts = [paragraphs(" ".join(["usage:", program, "[OPTIONS]", *arguments])), paragraphs(description)]
+    for number, group in enumerate(groups):
+        lines = [f"{group.title}:", *([paragraphs(group.about, 2)] if group.about else [])]
+        rows = [(option.usage(), option.help()) for option in group.options]
+        for usage, text in [*([] if number else [("-h, --help", "Show this text.")]), *rows]:
+            lines += [paragraphs(usage, 2), paragraphs(text, 6)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def paragraphs(text: str, indent: int = 0) -> str:
+    """Return text wrapped to the terminal's width; empty lines part paragraphs, other line breaks are spaces."""
+    width, space = min(shutil.get_terminal_size().columns, MAX_LINE_COLUMNS), " " * indent
+    wrapper = textwrap.TextWrapper(
+        width, initial_indent=space, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n\n".join(wrapper.fill(" ".join(part.split())) for part in re.split(r"\n\s*\n", text.strip()))
+
+
+def _metavar(hint: Any) -> str:
+    """Return the form of a value of a type."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return f"{{{','.join(map(str, args))}}}"
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return "|".join("none" if arg is type(None) else _metavar(arg) for arg in args)
+    if typing.get_origin(hint) is tuple:
+        return f"{_metavar(args[0])} …"
+    return METAVARS.get(hint, "VALUE")
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass and of those that it inherits from."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError):  # defined in no file
+            continue
+        assert isinstance(node, ast.ClassDef)
+        for statement, following in pairwise(node.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                docs.pop(statement.target.id, None)
+                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                    docs[statement.target.id] = str(following.value.value)
+    return docs
