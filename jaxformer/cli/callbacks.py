@@ -51,7 +51,7 @@ def make_callbacks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> l
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
     callbacks = []
     if copied and isinstance(model, Decoder) and t.report_every:
-        callbacks.append(Callback(config.steps, _check_init(model, mesh, data), at_start=True))
+        callbacks.append(Callback(config.steps, _init_check(model, mesh, data), at_start=True))
     if copied and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(config, mesh, data), at_start=True))
     if t.report_every:
@@ -98,7 +98,7 @@ def _whole(probe: Batch) -> np.ndarray:
     return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
 
 
-def _check_init(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
+def _init_check(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
     """Before the first step, what the initialisation gives beside what it should, and warnings."""
     probe = next(data.held_out(FEW, FEW))
 
@@ -108,7 +108,7 @@ def _check_init(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
         found = check_init(model, local_copy(state.params, mesh), *probe.inputs[:1])
         say(str(found))
         return {
-            "check_init": {
+            "init_check": {
                 "expected": [asdict(m) for m in found.expected],
                 "observed": [asdict(m) for m in found.observed],
             }

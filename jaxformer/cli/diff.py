@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
@@ -76,9 +76,9 @@ def _configs(one: Path, other: Path) -> Iterator[str]:
 
 def _logs(one: Path, other: Path, tolerance: float) -> Iterator[str]:
     """First where they part, then all that differs there and at the end."""
-    from jaxformer.train.log import read_metrics, untimed
+    from jaxformer.train.log import read_metrics, without_timings
 
-    rows, others = (_by_step(read_metrics(run), untimed) for run in (one, other))
+    rows, others = (_by_step(map(without_timings, read_metrics(run))) for run in (one, other))
     both = sorted(rows.keys() & others.keys())
     if not both:
         yield "neither has any" if not rows and not others else "no step is logged by both"
@@ -108,11 +108,11 @@ def _logs(one: Path, other: Path, tolerance: float) -> Iterator[str]:
                 yield f"step {step:,}, {name}: {_values(rows[step], others[step], name)}"
 
 
-def _by_step(rows: Sequence[dict[str, Any]], untimed: Callable) -> dict[int, dict[str, Any]]:
+def _by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """All that was logged at each step; a note has a row of its own."""
     found: dict[int, dict[str, Any]] = {}
     for row in rows:
-        found.setdefault(row["step"], {}).update(flatten(untimed(row)))
+        found.setdefault(row["step"], {}).update(flatten(row))
     return found
 
 

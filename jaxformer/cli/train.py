@@ -170,7 +170,7 @@ def _train(
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, say
     from jaxformer.train.loop import Rollback, train
-    from jaxformer.train.sinks import prepare
+    from jaxformer.train.sinks import prepare_sinks
     from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
     console.quiet = not is_main_process()
@@ -181,7 +181,7 @@ def _train(
     attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
     # As above, what cannot be is refused before anything is written.
     if is_main_process():
-        prepare(config.train.log_to)
+        prepare_sinks(config.train.log_to)
     echo_status("reading the data ...")
     data = load_data(folder if resume else None, config, fixed)
     if data.model != config.model:
@@ -238,7 +238,7 @@ def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: 
     from jaxformer.runs import PLOTS
     from jaxformer.signals import record_signals
     from jaxformer.train.divergence import head_entropy
-    from jaxformer.train.log import final_line, plot, read_metrics, say
+    from jaxformer.train.log import final_line, plot_metrics, read_metrics, say
     from jaxformer.train.remedies import remedies
 
     quoted = shlex.quote(str(folder))
@@ -246,7 +246,7 @@ def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: 
         rows = read_metrics(folder)
         if is_main_process() and config.train.report_every:
             with user_error_on_write(folder, PLOTS):
-                plot(folder)
+                plot_metrics(folder)
             write_report(folder, rows)
         barrier()
         if outcome.status == "interrupted":

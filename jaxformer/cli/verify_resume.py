@@ -112,11 +112,11 @@ def parting(a: Path, b: Path) -> list[str]:
     Everything counts but the time that things took. Empty if they are the same to the last bit.
     """
     from jaxformer.checkpoints import CheckpointReader
-    from jaxformer.train.log import read_metrics, untimed
+    from jaxformer.train.log import read_metrics, without_timings
 
     said: list[str] = []
     no_row: dict[str, Any] = {}
-    logs = [map(untimed, read_metrics(folder)) for folder in (a, b)]
+    logs = [map(without_timings, read_metrics(folder)) for folder in (a, b)]
     for one, other in zip_longest(*logs, fillvalue=no_row):
         if difference := _first_difference(one, other):
             step = one.get("step", other.get("step"))

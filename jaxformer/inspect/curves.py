@@ -115,7 +115,7 @@ def _experts(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _first(rows: Sequence[Row]) -> Iterator[Section]:
-    found = next((row["check_init"] for row in rows if "check_init" in row), None)
+    found = next((row["init_check"] for row in rows if "init_check" in row), None)
     if found is None:
         return
     names = {

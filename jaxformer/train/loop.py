@@ -26,10 +26,10 @@ from jaxformer.sharding import assemble, batch_split, local_rows, place, replica
 from jaxformer.signals import record_signals
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, DivergenceMonitor, Mover, chance_loss, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, Sink, cut_log, say
+from jaxformer.train.log import Log, Sink, say, truncate_log
 from jaxformer.train.optimizer import make_schedule, updates_taken
 from jaxformer.train.remedies import remedies
-from jaxformer.train.sinks import forget, open_sinks
+from jaxformer.train.sinks import discard_wandb_run, open_sinks
 from jaxformer.train.step import CompiledStep, TrainState, abstract_state, allowed_failures, init_state
 
 FIRST_REPORT = 100
@@ -146,12 +146,12 @@ def train(
             config = replace(config, train=t)
             removed = checkpoints.remove_after(start)
             if is_main_process():
-                forget(folder)
+                discard_wandb_run(folder)
             notes.append(_describe(rollback, t.skip_batches, removed))
         if resume and is_main_process():
             if resumed or rollback is not None:
                 write_config(folder, config)
-            cut_log(folder, start if resumed else -1)
+            truncate_log(folder, start if resumed else -1)
         monitor = DivergenceMonitor.restore(
             None if changed else position.get("monitor"), chance_loss(config.model), stops=t.divergence == "stop"
         )

@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases."""
+"""Metric sinks besides `metrics.jsonl`: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import os
 import shlex
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,13 +19,13 @@ from jaxformer.runs import write_atomically
 from jaxformer.train.log import Sink, read_metrics
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""What each extra installs."""
+"""Package that each extra installs."""
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb/id"
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row but its step, by their path in it: `loss`, `entropy/1/3`, `gradients/W_pos/update`."""
+    """Return the numbers of a row, without its step, by path: `loss`, `entropy/1/3`, `gradients/W_pos/update`."""
     return {
         name: value
         for name, value in flatten(row, separator="/").items()
@@ -34,29 +33,29 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def prepare(names: Iterable[str]) -> None:
-    """See to it that `open_sinks` can succeed; at a terminal, Weights & Biases may ask for a login.
+def prepare_sinks(names: Iterable[str]) -> None:
+    """Check that the packages of these sinks are installed; at a terminal, Weights & Biases may ask for a login.
 
     Raises:
-      UserError: an extra is not installed, or nobody is logged in.
+      UserError: an extra is not installed, or no login exists.
     """
     for name in names:
         package = _package(name)
         if name == "wandb":
-            with _reaching(package, "log in with 'wandb login', or set WANDB_MODE=offline."):
+            with _connection(package, "log in with 'wandb login', or set WANDB_MODE=offline."):
                 if package.setup().settings.mode in ("online", "shared", "run"):
                     package.login(verify=False)  # opening a run verifies it
 
 
 @contextmanager
 def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
-    """What `config.train.log_to` names; nothing without a folder.
+    """Open the sinks of `config.train.log_to`; none without a folder.
 
-    A sink goes on where `metrics.jsonl` ends: what it has beyond does not count any more, and rows that it never had
-    it is given at once.
+    A sink is first brought to the state of `metrics.jsonl`: rows that it lacks are sent at once, and steps beyond the
+    last row are superseded.
 
     Raises:
-      UserError: see `prepare`; or it cannot be written or reached.
+      UserError: see `prepare_sinks`; or a sink cannot be written or reached.
     """
     with ExitStack() as stack:
         opened: list[Sink] = []
@@ -68,29 +67,25 @@ def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
 
 @contextmanager
 def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
-    """An event file of this start's own below the folder's tensorboard/, with all rows there are.
+    """Write an event file of this start's own below the folder's tensorboard/, with all rows there are.
 
-    Events are written here and now: tensorboardX's SummaryWriter has a thread for it, which dies of a full disk and
-    lets training wait for it forever; its RecordWriter waits for the disk after each.
+    Events are written synchronously: the thread of tensorboardX's SummaryWriter dies of a full disk, and training would
+    then wait for it forever.
     """
     _package("tensorboard")
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
-    from tensorboardX.record_writer import masked_crc32c
+    from tensorboardX.record_writer import RecordWriter
 
-    place = folder / TENSORBOARD
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
     with user_error_on_write(folder, TENSORBOARD):
-        place.mkdir(exist_ok=True)
-        file = (place / name).open("xb")
+        (folder / TENSORBOARD).mkdir(exist_ok=True)
+        writer = RecordWriter(str(folder / TENSORBOARD / name))
 
     def write(**event: Any) -> None:
-        content = Event(wall_time=time.time(), **event).SerializeToString()
-        length = struct.pack("<Q", len(content))
-        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
         with user_error_on_write(folder, TENSORBOARD):
-            file.write(b"".join((length, checksums[0], content, checksums[1])))  # TFRecord
-            file.flush()
+            writer.write(Event(wall_time=time.time(), **event).SerializeToString())
+            writer.flush()
 
     def sink(row: dict[str, Any]) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
@@ -98,28 +93,27 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
 
     try:
         write(file_version="brain.Event:2")
-        # From this step on, readers forget what earlier files say: all of it, which may lack or have steps too many.
+        # From this step on, readers discard earlier files, which may lack steps or have steps too many.
         write(step=0, session_log=SessionLog(status=SessionLog.START))
         for row in read_metrics(folder):
             sink(row)
         yield sink
     finally:
-        with suppress(OSError):  # every event was flushed, or its failure told
-            file.close()
+        with suppress(OSError):  # every event was flushed, or its failure raised
+            writer.close()
 
 
 @contextmanager
 def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
-    """A run of the project jaxformer, which a resumed one goes on with: its id is kept in the folder.
+    """Log to a run of the project jaxformer, whose id is stored in the folder, so that `--resume` continues it.
 
-    Of the steps before, Weights & Biases counts as lacking what it says that it lacks: after a run that was offline,
-    all of them, so that what is uploaded last is whole. What it has beyond the last checkpoint it keeps, and the same
-    steps, which come out the same, are not given again: its history only grows. A run that was rolled back is a new one
-    there; see `forget`.
+    Only steps from the run's `starting_step` on are sent, as its history is append-only: none twice after an online
+    run, and all after an offline one, so that the last upload is complete. A run that was rolled back begins a new
+    one; see `discard_wandb_run`.
     """
     wandb, file = _package("wandb"), folder / WANDB_ID
-    again = f"go on with: python train.py --resume --run {shlex.quote(str(folder))}"
-    with _reaching(wandb, "try again, or set WANDB_MODE=offline."):
+    resume = f"resume with: python train.py --resume --run {shlex.quote(str(folder))}"
+    with _connection(wandb, "try again, or set WANDB_MODE=offline."):
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "jaxformer"),
             name=os.environ.get("WANDB_NAME", folder.resolve().name),
@@ -127,14 +121,14 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
             id=file.read_text(encoding="utf-8").strip() if file.exists() else None,
         )  # fmt: skip
 
-    reached = 0
+    step = 0
 
     def sink(row: dict[str, Any]) -> None:
-        nonlocal reached
-        reached = row["step"]
-        if reached >= run.starting_step and (found := scalars(row)):
-            with _reaching(wandb, again):
-                run.log(found, step=reached, commit=True)
+        nonlocal step
+        step = row["step"]
+        if step >= run.starting_step and (values := scalars(row)):
+            with _connection(wandb, resume):
+                run.log(values, step=step, commit=True)
 
     try:
         with user_error_on_write(folder, WANDB_ID):
@@ -144,18 +138,18 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
             sink(row)
         yield sink
     except BaseException:
-        with suppress(Exception):  # what comes first is told
+        with suppress(Exception):  # the first error is raised
             run.finish(exit_code=1)
         raise
-    with _reaching(wandb, again):
-        run.finish(exit_code=int(reached < config.steps))  # also a run that was interrupted, or diverged, is not done
+    with _connection(wandb, resume):
+        run.finish(exit_code=int(step < config.steps))  # 1 also after an interrupt or divergence
 
 
-def forget(folder: Path) -> None:
-    """Let a run that was rolled back begin a new run of Weights & Biases: the steps of the old one came out otherwise.
+def discard_wandb_run(folder: Path) -> None:
+    """Remove the id of a run that was rolled back, so that Weights & Biases begins a new run: the old steps differ.
 
     Raises:
-      UserError: its id cannot be removed.
+      UserError: the id cannot be removed.
     """
     with user_error_on_write(folder, WANDB_ID):
         (folder / WANDB_ID).unlink(missing_ok=True)
@@ -165,19 +159,19 @@ _OPENERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}
 
 
 def _package(name: str) -> ModuleType:
-    """The package that an extra installs, or `UserError`."""
+    """Return the package that an extra installs, or raise `UserError`."""
     with suppress(ImportError):
         package = importlib.import_module(PACKAGES[name])
-        if getattr(package, "__file__", None):  # else a folder that happens to be called like it
+        if getattr(package, "__file__", None):  # else a namespace package: any folder of that name
             return package
     raise UserError(f"train.log_to {name} needs {PACKAGES[name]}; get it by pip install 'jaxformer[{name}]'.")
 
 
 @contextmanager
-def _reaching(wandb: ModuleType, remedy: str) -> Iterator[None]:
-    """Turn what Weights & Biases complains about into a `UserError`."""
+def _connection(wandb: ModuleType, remedy: str) -> Iterator[None]:
+    """Turn errors of Weights & Biases into a `UserError`."""
     try:
         yield
     except (wandb.Error, OSError, ValueError) as error:
-        what = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"Weights & Biases failed: {what}; {remedy}") from error
+        message = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"Weights & Biases failed: {message}; {remedy}") from error

@@ -27,7 +27,7 @@ def test_update_ratios_are_shown_beside_the_first_samples(tmp_path, monkeypatch)
     monkeypatch.setattr("jaxformer.cli.callbacks._samples", lambda *_: "samples")
     monkeypatch.setattr("jaxformer.cli.callbacks._update_ratios", lambda *_: "update ratios")
     monkeypatch.setattr("jaxformer.cli.callbacks._continuations", lambda *_: None)
-    monkeypatch.setattr("jaxformer.cli.callbacks._check_init", lambda *_: None)
+    monkeypatch.setattr("jaxformer.cli.callbacks._init_check", lambda *_: None)
     config = Config(
         "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
     )

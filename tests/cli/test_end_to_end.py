@@ -91,8 +91,8 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     parameters = 2 * 280 * 16 + 3 * 16 + 2 * 8 + (4 * 16 * 16 + 16 * 32 + 32 + 32 * 16 + 16)
     assert lines[3].startswith(f"model: Decoder, {parameters:,} parameters; ")
     assert lines[4].startswith("training: 20 steps of 4 examples (64 tokens), ")
-    (check_init,) = [i for i, line in enumerate(lines) if line == "initialisation check, observed (expected):"]
-    assert re.fullmatch(r" +0( +[\d.]+ \([\d.]+\)){3}", lines[check_init + 2]), lines[check_init + 2]
+    (init_check,) = [i for i, line in enumerate(lines) if line == "initialisation check, observed (expected):"]
+    assert re.fullmatch(r" +0( +[\d.]+ \([\d.]+\)){3}", lines[init_check + 2]), lines[init_check + 2]
     assert all(len(line) <= 100 for line in lines if line.startswith("step "))
     assert lines[-1].startswith("sample from it: python sample.py --run runs/quick")
     rows = read_metrics(here / "runs/quick")
@@ -107,7 +107,7 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     assert np.array(last["entropy"]).shape == (1, 2)
     assert any(row["name"] == "blocks.0.attention.heads.1.W_K" for row in rows[5]["gradients"])
     assert last["val_loss"] < rows[0]["val_loss"]
-    assert len(rows[0]["check_init"]["observed"]) == 1 and "check_init" not in last
+    assert len(rows[0]["init_check"]["observed"]) == 1 and "init_check" not in last
     folder = here / "runs/quick"
     for name in ("config.json", "tokenizer.json", "samples.txt", "plots/loss.png", "plots/entropy.png", "report.html"):
         assert (folder / name).stat().st_size > 0

@@ -120,7 +120,7 @@ def test_a_run_that_ends_no_better_than_it_began_is_warned_of(rows, outcome, war
 
 def test_a_terminal_that_is_closed_at_the_end_stops_no_report(monkeypatch, tmp_path, capfd):
     closed = []
-    monkeypatch.setattr("jaxformer.train.log.plot", lambda folder: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr("jaxformer.train.log.plot_metrics", lambda folder: os.kill(os.getpid(), signal.SIGHUP))
     before = signal.signal(signal.SIGHUP, lambda *given: closed.append(given))
     try:
         outcome = Outcome("interrupted", 20, None, None, signal=signal.SIGINT)

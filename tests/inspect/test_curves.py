@@ -16,7 +16,7 @@ ROWS = [
     {
         "step": 0, "val_loss": 6.0, "entropy": [[2.0, 1.5], [1.0]],
         "router": {"blocks.0.mlp": {"share": [0.25, 0.75]}},
-        "check_init": {
+        "init_check": {
             "expected": [{"stream": 1.0, "scores": 4.0, "entropy": 1.5, "growth": 2.0}],
             "observed": [{"stream": 1.1, "scores": 4.4, "entropy": None, "growth": 2.2}],
         },

@@ -1,4 +1,4 @@
-"""Metrics on disk."""
+"""The log: rows on disk, lines in the terminal, plots."""
 
 import json
 import shutil
@@ -12,50 +12,50 @@ from jaxformer.models.objective import OBJECTIVES
 from jaxformer.train.log import (
     Log,
     TimeLeft,
-    cut_log,
     duration,
     entropy_lines,
     final_line,
-    line,
-    plot,
+    format_row,
+    plot_metrics,
     read_metrics,
+    truncate_log,
 )
 from tests.helpers import mounted
 
 ROW = {"step": 0, "epoch": 0.0, "tokens": 0, "val_loss": 2.0, "val_ppl": 7.4, "val_bpb": 1.0, "entropy": [[1.0, 0.5]]}
 
 
-def test_rows_come_back_and_numbers_json_cannot_hold_are_null(tmp_path):
+def test_read_metrics_returns_logged_rows_with_null_for_non_finite_numbers(tmp_path):
     with Log(tmp_path, 0, 3) as log:
         log.row(ROW)
         log.row({"step": 1, "loss": float("inf")})
     assert read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None}]
 
 
-def test_sinks_get_what_the_file_holds(tmp_path):
-    seen: list[dict] = []
-    with Log(tmp_path, 0, 3, [seen.append]) as log:
+def test_sinks_receive_the_rows_of_the_file(tmp_path):
+    received: list[dict] = []
+    with Log(tmp_path, 0, 3, [received.append]) as log:
         log.row(ROW)
         log.row({"step": 1, "loss": float("nan"), "entropy": [[float("inf"), 0.5]]})
-    assert seen == read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None, "entropy": [[None, 0.5]]}]
+    assert received == read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None, "entropy": [[None, 0.5]]}]
 
 
-def test_a_line_shows_losses_throughput_and_the_time_left():
+def test_format_row_shows_losses_throughput_and_time_left():
     text = {**ROW, "loss": 1.5, "ppl": 4.48, "val_accuracy": 0.25, "step_ms": 12.3, "tokens_per_s": 1234.5}
-    assert line(text, ["3 min left"]) == (
+    assert format_row(text, ["3 min left"]) == (
         "step       0  loss 1.500  held-out 2.000 (1.000 bits/byte)  1,234 tokens/s  3 min left"
     )
     share = {"blocks.0.mlp": {"share": [0.5, 0.2, 0.3], "dropped": 0.0}, "blocks.1.mlp": {"share": [0.1, 0.3, 0.6]}}
     images = {"step": 1200, "epoch": 1.5, "examples": 9600, "val_loss": 0.5, "val_accuracy": 0.9, "router": share}
-    assert line(images) == "step   1,200  held-out 0.500 (90.0% accuracy)  tokens per expert 10.0 to 60.0 %"
+    assert format_row(images) == "step   1,200  held-out 0.500 (90.0% accuracy)  tokens per expert 10.0 to 60.0 %"
 
 
-def test_lines_fit_100_columns_and_break_between_their_parts():
+def test_rows_wrap_between_parts_within_100_columns():
     row = {
         **ROW, "step": 100_000, "loss": 10.123, "val_loss": 10.123, "val_bpb": 3.123, "tokens_per_s": 1_234_567.0,
         "router": {"mlp": {"share": [0.001, 0.999]}}, "entropy": [[1.234] * 16] * 4,
     }  # fmt: skip
-    shown = line(row, ["12 h 05 min left"]).split("\n")
+    shown = format_row(row, ["12 h 05 min left"]).split("\n")
     assert shown[1].strip() == "tokens per expert 0.1 to 99.9 %"
     entropies = entropy_lines(row)
     assert [part.split(":")[0].split()[-1] for part in entropies] == ["block", "0", "1", "2", "3"]
@@ -64,7 +64,7 @@ def test_lines_fit_100_columns_and_break_between_their_parts():
     assert entropy_lines({"step": 0, "val_loss": 1.0}) == []
 
 
-def test_the_time_left_is_smoothed_and_left_out_until_it_is_known():
+def test_time_left_is_smoothed_and_omitted_for_the_first_row():
     left = TimeLeft(1000)
     assert left({"step": 0, "val_loss": 1.0}) == left({"step": 10, "step_ms": 9000.0}) == []
     assert left({"step": 100, "step_ms": 100.0}) == ["2 min left"]
@@ -73,35 +73,35 @@ def test_the_time_left_is_smoothed_and_left_out_until_it_is_known():
     assert [duration(s) for s in (0.1, 59.4, 60, 3599, 7505)] == ["1 s", "59 s", "1 min", "1 h 00 min", "2 h 05 min"]
 
 
-def test_a_line_tells_how_many_images_find_their_text_by_the_name_that_the_objective_gives_it():
-    # Of two pairs whose image and text lie in one place each, all find theirs.
+def test_format_row_shows_recall_by_the_name_of_the_objective():
+    # Of two pairs with identical image and text embeddings, recall is 100 %.
     half = np.eye(2, dtype=np.float32)
     measures = {"image": half, "text": half, "log_scale": np.zeros(2), "caption": np.arange(2), "weight": np.ones(2)}
     found = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
-    shown = line({"step": 0, "epoch": 0.0, CaptionDataset.unit: 0, **found})
+    shown = format_row({"step": 0, "epoch": 0.0, CaptionDataset.unit: 0, **found})
     assert shown == "step       0  held-out 0.313 (100.0% recall at 5)"  # log(1 + 1/e)
 
 
-def test_entropies_are_shown_on_demand(tmp_path, capsys):
-    for name, wanted in (("a", False), ("b", True)):
+def test_entropies_are_printed_only_with_show_entropy(tmp_path, capsys):
+    for name, show_entropy in (("a", False), ("b", True)):
         (tmp_path / name).mkdir()
-        with Log(tmp_path / name, 0, 3, show_entropy=wanted) as log:
+        with Log(tmp_path / name, 0, 3, show_entropy=show_entropy) as log:
             log.row(ROW)
-        assert ("0: 1.00 0.50" in capsys.readouterr().out) == wanted
+        assert ("0: 1.00 0.50" in capsys.readouterr().out) == show_entropy
 
 
-def test_cutting_keeps_rows_and_samples_up_to_the_step_and_drops_a_torn_line(tmp_path):
+def test_truncate_log_keeps_rows_and_samples_up_to_the_step(tmp_path):
     rows = [{"step": s, "loss": 1 / 3 / (s + 1)} for s in (0, 10, 2000, 2010)]
     text = "".join(json.dumps(r) + "\n" for r in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 2020, "lo')
     entries = [f"[step {s:,}, temperature 0.5] once\n\nupon\n\n" for s in (10, 2000, 2010)]
     (tmp_path / "samples.txt").write_text("".join(entries))
-    cut_log(tmp_path, 2000)
+    truncate_log(tmp_path, 2000)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(text.splitlines(keepends=True)[:3])
     assert (tmp_path / "samples.txt").read_text() == "".join(entries[:2])
 
 
-def test_a_full_disk_is_one_sentence_and_tears_at_most_the_last_line(tmp_path):
+def test_full_disk_is_a_user_error_and_leaves_readable_metrics(tmp_path):
     with mounted(tmp_path, "64k") as disk:
         full = r"metrics.jsonl cannot be written to .*: No space left on device; free"
         with pytest.raises(UserError, match=full), Log(disk, 0, 3) as log:
@@ -109,12 +109,12 @@ def test_a_full_disk_is_one_sentence_and_tears_at_most_the_last_line(tmp_path):
                 log.row(ROW)
         assert all(row == ROW for row in read_metrics(disk))
         with pytest.raises(UserError, match=full):
-            cut_log(disk, 0)
+            truncate_log(disk, 0)
         assert [file.name for file in disk.iterdir()] == ["metrics.jsonl"]
         assert len(read_metrics(disk)) > 100
 
 
-def test_a_folder_that_vanishes_is_one_sentence(tmp_path):
+def test_vanished_folder_is_a_user_error(tmp_path):
     (tmp_path / "run").mkdir()
     with Log(tmp_path / "run", 0, 3) as log:
         log.row(ROW)
@@ -123,14 +123,14 @@ def test_a_folder_that_vanishes_is_one_sentence(tmp_path):
             log.row(ROW)
 
 
-def test_notes_and_warnings_are_shown(tmp_path, capsys):
+def test_notes_and_warnings_are_printed(tmp_path, capsys):
     with Log(tmp_path, 0, 3) as log:
         log.row({"step": 2, "note": "the wind has turned"})
         log.row({"step": 3, "warning": "a storm; go in"})
     assert capsys.readouterr().out == "step 2  note: the wind has turned\nstep 3  warning: a storm; go in\n"
 
 
-def test_without_evaluations_the_loss_is_shown_at_a_pace_of_its_own_and_at_the_end(tmp_path, capsys):
+def test_show_every_prints_the_loss_between_evaluations_and_at_the_last_step(tmp_path, capsys):
     with Log(tmp_path, 0, 250, show_every=100) as log:
         log.row({"step": 0, "epoch": 0.0})
         for step in range(50, 251, 50):
@@ -142,7 +142,7 @@ def test_without_evaluations_the_loss_is_shown_at_a_pace_of_its_own_and_at_the_e
     ]
 
 
-def test_the_last_line_has_the_words_of_the_others():
+def test_final_line_shows_all_validation_metrics():
     evaluated = {"val_loss": 5.1712, "val_ppl": 176.13, "val_bpb": 2.063, "val_accuracy": 0.146, "val_targets": 9}
     assert final_line(1500, evaluated) == (
         "final: step 1,500  held-out 5.171 (perplexity 176.1, 2.063 bits/byte, 14.6% accuracy)"
@@ -153,11 +153,11 @@ def test_the_last_line_has_the_words_of_the_others():
     assert final_line(3, pairs) == "final: step 3  held-out 0.500 (image to text recall at 1 0.25)"
 
 
-def test_plots_are_pictures(tmp_path):
+def test_plots_are_png_files(tmp_path):
     with Log(tmp_path, 0, 2) as log:
         log.row(ROW)
         log.row(ROW | {"step": 1, "loss": 1.5, "ppl": 4.48})
-    plot(tmp_path)
+    plot_metrics(tmp_path)
     for name in ("loss", "entropy"):
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -167,13 +167,13 @@ def test_plots_are_pictures(tmp_path):
     [
         "3", "{", '{"loss": 1}', '{"step": "x"}', "\xff", "[" * 100_000, '{"step": 1, "loss": "x"}', '{"step": true}',
         '{"step": 1, "entropy": [1]}', '{"step": 1, "router": {"a": 1}}', '{"step": 1, "gradients": [{"name": "W"}]}',
-        '{"step": 1, "note": 3}', '{"step": 1, "val_loss": 1e400}', '{"step": 1, "at_first": {}}',
+        '{"step": 1, "note": 3}', '{"step": 1, "val_loss": 1e400}', '{"step": 1, "init_check": {}}',
         '{"step": 1, "diverged": 3}',
     ],
 )  # fmt: skip
-def test_a_line_in_the_middle_that_is_no_row_is_named(tmp_path, line):
+def test_malformed_line_before_the_last_is_a_user_error_with_its_number(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 1}\n')
-    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is no row"):
+    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is not a row"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line.encode("latin-1"))
     assert read_metrics(tmp_path) == [{"step": 0}]

@@ -22,7 +22,7 @@ from jaxformer.runs import read_config
 from jaxformer.sharding import make_mesh
 from jaxformer.signals import ReceivedSignal
 from jaxformer.train import loop
-from jaxformer.train.log import read_metrics, untimed
+from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, Rollback, is_due, train
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.sinks import WANDB_ID
@@ -255,7 +255,7 @@ def test_rolled_back_to_the_start_a_run_keeps_no_checkpoint_of_before(monkeypatc
     assert run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(0)).status == "done"
     rows = read_metrics(tmp_path / "run")
     assert rows[0]["note"] == "rolled back to step 0; checkpoints removed: 5, 10"
-    assert [untimed(row) for row in rows[1:]] == [untimed(row) for row in first]
+    assert [without_timings(row) for row in rows[1:]] == [without_timings(row) for row in first]
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"has no checkpoint 7; it has \[5, 10\]"):
         run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(7))

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get what `metrics.jsonl` holds, and each step once."""
+"""TensorBoard and Weights & Biases hold the rows of `metrics.jsonl`, each step once."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import Callback, train
-from jaxformer.train.sinks import open_sinks, prepare, scalars
+from jaxformer.train.sinks import open_sinks, prepare_sinks, scalars
 from tests.helpers import mounted, run, tiny, write_books
 
 MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
@@ -60,11 +60,11 @@ NAMED = {
 
 
 class Killed(Exception):
-    """What ends a run without a save."""
+    """Stand-in for a signal that ends a run without a save."""
 
 
 def events(file: Path) -> Iterator[Event]:
-    """A file of TFRecords: length, its checksum, content, its checksum."""
+    """Yield the events of a file of TFRecords: length, its checksum, content, its checksum."""
     content = file.read_bytes()
     while content:
         (length,) = struct.unpack("<Q", content[:8])
@@ -72,8 +72,8 @@ def events(file: Path) -> Iterator[Event]:
         content = content[16 + length :]
 
 
-def told(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """What TensorBoard shows of a run: files in the order of their names, each forgetting what it starts before."""
+def tensorboard_rows(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """Return the rows that TensorBoard shows: files by name, each superseding the steps from its START event on."""
     rows: list[tuple[int, dict[str, float]]] = []
     for file in sorted((folder / "tensorboard").iterdir()):
         first, *others = events(file)
@@ -86,8 +86,8 @@ def told(folder: Path) -> list[tuple[int, dict[str, float]]]:
     return rows
 
 
-def stored(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """The same from `metrics.jsonl`, in the float32 that TensorBoard keeps."""
+def logged_rows(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """Return the rows of `metrics.jsonl` in the float32 that TensorBoard stores."""
     return [
         (row["step"], {name: float(np.float32(value)) for name, value in scalars(row).items()})
         for row in read_metrics(folder)
@@ -95,12 +95,12 @@ def stored(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def write_rows(folder: Path, steps: Iterable[int]) -> None:
-    """A log whose loss falls by 1 a step."""
+    """Write a log whose loss falls by 1 per step."""
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {5 - step}.0}}\n' for step in steps))
 
 
 def train_in(folder: Path, config: Config, killed_at: int | None = None, resume: bool = False) -> None:
-    """Train with all that a run looks at on the way, on one device."""
+    """Train with the callbacks of the command line, on one device."""
     config = replace(config, data=TextConfig(str(write_books(folder.parent / "books"))))
     folder.mkdir(exist_ok=True)
     data, mesh = config.data.load(MODEL, config.train.batch_size, config.seed), make_mesh("", jax.devices()[:1])
@@ -112,60 +112,60 @@ def train_in(folder: Path, config: Config, killed_at: int | None = None, resume:
     train(config, data, folder, mesh, [*make_callbacks(config, mesh, data, folder), Callback(1, kill)], resume)
 
 
-def test_numbers_are_named_by_their_path_in_the_row():
+def test_scalars_are_named_by_their_path_in_the_row():
     assert scalars(ROW) == NAMED
     assert scalars({"step": 3, "note": "the wind has turned"}) == {}
 
 
 @pytest.mark.slow
-def test_tensorboard_has_each_step_of_an_interrupted_run_once_and_as_metrics_has_it(tmp_path):
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     with pytest.raises(Killed):
         train_in(tmp_path / "run", CONFIG, killed_at=6)
-    assert [step for step, _ in told(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in tensorboard_rows(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
     train_in(tmp_path / "run", CONFIG, resume=True)  # from step 3
-    assert told(tmp_path / "run") == stored(tmp_path / "run")
-    assert [step for step, _ in told(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
-    names = told(tmp_path / "run")[6][1].keys()
+    assert tensorboard_rows(tmp_path / "run") == logged_rows(tmp_path / "run")
+    assert [step for step, _ in tensorboard_rows(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
+    names = tensorboard_rows(tmp_path / "run")[6][1].keys()
     assert {"loss", "val_loss", "lr", "entropy/0/1", "gradients/blocks.0.attention.heads.1.W_K/update"} <= names
 
 
-def test_tensorboard_is_given_the_rows_from_before_it_was_asked_for(tmp_path):
+def test_tensorboard_receives_the_rows_logged_before_it_was_enabled(tmp_path):
     write_rows(tmp_path, range(3))
     with open_sinks(tmp_path, CONFIG) as (sink,):
         sink({"step": 3, "loss": 2.0})
-        assert told(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]  # while it trains
+        assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]  # while it trains
     write_rows(tmp_path, range(2))  # as resuming at step 1 cuts it
     with open_sinks(tmp_path, CONFIG):
         pass
-    assert told(tmp_path) == [(0, {"loss": 5.0}), (1, {"loss": 4.0})]
+    assert tensorboard_rows(tmp_path) == [(0, {"loss": 5.0}), (1, {"loss": 4.0})]
     write_rows(tmp_path, range(4))  # after it had trained on without
     with open_sinks(tmp_path, CONFIG):
         pass
-    assert told(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]
+    assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]
 
 
-def test_a_full_disk_is_one_sentence(tmp_path):
+def test_full_disk_is_a_user_error(tmp_path):
     full = r"tensorboard cannot be written to .*: No space left on device; free some space, then go on"
     with mounted(tmp_path, "64k") as disk, pytest.raises(UserError, match=full), open_sinks(disk, CONFIG) as (sink,):
         for _ in range(1000):  # more than 100 KB
             sink(ROW)
 
 
-def test_without_a_folder_nothing_is_written():
+def test_no_folder_opens_no_sinks():
     with open_sinks(None, CONFIG) as sinks:
         assert sinks == []
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_an_extra_that_is_not_installed_is_named(monkeypatch, name, package):
-    for found in (None, ModuleType(package)):  # not there, or a folder that is called like it
-        monkeypatch.setitem(sys.modules, package, found)
+def test_missing_package_is_a_user_error_with_the_extra(monkeypatch, name, package):
+    for module in (None, ModuleType(package)):  # not installed, or a namespace package
+        monkeypatch.setitem(sys.modules, package, module)
         with pytest.raises(UserError, match=rf"log_to {name} needs {package}; .*pip install 'jaxformer\[{name}\]'"):
-            prepare([name])
+            prepare_sinks([name])
 
 
 @pytest.mark.slow
-def test_without_the_extra_no_run_is_made(tmp_path, monkeypatch):
+def test_missing_package_stops_training_before_a_run_folder_exists(tmp_path, monkeypatch):
     write_books(tmp_path / "books")
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden/tensorboardX.py").write_text("raise ImportError")
@@ -177,7 +177,7 @@ def test_without_the_extra_no_run_is_made(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch) -> Iterator[ModuleType]:
-    """Weights & Biases offline, apart from the user's; not in the extra `test`, for it is large."""
+    """Return wandb offline, isolated from the user's settings; it is not in the extra `test`, being large."""
     package = pytest.importorskip("wandb")
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "of_wandb"))
@@ -194,8 +194,8 @@ def wandb(tmp_path, monkeypatch) -> Iterator[ModuleType]:
 
 
 def uploads(file: Path) -> list[Any]:
-    """The records of a file that `wandb sync` uploads: LevelDB's log format after 7 bytes, blocks of 32 KiB that hold
-    whole records (1) or parts of them (2, first; 3; 4, last)."""
+    """Return the records of a file that `wandb sync` uploads: LevelDB's log format after 7 bytes, blocks of 32 KiB with
+    complete records (1) or parts of them (2, first; 3; 4, last)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, parts, records = file.read_bytes(), 7, b"", []
@@ -213,20 +213,20 @@ def uploads(file: Path) -> list[Any]:
 
 
 def uploaded_rows(file: Path) -> list[tuple[int, dict[str, float]]]:
-    """Its history, without what Weights & Biases adds."""
-    found = []
+    """Return the history of such a file, without the keys that Weights & Biases adds."""
+    rows = []
     for record in uploads(file):
         if record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            found.append((items["_step"], {name: value for name, value in items.items() if name[0] != "_"}))
-    return found
+            rows.append((items["_step"], {name: value for name, value in items.items() if name[0] != "_"}))
+    return rows
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_is_one_run_of_weights_and_biases_and_its_last_upload_is_whole(tmp_path, wandb):
+def test_resumed_run_is_one_wandb_run_and_its_last_upload_is_complete(tmp_path, wandb):
     config, folder = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",))), tmp_path / "quick"
     folder.mkdir()
-    prepare(config.train.log_to)
+    prepare_sinks(config.train.log_to)
     with pytest.raises(Killed), open_sinks(folder, config) as (sink,):
         sink({"step": 0, "loss": 5.0})
         sink({"step": 1, "note": "the wind has turned"})
@@ -252,17 +252,17 @@ def test_an_interrupted_run_is_one_run_of_weights_and_biases_and_its_last_upload
 
 
 @pytest.mark.slow
-def test_a_login_that_is_missing_is_one_sentence_before_anything_is_made(wandb, monkeypatch):
+def test_missing_login_is_a_user_error_before_training(wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # no terminal
     with pytest.raises(UserError, match=r"failed: No API key .*; log in with 'wandb login', or set WANDB_MODE=offline"):
-        prepare(["wandb"])
+        prepare_sinks(["wandb"])
 
 
 @pytest.mark.slow
-def test_weights_and_biases_that_fail_are_one_sentence(tmp_path, wandb, monkeypatch):
+def test_wandb_errors_are_user_errors(tmp_path, wandb, monkeypatch):
     config = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",)))
-    lost = rf"Weights & Biases failed: Connection lost; go on with: python train\.py --resume --run {tmp_path}$"
+    lost = rf"Weights & Biases failed: Connection lost; resume with: python train\.py --resume --run {tmp_path}$"
     with pytest.raises(UserError, match=lost), open_sinks(tmp_path, config) as (sink,):
         monkeypatch.setattr(
             wandb.Run, "log", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("Connection lost"))
