@@ -21,8 +21,9 @@ from flax.traverse_util import flatten_dict
 from processes import serve
 
 from jaxformer.cli import machine
-from jaxformer.config import Config, from_dict, to_dict
+from jaxformer.config import Config
 from jaxformer.data.windows import next_token_batch
+from jaxformer.fields import from_dict, to_dict
 from jaxformer.memory import memory_needed
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import batch_split, make_mesh, place

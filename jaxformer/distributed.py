@@ -20,8 +20,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxformer.config import check_fields
 from jaxformer.errors import UserError
+from jaxformer.fields import check_fields
 
 PATIENCE = 60
 """Seconds that the processes have to find each other: they do not start together to the second."""

@@ -22,10 +22,11 @@ from jax.sharding import Mesh
 import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import CHECKSUMS, CheckpointReader
-from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig, from_dict, to_dict
+from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, parse_json
+from jaxformer.fields import from_dict, to_dict
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.parameters import dotted

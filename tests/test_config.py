@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TrainConfig, differences, from_dict, to_dict
+from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TrainConfig
 from jaxformer.data.corpus import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.fields import differences, from_dict, to_dict
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"errors", "signals", "terminal"},
+    {"fields"},
     {"config"},
     {"data"},
     {"ops"},

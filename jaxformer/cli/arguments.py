@@ -22,9 +22,10 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from jaxformer.cli.options import help_text, option_groups
-from jaxformer.config import Config, check_fields
+from jaxformer.config import Config
 from jaxformer.data.infer_config import infer_patch_size
 from jaxformer.errors import FULL, UserError
+from jaxformer.fields import check_fields
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.options import POSITIONAL
-from jaxformer.config import flatten, to_dict
 from jaxformer.errors import UserError
+from jaxformer.fields import flatten, to_dict
 from jaxformer.terminal import echo
 
 PROGRAM = "python -m jaxformer diff"

@@ -11,8 +11,9 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import MERGED
-from jaxformer.config import ComputeConfig, Config, at_least
+from jaxformer.config import ComputeConfig, Config
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:

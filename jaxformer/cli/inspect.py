@@ -18,10 +18,10 @@ from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.prompts import Prompt
 from jaxformer.cli.translate import encode_source
-from jaxformer.config import at_least
 from jaxformer.data.dataset import Batch
 from jaxformer.decode import translate_tokens
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 from jaxformer.inspect import trace_names, views
 from jaxformer.inspect.curves import training
 from jaxformer.inspect.page import Section, write_page

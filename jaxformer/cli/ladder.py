@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from jaxformer.cli.arguments import folder_named, load_config, load_module, options_given, parse, peek, run_command
 from jaxformer.cli.options import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
-from jaxformer.config import Config, flatten, to_dict
+from jaxformer.config import Config
 from jaxformer.errors import UserError
+from jaxformer.fields import flatten, to_dict
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:

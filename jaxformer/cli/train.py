@@ -19,7 +19,7 @@ import jax
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import folder_named, load_config, model_fields, parse, peek, run_command, with_image_size
 from jaxformer.cli.options import MERGED
-from jaxformer.config import Config, differences
+from jaxformer.config import Config
 from jaxformer.distributed import (
     DistributedOptions,
     barrier,
@@ -31,6 +31,7 @@ from jaxformer.distributed import (
     shutdown,
 )
 from jaxformer.errors import UserError, user_error_on_write
+from jaxformer.fields import differences
 from jaxformer.signals import raise_on_signals
 from jaxformer.terminal import echo, echo_status
 

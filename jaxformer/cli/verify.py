@@ -15,7 +15,8 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
-from jaxformer.config import ComputeConfig, at_least
+from jaxformer.config import ComputeConfig
+from jaxformer.fields import at_least
 from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
 from jaxformer.terminal import echo
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
+from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
@@ -23,6 +23,7 @@ from jaxformer.data.infer_config import ALL, describe_changes, infer_image_size,
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")

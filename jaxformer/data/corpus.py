@@ -11,13 +11,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig, at_least
+from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
 from jaxformer.data.text import SOTU, Document, hold_out, read_documents
 from jaxformer.data.token_cache import Split, cache_root, cached, encode, holds_tokens_of, token_dtype
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 
 FORMAT = 2
 """Raise it when the same text and settings are to give other tokens."""

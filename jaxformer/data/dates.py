@@ -15,10 +15,11 @@ import numpy as np
 from babel import Locale, UnknownLocaleError
 from babel.dates import format_date
 
-from jaxformer.config import DataConfig, ModelConfig, at_least
+from jaxformer.config import DataConfig, ModelConfig
 from jaxformer.data.pairs import Pair, PairDataset, build_pair_dataset, check_seq2seq
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 
 FORMS = ("short", "medium", "long", "full")
 """From 27/9/23 to Wednesday, 27 September 2023."""

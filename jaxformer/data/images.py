@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig, at_least
+from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced, step_rng
 from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_sizes
 from jaxformer.data.infer_config import ALL, describe_changes, infer_image_size
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 
 
 @dataclass(frozen=True)

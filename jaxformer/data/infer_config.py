@@ -7,8 +7,9 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from jaxformer.config import ModelConfig, TokenModelConfig, differences, field_limit
+from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.tokenizer import MAX_LEARNED_CHARACTERS, Tokenizer
+from jaxformer.fields import MAX_BY_FIELD, differences
 
 MAX_INFERRED_SIDE_PIXELS = 256
 """Pixels; a model is not fitted to images that are larger, they are resized to it."""
@@ -59,7 +60,7 @@ def infer_patch_size(model: Any, size: tuple[int, ...]) -> Any:
     sides = size * 2 if len(size) == 1 else size
     if not (hasattr(model, "patch_size") and hasattr(model, "image_size")) or len(sides) != 2:
         return model
-    if min(sides) < 1 or max(sides) > field_limit(model, "image_size"):
+    if min(sides) < 1 or max(sides) > MAX_BY_FIELD["image_size"]:
         return model
     patches = [
         _fit_side(old, patch, new, fixed_size=True, fixed_patch=False)[1]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxformer.config import TokenModelConfig, at_least
+from jaxformer.config import TokenModelConfig
 from jaxformer.data.corpus import Corpus, TextConfig
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.windows import TextDataset
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Literal
 
 import numpy as np
 
-from jaxformer.config import from_dict, to_dict
 from jaxformer.data.text import Document, Pieces
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, os_error_reason
+from jaxformer.fields import from_dict, to_dict
 
 BUILDING = ".building-"
 DAY = 24 * 60 * 60

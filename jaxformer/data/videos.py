@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.config import ImageModelConfig, ModelConfig, at_least
+from jaxformer.config import ImageModelConfig, ModelConfig
 from jaxformer.data.dataset import HELD_OUT_SEED, Dataset
 from jaxformer.data.image_folder import ImageSplits, open_image_folder
 from jaxformer.data.images import (
@@ -21,6 +21,7 @@ from jaxformer.data.images import (
 )
 from jaxformer.data.infer_config import ALL, MAX_INFERRED_SIDE_PIXELS, describe_changes
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 
 DIRECTIONS = {
     "up": (-1, 0), "up right": (-1, 1), "right": (0, 1), "down right": (1, 1), "down": (1, 0), "down left": (1, -1),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import nonfinite_to_none
+from jaxformer.fields import nonfinite_to_none
 from jaxformer.runs import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"

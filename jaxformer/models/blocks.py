@@ -8,8 +8,9 @@ from typing import Literal
 
 import flax.linen as nn
 
-from jaxformer.config import ModelConfig, TokenModelConfig, at_least
+from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Positions

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ModelConfig, at_least, expand_sides
+from jaxformer.config import ModelConfig
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks

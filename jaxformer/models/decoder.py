@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import TokenModelConfig, at_least
+from jaxformer.config import TokenModelConfig
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
 from jaxformer.nn.embedding import Embedding, Positions

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import at_least
+from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks

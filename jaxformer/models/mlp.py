@@ -9,8 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import TokenModelConfig, at_least
+from jaxformer.config import TokenModelConfig
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import MLP

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import TokenModelConfig, at_least
+from jaxformer.config import TokenModelConfig
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.recurrent import CELLS, Attending, FixedContext, Memory, Recurrence

@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ImageModelConfig, at_least, expand_sides
+from jaxformer.config import ImageModelConfig
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.mlp import Activation, uniform_fan_in

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import at_least
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.patches import PatchEmbedding

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jaxformer.config import nonfinite_to_none
 from jaxformer.errors import UserError, folder_vanished_error, parse_json, user_error_on_write
+from jaxformer.fields import nonfinite_to_none
 from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
 from jaxformer.terminal import escape_control, wrap_columns
 

@@ -256,7 +256,7 @@ def test_help_says_of_an_option_its_type_its_text_and_its_default():
 
 
 def test_each_rung_is_the_one_before_with_the_named_fields_changed():
-    from jaxformer.config import differences
+    from jaxformer.fields import differences
 
     names = ["attention_unscaled", "attention_scaled", "residual", "multihead_full", "multihead", "two_blocks",
              "four_blocks", "rmsnorm"]  # fmt: skip

@@ -3,8 +3,9 @@
 import pytest
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.config import Config, differences
+from jaxformer.config import Config
 from jaxformer.data.pairs import check_seq2seq
+from jaxformer.fields import differences
 from jaxformer.runs import abstract_params, count_parameters
 from tests.helpers import ROOT
 

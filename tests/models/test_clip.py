@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxformer.config import from_dict, to_dict
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
+from jaxformer.fields import from_dict, to_dict
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import Contrastive
 from jaxformer.nn.execution import Execution

@@ -1,0 +1,213 @@
+"""Fields of config dataclasses: range checks, comparison, and conversion to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from math import inf, isfinite
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar
+
+from jaxformer.errors import UserError, abbreviate
+
+T = TypeVar("T")
+MAX_INTEGER = 2**31 - 1
+"""Largest int32, the integer type of the devices."""
+MAX_SIZE = 2**20
+"""Default maximum of an integer in a model's config, such as its width or its number of heads, classes or experts."""
+MAX_BY_FIELD: Mapping[str, int] = {
+    **dict.fromkeys(("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_temporal_blocks", "n_layers"), 2**10),
+    **dict.fromkeys(("image_size", "patch_size", "n_frames", "tubelet_frames", "shift", "max_speed"), 2**14),
+    **dict.fromkeys(("vocab_size", "context_length", "window", "n_pairs", "n_held_out"), 2**24),
+    **dict.fromkeys(("sample_tokens",), 2**16),
+    **dict.fromkeys(("batch_size", "grad_accumulation_steps", "processes"), 2**20),
+    "seed": 2**32 - 1,
+    "heartbeat_seconds": 86_400,
+}
+"""Maximum of an integer field by its name, in every config: far beyond existing models, small enough to fail at once
+instead of exhausting memory."""
+
+
+def check_fields(config: object, max_integer: int = MAX_INTEGER) -> None:
+    """Check choices, finiteness and the maxima of integers; NumPy scalars count as numbers.
+
+    Args:
+      config: a dataclass.
+      max_integer: maximum of the integer fields that are not in `MAX_BY_FIELD`.
+
+    Raises:
+      UserError: a field is none of the choices of its `Literal`, not finite, or above its maximum.
+    """
+    hints = typing.get_type_hints(type(config))
+    for f in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, hint, maximum = getattr(config, f.name), hints[f.name], MAX_BY_FIELD.get(f.name, max_integer)
+        values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
+        if typing.get_origin(hint) is Literal:
+            for wrong in (v for v in values if v not in typing.get_args(hint)):
+                choices = ", ".join(map(str, typing.get_args(hint)))
+                raise UserError(f"{f.name} is {wrong!r}; it must be one of {choices}.")
+        for number in _numbers(value):
+            if isinstance(number, int) and _has_integers(hint) and number > maximum:
+                raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {maximum}.")
+            if not -sys.float_info.max <= number <= sys.float_info.max:
+                raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number.")
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """Yield the numbers in a value and its nested tuples, as Python's."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _numbers(item)
+    elif not isinstance(value, bool) and isinstance(value, Real):
+        yield int(value) if isinstance(value, Integral) else float(value)
+
+
+def _has_integers(hint: Any) -> bool:
+    """Return True for `int`, and for a tuple or an option of it."""
+    return hint is int or any(map(_has_integers, typing.get_args(hint)))
+
+
+def at_least(config: object, limit: float, *names: str) -> None:
+    """Raise `UserError` for the first of the named fields that is below the limit; see `check_range`."""
+    check_range(config, *names, least=limit)
+
+
+def check_range(
+    config: object, *names: str, least: float | None = None, above: float | None = None, most: float | None = None,
+    below: float | None = None, hint: str = "",
+) -> None:  # fmt: skip
+    """Raise `UserError` for the first of the named fields that is outside an interval.
+
+    Args:
+      names: of fields; a prefix such as `data.` appears in the message only.
+      least, most: closed bounds.
+      above, below: open bounds.
+      hint: end of the message, such as ", such as 0.1".
+    """
+    for name in names:
+        value = getattr(config, name.rpartition(".")[2])
+        conditions = {
+            f"at least {least}": least is None or value >= least,
+            f"above {above}": above is None or value > above,
+            f"at most {most}": most is None or value <= most,
+            f"below {below}": below is None or value < below,
+        }
+        if not all(conditions.values()):
+            bounds = " and ".join(condition for condition in conditions if not condition.endswith("None"))
+            raise UserError(f"{name} is {value}; it must be {bounds}{hint}.")
+
+
+def expand_sides(config: object, *names: str) -> None:
+    """Expand fields with one number to a height and a width, in pixels; `UserError` where there are not one or two."""
+    for name in names:
+        value = getattr(config, name)
+        sides = value if isinstance(value, tuple) else (value,)
+        sides = sides * 2 if len(sides) == 1 else sides
+        if len(sides) != 2 or min(sides) < 1:
+            raise UserError(f"{name} is {value}; it must be a height and a width of at least 1 pixel, or one for both.")
+        object.__setattr__(config, name, sides)
+
+
+def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Return the fields in which two configs differ, as `(dotted name, value in a, value in b)`."""
+    if type(a) is not type(b) or not dataclasses.is_dataclass(a):
+        return [] if a == b else [(prefix, a, b)]
+    return [
+        row
+        for f in dataclasses.fields(a)
+        for row in differences(getattr(a, f.name), getattr(b, f.name), f"{prefix}.{f.name}".lstrip("."))
+    ]
+
+
+def flatten(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
+    """Return the leaves of a JSON tree by their path; list items by their "name" if all have one, else by index."""
+    if isinstance(value, dict):
+        items: dict[Any, Any] = value
+    elif isinstance(value, list):
+        named = all(isinstance(x, dict) and "name" in x for x in value)
+        items = {
+            (x["name"] if named else i): {k: v for k, v in x.items() if k != "name"} if named else x
+            for i, x in enumerate(value)
+        }
+    else:
+        return {name: value}
+    leaves: dict[str, Any] = {}
+    for key, item in items.items():
+        leaves |= flatten(item, f"{name}{separator}{key}" if name else str(key), separator)
+    return leaves
+
+
+def nonfinite_to_none(value: Any) -> Any:
+    """Return a tree with None for infinities and NaN, which JSON cannot express."""
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: nonfinite_to_none(x) for name, x in value.items()}
+    return [nonfinite_to_none(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def to_dict(config: object) -> dict[str, Any]:
+    """Return a config as plain JSON types; a subclass of a field's declared class has its name, `file.Class`, as
+    `kind`."""
+    assert dataclasses.is_dataclass(config)
+    hints = typing.get_type_hints(type(config))
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = values[f.name] = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            kind = {"kind": f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"}
+            values[f.name] = ({} if type(value) is hints[f.name] else kind) | to_dict(value)
+    return values
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
+    """Return the config that `to_dict` converted, without `kind`; missing fields have their default.
+
+    Args:
+      cls: a dataclass whose fields are plain types or dataclasses.
+      path: prefix of the field names in messages.
+
+    Raises:
+      UserError: a field is unknown, of a wrong type, or missing without a default.
+    """
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
+            raise UserError(f"{path} has a field {abbreviate(name)} that {cls.__name__} does not know; {hint}")
+    try:
+        return cls(**{name: _convert(hints[name], value, f"{path}.{name}") for name, value in values.items()})
+    except TypeError as error:
+        raise UserError(f"{path} is incomplete: {error}.") from error
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """Return a JSON value as the annotated type, lists as tuples; `UserError` where it is of another type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, Mapping):
+            return from_dict(hint, value, path)
+    elif origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, path)
+    elif origin is Literal:
+        if value in args:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_convert(args[0], v, path) for v in value)
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value) if isinstance(value, float) or value.bit_length() < 1024 else inf
+    elif type(value) is hint:
+        return value
+    raise UserError(f"{path} is {abbreviate(value)}, which is not {getattr(hint, '__name__', None) or hint}.")
