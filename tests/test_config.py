@@ -20,7 +20,7 @@ CONFIG = Config(
 )  # fmt: skip
 
 
-def test_json_and_back_is_the_same():
+def test_json_round_trip_is_identity():
     values = json.loads(json.dumps(to_dict(CONFIG)))
     assert values["model"].pop("kind") == "decoder.DecoderConfig"
     assert values["data"].pop("kind") == "corpus.TextConfig"
@@ -28,12 +28,12 @@ def test_json_and_back_is_the_same():
     assert from_dict(Config, {**values, **kinds}) == CONFIG
 
 
-def test_fields_left_out_keep_their_default():
+def test_missing_fields_have_their_default():
     assert from_dict(TextConfig, {"stride": 5}) == TextConfig(stride=5)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"strid": 5}, "did you mean 'stride'"),
         ({"stride": "5"}, "stride is '5'"),
@@ -43,25 +43,25 @@ def test_fields_left_out_keep_their_default():
         ({"stride": [[0] * 10_000]}, r"stride is \[\[0, 0.{1,80}0\]\], which is not"),
     ],
 )
-def test_unknown_names_and_wrong_types_are_refused(values, said):
-    with pytest.raises(UserError, match=said):
+def test_unknown_names_and_wrong_types_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
         from_dict(TextConfig, values)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"n_blocks": np.int64(10**12)}, "n_blocks is 1000000000000; it must be at most 1024"),
         ({"rope_base": np.float32("inf")}, "rope_base is inf; it must be a finite number"),
         ({"rope_base": 10**400}, "rope_base is 0x.*; it must be a finite number"),
     ],
 )
-def test_numbers_of_numpy_and_of_any_size_are_checked(fields, said):
-    with pytest.raises(UserError, match=said):
+def test_numpy_and_huge_numbers_are_checked(fields, message):
+    with pytest.raises(UserError, match=message):
         replace(DecoderConfig(), **fields)
 
 
-def test_only_a_field_of_integers_has_a_largest_integer():
+def test_integer_maxima_apply_to_integer_fields_only():
     assert replace(DecoderConfig(), rope_base=5_000_000).rope_base == 5_000_000
     with pytest.raises(UserError, match="must be at most 16384"):  # in a tuple
         ImageModelConfig((10**6,))
@@ -69,7 +69,7 @@ def test_only_a_field_of_integers_has_a_largest_integer():
         replace(DecoderConfig(), window=10**8)
 
 
-def test_models_of_images_take_uint8_of_a_size_that_can_be():
+def test_image_model_example_is_uint8_and_sizes_are_checked():
     assert ImageModelConfig((4,)) == ImageModelConfig((4, 4))  # one number is a square
     (pixels,) = ImageModelConfig((4, 6), 3).example()
     assert pixels.shape == (4, 6, 3) and pixels.dtype == np.uint8
@@ -78,7 +78,7 @@ def test_models_of_images_take_uint8_of_a_size_that_can_be():
             ImageModelConfig(**{name: value})
 
 
-def test_a_missing_field_without_default_is_named():
+def test_missing_required_field_is_named():
     with pytest.raises(UserError, match="steps"):
         from_dict(Config, {"name": "x", "model": CONFIG.model})
 
@@ -130,15 +130,15 @@ def test_values_out_of_range_are_refused(make):
         make()
 
 
-def test_a_warmup_may_last_until_wsd_falls_and_no_longer():
-    """Of 10 steps the last 2 fall, so that 8 are left."""
+def test_warmup_ends_before_wsd_decay():
+    """Check a run of 10 steps, of which the last 2 decay."""
     optimizer = OptimizerConfig(schedule="wsd", warmup_steps=8)
     assert replace(CONFIG, steps=10, optimizer=optimizer).optimizer == optimizer
-    with pytest.raises(UserError, match="warmup_steps is 9, but 'wsd' falls from step 8 on"):
+    with pytest.raises(UserError, match="warmup_steps is 9, but 'wsd' decays from step 8 on"):
         replace(CONFIG, steps=10, optimizer=replace(optimizer, warmup_steps=9))
 
 
-def test_differences_are_named_by_their_path():
+def test_differences_have_dotted_names():
     other = replace(CONFIG, seed=7, model=replace(CONFIG.model, n_heads=2))
     assert differences(CONFIG, other) == [("model.n_heads", 1, 2), ("seed", 0, 7)]
     assert differences(CONFIG, CONFIG) == []
