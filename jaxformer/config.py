@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.fields import MAX_SIZE, at_least, check_fields, check_range, expand_sides
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 class ModelConfig:
     """Base of all model configs."""
 
-    objective: ClassVar[str] = "cross_entropy"
-    """Training objective; a name in `jaxformer.models.objective.OBJECTIVES`."""
-
     def __post_init__(self) -> None:
         check_fields(self, MAX_SIZE)
 
@@ -34,14 +32,19 @@ class ModelConfig:
         """Return the Linen module for one example, computed as a `jaxformer.nn.execution.Execution` specifies."""
         raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        """Return the module's inputs for one example of the largest size, all zeros."""
+    @property
+    def contract(self) -> Contract:
+        """Task, inputs and capabilities of the model."""
         raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
+
+    def example(self) -> tuple[np.ndarray, ...]:
+        """Return the inputs of an example of the largest size, all zeros."""
+        return tuple(np.zeros(x.shape, x.dtype) for x in self.contract.inputs)
 
 
 @dataclass(frozen=True)
 class TokenModelConfig(ModelConfig):
-    """Base of the configs of models of tokens; those with more inputs than one sequence override `example`."""
+    """Base of the configs of models of tokens; the contract is that of a causal language model."""
 
     vocab_size: int = 2048
     """Vocabulary size in tokens, end-of-text included."""
@@ -57,8 +60,10 @@ class TokenModelConfig(ModelConfig):
         """Number of predicted tokens per window, its last ones."""
         return self.context_length
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        return (np.zeros(self.context_length, np.int32),)
+    @property
+    def contract(self) -> Contract:
+        inputs = token_inputs(self.context_length, "tokens_T")
+        return Contract(Task.CAUSAL_LM, inputs, vocab_size=self.vocab_size, n_classes=self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,10 @@ class ImageModelConfig(ModelConfig):
         at_least(self, 1, "channels", "n_classes")
         expand_sides(self, "image_size")
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        return (np.zeros((*self.image_size, self.channels), np.uint8),)
+    @property
+    def contract(self) -> Contract:
+        pixels = Input("pixels", (*self.image_size, self.channels), "uint8")
+        return Contract(Task.IMAGE_CLASSIFICATION, (pixels,), n_classes=self.n_classes)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import CHECKSUMS, CheckpointReader
 from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, parse_json
@@ -78,7 +79,7 @@ class Run:
             kind = type(self.model).__name__
             raise UserError(f"{self.path} holds a {kind}, which predicts no next token; see models.objective.")
         tokens_T = jnp.asarray(tokens_T)
-        check_next_tokens(self.model.config, tokens_T)
+        check_next_tokens(contract_of(self.model), tokens_T)
         return jnp.mean(next_token_nll(self.model, params, tokens_T))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"errors", "signals", "terminal"},
+    {"contract", "errors", "signals", "terminal"},
     {"fields"},
     {"config"},
     {"data"},

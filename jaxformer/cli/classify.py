@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxformer.cli.load import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, prepared
+from jaxformer.contract import Task, contract_of
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo
 
@@ -38,12 +39,11 @@ def tell_images(
     from jaxformer.data.image_io import read_model_input
     from jaxformer.decode.classify import classify, match
     from jaxformer.decode.weights import restored
-    from jaxformer.models.clip import CLIP
     from jaxformer.runs import CLASSES
 
     run = open_run(options, None)
     run = dataclasses.replace(run, params=restored(run.params))  # read once, so rounding saves no time
-    chooses = isinstance(run.model, CLIP)
+    chooses = contract_of(run.model).task is Task.CONTRASTIVE
     if others := sorted(given - APPLY - (TEXTS if chooses else set())):
         raise UserError(f"the run says what images show, of which {others[0]} says nothing; leave it out.")
     if not images:

@@ -18,6 +18,7 @@ from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.prompts import Prompt
 from jaxformer.cli.translate import encode_source
+from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.decode import translate_tokens
 from jaxformer.errors import UserError
@@ -25,7 +26,6 @@ from jaxformer.fields import at_least
 from jaxformer.inspect import trace_names, views
 from jaxformer.inspect.curves import training
 from jaxformer.inspect.page import Section, write_page
-from jaxformer.models.encoder import MaskedLanguageModel
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.terminal import echo
 
@@ -89,7 +89,7 @@ def _main(arguments: list[str]) -> int:
     sections: list[Section] = []
     words = lambda token: _word(run, token)  # noqa: E731
     if example is not None:
-        mask = run.text_model()[0].vocab_size - 1 if isinstance(run.model, MaskedLanguageModel) else None
+        mask = run.text_model()[0].vocab_size - 1 if contract_of(run.model).task is Task.MASKED_LM else None
         sections += [views.reading(run.model, run.params, example, words, mask)]
         sections += views.stream(run.model, run.params, example, words)
         if probe is None:
@@ -147,9 +147,9 @@ def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ..
     """
     if prompt is not None:
         run.text_model()  # a model of images has no prompt
-    if run.tokenizer is None or run.config.model.objective != "cross_entropy":
+    if run.tokenizer is None or contract_of(run.model).task is Task.CONTRASTIVE:
         return None
-    if getattr(run.config.model, "n_predicted", 0) == 1:
+    if contract_of(run.model).fixed_length:
         if prompt is not None:
             raise UserError(
                 "the run's model reads full windows alone, of which a page shows nothing; leave --prompt out."
@@ -177,10 +177,10 @@ def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ..
 def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
     """A prompt as the model's inputs; of one that translates, with what it makes of it."""
     config, tokenizer = run.text_model()
-    if isinstance(run.model, MaskedLanguageModel):
+    if contract_of(run.model).task is Task.MASKED_LM:
         tokens = encode_gaps(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
-    if not is_causal_lm(run.model) and len(config.example()) == 3:
+    if contract_of(run.model).task is Task.SEQUENCE_TO_SEQUENCE:
         source, end = encode_source(prompt, run), tokenizer.end_of_text
         [target] = translate_tokens(
             run.model, run.params, [source], end_of_text=end, context_length=config.context_length
@@ -192,7 +192,7 @@ def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
             f"--prompt has {len(tokens)} tokens; it may have at most the context's {config.context_length}."
         )
     # A prefix is read in both directions: half of the text, for the other half to be predicted.
-    prefix = (jnp.int32(len(tokens) // 2),) if getattr(run.model, "prompt_is_prefix", False) else ()
+    prefix = (jnp.int32(len(tokens) // 2),) if contract_of(run.model).has_prefix else ()
     return jnp.array(tokens), *prefix
 
 

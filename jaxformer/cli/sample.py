@@ -20,6 +20,7 @@ from jaxformer.cli.load import RunOptions, model_of, run_folder, with_run
 from jaxformer.cli.options import HIDDEN, MERGED
 from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts
 from jaxformer.cli.sampler import Sampler
+from jaxformer.contract import Task, contract_of
 from jaxformer.decode import Sampling, Speed, StopStrings
 from jaxformer.decode.speculative import MOST_PROPOSED
 from jaxformer.errors import UserError
@@ -142,20 +143,18 @@ def _main(arguments: list[str]) -> int:
     prompts = _prompts(asked)
     machine.set_up(mesh=asked.opening.mesh)
     asked = dataclasses.replace(asked, opening=with_run(asked.opening))
-    from jaxformer.models.clip import CLIP
-    from jaxformer.models.encoder import MaskedLanguageModel
-    from jaxformer.models.vit import ViT
 
     model = model_of(asked.opening)
-    if isinstance(model, MaskedLanguageModel):
+    task = contract_of(model).task
+    if task is Task.MASKED_LM:
         return fill_prompts(asked.opening, prompts, given, asked.sampling.top_logprobs, asked.jsonl)
-    if isinstance(model, ViT | CLIP):
+    if task in (Task.IMAGE_CLASSIFICATION, Task.VIDEO_CLASSIFICATION, Task.CONTRASTIVE):
         return tell_images(asked.opening, asked.images, prompts, given, asked.jsonl)
     if asked.images:
         raise UserError(
             f"{run_folder(asked.opening)} holds a {type(model).__name__}, which sees no images; leave out --images."
         )
-    if hasattr(model, "start"):
+    if task is Task.SEQUENCE_TO_SEQUENCE:
         return translate.main(asked, given, prompts)
     sampler = Sampler(asked, given)
     if asked.interactive:

@@ -15,6 +15,7 @@ from jaxformer.cli.arguments import folder_named
 from jaxformer.cli.completion import Answer, explanation, rounded
 from jaxformer.cli.load import RunOptions, open_run
 from jaxformer.cli.prompts import Prompt, seeds
+from jaxformer.contract import contract_of
 from jaxformer.decode import (
     Generation,
     LookUp,
@@ -64,9 +65,9 @@ class Sampler:
         need_cache = [flag for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
         need_cache += ["--num-beams"] if asked.num_beams > 1 else []
         need_cache += ["--explain"] if asked.explain else []  # the others read windows that are filled up before a text
-        if need_cache and not hasattr(self._run.model, "extend"):
+        if need_cache and not contract_of(self._run.model).has_cache:
             raise UserError(f"{self._run.path} has a model without a cache, which {need_cache[0]} needs; leave it out.")
-        if "--prefill-chunk" in given and getattr(self._run.model, "prompt_is_prefix", False):
+        if "--prefill-chunk" in given and contract_of(self._run.model).has_prefix:
             raise UserError(f"{self._run.path} reads a prompt at once, in both directions; leave out --prefill-chunk.")
         self._ends: list[int] = []
         """Contexts that a text cannot go past."""
@@ -88,13 +89,13 @@ class Sampler:
             raise UserError(
                 f"the draft {name} has another tokenizer than {self._run.path}; use one trained on its text."
             )
-        if not hasattr(draft.model, "extend"):
+        if not contract_of(draft.model).has_cache:
             raise UserError(f"the draft {name} has a model without a cache; use another, or 'lookup'.")
         self._note_end(draft)
         return ModelDraft(draft.model, config.context_length), draft.params
 
     def _note_end(self, run: Run) -> None:
-        if getattr(run.model, "attention_window", None) is None:
+        if not contract_of(run.model).extrapolates:
             self._ends.append(run.text_model()[0].context_length)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -200,7 +201,7 @@ class Sampler:
 
     def _explain(self, prompt: list[int], made: list[int]) -> list[dict[str, Any]]:
         """What `explain` says, with tokens as text; of those that the model has positions for."""
-        extrapolates = getattr(self._run.model, "attention_window", None) is not None
+        extrapolates = contract_of(self._run.model).extrapolates
         room = len(prompt) + len(made) if extrapolates else self._config.context_length
         tokens, name = (prompt + made)[:room], lambda token: self._tokenizer.decode([token])
         return [

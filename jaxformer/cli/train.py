@@ -20,6 +20,7 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import folder_named, load_config, model_fields, parse, peek, run_command, with_image_size
 from jaxformer.cli.options import MERGED
 from jaxformer.config import Config
+from jaxformer.contract import Task
 from jaxformer.distributed import (
     DistributedOptions,
     barrier,
@@ -305,13 +306,11 @@ def prompt_to_try(config: Config, data: Dataset) -> str | None:
     """What a new user may give to `sample.py`; None for a model that writes no text."""
     from jaxformer.cli.fill_mask import GAP
     from jaxformer.data.pairs import PairDataset
-    from jaxformer.models.encoder import MaskedLanguageModel
-    from jaxformer.models.objective import is_causal_lm
 
-    model = config.model.build()
-    if is_causal_lm(model):
+    task = config.model.contract.task
+    if task is Task.CAUSAL_LM:
         return config.train.sample_prompt
-    if isinstance(model, MaskedLanguageModel):
+    if task is Task.MASKED_LM:
         return f"The {GAP} of"
     return data.val[0].source if isinstance(data, PairDataset) else None
 

@@ -16,6 +16,7 @@ from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.config import ComputeConfig
+from jaxformer.contract import Task
 from jaxformer.fields import at_least
 from jaxformer.inspect.verify import ROUNDING, Check, apart, random_inputs, verify, worst_of
 from jaxformer.terminal import echo
@@ -92,7 +93,7 @@ def _targets(run: Run, inputs_B: tuple[jax.Array, ...], seed: int) -> jax.Array:
     """Classes that the model could be trained to give, or the numbers of the examples."""
     given = jax.eval_shape(lambda *inputs: run.model.apply({"params": run.params}, *inputs), *(x[0] for x in inputs_B))
     n = len(inputs_B[0])
-    if run.config.model.objective != "cross_entropy":
+    if run.config.model.contract.task is Task.CONTRASTIVE:
         return jnp.arange(n)
     logits = jax.tree.leaves(given)[0]
     return jnp.asarray(np.random.default_rng(seed).integers(0, logits.shape[-1], (n, *logits.shape[:-1])), jnp.int32)

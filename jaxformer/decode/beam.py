@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.contract import contract_of
 from jaxformer.decode.generate import check_prompts, prompt_bucket
 from jaxformer.decode.programs import begin_text, call
 from jaxformer.decode.samplers import Sampling
@@ -60,7 +61,7 @@ def beam_search(
         raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
     for number, prompt in enumerate(prompts, start=1):
         room = context_length - len(prompt) + 1  # nothing reads the last token
-        if max_new_tokens > room and getattr(model, "attention_window", None) is None:
+        if max_new_tokens > room and not contract_of(model).extrapolates:
             raise UserError(
                 f"prompt {number} has {len(prompt)} tokens, which leaves {room} of the {max_new_tokens} new ones room "
                 f"in the context of {context_length}; ask for at most {room}."

@@ -1,17 +1,14 @@
 """Continue prompts with any model, a few tokens at a time.
 
-A model offers three methods (see `models.decoder.Decoder`), each on one sequence, and may offer two properties:
+A model whose contract has `has_cache` offers three methods (see `models.decoder.Decoder`), each on one sequence:
 
 - `init_cache(n_slots, dtype)`: an empty cache, any pytree. What does not depend on `n_slots` is a state.
 - `extend(tokens_T, positions_T, cache, slot)`: the features `(T, D)` of tokens that follow what the cache holds, and
   the cache with them added at `slot`, … A place whose position is `masks.EMPTY` is padding, not to be seen.
 - `unembed(x_D)`: features to logits `(V,)`.
-- `attention_window`: how many last positions a query attends to in a text of any length. Where it is None or missing,
-  texts end with the context, and are continued from its last half.
-- `prompt_is_prefix`: where it is True, `extend` gets a prompt at once, and, as its last argument, how many
-  positions are the prompt's.
-
-A model without them is run on a sliding window of its context instead.
+Unless its contract has `extrapolates`, a text that reaches the end of the context is continued from its last half. With
+`has_prefix`, `extend` gets a prompt in one call, and its length as last argument. A model without a cache is run on a
+sliding window of its context instead.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxformer.contract import contract_of
 from jaxformer.decode import programs
 from jaxformer.decode.programs import CHUNK, DecodeOutput
 from jaxformer.decode.samplers import Sampling
@@ -98,7 +96,7 @@ def generate(
     run = _Run(
         model, params, [list(prompt) for prompt in prompts], sampling, np.array(seeds, np.uint32), max_new_tokens,
         context_length, n_samples, jnp.dtype(cache_dtype),
-        whole if getattr(model, "prompt_is_prefix", False) else min(prefill_chunk, whole), fill_token,
+        whole if contract_of(model).has_prefix else min(prefill_chunk, whole), fill_token,
     )  # fmt: skip
     return Generation(run)
 
@@ -128,7 +126,7 @@ def vocab_size(model: nn.Module, context_length: int) -> int:
     """How many tokens a model knows, from the shape of its logits."""
 
     def logits(model: Any) -> jax.Array:
-        if not hasattr(model, "extend"):
+        if not contract_of(model).has_cache:
             return model(jnp.zeros(context_length, jnp.int32))
         x_1D, _ = model.extend(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32), model.init_cache(1, jnp.float32), 0)
         return model.unembed(x_1D[0])
@@ -154,7 +152,7 @@ class Generation:
 
     def __init__(self, run: _Run) -> None:
         self._ended_B = run.ended_B
-        self._pieces = run.with_cache() if hasattr(run.model, "extend") else run.with_window()
+        self._pieces = run.with_cache() if contract_of(run.model).has_cache else run.with_window()
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -218,9 +216,9 @@ class _Run:
         made_before, n_samples = self.made, self.n_samples if self.made == 0 else 1
         lengths_B = np.array([len(row) for row in self.rows], np.int32)
         longest = int(lengths_B.max())
-        attention_window = getattr(self.model, "attention_window", None)
-        steps = self.max_new_tokens - self.made - 1
-        if attention_window is None:
+        contract, steps = contract_of(self.model), self.max_new_tokens - self.made - 1
+        attention_window = contract.attention_window
+        if not contract.extrapolates or attention_window is None:
             attention_window = self.context_length
             steps = min(steps, attention_window - longest)
         # A chunk of a prompt is written before it is read: in a ring, it must not reach what its first token sees.

@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.contract import contract_of
 from jaxformer.decode.samplers import Drawn, History, Sampling, begin, sample, update
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
@@ -229,7 +230,7 @@ def begin_text(
     model: Any, params: Params, tokens_T: jax.Array, positions_T: jax.Array, cache: Any
 ) -> tuple[jax.Array, Any]:
     """`extend` of an empty cache with a prompt, or with its first part where it may come in parts."""
-    prefix = (len(tokens_T),) if getattr(model, "prompt_is_prefix", False) else ()
+    prefix = (len(tokens_T),) if contract_of(model).has_prefix else ()
     return call(model, params, "extend", tokens_T, positions_T, cache, 0, *prefix)
 
 

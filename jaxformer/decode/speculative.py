@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.contract import contract_of
 from jaxformer.decode.generate import (
     Piece,
     check_prompts,
@@ -209,12 +210,12 @@ def speculate(
         raise UserError(
             f"the draft knows {draft.vocab_size} tokens and the model {known}; use a draft of its vocabulary."
         )
-    if getattr(model, "prompt_is_prefix", False):
+    if contract_of(model).has_prefix:
         raise UserError("the model sees its prompt in both directions, which a draft is not made for; leave it out.")
     contexts = [(model, context_length)]
     if isinstance(draft, ModelDraft):
         contexts.append((draft.model, draft.context_length or context_length))
-    end = min((length for m, length in contexts if getattr(m, "attention_window", None) is None), default=None)
+    end = min((length for m, length in contexts if not contract_of(m).extrapolates), default=None)
     longest = max(map(len, prompts))
     if end is not None and longest + max_new_tokens - 1 > end:
         raise UserError(

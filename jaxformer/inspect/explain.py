@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.contract import contract_of
 from jaxformer.inspect.trace import LOGITS, trace
 from jaxformer.models.inputs import check_tokens
 from jaxformer.models.objective import Params
@@ -52,14 +53,14 @@ def explain(
     check_tokens(tokens, model.config.vocab_size)
     T = len(tokens)
     padded = -(-T // BUCKET) * BUCKET
-    if getattr(model, "reach", None) is None:  # it has no positions past its context
+    if not contract_of(model).extrapolates:  # it has no positions past its context
         padded = min(padded, model.config.context_length)
     if padded < T:
         raise ValueError(f"{T} tokens, but the model has {padded} positions")
-    if getattr(model.config, "n_predicted", padded) == 1:
+    if contract_of(model).fixed_length:
         raise ValueError("the model gives logits after a full window alone")
     text_T = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - T)))
-    prefix = (jnp.int32(start),) if getattr(model, "prompt_is_prefix", False) else ()
+    prefix = (jnp.int32(start),) if contract_of(model).has_prefix else ()
     found = _explain(model, params, text_T, prefix, n_rivals + 1, min(n_places, padded))
     chance_T, entropy_T, best_TN, best_p_TN, place_TN, weight_TN = (np.asarray(x) for x in found)
     rows = []

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig
+from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.trace import editing, trace_names
-from jaxformer.models.clip import CLIP, LARGEST_LOG_SCALE
+from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.precision import widened
@@ -89,7 +90,7 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, most_tokens: int =
     rng, size = np.random.default_rng(seed), _vocabulary(config)
     if (window := getattr(config, "window", None)) is not None:
         most_tokens = max(most_tokens, window + 8)
-    fixed = getattr(config, "n_predicted", 0) == 1  # it reads full windows
+    fixed = config.contract.fixed_length  # it reads full windows
     T = 0
 
     def fill(x: np.ndarray) -> np.ndarray:
@@ -179,7 +180,7 @@ def visible_places(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     if not maps:
         return ask("it has no attention to its own tokens", None)
     T = len(inputs[_target(model)])
-    reach = getattr(model.config, "reach", T)
+    reach = contract_of(model).attention_window or T
     age_TT = jnp.arange(T)[:, None] - jnp.arange(T)
     seen_TT = (age_TT >= 0) & (age_TT < reach)
     if len(inputs) == 2:
@@ -215,7 +216,7 @@ def rows_of_attention(model: nn.Module, params: Params, inputs: Inputs) -> Check
 def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
     """What stands in padded places never changes a result, nor does it how many there are."""
     ask = partial(Check, "padding", limit=ROUNDING)
-    if hasattr(model, "init_cache"):
+    if is_causal_lm(model) and contract_of(model).has_cache:
         return ask("a prompt with and without padding in its cache", _padded_prompt(model, params, inputs_B))
     flags = [i for i, x in enumerate(inputs_B) if x.dtype == bool]
     if not flags:
@@ -245,7 +246,7 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
     tokens_T = inputs_B[0][0]
     T = len(tokens_T)
     n = max(1, T // 2)
-    prefix = {"prefix": n} if getattr(model, "prompt_is_prefix", False) else {}
+    prefix = {"prefix": n} if contract_of(model).has_prefix else {}
 
     @jax.jit
     def padded(params: Params, tokens_T: jax.Array) -> jax.Array:
@@ -269,7 +270,7 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
 def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     """What is computed piece by piece with a cache, a prompt and then token by token, is what is computed at once."""
     ask = partial(Check, "decoding", limit=ROUNDING)
-    if not hasattr(model, "extend"):
+    if not contract_of(model).has_cache:
         return ask("it has no cache", None)
     whole_TV = jax.jit(partial(_apply, model))(params, *inputs)
     tokens_T = inputs[_target(model)]
@@ -280,7 +281,7 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
     @jax.jit
     def prefill(params: Params, *inputs: jax.Array) -> tuple[jax.Array, Any]:
-        if hasattr(model, "start"):
+        if contract_of(model).task is Task.SEQUENCE_TO_SEQUENCE:
             cache = _call(model, params, "start", *inputs[:2], T)
         else:
             cache = _call(model, params, "init_cache", T)
@@ -338,7 +339,7 @@ def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
     ask = partial(Check, "gradients", limit=FINITE_DIFFERENCE)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        if isinstance(model, CLIP):  # beyond its largest scale the gradient goes on, on purpose
+        if contract_of(model).task is Task.CONTRASTIVE:  # beyond its largest scale the gradient goes on, on purpose
             exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 1e-3)}
         plain = model.config.build()
         loss: Callable[[Params], jax.Array] = jax.jit(lambda p: objective_of(plain).example_loss(plain, p, example))
@@ -372,21 +373,22 @@ def worst_of(deviations: Iterable[Any]) -> float:
 
 def _vocabulary(config: Any) -> int:
     """How many tokens there are; 0 where there are none."""
-    return getattr(config, "vocab_size", 0) or getattr(getattr(config, "text", None), "vocab_size", 0)
+    return config.contract.vocab_size or 0
 
 
 def _is_causal(model: nn.Module) -> bool:
-    return is_causal_lm(model) or hasattr(model, "start")
+    return contract_of(model).task in (Task.CAUSAL_LM, Task.SEQUENCE_TO_SEQUENCE)
 
 
 def _target(model: nn.Module) -> int:
     """Which of the inputs is the text that the model writes."""
-    return 2 if hasattr(model, "start") else 0
+    return 2 if contract_of(model).task is Task.SEQUENCE_TO_SEQUENCE else 0
 
 
 def _by_place(model: nn.Module) -> bool:
     """Whether a model that is told what is padding gives something for each place of what may be padded."""
-    return hasattr(model, "features") and hasattr(model, "unembed") and not hasattr(model, "start")
+    contract = contract_of(model)
+    return contract.has_features and contract.task is not Task.SEQUENCE_TO_SEQUENCE
 
 
 def _apply(model: nn.Module, params: Params, *inputs: Any) -> jax.Array:

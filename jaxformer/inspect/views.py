@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect.attention import CROSS
@@ -267,7 +268,7 @@ def examples(model: nn.Module, params: Params, batch: Batch, words: Words | None
     Args:
       words: of models that read a text first.
     """
-    if model.config.objective != "cross_entropy" or len(batch.targets) < 2:
+    if contract_of(model).task is Task.CONTRASTIVE or len(batch.targets) < 2:
         return []
     found = example_gradients(model, params, batch)
 

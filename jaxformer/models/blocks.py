@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import flax.linen as nn
 
 from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
@@ -93,6 +94,10 @@ class BlocksConfig(ModelConfig):
 @dataclass(frozen=True)
 class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
     """The same for models of tokens."""
+
+    @property
+    def contract(self) -> Contract:
+        return replace(super().contract, max_tokens=self.context_length if self.positions == "learned" else None)
 
     def check_length(self, n_tokens: int) -> None:
         """Raise `ValueError` for more tokens than there are learned positions."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log, prod
-from typing import ClassVar, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxformer.config import ModelConfig
+from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
@@ -94,8 +94,6 @@ class TextTowerConfig(TowerConfig, TokenBlocksConfig):
 class CLIPConfig(ModelConfig):
     """The shape of a `CLIP`; the defaults are ViT-B/32 of the paper."""
 
-    objective: ClassVar[str] = "contrastive"
-
     vision: ImageTowerConfig = field(default_factory=ImageTowerConfig)
     """The tower for images."""
     text: TextTowerConfig = field(default_factory=TextTowerConfig)
@@ -110,10 +108,14 @@ class CLIPConfig(ModelConfig):
         at_least(self, 1, "d_joint")
         at_least(self, 0.01, "temperature")
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        length = self.text.context_length
-        image_HWC = np.zeros((*self.vision.image_size, len(self.vision.mean)), np.uint8)
-        return image_HWC, np.zeros(length, np.int32), np.zeros(length, bool)
+    @property
+    def contract(self) -> Contract:
+        image = Input("image_HWC", (*self.vision.image_size, len(self.vision.mean)), "uint8")
+        text = self.text.contract
+        return Contract(
+            Task.CONTRASTIVE, (image, *token_inputs(self.text.context_length, "tokens_T", "valid_T")),
+            vocab_size=text.vocab_size, max_tokens=text.max_tokens,
+        )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> CLIP:
         return CLIP(self, execution)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.contract import Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
@@ -181,8 +181,20 @@ class DecoderConfig(TokenModelConfig):
         """Whether there are positions past the context length: all but learned ones."""
         return self.positions != "learned"
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        return (*super().example(), np.zeros((), np.int32)) if self.prefix else super().example()
+    @property
+    def contract(self) -> Contract:
+        tokens = super().contract
+        return replace(
+            tokens,
+            inputs=(*tokens.inputs, Input("prefix", (), "int32")) if self.prefix else tokens.inputs,
+            max_tokens=None if self.extrapolates else self.context_length,
+            has_features=True,
+            has_cache=True,
+            attention_window=self.attention_window,
+            extrapolates=self.extrapolates,
+            has_prefix=self.prefix,
+            has_residual_stream=self.residual,
+        )
 
     def build(self, execution: Execution = PLAIN) -> Decoder:
         return Decoder(self, execution)
@@ -286,16 +298,6 @@ class Decoder(nn.Module):
         if prefix is not None:
             seen_TS |= (key_S < prefix) & (query_T[:, None] - key_S < self.config.attention_window)
         return seen_TS & masks.padding(query_T, key_S)
-
-    @property
-    def attention_window(self) -> int | None:
-        """The most last positions a query sees in a text of any length; None where text must end with the context."""
-        return self.config.attention_window if self.config.extrapolates else None
-
-    @property
-    def prompt_is_prefix(self) -> bool:
-        """Whether a prompt is seen in both directions, so that it must come in one call, and as its `prefix`."""
-        return self.config.prefix
 
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
         """An empty cache for one sequence."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
@@ -41,8 +41,12 @@ class EncoderConfig(TokenBlocksConfig):
         at_least(self, 1, "n_blocks")
         at_least(self, 0, "n_segments", "embedding_std")
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        return (np.zeros(self.context_length, np.int32), np.zeros(self.context_length, bool))
+    @property
+    def contract(self) -> Contract:
+        return replace(
+            super().contract, task=Task.MASKED_LM, inputs=token_inputs(self.context_length, "tokens_T", "valid_T"),
+            has_features=True,
+        )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> Encoder:
         return MaskedLanguageModel(self, execution)
@@ -59,6 +63,10 @@ class ClassifierConfig(EncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "n_classes")
+
+    @property
+    def contract(self) -> Contract:
+        return replace(super().contract, task=Task.TEXT_CLASSIFICATION, n_classes=self.n_classes, has_features=False)
 
     def build(self, execution: Execution = PLAIN) -> Classifier:
         return Classifier(self, execution)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
@@ -32,9 +32,12 @@ class EncoderDecoderConfig(TokenBlocksConfig):
         super().__post_init__()
         at_least(self, 1, "n_encoder_blocks", "n_decoder_blocks")
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        tokens = np.zeros(self.context_length, np.int32)
-        return (tokens, np.zeros(self.context_length, bool), tokens)
+    @property
+    def contract(self) -> Contract:
+        inputs = token_inputs(self.context_length, "source_S", "valid_S", "target_T")
+        return replace(
+            super().contract, task=Task.SEQUENCE_TO_SEQUENCE, inputs=inputs, has_features=True, has_cache=True
+        )
 
     def build(self, execution: Execution = PLAIN) -> EncoderDecoder:
         return EncoderDecoder(self, execution)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.contract import Contract, Input, contract_of
 from jaxformer.errors import UserError
 
 
@@ -23,42 +23,47 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
 
     The lengths of other axes are not compared, and a model without a config of this library takes anything.
     """
-    config = getattr(model, "config", None)
-    if not isinstance(config, ModelConfig):
-        return
-    text: Any = getattr(config, "text", config)  # a tower's
-    for x, like in zip(inputs, config.example(), strict=False):
+    contract = contract_of(model)
+    for x, declared in zip(inputs, contract.inputs, strict=False):
         if x is None:
             continue
-        check_shape(x, like)
-        if like.ndim == 1 and like.dtype == np.int32:
-            check_length(text, len(x))
-            check_tokens(x, text.vocab_size)
+        check_shape(x, declared)
+        if contract.vocab_size is not None and (len(declared.shape), declared.dtype) == (1, "int32"):
+            check_length(contract, len(x))
+            check_tokens(x, contract.vocab_size)
 
 
-def check_next_tokens(config: TokenModelConfig, tokens_T: jax.Array) -> None:
-    """Raise `UserError` for what is no sequence of 2 or more tokens, `(T,)`, to predict each from those before it."""
-    check_shape(tokens_T, config.example()[0])
+def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
+    """Check one sequence of tokens, `(T,)`, each of which is predicted from those before it.
+
+    Raises:
+      UserError: another number of axes, fewer than 2 tokens or too many, or ids out of the vocabulary.
+    """
+    assert contract.vocab_size is not None
+    check_shape(tokens_T, contract.inputs[0])
     if len(tokens_T) < 2:
         raise UserError(f"expected 2 tokens or more, got {len(tokens_T)}; the first is predicted from nothing.")
-    check_length(config, len(tokens_T) - 1)
-    check_tokens(tokens_T, config.vocab_size)
+    check_length(contract, len(tokens_T) - 1)
+    check_tokens(tokens_T, contract.vocab_size)
 
 
-def check_shape(x: Any, like: np.ndarray) -> None:
-    """Raise `UserError` for an input of another number of axes than one example's."""
-    if jnp.ndim(x) != like.ndim:
-        shape = "(T,)" if like.ndim == 1 else like.shape
-        remedy = "; use jax.vmap for a batch" if jnp.ndim(x) == like.ndim + 1 else ""
+def check_shape(x: Any, declared: Input) -> None:
+    """Raise `UserError` for an input with another number of axes than one example has."""
+    n_axes = len(declared.shape)
+    if jnp.ndim(x) != n_axes:
+        shape = "(T,)" if n_axes == 1 else declared.shape
+        remedy = "; use jax.vmap for a batch" if jnp.ndim(x) == n_axes + 1 else ""
         raise UserError(f"expected an input of shape {shape}, got {jnp.shape(x)}{remedy}.")
 
 
-def check_length(config: Any, n_tokens: int) -> None:
+def check_length(contract: Contract, n_tokens: int) -> None:
     """Raise `UserError` for more tokens than a model has positions; sinusoidal and rotary positions have no end."""
-    limit = config.context_length
-    if getattr(config, "n_predicted", limit) == 1 and n_tokens != limit:
+    limit = contract.max_tokens
+    if limit is None:
+        return
+    if contract.fixed_length and n_tokens != limit:
         raise UserError(f"{n_tokens} tokens, but this model reads a window of exactly {limit}; give it as many.")
-    if n_tokens > limit and getattr(config, "positions", None) == "learned":
+    if n_tokens > limit:
         raise UserError(f"{n_tokens} tokens, but the model has {limit} learned positions; give it the last {limit}.")
 
 

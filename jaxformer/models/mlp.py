@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.embedding import Embedding
@@ -20,8 +20,6 @@ from jaxformer.nn.mlp import MLP
 @dataclass(frozen=True)
 class MLPConfig(TokenModelConfig):
     """The shape of an `MLPLanguageModel`."""
-
-    positions: ClassVar[str] = "learned"
 
     d_model: int = 256
     d_ff: tuple[int, ...] = (2048, 2048)
@@ -38,6 +36,10 @@ class MLPConfig(TokenModelConfig):
     @property
     def n_predicted(self) -> int:
         return 1 if self.concatenate else self.context_length
+
+    @property
+    def contract(self) -> Contract:
+        return replace(super().contract, max_tokens=self.context_length, fixed_length=self.concatenate)
 
     def build(self, execution: Execution = PLAIN) -> MLPLanguageModel:
         """It has no blocks and no attention: `execution` changes nothing."""

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.nn.execution import ROUTER
@@ -196,13 +196,13 @@ def recall(scores_NM: np.ndarray, right_NM: np.ndarray, k: int) -> float:
     return float((before_N < k).mean())
 
 
-OBJECTIVES: dict[str, Objective] = {"cross_entropy": CrossEntropy(), "contrastive": Contrastive()}
-"""By the names that `ModelConfig.objective` gives them."""
+OBJECTIVES: dict[str, Objective] = {**dict.fromkeys(Task, CrossEntropy()), Task.CONTRASTIVE: Contrastive()}
+"""Objectives by task."""
 
 
 def objective_of(model: nn.Module) -> Objective:
-    """What a model is trained on: as its config says, and the cross-entropy for one without."""
-    return OBJECTIVES[getattr(model, "config", ModelConfig).objective]
+    """Return the objective of the task that a model declares."""
+    return OBJECTIVES[contract_of(model).task]
 
 
 def mean_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
@@ -224,8 +224,8 @@ def per_target_loss(
     Returns:
       A tree of arrays of the targets' shape, with B first, and another with B first; `{}` where there are no experts.
     """
-    targets_B = jnp.asarray(batch.targets)
-    pieces = n_chunks(targets_B.size, model.config.vocab_size) if hasattr(model, "unembed") else 1
+    contract, targets_B = contract_of(model), jnp.asarray(batch.targets)
+    pieces = n_chunks(targets_B.size, contract.n_classes) if contract.has_features and contract.n_classes else 1
     call = partial(model.apply, {"params": params}, mutable=[ROUTER])
 
     def of_one(inputs: tuple, targets: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
@@ -271,9 +271,8 @@ def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether it is a language model, that gives the next tokens of a text it is called with."""
-    config = getattr(model, "config", None)
-    return hasattr(model, "init_cache") or (isinstance(config, TokenModelConfig) and len(config.example()) == 1)
+    """Return whether a model predicts the next token at each position of one sequence."""
+    return contract_of(model).task is Task.CAUSAL_LM
 
 
 def next_token_nll(

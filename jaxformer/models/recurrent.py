@@ -3,16 +3,16 @@ Cho et al. 2014), from one fixed context or from what it attends to at each word
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.embedding import Embedding
@@ -60,9 +60,12 @@ class RecurrentConfig(TokenModelConfig):
         """E, the width of an annotation: the states of all directions."""
         return self.d_model * (2 if self.bidirectional else 1)
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        tokens = np.zeros(self.context_length, np.int32)
-        return (tokens, np.zeros(self.context_length, bool), tokens)
+    @property
+    def contract(self) -> Contract:
+        inputs = token_inputs(self.context_length, "source_S", "valid_S", "target_T")
+        return replace(
+            super().contract, task=Task.SEQUENCE_TO_SEQUENCE, inputs=inputs, has_features=True, has_cache=True
+        )
 
     def build(self, execution: Execution = PLAIN) -> Recurrent:
         """It has no blocks and no self-attention: `execution` changes nothing."""

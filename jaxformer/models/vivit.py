@@ -9,8 +9,8 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.models.vit import ViT, ViTConfig
@@ -42,8 +42,10 @@ class ViViTConfig(ViTConfig):
                 f"tubelet_frames {self.tubelet_frames} does not divide n_frames {self.n_frames}; change one."
             )
 
-    def example(self) -> tuple[np.ndarray, ...]:
-        return (np.zeros((self.n_frames, *self.image_size, self.channels), np.uint8),)
+    @property
+    def contract(self) -> Contract:
+        pixels = Input("pixels", (self.n_frames, *self.image_size, self.channels), "uint8")
+        return Contract(Task.VIDEO_CLASSIFICATION, (pixels,), n_classes=self.n_classes)
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
         return (ViViT if self.attention == "joint" else FactorisedViViT)(self, execution)

@@ -190,8 +190,8 @@ class DivergenceMonitor:
 
 def chance_loss(model: ModelConfig) -> float:
     """Return the loss in nats of predicting all classes alike; minus infinity where there are none to count."""
-    classes = getattr(model, "vocab_size", getattr(model, "n_classes", 0))
-    return log(classes) if model.objective == "cross_entropy" and classes else -inf
+    n_classes = model.contract.n_classes
+    return log(n_classes) if n_classes else -inf
 
 
 @dataclass(frozen=True)

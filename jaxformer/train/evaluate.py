@@ -69,7 +69,7 @@ class Evaluator:
     def __init__(self, config: Config, mesh: Mesh, data: HeldOut) -> None:
         self._step, self._split = make_eval_step(config, mesh), batch_split(mesh)
         self._data, self._batch_size = data, config.train.batch_size
-        self._objective = OBJECTIVES[config.model.objective]
+        self._objective = OBJECTIVES[config.model.contract.task]
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
         """On all held-out examples, or on `n` evenly spread ones.

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxformer.config import ComputeConfig, Config, ModelConfig
+from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch
 from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
@@ -207,7 +208,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
 
 def abstract_targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
     """Shape and dtype of the classes that a model predicts in an example of the largest size; None if it has none."""
-    if config.objective != "cross_entropy":
+    if config.contract.task is Task.CONTRASTIVE:
         return None
     model = config.build()
     call: Callable[..., Any] = lambda params, *example: model.apply({"params": params}, *example)  # noqa: E731

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ModelConfig
+from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode import Generation, Piece, Sampling, generate, programs
 from jaxformer.decode.generate import prompt_bucket
 from jaxformer.errors import UserError
@@ -92,7 +93,7 @@ def assert_equals_full_passes(
     texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, piece.tokens_BN.tolist(), strict=True)]
     longest = max(padded, *map(len, texts))
     tokens_BT = jnp.array([text + [0] * (longest - len(text)) for text in texts])
-    prefixes = [jnp.array([len(prompt) for prompt in prompts])] if getattr(model[0], "prompt_is_prefix", False) else []
+    prefixes = [jnp.array([len(prompt) for prompt in prompts])] if contract_of(model[0]).has_prefix else []
     logits_BTV = jax.jit(jax.vmap(partial(model[0].apply, {"params": model[1]})))(tokens_BT, *prefixes)
     wanted_BTV = np.asarray(jax.nn.log_softmax(logits_BTV))
     wanted = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
@@ -285,7 +286,7 @@ def test_tokens_come_in_portions_the_first_alone(
 class SlowModel(nn.Module):
     """Takes 4 ms a token, and always says 0."""
 
-    attention_window = 1
+    contract = Contract(Task.CAUSAL_LM, has_cache=True, attention_window=1, extrapolates=True)
 
     def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
         return jnp.zeros(1)
@@ -360,7 +361,7 @@ def test_a_model_without_a_cache_slides_a_window_over_its_last_tokens(n: int) ->
 class GRULanguageModel(nn.Module):
     """Not of this project: a recurrent model, whose cache is a state and has no slots."""
 
-    attention_window = 1
+    contract = Contract(Task.CAUSAL_LM, has_cache=True, attention_window=1, extrapolates=True)
 
     def setup(self) -> None:
         self.embed, self.cell, self.out = nn.Embed(V, 13), nn.GRUCell(13), nn.Dense(V)

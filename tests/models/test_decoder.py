@@ -215,7 +215,7 @@ def test_a_prefix_language_model_is_called_with_the_length_of_a_prefix() -> None
     config = replace(PLAIN, prefix=True)
     assert [(x.shape, x.dtype) for x in config.example()] == [((T,), jnp.int32), ((), jnp.int32)]
     assert len(PLAIN.example()) == 1
-    assert config.build().prompt_is_prefix and not PLAIN.build().prompt_is_prefix
+    assert config.contract.has_prefix and not PLAIN.contract.has_prefix
 
 
 @pytest.mark.slow

@@ -1,0 +1,91 @@
+"""The contract of a model: its task, its inputs and its capabilities, declared by its config.
+
+The trainer, the samplers and the inspection read it with `contract_of`; nothing asks a module for its class or for the
+methods it happens to have. The axes of a model's parameters are declared where they are made; see `nn.parameters`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class Task(StrEnum):
+    """The task that a model is trained for."""
+
+    CAUSAL_LM = "causal_lm"
+    MASKED_LM = "masked_lm"
+    SEQUENCE_TO_SEQUENCE = "sequence_to_sequence"
+    TEXT_CLASSIFICATION = "text_classification"
+    IMAGE_CLASSIFICATION = "image_classification"
+    VIDEO_CLASSIFICATION = "video_classification"
+    CONTRASTIVE = "contrastive"
+    OTHER = "other"
+    """Any other task with logits over classes; the objective is the cross-entropy."""
+
+
+class Input(NamedTuple):
+    """One argument of a model's call, for one example.
+
+    Attributes:
+      name: name of the argument.
+      shape: shape of the largest example.
+      dtype: name of the NumPy dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Task, inputs and capabilities of a model.
+
+    Attributes:
+      task: the task that the model is trained for.
+      inputs: arguments of the call for one example, in order.
+      vocab_size: number of token ids V that inputs may hold; None for a model without tokens.
+      n_classes: length of the last axis of the logits; None for a model without logits.
+      max_tokens: most tokens of a sequence, as there are no positions past them; None for no limit.
+      fixed_length: the model reads exactly `max_tokens` tokens and predicts only the one that follows.
+      has_features: the call is `unembed` of `features(*inputs)`, `(T, D)` to `(T, V)`, so that logits may be computed
+        in chunks.
+      has_cache: the method `extend(tokens_T, positions_T, cache, slot)` returns features and the cache after them. A
+        causal language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with
+        `start(*source, n_slots, dtype)`.
+      attention_window: most positions that a query attends to, itself included; None for no limit.
+      extrapolates: a text may go on past the context, with the same `attention_window`.
+      has_prefix: a prompt is attended to in both directions; it must come in one call, and its length is the last
+        argument of the call and of `extend`.
+      has_residual_stream: all blocks add to one stream, which `unembed` reads (logit lens, direct logit attribution).
+    """
+
+    task: Task = Task.OTHER
+    inputs: tuple[Input, ...] = ()
+    vocab_size: int | None = None
+    n_classes: int | None = None
+    max_tokens: int | None = None
+    fixed_length: bool = False
+    has_features: bool = False
+    has_cache: bool = False
+    attention_window: int | None = None
+    extrapolates: bool = False
+    has_prefix: bool = False
+    has_residual_stream: bool = False
+
+
+UNDECLARED = Contract()
+"""The contract of a module that declares none."""
+
+
+def contract_of(model: Any) -> Contract:
+    """Return the contract that a module declares, as its attribute `contract` or as that of its `config`."""
+    declares = model if hasattr(model, "contract") else getattr(model, "config", None)
+    return getattr(declares, "contract", UNDECLARED)
+
+
+def token_inputs(length: int, *names: str) -> tuple[Input, ...]:
+    """Return inputs of one sequence length: token ids, int32, and for names that begin with `valid`, bool."""
+    return tuple(Input(name, (length,), "bool" if name.startswith("valid") else "int32") for name in names)

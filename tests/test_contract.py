@@ -1,0 +1,64 @@
+"""The contract that each model declares is the one that its module keeps."""
+
+import inspect
+from dataclasses import replace
+
+import jax
+import pytest
+from flax import linen as nn
+
+from jaxformer.config import ModelConfig
+from jaxformer.contract import UNDECLARED, Contract, Task, contract_of
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from tests.test_x64 import MODELS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_are_the_arguments_of_the_call(name: str) -> None:
+    config = MODELS[name]
+    arguments = list(inspect.signature(type(config.build()).__call__).parameters)[1:]
+    assert [x.name for x in config.contract.inputs] == arguments[: len(config.contract.inputs)]
+    assert [(x.shape, x.dtype) for x in config.contract.inputs] == [(x.shape, x.dtype) for x in config.example()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_capabilities_are_methods_of_the_module(name: str) -> None:
+    model, contract = MODELS[name].build(), MODELS[name].contract
+    assert contract_of(model) == contract
+    if contract.has_features:
+        assert callable(model.features) and callable(model.unembed)
+    begin = "start" if contract.task is Task.SEQUENCE_TO_SEQUENCE else "init_cache"
+    assert contract.has_cache == hasattr(model, "extend") == hasattr(model, begin)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_last_axis_of_logits_is_the_number_of_classes(name: str) -> None:
+    config = MODELS[name]
+    model = config.build()
+    outputs = jax.eval_shape(lambda *xs: model.init_with_output(jax.random.key(0), *xs)[0], *config.example())
+    if config.contract.task is Task.CONTRASTIVE:
+        assert config.contract.n_classes is None
+    else:
+        assert outputs.shape[-1] == config.contract.n_classes
+
+
+def test_a_module_may_declare_its_contract_itself_or_not_at_all() -> None:
+    class Declared(nn.Module):
+        contract = Contract(Task.CAUSAL_LM)
+
+    assert contract_of(Declared()).task is Task.CAUSAL_LM
+    assert contract_of(nn.Dense(3)) is UNDECLARED
+    with pytest.raises(UserError, match="ModelConfig describes no model"):
+        contract_of(ModelConfig())
+
+
+def test_capabilities_depend_on_the_config() -> None:
+    config = DecoderConfig(vocab_size=11, context_length=5, d_model=4)
+    assert config.contract.max_tokens == 5 and not config.contract.extrapolates
+    rotary = replace(config, positions="rope", window=3, prefix=False)
+    assert rotary.contract.extrapolates and rotary.contract.attention_window == 3
+    assert rotary.contract.max_tokens is None
+    prefix = replace(config, prefix=True)
+    assert prefix.contract.has_prefix and [x.name for x in prefix.contract.inputs] == ["tokens_T", "prefix"]
+    assert [x.shape for x in prefix.example()] == [(5,), ()]
