@@ -19,7 +19,7 @@ FLOORS = [
     {"checkpoints", "memory", "parameters", "sharding"},
     {"runs"},
     {"train", "decode", "inspect", "interop"},
-    {"plan"},
+    {"plan", "ladder"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,90 @@
+"""Outcomes of the ladder, read from the logs of its runs."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from configs.ladder import REPORTED
+from jaxformer.cli.arguments import load_config
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.ladder import as_text, has_ended, rung_result, write_results
+from jaxformer.runs import create_run
+from tests.helpers import ROOT
+
+
+def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = None) -> None:
+    """Write a rung's folder as training leaves it, without its checkpoints."""
+    config = load_config(f"{ROOT}/configs/ladder.py:{name}")
+    run = create_run(folder / name, config, Tokenizer.train([], 257), allow_suffix=False)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if broken is not None:
+        (run / f"autopsy/step-{broken}").mkdir(parents=True)
+
+
+def test_results_are_those_of_the_logs(tmp_path):
+    final = {
+        "step": 10_644,
+        "val_loss": 4.0,
+        "val_ppl": math.exp(4),
+        "val_bpb": 1.5,
+        "entropy": [[1.2345, 0.5], [0.25]],
+    }
+    write_run(tmp_path, "residual", [{"step": 0, "val_loss": 8.0}, final | {"step_ms": 2.0}])
+    write_run(
+        tmp_path,
+        "four_blocks",
+        [
+            {"step": 0, "val_loss": 7.0},
+            {"step": 4, "note": "other data"},
+            {"step": 5, "val_loss": None, "entropy": [[None, 1.0]], "step_ms": 10.0},
+        ],
+        broken=6,
+    )
+    results = [rung_result(tmp_path / name, REPORTED[name]) for name in ("residual", "four_blocks")]
+    residual, four = results
+    assert (residual.parameters, residual.steps, residual.loss, residual.ended_early) == (6_500_608, 10_644, 4.0, "")
+    assert residual.entropy == "1.23 0.5; 0.25" and residual.sources.startswith("68.284")
+    assert residual.minutes == pytest.approx(10_644 * 2 / 60_000)
+    assert (
+        four.ended_early == "not finite at step 6"
+        and math.isnan(four.loss)
+        and four.steps == 5
+        and four.entropy == "- 1"
+    )
+    assert four.minutes == pytest.approx(50 / 60_000)
+    assert has_ended(tmp_path / "four_blocks") and not has_ended(tmp_path / "residual")  # nothing is saved
+
+    write_results(results, tmp_path)
+    rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
+    assert [row["rung"] for row in rows] == ["residual", "four_blocks"]
+    assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(4)) and rows[1]["loss"] == ""
+    page = (tmp_path / "ladder.html").read_text()
+    assert f'data-value="{math.exp(4)!r}">54.6<' in page and "<td>not finite at step 6</td>" in page
+    assert '"y":[8.0,4.0]' in page  # the curve
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    text = as_text(results).splitlines()
+    assert max(map(len, text)) <= 100 and [line.split()[0] for line in text[:3]] == ["rung", "residual", "four_blocks"]
+    assert text[-2] == "residual     1.23 0.5; 0.25 | 68.284; entropy 1.16 to 1.18"
+    assert text[-1] == "four_blocks  - 1 | NaN before step 100"
+
+
+def test_a_diverged_rung_ended_at_the_step_where_divergence_began(tmp_path):
+    event = {"step": 130, "diverged": {"step": 130, "began": 118, "loss": 9.0, "minimum": 5.0, "minimum_step": 117}}
+    rows = [{"step": 0, "val_loss": 7.0}, {"step": 100, "val_loss": 5.5, "step_ms": 1.0}, event]
+    write_run(tmp_path, "four_blocks", rows)
+    four = rung_result(tmp_path / "four_blocks", "")
+    assert four.ended_early == "diverged at step 118" and math.isnan(four.loss) and four.steps == 130
+    assert has_ended(tmp_path / "four_blocks")
+    write_results([four], tmp_path)
+    assert "four_blocks (diverged at step 118)" in (tmp_path / "ladder.html").read_text()
+
+
+def test_an_unfinished_run_has_not_ended(tmp_path):
+    write_run(tmp_path, "residual", [{"step": 0, "val_loss": 8.0}, {"step": 50, "loss": 7.0, "step_ms": 1.0}])
+    assert not has_ended(tmp_path / "residual")
+    write_run(tmp_path, "two_blocks", [])
+    assert not has_ended(tmp_path / "two_blocks")
+    assert math.isnan(rung_result(tmp_path / "two_blocks", "").loss)
