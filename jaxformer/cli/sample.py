@@ -1,83 +1,78 @@
-"""`sample.py`: continue texts with a trained model."""
+"""`sample.py`: complete, fill, translate or classify with a trained model, as its task is."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
+import json
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from jaxformer.cli import machine, translate
-from jaxformer.cli.arguments import options_given, parse, run_command
-from jaxformer.cli.classify import tell_images
-from jaxformer.cli.fill_mask import fill_prompts
-from jaxformer.cli.load import RunOptions, model_of, run_folder, with_run
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import folder_named, options_given, parse, run_command
+from jaxformer.cli.explanation import explanation_table, make_explain
+from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_run
 from jaxformer.cli.options import HIDDEN, MERGED
-from jaxformer.cli.prompts import MOST_SEED, Prompt, prepared, read_prompts
-from jaxformer.cli.sampler import Sampler
 from jaxformer.contract import Task, contract_of
 from jaxformer.decode import Sampling, Speed, StopStrings
+from jaxformer.decode.completion import (
+    Completer,
+    Completion,
+    CompletionOptions,
+    encode_bad_words,
+    encode_logit_bias,
+    fitting_memory,
+)
+from jaxformer.decode.prompts import MAX_SEED, Prompt, encode_prompts, read_prompts
 from jaxformer.decode.speculative import MOST_PROPOSED
+from jaxformer.decode.weights import restored
 from jaxformer.errors import UserError
-from jaxformer.signals import record_signals
+from jaxformer.sharding import make_mesh
+from jaxformer.signals import ReceivedSignal, record_signals
 from jaxformer.terminal import echo, echo_error
+
+if TYPE_CHECKING:
+    from jaxformer.runs import Run
 
 DESCRIPTION = """Continue texts with a trained model.
 
-What follows a prompt depends on the prompt, the options and the seed alone, and not on what else is continued beside
-it, but for rounding: that can decide between two tokens that are as good as equally likely. A text ends with the
+The completion of a prompt depends on the prompt, the options and the seed alone, and not on the other prompts of its
+batch, but for rounding: that can decide between two tokens that are about equally likely. A text ends with the
 document (the end-of-text token), at a stop token or stop string, which are not shown, or after
 --max-new-tokens.
 
-A masked language model fills gaps instead, one token each: --prompt "The [MASK] of the people". A model that makes
-one text of another, such as a translation, does so with each prompt, greedily or with --num-beams. A model of images
-tells what those of --images show, and one of images and texts which of the texts of --prompt fits each of them."""
+A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
+sequence-to-sequence model translates each prompt, greedily or with --num-beams. A model of images classifies those of
+--images, and one of images and texts ranks the texts of --prompt for each of them."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions(Sampling):
-    """Every field of `Sampling` is an option; those that hold a run's tokens are given as text, in `Arguments`."""
+    """Options of the draw of a token; those with a run's tokens are given as text, in `CompletionOptions`."""
 
     temperature: float = 0.8
-    """Below 1 sharper, above 1 flatter, 0 always the likeliest token; then nothing narrows the choice."""
+    """Divisor of the logits: below 1 sharper, above 1 flatter; 0 is greedy, without filters."""
     min_p: float | None = 0.05
-    """Draw among tokens at least this probable, as a share of the likeliest one's probability; 0 keeps all. Applied
-    beside the other filters."""
+    """Probability of a token at least, as a share of the likeliest one's probability; 0 keeps all. Applied beside the
+    other filters."""
     logit_bias: Annotated[tuple[tuple[int, float], ...], HIDDEN] = ()
     bad_words: Annotated[tuple[tuple[int, ...], ...], HIDDEN] = ()
     stop_tokens: tuple[int, ...] = ()
-    """Numbers of tokens that end a text, as end-of-text always does."""
+    """Ids of tokens that end a text, as end-of-text always does."""
 
     def __post_init__(self) -> None:
-        self.completed(0)
+        self.with_tokens(0)
 
-    def completed(
-        self,
-        end_of_text: int,
-        logit_bias: tuple[tuple[int, float], ...] = (),
-        bad_words: tuple[tuple[int, ...], ...] = (),
-    ) -> Sampling:
-        """With the tokens that only a run knows.
-
-        Raises:
-          UserError: see `Sampling`.
-        """
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)}
+    def with_tokens(self, end_of_text: int, **encoded: Any) -> Sampling:
+        """Return the sampling with the tokens of a run; raises UserError, see `Sampling`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)}
         stop = tuple(dict.fromkeys((end_of_text, *self.stop_tokens)))
-        return Sampling(**plain | {"stop_tokens": stop, "logit_bias": logit_bias, "bad_words": bad_words})
-
-
-NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
-"""Options that beam search knows nothing of."""
-MOST = 2**31 - 1
-"""Of what the device counts."""
-MOST_EXPONENT = 100
-"""Of 2, that lengths and scores of beams may reach; a float32 holds 126, and a summed log-probability needs some."""
+        return Sampling(**values | {"stop_tokens": stop} | encoded)
 
 
 @dataclass(frozen=True)
@@ -86,159 +81,300 @@ class Arguments:
 
     opening: Annotated[RunOptions, MERGED] = field(default_factory=RunOptions)
     prompt: tuple[str, ...] = ("The",)
-    """The text to continue; several are continued together."""
+    """Text to continue; several are continued together."""
     images: tuple[str, ...] = ()
-    """Files of pictures, for a model that sees; of animated ones, where it takes videos."""
+    """Files of images, for a model that classifies; of animated ones, where it takes videos."""
     prompts_file: str | None = None
-    """A file with a prompt a line; a .jsonl file has objects with "prompt", and "seed" and "id" if one likes."""
+    """File with a prompt per line; a .jsonl file has objects with "prompt", and optionally "seed" and "id"."""
     explain: bool = False
-    """Tell of each token the chance it had, the likeliest others, the entropy of all, and which tokens were looked at
-    most, the mean over all heads."""
+    """Show for each token its probability, the likeliest others, the entropy of the distribution, and the positions
+    with the most attention, the mean over all heads."""
     interactive: bool = False
     """Ask for prompts. Ctrl-C stops a text, Ctrl-D leaves."""
     jsonl: bool = False
-    """Write a line of JSON for each text as soon as its batch is done: with its prompt's line, its tokens, their
+    """Write a line of JSON per text as soon as its batch is done: with its prompt's line, its tokens, their
     log-probabilities as the model gave them, why it ended, and the seconds from the start of its batch to its first
     token and its last. Of a translation, with its prompt's line and its tokens."""
-    max_new_tokens: int = 200
-    """Tokens to make; a text may end earlier."""
-    num_samples: int = 1
-    """Texts for each prompt; text k is what --seed k more gives, or the k-th best of the beams."""
-    seed: int = 0
-    """The same seed gives the same text."""
-    batch_size: int = 16
-    """Texts to make at once; those of one prompt stay together."""
+    completion: Annotated[CompletionOptions, MERGED] = field(default_factory=CompletionOptions)
     sampling: Annotated[SamplingOptions, MERGED] = field(default_factory=SamplingOptions)
-    bad_words: tuple[str, ...] = ()
-    """Texts never to make, also not after a space, as the run's tokenizer writes them."""
-    logit_bias: tuple[str, ...] = ()
-    """TEXT=BIAS, where the text is one token; the bias is added to its logit."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a text; not shown."""
-    num_beams: int = 1
-    """More than 1 searches for the likeliest text instead of drawing, keeping so many at each step. Ctrl-C waits until
-    the search is done."""
-    length_penalty: float = 1.0
-    """Of --num-beams: above 0 favours long texts, below 0 short ones."""
-    draft: str | None = None
-    """A smaller run with the same tokenizer, or 'lookup' for the text itself: it proposes tokens, of which the model
-    checks several in one pass. The text is distributed as without it, and greedily is the same. One at a time."""
-    draft_tokens: int = 4
-    """How many --draft proposes at a time."""
-    cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What keys and values are kept in, of the model; those of a draft run stay in float32."""
-    prefill_chunk: int = 512
-    """Prompts are read so many tokens at a time."""
+
+
+NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
+"""Options without meaning for beam search."""
+MAX_COUNT = 2**31 - 1
+"""Largest int32, the type of the device's counters."""
+MAX_EXPONENT = 100
+"""Power of 2 that lengths and scores of beams may reach; a float32 holds 126, less what log-probabilities need."""
+TEXTS = {"--prompt", "--prompts-file"}
+COMMON = {"--run", "--checkpoint", "--weights", "--jsonl"}
+FILL_OPTIONS = COMMON | TEXTS | {"--top-logprobs"}
+TRANSLATE_OPTIONS = COMMON | TEXTS | {
+    "--mesh", "--max-new-tokens", "--batch-size", "--num-beams", "--length-penalty", "--cache-dtype"
+}  # fmt: skip
+N_CANDIDATES = 5
+"""Candidates per mask without --top-logprobs, and classes per image for people; JSON has all classes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sample; the exit status: 0 done, 2 wrong input, also if it was only some of the prompts, 130 interrupted."""
+    """Sample; return the exit status: 0 done, 2 wrong input, also if only some of the prompts, 130 interrupted."""
     return run_command(_main, arguments)
 
 
 def _main(arguments: list[str]) -> int:
-    asked = parse(arguments, Arguments(), "sample.py", DESCRIPTION)
+    options = parse(arguments, Arguments(), "sample.py", DESCRIPTION)
     given = options_given(arguments)
-    _check(asked, given)
-    prompts = _prompts(asked)
-    machine.set_up(mesh=asked.opening.mesh)
-    asked = dataclasses.replace(asked, opening=with_run(asked.opening))
-
-    model = model_of(asked.opening)
+    _check(options, given)
+    prompts = _prompts(options)
+    machine.set_up(mesh=options.opening.mesh)
+    options = dataclasses.replace(options, opening=with_run(options.opening))
+    model = model_of(options.opening)
     task = contract_of(model).task
     if task is Task.MASKED_LM:
-        return fill_prompts(asked.opening, prompts, given, asked.sampling.top_logprobs, asked.jsonl)
+        return _fill_masks(options, given, prompts)
     if task in (Task.IMAGE_CLASSIFICATION, Task.VIDEO_CLASSIFICATION, Task.CONTRASTIVE):
-        return tell_images(asked.opening, asked.images, prompts, given, asked.jsonl)
-    if asked.images:
-        raise UserError(
-            f"{run_folder(asked.opening)} holds a {type(model).__name__}, which sees no images; leave out --images."
-        )
+        return _classify(options, given, prompts)
+    if options.images:
+        kind = type(model).__name__
+        raise UserError(f"{run_folder(options.opening)} holds a {kind}, which has no image input; leave out --images.")
     if task is Task.SEQUENCE_TO_SEQUENCE:
-        return translate.main(asked, given, prompts)
-    sampler = Sampler(asked, given)
-    if asked.interactive:
-        return _converse(sampler)
-    encode = lambda prompt: (prompt, sampler.encode(prompt))  # noqa: E731
-    fitting: list[tuple[Prompt, list[int]]] = prepared(prompts, encode, asked.prompts_file is not None)
+        return _translate(options, given, prompts)
+    completer = make_completer(options, given)
+    if options.interactive:
+        return _converse(completer, options)
+    fitting = encode_prompts(prompts, completer.encode, options.prompts_file is not None)
     if fitting:
         with record_signals(signal.SIGINT) as pressed:
-            sampler.show(fitting, pressed)
-        echo(str(sampler.speed), sys.stderr)
+            show_completions(completer, fitting, options, pressed)
+        echo(str(completer.speed), sys.stderr)
         if pressed.is_set():
             raise KeyboardInterrupt
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _check(asked: Arguments, given: set[str]) -> None:
-    """Raise `UserError` for what cannot be, as far as no run is needed to know it."""
+def _check(options: Arguments, given: set[str]) -> None:
+    """Raise `UserError` for options that no run allows."""
+    completion = options.completion
     counts = ("max_new_tokens", "num_samples", "batch_size", "prefill_chunk", "num_beams")
-    limits = {"seed": (0, MOST_SEED), "draft_tokens": (1, MOST_PROPOSED)} | dict.fromkeys(counts, (1, MOST))
+    limits = {"seed": (0, MAX_SEED), "draft_tokens": (1, MOST_PROPOSED)} | dict.fromkeys(counts, (1, MAX_COUNT))
     for name, (least, most) in limits.items():
-        if not least <= (value := getattr(asked, name)) <= most:
+        if not least <= (value := getattr(completion, name)) <= most:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least} and at most {most}.")
-    sources = [
-        flag
-        for flag, there in (
-            ("--prompt", "--prompt" in given),
-            ("--prompts-file", asked.prompts_file is not None),
-            ("--interactive", asked.interactive),
-        )
-        if there
-    ]
-    if len(sources) > 1:
-        raise UserError(f"{' and '.join(sources)} each say what to continue; give one of them.")
-    StopStrings(asked.stop)
-    if asked.draft is None and "--draft-tokens" in given:
+    sources = {
+        "--prompt": "--prompt" in given, "--prompts-file": options.prompts_file is not None,
+        "--interactive": options.interactive,
+    }  # fmt: skip
+    if len(used := [flag for flag, is_used in sources.items() if is_used]) > 1:
+        raise UserError(f"{' and '.join(used)} each say what to continue; give one of them.")
+    StopStrings(completion.stop)
+    if completion.draft is None and "--draft-tokens" in given:
         raise UserError("--draft-tokens is of use to a draft alone; leave it out, or give --draft.")
-    if asked.draft is not None and "--prefill-chunk" in given:
+    if completion.draft is not None and "--prefill-chunk" in given:
         raise UserError("a draft's prompts are read at once; leave out --prefill-chunk, or --draft.")
-    if asked.opening.weights == "int8" and asked.opening.mesh:
+    if options.opening.weights == "int8" and options.opening.mesh:
         raise UserError("weights of int8 lie on one device; leave out --mesh, or use bfloat16.")
-    if asked.num_beams == 1:
+    n_beams, n_tokens = completion.num_beams, completion.max_new_tokens
+    if n_beams == 1:
         if "--length-penalty" in given:
             raise UserError("--length-penalty is of use to beam search alone; leave it out, or give --num-beams.")
-    elif not abs(asked.length_penalty) <= (steepest := MOST_EXPONENT / max(1.0, log2(asked.max_new_tokens))):
+    elif not abs(completion.length_penalty) <= (steepest := MAX_EXPONENT / max(1.0, log2(n_tokens))):
         raise UserError(
-            f"--length-penalty is {asked.length_penalty}, and a float32 does not hold {asked.max_new_tokens} tokens to "
+            f"--length-penalty is {completion.length_penalty}, and a float32 does not hold {n_tokens} tokens to "
             f"that power; it must be from {-steepest:.1f} to {steepest:.1f}."
         )
     elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
         raise UserError(f"beam search draws nothing and knows no {clash[0]}; leave that out, or --num-beams.")
-    elif asked.draft is not None:
+    elif completion.draft is not None:
         raise UserError("beam search and a draft do not go together; leave out --draft or --num-beams.")
-    elif asked.num_samples > asked.num_beams:
-        raise UserError(f"--num-samples is {asked.num_samples}; it must be at most --num-beams, {asked.num_beams}.")
+    elif completion.num_samples > n_beams:
+        raise UserError(f"--num-samples is {completion.num_samples}; it must be at most --num-beams, {n_beams}.")
 
 
-def _prompts(asked: Arguments) -> Sequence[Prompt | UserError]:
-    """What to continue; of a file's line that holds no prompt, what is wrong with it."""
-    if asked.interactive:
+def _prompts(options: Arguments) -> Sequence[Prompt | UserError]:
+    """Return the prompts; for an invalid line of a file, its error."""
+    if options.interactive:
         return []
-    if asked.prompts_file is not None:
-        return read_prompts(asked.prompts_file)
-    if not asked.prompt:
+    if options.prompts_file is not None:
+        return read_prompts(options.prompts_file)
+    if not options.prompt:
         raise UserError("the prompt is empty; give it at least one character.")
-    several = len(asked.prompt) > 1
-    return [Prompt(text, f"prompt {i}" if several else "the prompt", line=i) for i, text in enumerate(asked.prompt, 1)]
+    name = (lambda i: f"prompt {i}") if len(options.prompt) > 1 else (lambda i: "the prompt")
+    return [Prompt(text, name(i), line=i) for i, text in enumerate(options.prompt, 1)]
 
 
-def _converse(sampler: Sampler) -> int:
-    """Ask for prompts and continue them until the user leaves; the exit status."""
+def _check_task(options: Arguments, given: set[str], known: set[str], task: str) -> None:
+    if foreign := sorted(given - known):
+        folder = run_folder(options.opening)
+        raise UserError(f"{foreign[0]} does not apply to {task}, the task of {folder}; leave it out.")
+
+
+def _open(options: Arguments) -> Run:
+    """Open the run, with a mesh if one is given."""
+    mesh = options.opening.mesh
+    return open_run(options.opening, make_mesh(mesh) if mesh else None)
+
+
+def _open_restored(options: Arguments) -> Run:
+    """Open the run with float32 parameters, for one pass per example, where rounded ones save no time."""
+    run = _open(options)
+    return dataclasses.replace(run, params=restored(run.params))
+
+
+def _fill_masks(options: Arguments, given: set[str], prompts: Sequence[Prompt | UserError]) -> int:
+    from jaxformer.decode.fill_mask import encode_masked, fill_prompt
+
+    _check_task(options, given, FILL_OPTIONS, "fill-mask")
+    run, n = _open_restored(options), options.sampling.top_logprobs
+    if n >= (size := run.text_model()[0].vocab_size):
+        raise UserError(f"--top-logprobs is {n}; it must be at most {size - 1}, all tokens of the run.")
+    fitting = encode_prompts(prompts, lambda prompt: encode_masked(prompt, run), options.prompts_file is not None)
+    for prompt, tokens in fitting:
+        row = fill_prompt(run, prompt, tokens, n or N_CANDIDATES)
+        if options.jsonl:
+            echo(json.dumps(row))
+            continue
+        masks = ["  " + ", ".join(f"{text!r} {p:.3f}" for text, p in candidates) for candidates in row["gaps"]]
+        echo("\n".join([row["text"], *masks]))
+    return 2 if len(fitting) < len(prompts) else 0
+
+
+def _classify(options: Arguments, given: set[str], prompts: Sequence[Prompt | UserError]) -> int:
+    from jaxformer.decode.classify import check_text, classify_images, classify_images_by_texts
+
+    run = _open_restored(options)
+    zero_shot = contract_of(run.model).task is Task.CONTRASTIVE
+    known = COMMON | {"--images"} | (TEXTS if zero_shot else set())
+    _check_task(options, given, known, "zero-shot classification" if zero_shot else "image classification")
+    if not options.images:
+        raise UserError("there is no image to classify; give --images, such as --images photo.png.")
+    if zero_shot and not given & TEXTS:
+        raise UserError("there is no text to classify by; give texts with --prompt or --prompts-file.")
+    n_valid = len(prompts)
+    if zero_shot:
+        fitting = encode_prompts(prompts, lambda prompt: check_text(prompt, run), options.prompts_file is not None)
+        n_valid, texts = len(fitting), [text for _, text in fitting]
+        rankings = classify_images_by_texts(run, options.images, texts) if texts else []
+    else:
+        rankings = classify_images(run, options.images)
+    for image, ranking in zip(options.images, rankings, strict=False):
+        if options.jsonl:
+            echo(json.dumps({"image": image, "shows": [(name, float(f"{p:.4g}")) for name, p in ranking]}))
+        else:
+            echo(f"{image}: " + ", ".join(f"{name} {p:.3f}" for name, p in ranking[:N_CANDIDATES]))
+    return 2 if n_valid < len(prompts) else 0
+
+
+def _translate(options: Arguments, given: set[str], prompts: Sequence[Prompt | UserError]) -> int:
+    """Translate each prompt, and show each batch as soon as it is done."""
+    from jaxformer.decode.translate import encode_source, translate_tokens
+
+    _check_task(options, given, TRANSLATE_OPTIONS, "translation")
+    if not TEXTS & given:
+        raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
+    run, completion = _open(options), options.completion
+    model, tokenizer = run.text_model()
+    fitting = encode_prompts(prompts, lambda prompt: encode_source(prompt, run), options.prompts_file is not None)
+    for first in range(0, len(fitting), completion.batch_size):
+        batch = fitting[first : first + completion.batch_size]
+        with fitting_memory(len(batch)):
+            targets = translate_tokens(
+                run.model, run.params, [source for _, source in batch], end_of_text=tokenizer.end_of_text,
+                context_length=model.context_length, n_beams=completion.num_beams,
+                length_penalty=completion.length_penalty, cache_dtype=completion.cache_dtype,
+                max_new_tokens=completion.max_new_tokens if "--max-new-tokens" in given else None,
+                batch_size=completion.batch_size,
+            )  # fmt: skip
+        for (prompt, _), target in zip(batch, targets, strict=True):
+            text = tokenizer.decode(target)
+            row = {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "tokens": target}
+            echo(json.dumps(row) if options.jsonl else text)
+    return 2 if len(fitting) < len(prompts) else 0
+
+
+def make_completer(options: Arguments, given: set[str]) -> Completer:
+    """Open the run, and its draft if there is one.
+
+    Raises:
+      UserError: a run cannot be opened, or an option does not fit it; some only where they were given.
+    """
+    completion, run = options.completion, _open(options)
+    needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
+    needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
+    needs_cache += ["--explain"] if options.explain else []  # other models read windows that are padded on the left
+    if needs_cache and not contract_of(run.model).has_cache:
+        raise UserError(f"{run.path} has a model without a cache, which {needs_cache[0]} needs; leave it out.")
+    if "--prefill-chunk" in given and contract_of(run.model).has_prefix:
+        raise UserError(f"{run.path} reads a prompt at once, in both directions; leave out --prefill-chunk.")
+    _, tokenizer = run.text_model()
+    sampling = options.sampling.with_tokens(
+        tokenizer.end_of_text, logit_bias=encode_logit_bias(completion.logit_bias, tokenizer),
+        bad_words=encode_bad_words(completion.bad_words, tokenizer),
+    )  # fmt: skip
+    draft = None
+    if completion.draft not in (None, "lookup"):
+        folder = str(folder_named("--draft", completion.draft))
+        draft = open_run(RunOptions(run=folder), make_mesh(options.opening.mesh) if options.opening.mesh else None)
+    return Completer(run, completion, sampling, draft, make_explain(run) if options.explain else None)
+
+
+def show_completions(
+    completer: Completer, prompts: Sequence[tuple[Prompt, list[int]]], options: Arguments, pressed: ReceivedSignal
+) -> None:
+    """Complete prompts and print the texts; no further batch once Ctrl-C is pressed.
+
+    A single text is printed as it is generated, and rows of JSON batch by batch; other texts in the order of the
+    prompts, and at the latest at the end, even of an error.
+    """
+    streams = len(prompts) * options.completion.num_samples == 1 and not options.jsonl
+    unprinted = prompts[0][0].text
+
+    def stream(new: str) -> None:
+        nonlocal unprinted
+        echo(unprinted + new, end="")
+        unprinted = ""
+
+    done: dict[int, list[Completion]] = {}
+    n_printed = 0
+    try:
+        for i, completions in completer.complete(prompts, pressed.is_set, *[stream] * streams):
+            done[i] = completions
+            while (ready := i if options.jsonl else n_printed) in done:
+                _print_completions(done.pop(ready), options.jsonl, streams)
+                n_printed += 1
+    finally:
+        for i in sorted(done):  # a prompt before these was not completed
+            _print_completions(done[i], options.jsonl, streams)
+
+
+def _print_completions(completions: list[Completion], jsonl: bool, streamed: bool) -> None:
+    """Print the completions of one prompt; of a streamed one, the rest."""
+    for completion in completions:
+        if jsonl:
+            echo(json.dumps(completion.as_row(), allow_nan=False))
+        elif streamed:
+            echo()
+            echo(explanation_table(completion), end="")
+        else:
+            sample = f".{completion.sample + 1}" if len(completions) > 1 else ""
+            echo(f"[{completion.prompt.line}{sample}] {completion.prompt.text}{completion.text.shown}")
+            echo(explanation_table(completion))
+
+
+def _converse(completer: Completer, options: Arguments) -> int:
+    """Ask for prompts and complete them until the user leaves; return the exit status."""
     with contextlib.suppress(ImportError):
         import readline  # gives `input` a history
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # `Prompt` refuses what is not UTF-8, a line at a time
-    typed, n_wrong = sys.stdin.isatty(), 0
+    typed, n_errors = sys.stdin.isatty(), 0
     while True:
         line = ""
         try:
             line = _ask()
             if line:
-                _answer(sampler, line)
+                _complete_line(completer, options, line)
         except UserError as error:
             echo_error(f"error: {error}")
-            n_wrong += 1
+            n_errors += 1
         except EOFError:
             break
         except KeyboardInterrupt:
@@ -247,21 +383,20 @@ def _converse(sampler: Sampler) -> int:
                 break
             echo(file=sys.stderr)
     echo(file=sys.stderr)
-    return 2 if n_wrong and not typed else 0  # who typed it has seen it, and gone on
+    return 2 if n_errors and not typed else 0  # a user at a terminal has read the errors
 
 
 def _ask() -> str:
-    """A line from the user. What asks for it is no part of the output, if that goes elsewhere than to the terminal."""
+    """Return a line from the user; the sign that asks for it goes to stdout only if that is the terminal."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return input("> ")
     echo("> ", sys.stderr, end="")
     return input()
 
 
-def _answer(sampler: Sampler, line: str) -> None:
-    """Continue a prompt of a conversation."""
+def _complete_line(completer: Completer, options: Arguments, line: str) -> None:
     with record_signals(signal.SIGINT) as pressed:
         prompt = Prompt(line, "the prompt")
-        sampler.speed = Speed()
-        sampler.show([(prompt, sampler.encode(prompt))], pressed)
-    echo(str(sampler.speed), sys.stderr)
+        completer.speed = Speed()
+        show_completions(completer, [(prompt, completer.encode(prompt))], options, pressed)
+    echo(str(completer.speed), sys.stderr)

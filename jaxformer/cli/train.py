@@ -304,14 +304,14 @@ def no_better(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
 
 def prompt_to_try(config: Config, data: Dataset) -> str | None:
     """What a new user may give to `sample.py`; None for a model that writes no text."""
-    from jaxformer.cli.fill_mask import GAP
     from jaxformer.data.pairs import PairDataset
+    from jaxformer.decode.fill_mask import MASK
 
     task = config.model.contract.task
     if task is Task.CAUSAL_LM:
         return config.train.sample_prompt
     if task is Task.MASKED_LM:
-        return f"The {GAP} of"
+        return f"The {MASK} of"
     return data.val[0].source if isinstance(data, PairDataset) else None
 
 

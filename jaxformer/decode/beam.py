@@ -57,8 +57,7 @@ def beam_search(
       UserError: a prompt is empty or leaves no room in the context, or a number is out of range.
     """
     check_prompts(model, prompts, context_length, n_beams=n_beams, max_new_tokens=max_new_tokens)
-    if not np.isfinite(length_penalty):
-        raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
+    check_length_penalty(length_penalty)
     for number, prompt in enumerate(prompts, start=1):
         room = context_length - len(prompt) + 1  # nothing reads the last token
         if max_new_tokens > room and not contract_of(model).extrapolates:
@@ -75,6 +74,12 @@ def beam_search(
         model, params, tokens_PT, lengths_P, np.float32(length_penalty), n_beams=n_beams,
         max_new_tokens=max_new_tokens, stop_tokens=tuple(stop_tokens), dtype=jnp.dtype(cache_dtype),
     )  # fmt: skip
+
+
+def check_length_penalty(length_penalty: float) -> None:
+    """Raise `UserError` if a length penalty is not finite."""
+    if not np.isfinite(length_penalty):
+        raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
 
 
 @partial(jax.jit, static_argnames=("model", "n_beams", "max_new_tokens", "stop_tokens", "dtype"))

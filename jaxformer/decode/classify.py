@@ -1,35 +1,42 @@
-"""Tell what images show."""
+"""Image and video classification, and zero-shot classification by texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+import numpy as np
 
+from jaxformer.data.captions import tokenize_captions
+from jaxformer.data.image_io import read_model_input
+from jaxformer.decode.prompts import Prompt
+from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
+from jaxformer.runs import CLASSES, Run
 
 
 @partial(jax.jit, static_argnames=("model",))
 def classify(model: nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-    """How probable each class is for one image `(height, width, C)` or video, uint8: `(n_classes,)` float32."""
-    logits = model.apply({"params": params}, pixels)
-    assert isinstance(logits, jax.Array)
+    """Return the class probabilities, `(n_classes,)` float32, of an image `(height, width, C)` or a video, uint8."""
+    logits: Any = model.apply({"params": params}, pixels)
     return jax.nn.softmax(logits.astype(jnp.float32))
 
 
 @partial(jax.jit, static_argnames=("model",))
-def match(model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Array, valid_NT: jax.Array) -> jax.Array:
-    """How probable each text is for each image, were it one of these, `(n_images, N)` float32 (section 3.1.2 of Radford
-    et al. 2021).
+def classify_zero_shot(
+    model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Array, valid_NT: jax.Array
+) -> jax.Array:
+    """Return the probability of each of N texts for each image, `(n_images, N)` float32 (section 3.1.2 of Radford et
+    al. 2021).
 
     Args:
       model: a `CLIP`.
       images: `(n_images, height, width, C)` uint8.
-      tokens_NT: int32, of each text, as `data.captions.tokenize_captions` makes them, and where there are any.
+      tokens_NT: int32, as from `data.captions.tokenize_captions`; `valid_NT` is False for padding.
     """
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
     image_IE = jax.vmap(partial(apply, method="encode_image"))(images)
@@ -37,3 +44,56 @@ def match(model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Ar
     # A device's default would round cosines to a few digits, and the scale is up to 100.
     cosine_IN = jnp.matmul(image_IE, text_NE.T, precision=jax.lax.Precision.HIGHEST)
     return jax.nn.softmax(jnp.exp(apply(method="log_scale")) * cosine_IN)
+
+
+def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, float]]]:
+    """Return, per image, the names of all classes with their probabilities, the likeliest first.
+
+    Raises:
+      UserError: an image cannot be read, or the run has as many names of classes as its model has not.
+    """
+    probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
+    n = len(probs[0])
+    if run.classes and len(run.classes) != n:
+        raise UserError(
+            f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; remove it for numbers."
+        )
+    return _ranked(run.classes or [str(number) for number in range(n)], probs)
+
+
+def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[list[tuple[str, float]]]:
+    """Return, per image, the texts with their probabilities, the likeliest first.
+
+    Raises:
+      UserError: an image cannot be read.
+    """
+    assert run.tokenizer is not None
+    tokens_NT, valid_NT, _ = tokenize_captions(texts, run.tokenizer, _max_text_tokens(run))
+    images = np.stack(_read_images(run, files))
+    return _ranked(texts, classify_zero_shot(run.model, run.params, images, tokens_NT, valid_NT).tolist())
+
+
+def check_text(prompt: Prompt, run: Run) -> str:
+    """Return the text of a prompt that fits the text encoder.
+
+    Raises:
+      UserError: the prompt has a seed or too many tokens.
+    """
+    prompt.check_no_seed("nothing is drawn")
+    assert run.tokenizer is not None
+    limit = _max_text_tokens(run) - 2
+    prompt.check_length(len(run.tokenizer.encode(prompt.text)), limit, f"{limit}, and one before and after them")
+    return prompt.text
+
+
+def _max_text_tokens(run: Run) -> int:
+    """Return the tokens of a text at most, those at its start and its end counted."""
+    return run.config.model.example()[1].shape[0]
+
+
+def _read_images(run: Run, files: Sequence[str]) -> list[np.ndarray]:
+    return [read_model_input(file, run.config.model.example()[0].shape) for file in files]
+
+
+def _ranked(names: Sequence[str], probs: Sequence[Sequence[float]]) -> list[list[tuple[str, float]]]:
+    return [sorted(zip(names, row, strict=True), key=lambda named: -named[1]) for row in probs]

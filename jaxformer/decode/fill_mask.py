@@ -1,61 +1,96 @@
-"""Fill the gaps of a text with a masked language model."""
+"""Fill-mask: the likeliest tokens for the masks of a text, by a masked language model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.models.encoder import MaskedLanguageModel
+from jaxformer.decode.prompts import Prompt
+from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 
+if TYPE_CHECKING:
+    from jaxformer.runs import Run
 
-class Gap(NamedTuple):
-    """A place that was filled."""
+MASK = "[MASK]"
+"""Sign for one masked token in a prompt. A space before it belongs to the masked token, as most tokens begin so."""
 
-    place: int
-    """In the text, in tokens."""
+
+class FilledMask(NamedTuple):
+    """A mask with the tokens that may stand there."""
+
+    position: int
     candidates: list[tuple[int, float]]
-    """Tokens and their probabilities, the likeliest first, which is the one that fills it."""
+    """Tokens with their probabilities, the likeliest first; that one fills the mask."""
 
 
-def fill(model: MaskedLanguageModel, params: Params, tokens: Sequence[int], n_candidates: int) -> list[Gap]:
-    """What stands in the gaps of a text, in their order.
-
-    They are filled one after the other, first the one whose likeliest token is the most probable, and what fills it is
-    seen by the next. Probabilities are those among all tokens but the mask.
-
-    Args:
-      tokens: of the text, the vocabulary's last where there is a gap, which is at least once.
-      n_candidates: how many to name for each gap.
+def encode_masked(prompt: Prompt, run: Run) -> list[int]:
+    """Return the tokens of a prompt, with the mask token for each `MASK`.
 
     Raises:
-      ValueError: the text is longer than the context, or the vocabulary has not so many candidates.
+      UserError: the prompt has a seed, no mask, or more tokens than the context.
+    """
+    prompt.check_no_seed("what fills a mask is not drawn")
+    config, tokenizer = run.text_model()
+    first, *rest = prompt.text.split(MASK)
+    if not rest:
+        raise UserError(f"{prompt.label} has no {MASK}, and the run fills masks; write one, as in 'The {MASK} of'.")
+    tokens = tokenizer.encode(first.removesuffix(" "))
+    for part in rest[:-1]:
+        tokens += [config.vocab_size - 1, *tokenizer.encode(part.removesuffix(" "))]
+    tokens += [config.vocab_size - 1, *tokenizer.encode(rest[-1])]
+    prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
+    return tokens
+
+
+def fill_prompt(run: Run, prompt: Prompt, tokens: Sequence[int], n_candidates: int) -> dict[str, Any]:
+    """Return the filled text and, per mask, the likeliest tokens as text with their probabilities, as a row of JSON."""
+    tokenizer, filled = run.text_model()[1], list(tokens)
+    masks = fill_masks(run.model, run.params, tokens, n_candidates)
+    for mask in masks:
+        filled[mask.position] = mask.candidates[0][0]
+    candidates = [[(tokenizer.decode([token]), float(f"{p:.4g}")) for token, p in mask.candidates] for mask in masks]
+    text = tokenizer.decode(filled)
+    return {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "gaps": candidates}
+
+
+def fill_masks(model: Any, params: Params, tokens: Sequence[int], n_candidates: int) -> list[FilledMask]:
+    """Return the filled masks of a text, in the order of their positions.
+
+    They are filled one at a time, the one with the most probable token first, and each is an input for the next.
+    Probabilities are over all tokens but the mask.
+
+    Args:
+      model: a `MaskedLanguageModel`.
+      tokens: `(T,)`, with the vocabulary's last for a mask.
+      n_candidates: tokens per mask.
+
+    Raises:
+      ValueError: the text is longer than the context, or the vocabulary has fewer candidates.
     """
     length, mask = model.config.context_length, model.config.vocab_size - 1
-    text_T = np.zeros(length, np.int32)
-    text_T[: len(tokens)] = tokens
+    tokens_T = np.zeros(length, np.int32)
+    tokens_T[: len(tokens)] = tokens
     valid_T = np.arange(length) < len(tokens)
-    open_T, gaps = valid_T & (text_T == mask), []
-    while open_T.any():
-        found = _likeliest(model, params, text_T, valid_T, n_candidates)
-        probabilities, candidates = jax.device_get(found)
-        place = int(np.argmax(np.where(open_T, probabilities[:, 0], -1)))
-        text_T[place], open_T[place] = candidates[place, 0], False
-        gaps.append(Gap(place, list(zip(candidates[place].tolist(), probabilities[place].tolist(), strict=True))))
-    return sorted(gaps)
+    masked_T, filled = valid_T & (tokens_T == mask), []
+    while masked_T.any():
+        probs_TN, candidates_TN = jax.device_get(_likeliest(model, params, tokens_T, valid_T, n_candidates))
+        t = int(np.argmax(np.where(masked_T, probs_TN[:, 0], -1)))
+        tokens_T[t], masked_T[t] = candidates_TN[t, 0], False
+        filled.append(FilledMask(t, list(zip(candidates_TN[t].tolist(), probs_TN[t].tolist(), strict=True))))
+    return sorted(filled)
 
 
 @partial(jax.jit, static_argnames=("model", "n"))
 def _likeliest(
-    model: MaskedLanguageModel, params: Params, tokens_T: jax.Array, valid_T: jax.Array, n: int
+    model: Any, params: Params, tokens_T: jax.Array, valid_T: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Probabilities and tokens, `(T, n)`."""
+    """Return the probabilities and the tokens, `(T, n)`, of the n likeliest at each position."""
     logits_TV = model.apply({"params": params}, tokens_T, valid_T)
-    assert isinstance(logits_TV, jax.Array)
-    probabilities, candidates = jax.lax.top_k(jax.nn.softmax(logits_TV[:, :-1].astype(jnp.float32)), n)
-    return probabilities, candidates
+    probs_TN, candidates_TN = jax.lax.top_k(jax.nn.softmax(logits_TV[:, :-1].astype(jnp.float32)), n)
+    return probs_TN, candidates_TN

@@ -1,51 +1,80 @@
-"""Make texts of other texts with any sequence-to-sequence model.
+"""Translation: targets of sources, greedily or by beam search, with any sequence-to-sequence model.
 
-A model offers three methods (see `models.encoder_decoder.EncoderDecoder`), each on one example: `start(source_S,
-valid_S, n_slots, dtype)`, the source read, and `extend` and `unembed` as `decode.generate` has them for the target,
-which begins with the end-of-text token.
+A model has three methods (see `models.encoder_decoder.EncoderDecoder`), each on one example: `start(source_S, valid_S,
+n_slots, dtype)` returns a cache that holds the source, and `extend` and `unembed` are those of `decode.generate` for
+the target, which begins with the end-of-text token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.data.pairs import PairDataset
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.beam import search
+from jaxformer.decode.beam import check_length_penalty, search
 from jaxformer.decode.generate import left_aligned, placement, prompt_bucket
 from jaxformer.decode.programs import call
+from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.streaming import batches
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
+if TYPE_CHECKING:
+    from jaxformer.runs import Run
+
+
+def encode_source(prompt: Prompt, run: Run) -> list[int]:
+    """Return the tokens of a prompt to translate.
+
+    Raises:
+      UserError: the prompt has a seed, or more tokens than the context.
+    """
+    prompt.check_no_seed("a translation draws nothing")
+    model, tokenizer = run.text_model()
+    tokens = tokenizer.encode(prompt.text)
+    prompt.check_length(len(tokens), model.context_length, f"the context's {model.context_length}")
+    return tokens
+
+
+def translate_held_out(run: Run, params: Params, data: PairDataset, batch_size: int) -> tuple[list[str], list[str]]:
+    """Return greedy translations of the held-out sources, cut to the context, and their references."""
+    model, tokenizer = run.text_model()
+    sources, references = zip(*data.val, strict=True)
+    targets = translate_tokens(
+        run.model, params, [tokens[: model.context_length] for tokens in tokenizer.encode_batch(sources)],
+        end_of_text=tokenizer.end_of_text, context_length=model.context_length, batch_size=batch_size,
+    )  # fmt: skip
+    return [tokenizer.decode(target) for target in targets], list(references)
+
 
 def translate(
-    model: nn.Module, params: Params, tokenizer: Tokenizer, texts: Sequence[str], *, context_length: int, **how: Any
+    model: nn.Module, params: Params, tokenizer: Tokenizer, texts: Sequence[str], *, context_length: int, **options: Any
 ) -> list[str]:
-    """What a model makes of each text.
+    """Return the translation of each text.
 
     Args:
-      how: see `translate_tokens`.
+      options: see `translate_tokens`.
 
     Raises:
       UserError: a text is empty or has more than `context_length` tokens, or see `translate_tokens`.
     """
     sources = tokenizer.encode_batch(texts)
     for number, source in enumerate(sources, start=1):
-        which = f"text {number}" if len(sources) > 1 else "the text"
         if not 1 <= len(source) <= context_length:
+            label = f"text {number}" if len(sources) > 1 else "the text"
             raise UserError(
-                f"{which} has {len(source)} tokens; it must have at least 1 and at most the context's {context_length}."
+                f"{label} has {len(source)} tokens; it must have at least 1 and at most the context's {context_length}."
             )
     end = tokenizer.end_of_text
-    targets = translate_tokens(model, params, sources, end_of_text=end, context_length=context_length, **how)
+    targets = translate_tokens(model, params, sources, end_of_text=end, context_length=context_length, **options)
     return [tokenizer.decode(target) for target in targets]
 
 
@@ -62,58 +91,56 @@ def translate_tokens(
     batch_size: int = 64,
     cache_dtype: Any = jnp.float32,
 ) -> list[list[int]]:
-    """The target that a model makes of each source, without its end.
+    """Return the tokens of each target, without its end.
 
     Args:
       sources: tokens of each, 1 to `context_length` of them.
-      end_of_text: what a target begins and ends with.
-      max_new_tokens: where a target ends at the latest, its end counted; without it, with the context.
-      n_beams: 1 takes the likeliest token at each step; more keep so many beginnings, and give the best target.
-      length_penalty: of several beams, see `decode.beam`.
-      batch_size: sources at once; it changes the speed, and the targets but for rounding not.
-      cache_dtype: what is kept of sources and targets in.
+      end_of_text: first and last token of a target.
+      max_new_tokens: tokens of a target at most, its end counted; None for the context length.
+      n_beams: 1 decodes greedily; more search with as many beams and return the best target.
+      length_penalty: of a beam search, see `decode.beam`.
+      batch_size: sources per batch, which changes the speed and, but for rounding, no target.
+      cache_dtype: dtype of the cache of sources and targets.
 
     Raises:
       UserError: a number is out of range.
     """
-    most = context_length if max_new_tokens is None else max_new_tokens
-    for name, value, limit in (
-        ("max_new_tokens", most, context_length), ("n_beams", n_beams, None), ("batch_size", batch_size, None)
-    ):  # fmt: skip
-        if value < 1 or (limit is not None and value > limit):
-            at_most = "" if limit is None else f" and at most the context's {limit}"
+    limit = context_length if max_new_tokens is None else max_new_tokens
+    for name, value in (("max_new_tokens", limit), ("n_beams", n_beams), ("batch_size", batch_size)):
+        largest = context_length if name == "max_new_tokens" else value
+        if not 1 <= value <= largest:
+            at_most = f" and at most the context's {largest}" if name == "max_new_tokens" else ""
             raise UserError(f"{name} is {value}; it must be at least 1{at_most}.")
-    if not np.isfinite(length_penalty):
-        raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
+    check_length_penalty(length_penalty)
     decode = partial(
         _greedy if n_beams == 1 else partial(_beam, length_penalty=np.float32(length_penalty), n_beams=n_beams),
-        model, params, end=end_of_text, most=most, dtype=jnp.dtype(cache_dtype),
+        model, params, end=end_of_text, limit=limit, dtype=jnp.dtype(cache_dtype),
     )  # fmt: skip
-    found: dict[int, list[int]] = {}
-    size, place = min(batch_size, len(sources)), placement(params)
+    targets: dict[int, list[int]] = {}
+    size, put = min(batch_size, len(sources)), placement(params)
     for batch in batches([len(source) for source in sources], batch_size):
-        # The last batch is filled up, so that no program is compiled for it alone.
+        # The last batch is padded, so that no program is compiled for it alone.
         rows = [list(sources[i]) for i in np.resize(batch, size)]
         lengths_B = np.array([len(row) for row in rows])
         S = min(prompt_bucket(int(lengths_B.max())), context_length)
-        targets_BT = decode(place(left_aligned(rows, S)), place(np.arange(S) < lengths_B[:, None]))
+        targets_BT = decode(put(left_aligned(rows, S)), put(np.arange(S) < lengths_B[:, None]))
         for i, target_T in zip(batch, np.asarray(targets_BT), strict=False):
-            ended = np.isin(target_T, (end_of_text, EMPTY))
-            found[i] = target_T[: ended.argmax() if ended.any() else most].tolist()
-    return [found[i] for i in range(len(sources))]
+            ended_T = np.isin(target_T, (end_of_text, EMPTY))
+            targets[i] = target_T[: ended_T.argmax() if ended_T.any() else limit].tolist()
+    return [targets[i] for i in range(len(sources))]
 
 
-@partial(jax.jit, static_argnames=("model", "end", "most", "dtype"))
+@partial(jax.jit, static_argnames=("model", "end", "limit", "dtype"))
 def _greedy(
-    model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, *, end: int, most: int, dtype: Any
+    model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, *, end: int, limit: int, dtype: Any
 ) -> jax.Array:
-    """The likeliest token at each step, `(B, most)`, `EMPTY` after the end."""
-    advance, cache = _begin(model, params, source_BS, valid_BS, most, dtype)
+    """Return greedy targets, `(B, limit)` int32, `EMPTY` after the end."""
+    advance, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
     B = len(source_BS)
 
-    def more(carry: tuple) -> jax.Array:
+    def goes_on(carry: tuple) -> jax.Array:
         i, _, done_B, *_ = carry
-        return (i < most) & ~done_B.all()
+        return (i < limit) & ~done_B.all()
 
     def step(carry: tuple) -> tuple:
         i, last_B, done_B, target_BT, cache = carry
@@ -122,38 +149,41 @@ def _greedy(
         target_BT = jax.lax.dynamic_update_index_in_dim(target_BT, token_B, i, axis=1)
         return i + 1, token_B, done_B | (token_B == end), target_BT, cache
 
-    nothing_BT = jnp.full((B, most), EMPTY, jnp.int32)
-    begun = jnp.int32(0), jnp.full(B, end, jnp.int32), jnp.zeros(B, bool), nothing_BT, cache
-    return jax.lax.while_loop(more, step, begun)[3]
+    empty_BT = jnp.full((B, limit), EMPTY, jnp.int32)
+    initial = jnp.int32(0), jnp.full(B, end, jnp.int32), jnp.zeros(B, bool), empty_BT, cache
+    return jax.lax.while_loop(goes_on, step, initial)[3]
 
 
-@partial(jax.jit, static_argnames=("model", "n_beams", "end", "most", "dtype"))
+@partial(jax.jit, static_argnames=("model", "n_beams", "end", "limit", "dtype"))
 def _beam(
     model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, *, length_penalty: jax.Array,
-    n_beams: int, end: int, most: int, dtype: Any,
+    n_beams: int, end: int, limit: int, dtype: Any,
 ) -> jax.Array:  # fmt: skip
-    """The best target that a search finds, `(B, most)`, `EMPTY` after the end."""
-    advance, cache = _begin(model, params, source_BS, valid_BS, most, dtype)
+    """Return the best target of each beam search, `(B, limit)` int32, `EMPTY` after the end."""
+    advance, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
     logits_BV, cache = advance(jnp.int32(0), jnp.full(len(source_BS), end, jnp.int32), cache)
-    found = search(
+    beams = search(
         lambda i, tokens_R, cache: advance(i + 1, tokens_R, cache), cache, logits_BV, length_penalty, n_beams=n_beams,
-        max_new_tokens=most, stop_tokens=(end,),
+        max_new_tokens=limit, stop_tokens=(end,),
     )  # fmt: skip
-    return found.tokens_PNT[:, 0]
+    return beams.tokens_PNT[:, 0]
 
 
 def _begin(
     model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, n_slots: int, dtype: Any
 ) -> tuple[Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]], Any]:
-    """A step, from the i-th token of each target to the logits `(B, V)` of the next and the longer cache; and the cache
-    of the sources."""
+    """Return the decode step and the cache of the sources.
+
+    The step maps i, the i-th token of each target `(B,)` and the cache to the logits `(B, V)` of the next token and
+    the longer cache.
+    """
 
     def advance(i: jax.Array, token_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        def one(token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        def advance_row(token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
             x_1D, cache = call(model, params, "extend", token[None], i[None], cache, i)
             return call(model, params, "unembed", x_1D[0]), cache
 
-        return jax.vmap(one)(token_B, cache)
+        return jax.vmap(advance_row)(token_B, cache)
 
     def start(source_S: jax.Array, valid_S: jax.Array) -> Any:
         return call(model, params, "start", source_S, valid_S, n_slots, dtype)

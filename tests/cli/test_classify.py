@@ -130,14 +130,18 @@ def test_a_file_of_texts_keeps_those_that_fit(runs: dict[str, str], tmp_path: Pa
     ("name", "options", "said"),
     [
         ("images", [], "give --images"),
-        ("images", ["--images", "fits.png", "--prompt", "owl"], "--prompt says nothing"),
-        ("images", ["--images", "fits.png", "--temperature", "1"], "--temperature says nothing"),
+        (
+            "images",
+            ["--images", "fits.png", "--prompt", "owl"],
+            "--prompt does not apply to image classification",
+        ),
+        ("images", ["--images", "fits.png", "--temperature", "1"], "--temperature does not apply"),
         ("images", ["--images", "none.png"], "none.png does not exist"),
         ("images", ["--images", "broken.png"], "broken.png cannot be read as a picture; leave it out, or get it anew."),
         ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model takes 2"),
         ("captions", ["--images", "small.png"], "give texts with --prompt"),
         ("captions", ["--images", "small.png", "--prompt", "x" * 11], "the prompt has 11 tokens"),
-        ("text", ["--images", "fits.png"], "which sees no images; leave out --images"),
+        ("text", ["--images", "fits.png"], "which has no image input; leave out --images"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(runs, name: str, options: list[str], said: str, capsys) -> None:

@@ -55,7 +55,7 @@ def test_rows_of_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -
         "line": 1, "id": 7, "prompt": "a[MASK]", "text": "a ", "gaps": [[[" ", 0.7146], ["e", 0.2629]]],
     }  # fmt: skip
     wrong = printed.err.splitlines()
-    assert "line 2, has no [MASK]" in wrong[0] and "line 3, has a seed, but what fills a gap is not drawn" in wrong[1]
+    assert "line 2, has no [MASK]" in wrong[0] and "line 3, has a seed, but what fills a mask is not drawn" in wrong[1]
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,20 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import sample
-from jaxformer.cli.completion import Answer
-from jaxformer.cli.prompts import Prompt
-from jaxformer.cli.sampler import Sampler, biases, check_stop_strings, words
+from jaxformer.cli.arguments import parse
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import Text
+from jaxformer.decode.completion import (
+    Completer,
+    Completion,
+    CompletionOptions,
+    check_stop_strings,
+    encode_bad_words,
+    encode_logit_bias,
+)
+from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
@@ -123,14 +130,14 @@ def test_what_was_made_before_a_failure_is_shown(here, monkeypatch, capsys, json
     (here / "long_first.txt").write_text("The king sees\nThe cat\nA\n")
     n_calls = 0
 
-    def fails_at_the_third(self, prompts, n_prompts, streams, pressed):
+    def fails_at_the_third(self, prompts, n_prompts, interrupted, show):
         nonlocal n_calls
         n_calls += 1
         if n_calls == 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
-        return [Answer(prompt, 0, 0, Text(BYTES)) for prompt, _ in prompts]
+        return [Completion(prompt, 0, 0, Text(BYTES)) for prompt, _ in prompts]
 
-    monkeypatch.setattr(Sampler, "_continue", fails_at_the_third)
+    monkeypatch.setattr(Completer, "_complete_batch", fails_at_the_third)
     assert sample.main(["--prompts-file", "long_first.txt", *ALONE, *(["--jsonl"] if json_rows else [])]) == 2
     out, err = capsys.readouterr()
     if json_rows:
@@ -226,13 +233,13 @@ def test_a_prompt_that_a_draft_or_search_has_no_room_for_is_refused_by_itself(mo
         )
         return Run(Path(options.run), config, config.model.build(), {}, BYTES, 0)
 
-    monkeypatch.setattr("jaxformer.cli.sampler.open_run", open_run)
+    monkeypatch.setattr(sample, "open_run", open_run)
     given = ["--run", run, "--max-new-tokens", "6", *options]
-    sampler = Sampler(sample.parse(given, sample.Arguments(), "", ""))
+    completer = sample.make_completer(parse(given, sample.Arguments(), "", ""), set())
     letters = "q" * 17  # a token each
-    assert len(sampler.encode(Prompt(letters[:most], "it"))) == most
+    assert len(completer.encode(Prompt(letters[:most], "it"))) == most
     with pytest.raises(UserError, match=f"it has {most + 1} tokens; it may have at most (the context's )?{most}"):
-        sampler.encode(Prompt(letters[: most + 1], "it"))
+        completer.encode(Prompt(letters[: most + 1], "it"))
 
 
 @pytest.mark.slow
@@ -275,33 +282,32 @@ def test_what_does_not_fit_the_run_is_one_sentence(capsys, options, said):
 def test_what_needs_a_cache_is_refused_without_one(monkeypatch, capsys, options):
     config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), data=TextConfig(), steps=1)
     monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
-    monkeypatch.setattr(
-        "jaxformer.cli.sampler.open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0)
-    )
+    monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
     assert sample.main(["--prompt", "a", *options]) == 2
     assert f"it has a model without a cache, which {options[0]} needs; leave it out." in capsys.readouterr().err
 
 
 def test_a_seed_in_a_file_of_prompts_is_not_for_beams():
-    sampler = Sampler(sample.Arguments(num_beams=2, max_new_tokens=2))
+    options = CompletionOptions(num_beams=2, max_new_tokens=2)
+    completer = sample.make_completer(sample.Arguments(completion=options), set())
     with pytest.raises(UserError, match="p, line 2, has a seed, but beam search draws nothing"):
-        sampler.encode(Prompt("a", "p, line 2,", seed=3))
+        completer.encode(Prompt("a", "p, line 2,", seed=3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_ctrl_c_shows_what_was_made(monkeypatch, capsys, several):
     """Pressed after the first piece: the first text is shown as far as it went; a second batch does not begin."""
-    take = Sampler._continue
+    complete_batch = Completer._complete_batch
 
-    def pressing(self, prompts, n_prompts, streams, pressed):
+    def pressing(self, prompts, n_prompts, interrupted, show):
         monkeypatch.setattr(
             "jaxformer.decode.streaming.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
         )
-        return take(self, prompts, n_prompts, streams, pressed)
+        return complete_batch(self, prompts, n_prompts, interrupted, show)
 
     real = Text.take
-    monkeypatch.setattr(Sampler, "_continue", pressing)
+    monkeypatch.setattr(Completer, "_complete_batch", pressing)
     prompts = ["The cat", "The dog"] if several else ["The cat"]
     assert sample.main(["--prompt", *prompts, "--batch-size", "1", "--max-new-tokens", "5000"]) == 130
     out, err = capsys.readouterr()
@@ -399,32 +405,32 @@ def test_what_is_wrong_with_one_text_does_not_end_a_conversation(monkeypatch, co
     """Neither an option that only the search itself can refuse, nor Ctrl-C before the text begins."""
     status, out, err = converse(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
     assert status == 2 and not out and err.count("error: n_beams is 1000; for a vocabulary of 280 it must be") == 2
-    monkeypatch.setattr(Sampler, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
-    monkeypatch.setattr(Sampler, "show", lambda _, prompts, pressed: print(pressed.is_set()))
+    monkeypatch.setattr(Completer, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
+    monkeypatch.setattr(sample, "show_completions", lambda *args: print(args[-1].is_set()))
     assert converse(b"The cat\nThe dog\n")[:2] == (0, "True\nTrue\n")
 
 
 def test_a_number_that_json_does_not_know_is_null():
     text, prompt = Text(BYTES), Prompt("p", "the prompt")
     text.tokens, text.logprobs, text.top_logprobs = [65], [-np.inf], [[(1, np.nan)]]
-    row = Answer(prompt, 0, 0, text).as_row()
+    row = Completion(prompt, 0, 0, text).as_row()
     assert row["logprobs"] == [None] and row["top_logprobs"] == [[(1, None)]]
-    assert Answer(prompt, 0, 0, text, score=-np.inf).as_row()["score"] is None
+    assert Completion(prompt, 0, 0, text, score=-np.inf).as_row()["score"] is None
 
 
 def test_biases_are_of_one_token():
-    assert biases(["a=1.5", "==-2", " =3"], BYTES) == ((BYTES.encode("a")[0], 1.5), (BYTES.encode("=")[0], -2.0),
-                                                              (BYTES.encode(" ")[0], 3.0))  # fmt: skip
+    a, equals, space = (BYTES.encode(text)[0] for text in "a= ")
+    assert encode_logit_bias(["a=1.5", "==-2", " =3"], BYTES) == ((a, 1.5), (equals, -2.0), (space, 3.0))
     for option, said in (("a", "not of the form"), ("=1", "not of the form"), ("a=b", "not of the form"),
                          ("ab=1", "'ab' is 2 tokens of this run, 'a', 'b'"), ("\udcff=1", "not UTF-8")):  # fmt: skip
         with pytest.raises(UserError, match=said):
-            biases([option], BYTES)
+            encode_logit_bias([option], BYTES)
 
 
 def test_words_are_banned_with_and_without_a_space_before_them():
-    assert words(["ab", " c", "ab"], BYTES) == tuple(tuple(BYTES.encode(t)) for t in ("ab", " ab", " c"))
+    assert encode_bad_words(["ab", " c", "ab"], BYTES) == tuple(tuple(BYTES.encode(t)) for t in ("ab", " ab", " c"))
     with pytest.raises(UserError, match="empty"):
-        words(["a", ""], BYTES)
+        encode_bad_words(["a", ""], BYTES)
 
 
 def test_a_stop_string_longer_than_all_that_is_made_is_refused():

@@ -1,6 +1,7 @@
 """`sample.py` and `eval` on a run whose model makes one text of another."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from jaxformer import load_run
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import eval as evaluation
 from jaxformer.cli import sample
-from jaxformer.cli import translate as translating
 from jaxformer.config import Config
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def test_what_was_made_is_shown_when_the_memory_ends(
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
         return translate_tokens(*given, **how)
 
-    monkeypatch.setattr(translating, "translate_tokens", ends)
+    monkeypatch.setattr(sys.modules["jaxformer.decode.translate"], "translate_tokens", ends)
     assert sample.main(["--batch-size", "1", "--prompt", *SOURCES]) == 2
     told = capsys.readouterr()
     assert told.out.splitlines() == wanted and "1 texts at once do not fit into the memory" in told.err
@@ -98,8 +98,11 @@ def test_a_broken_line_of_a_file_is_named_and_the_others_translated(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--prompt", "a", "--top-k", "3"], "knows no --top-k; leave it out"),
-        (["--interactive"], "knows no --interactive"),
+        (
+            ["--prompt", "a", "--top-k", "3"],
+            "--top-k does not apply to translation, the task of runs/pairs",
+        ),
+        (["--interactive"], "--interactive does not apply"),
         ([], "nothing to translate"),
         (["--prompt", "x" * 41], "the prompt has 41 tokens"),
         (["--prompt", "a", "--max-new-tokens", "41"], "max_new_tokens is 41; it must be at least 1 and at most"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode.fill_mask import fill
+from jaxformer.decode.fill_mask import fill_masks
 from jaxformer.models.encoder import EncoderConfig
 from tests.arrays import apply, assert_close, build
 
@@ -19,7 +19,7 @@ CONFIG = EncoderConfig(V, T, 12, n_heads=3, d_ff=(17,), n_blocks=1)
 def test_the_surest_gap_is_filled_first_and_seen_by_the_next() -> None:
     model, params = build(CONFIG)
     text = [3, MASK, 5, MASK, MASK, 7]
-    gaps = {gap.place: gap.candidates for gap in fill(model, params, text, 4)}
+    gaps = {gap.position: gap.candidates for gap in fill_masks(model, params, text, 4)}
     assert list(gaps) == [1, 3, 4]
     filled = list(text)
     while MASK in filled:
@@ -35,13 +35,13 @@ def test_the_surest_gap_is_filled_first_and_seen_by_the_next() -> None:
 def test_the_mask_itself_fills_nothing() -> None:
     model, params = build(CONFIG)
     params["b_out"] = params["b_out"].at[MASK].set(100.0)
-    (gap,) = fill(model, params, [MASK], MASK)
+    (gap,) = fill_masks(model, params, [MASK], MASK)
     tokens, probabilities = zip(*gap.candidates, strict=True)
     assert sorted(tokens) == list(range(MASK)) and sum(probabilities) == pytest.approx(1, abs=1e-5)
 
 
 def test_a_text_without_gaps_has_none_and_one_too_long_is_refused() -> None:
     model, params = build(replace(CONFIG, context_length=4))
-    assert fill(model, params, [1, 2], 3) == []
+    assert fill_masks(model, params, [1, 2], 3) == []
     with pytest.raises(ValueError, match="5"):
-        fill(model, params, [MASK] * 5, 3)
+        fill_masks(model, params, [MASK] * 5, 3)

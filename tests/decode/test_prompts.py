@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxformer.cli.prompts import Prompt, read_prompts, seeds
+from jaxformer.decode.prompts import Prompt, read_prompts, sample_seeds
 from jaxformer.errors import UserError
 
 
@@ -72,4 +72,4 @@ def test_a_prompt_is_text(text, said):
 
 
 def test_the_seeds_of_samples_follow_each_other_within_32_bits():
-    assert seeds(7, 3) == [7, 8, 9] and seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]
+    assert sample_seeds(7, 3) == [7, 8, 9] and sample_seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]

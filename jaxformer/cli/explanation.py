@@ -1,0 +1,53 @@
+"""Explanations of completions: per token its probability, the likeliest others, and the positions most attended to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxformer.contract import contract_of
+from jaxformer.decode.completion import Completion, Explain, json_float
+from jaxformer.decode.weights import restored
+from jaxformer.inspect.explain import explain
+
+if TYPE_CHECKING:
+    from jaxformer.runs import Run
+
+
+def make_explain(run: Run) -> Explain:
+    """Return a function from the tokens of a prompt and its completion to rows of JSON, a row per new token that the
+    model has a position for."""
+    config, tokenizer = run.text_model()
+    extrapolates = contract_of(run.model).extrapolates
+
+    def rows(prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:
+        tokens = prompt + completion
+        tokens = tokens if extrapolates else tokens[: config.context_length]
+        name = lambda token: tokenizer.decode([token])  # noqa: E731
+        return [
+            {
+                "token": name(row.token), "probability": json_float(row.probability),
+                "entropy": json_float(row.entropy), "rivals": [(name(token), json_float(p)) for token, p in row.rivals],
+                "looked_at": [(position, name(tokens[position]), json_float(w)) for position, w in row.looked_at],
+            }
+            for row in explain(run.model, restored(run.params), tokens, len(prompt))
+        ]  # fmt: skip
+
+    return rows
+
+
+def explanation_table(completion: Completion) -> str:
+    """Return the explanation of a completion as lines of text; empty without one."""
+    explained = completion.explained
+    if explained is None:
+        return ""
+    pairs = lambda row: ", ".join(f"{text!r} {p:.2f}" for *_, text, p in row)  # noqa: E731
+    rows = [
+        (repr(row["token"]), f"{row['probability']:.3f}", f"{row['entropy']:.2f}", pairs(row["rivals"]),
+         pairs(row["looked_at"])) for row in explained
+    ]  # fmt: skip
+    rows.insert(0, ("token", "chance", "entropy", "instead of", "looked at"))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    left_out = len(completion.text.tokens) - len(explained)
+    note = f"  {left_out} more, past the context, are not explained\n" if left_out else ""
+    lines = (f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}" for a, b, c, d, e in rows)
+    return "".join(f"{line.rstrip()}\n" for line in lines) + note

@@ -1,0 +1,316 @@
+"""Completions of prompts by a run of a causal language model: sampled, searched with beams, or with a draft."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from jaxformer.contract import contract_of
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode.beam import beam_search
+from jaxformer.decode.generate import Generation, generate
+from jaxformer.decode.prompts import Prompt, sample_seeds
+from jaxformer.decode.samplers import Sampling
+from jaxformer.decode.speculative import Draft, LookUp, ModelDraft, Speculation, speculate
+from jaxformer.decode.streaming import Search, Speed, Text, batches, follow
+from jaxformer.errors import UserError
+from jaxformer.fields import check_fields
+from jaxformer.models.objective import Params, is_causal_lm
+
+if TYPE_CHECKING:
+    from jaxformer.runs import Run
+
+Explain = Callable[[list[int], list[int]], list[dict[str, Any]]]
+"""A function from the tokens of a prompt and of its completion to a row per token that can be explained."""
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """Number, length and search of completions; `Sampling` has the options of a single token."""
+
+    max_new_tokens: int = 200
+    """Tokens to make; a text may end earlier."""
+    num_samples: int = 1
+    """Texts for each prompt; text k is what --seed k more gives, or the k-th best of the beams."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    batch_size: int = 16
+    """Texts to make at once; those of one prompt stay together."""
+    bad_words: tuple[str, ...] = ()
+    """Texts never to make, also not after a space, as the run's tokenizer writes them."""
+    logit_bias: tuple[str, ...] = ()
+    """TEXT=BIAS, where the text is one token; the bias is added to its logit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a text; not shown."""
+    num_beams: int = 1
+    """Beams of a beam search for the likeliest text; 1 samples instead. Ctrl-C waits until the search is done."""
+    length_penalty: float = 1.0
+    """Exponent of the length in the scores of --num-beams: above 0 favours long texts, below 0 short ones."""
+    draft: str | None = None
+    """A smaller run with the same tokenizer, or 'lookup' for the text itself, for speculative decoding: it proposes
+    tokens, of which the model checks several in one pass. The text is distributed as without it, and greedily is the
+    same. One text at a time."""
+    draft_tokens: int = 4
+    """Tokens that --draft proposes at a time."""
+    cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of the model's KV cache; that of a draft run is float32."""
+    prefill_chunk: int = 512
+    """Tokens of a prompt per pass of the prefill."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass
+class Completion:
+    """A generated text, with its prompt."""
+
+    prompt: Prompt
+    sample: int
+    """Number among the samples of the prompt, from 0."""
+    seed: int
+    text: Text
+    score: float | None = None
+    """Score of a beam search."""
+    explained: list[dict[str, Any]] | None = None
+    """A row per token that the model has a position for, if explanations are wanted."""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the completion as an object of JSON."""
+        text, score = self.text, self.score
+        return {
+            "line": self.prompt.line, "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample,
+            "seed": self.seed, "text": text.shown, "ended": text.ended, "tokens": text.tokens,
+            **({"logprobs": [json_float(x) for x in text.logprobs]} if score is None else {"score": json_float(score)}),
+            **({"top_logprobs": [[(t, json_float(x)) for t, x in likeliest] for likeliest in text.top_logprobs]}
+               if any(text.top_logprobs) else {}),
+            **({} if self.explained is None else {"explained": self.explained}),
+            "first_token_s": round(text.first_token_s, 6), "seconds": round(text.seconds, 6),
+        }  # fmt: skip
+
+
+def json_float(value: float) -> float | None:
+    """Return a float32 value in its seven digits; None for infinity and NaN, which JSON lacks."""
+    return float(f"{value:.7g}") if isfinite(value) else None
+
+
+class Completer:
+    """A run of a causal language model, ready to complete prompts.
+
+    Attributes:
+      speed: throughput so far.
+    """
+
+    def __init__(
+        self, run: Run, options: CompletionOptions, sampling: Sampling, draft: Run | None = None,
+        explain: Explain | None = None,
+    ) -> None:  # fmt: skip
+        """Check the options against the run.
+
+        Args:
+          sampling: without the texts of `options`, which are encoded here.
+          draft: the run that `options.draft` names; None for 'lookup'.
+
+        Raises:
+          UserError: the run writes no text, an option does not fit it, or the draft has another tokenizer or no cache.
+        """
+        self._run, self._options, self._explain = run, options, explain
+        self._config, self._tokenizer = run.text_model()
+        if not is_causal_lm(run.model):
+            raise UserError(
+                f"{run.path} holds a {type(run.model).__name__}, which writes no text; name a run that does."
+            )
+        self._sampling = sampling
+        sampling.check_vocabulary(self._tokenizer.vocab_size)
+        check_stop_strings(options.stop, self._tokenizer, options.max_new_tokens)
+        self._draft: tuple[Draft, Params] | None = None
+        if options.draft == "lookup":
+            self._draft = LookUp(self._config.vocab_size), None
+        elif draft is not None:
+            self._draft = self._check_draft(draft), draft.params
+        limited = [run, draft] if options.num_beams > 1 or options.draft is not None else []
+        self._context_ends = [
+            r.text_model()[0].context_length for r in limited if r and not contract_of(r.model).extrapolates
+        ]
+        self.speed = Speed()
+
+    def _check_draft(self, draft: Run) -> Draft:
+        config, tokenizer = draft.text_model()
+        if tokenizer.as_json() != self._tokenizer.as_json():
+            raise UserError(
+                f"the draft {draft.path} has another tokenizer than {self._run.path}; use one trained on its text."
+            )
+        if not contract_of(draft.model).has_cache:
+            raise UserError(f"the draft {draft.path} has a model without a cache; use another, or 'lookup'.")
+        return ModelDraft(draft.model, config.context_length)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Raises:
+          UserError: there are too many, or the prompt has a seed that nothing draws with.
+        """
+        if self._options.num_beams > 1:
+            prompt.check_no_seed("beam search draws nothing")
+        limit = self._config.context_length
+        name = f"the context's {limit}"
+        for end in self._context_ends:
+            room = max(0, end - (self._options.max_new_tokens - 1))  # nothing reads the last one
+            if room < limit:
+                method = "a draft" if self._draft else "beam search"
+                limit, name = room, f"{room}, for {method} does not go past the context's {end}; lower --max-new-tokens"
+        tokens = self._tokenizer.encode(prompt.text)
+        prompt.check_length(len(tokens), limit, name)
+        return tokens
+
+    def complete(
+        self, prompts: Sequence[tuple[Prompt, list[int]]], interrupted: Callable[[], bool],
+        show: Callable[[str], None] = lambda new: None,
+    ) -> Iterator[tuple[int, list[Completion]]]:  # fmt: skip
+        """Yield the index of each prompt with its completions, batch by batch; no further batch once interrupted.
+
+        Args:
+          prompts: with their tokens.
+          show: called with each new piece of the first text of a batch.
+
+        Raises:
+          UserError: a batch does not fit into the memory.
+        """
+        n = self._options.num_samples
+        size = max(1, self._options.batch_size // max(n, self._options.num_beams))
+        for batch in batches([len(tokens) for _, tokens in prompts], size):
+            n_prompts = size if len(prompts) > size else len(batch)
+            with fitting_memory(len(batch) * n):
+                completions = self._complete_batch([prompts[i] for i in batch], n_prompts, interrupted, show)
+            for number, i in enumerate(batch):
+                yield i, completions[number * n : (number + 1) * n]
+            if interrupted():
+                break
+
+    def _complete_batch(
+        self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, interrupted: Callable[[], bool],
+        show: Callable[[str], None],
+    ) -> list[Completion]:  # fmt: skip
+        """Complete a batch, padded to `n_prompts` with its last prompt, so that no program is compiled for it alone."""
+        options, n_samples = self._options, self._options.num_samples
+        padded = prompts + prompts[-1:] * (n_prompts - len(prompts))
+        completions = [
+            Completion(prompt, sample, seed, Text(self._tokenizer, options.stop))
+            for prompt, _ in padded
+            for sample, seed in enumerate(sample_seeds(options.seed if prompt.seed is None else prompt.seed, n_samples))
+        ]
+        generation = self._begin([tokens for _, tokens in padded], [completion.seed for completion in completions])
+        for row in range(len(prompts) * n_samples, len(completions)):
+            generation.end(row)
+        del completions[len(prompts) * n_samples :]
+        texts, stop_tokens = [completion.text for completion in completions], self._sampling.stop_tokens
+        for new in follow(generation, texts, stop_tokens, options.max_new_tokens, self.speed, interrupted):
+            show(new)
+        if isinstance(generation, Speculation):
+            self.speed.passes += generation.passes
+            self.speed.checked += generation.made
+        if isinstance(generation, Search):
+            for completion, score in zip(completions, generation.scores, strict=False):
+                completion.score = score
+        if self._explain:
+            for row, completion in enumerate(completions):
+                completion.explained = self._explain(prompts[row // n_samples][1], completion.text.tokens)
+        return completions
+
+    def _begin(self, tokens: list[list[int]], seeds: list[int]) -> Generation | Search | Speculation:
+        options = self._options
+        model_and_prompts = self._run.model, self._run.params, tokens
+        common: dict[str, Any] = {
+            "max_new_tokens": options.max_new_tokens, "context_length": self._config.context_length,
+            "cache_dtype": options.cache_dtype,
+        }  # fmt: skip
+        if options.num_beams > 1:
+            search = partial(
+                beam_search, *model_and_prompts, n_beams=options.num_beams, length_penalty=options.length_penalty,
+                stop_tokens=self._sampling.stop_tokens, **common,
+            )  # fmt: skip
+            return Search(search, options.num_samples)
+        common["n_samples"] = options.num_samples
+        if self._draft:
+            return speculate(
+                self._run.model, self._run.params, *self._draft, tokens, self._sampling, seeds,
+                n_proposed=options.draft_tokens, **common,
+            )  # fmt: skip
+        return generate(
+            *model_and_prompts, self._sampling, seeds, prefill_chunk=options.prefill_chunk,
+            fill_token=self._tokenizer.end_of_text, **common,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def fitting_memory(n_texts: int) -> Iterator[None]:
+    """Raise `UserError` where the device or the host lacks the memory for so many texts at once."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise UserError(
+                f"{n_texts} texts at once do not fit into the memory; lower --batch-size, --num-samples, --num-beams "
+                "or --max-new-tokens."
+            ) from error
+        raise
+
+
+def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Return pairs of a token and the bias of its logit, from options TEXT=BIAS.
+
+    Raises:
+      UserError: an option is not of that form, or its text is not one token.
+    """
+    biases = []
+    for option in options:
+        text, _, bias = option.rpartition("=")
+        try:
+            value = float(bias)
+        except ValueError:
+            value = None
+        if not text or value is None:
+            raise UserError(f"--logit-bias {option!r} is not of the form TEXT=BIAS, such as ' the=-2.5'.")
+        tokens = _encode(text, "--logit-bias", tokenizer)
+        if len(tokens) != 1:
+            pieces = ", ".join(repr(tokenizer.decode([token])) for token in tokens)
+            raise UserError(f"--logit-bias {text!r} is {len(tokens)} tokens of this run, {pieces}; give one of them.")
+        biases.append((tokens[0], value))
+    return tuple(biases)
+
+
+def encode_bad_words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of texts, and of the same after a space.
+
+    Raises:
+      UserError: a text is empty, or not UTF-8.
+    """
+    if "" in texts:
+        raise UserError("a text of --bad-words is empty; give it at least one character.")
+    spaced = [variant for text in texts for variant in (text, *([] if text[0].isspace() else [f" {text}"]))]
+    return tuple(dict.fromkeys(tuple(_encode(text, "--bad-words", tokenizer)) for text in spaced))
+
+
+def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int) -> None:
+    """Raise `UserError` for a string with more bytes than `max_new_tokens` tokens can have."""
+    limit = max_new_tokens * max(map(len, tokenizer.token_bytes))
+    for string in strings:
+        if (n := len(string.encode())) > limit:
+            raise UserError(
+                f"stop string {string!r} can never occur: it has {n} bytes, and {max_new_tokens} tokens of this run at "
+                f"most {limit}; leave it out, or raise --max-new-tokens."
+            )
+
+
+def _encode(text: str, flag: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{flag} {text!r} holds bytes that are not UTF-8, at character {error.start}.") from error
+    return tokenizer.encode(text)

@@ -1,0 +1,139 @@
+"""Prompts of the command line or of a file, and their seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxformer.errors import UserError
+from jaxformer.terminal import echo_error
+
+T = TypeVar("T")
+FIELDS = ("prompt", "seed", "id")
+MAX_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text for a model to complete, fill, translate or match."""
+
+    text: str
+    label: str
+    """Name in error messages, such as "prompt 2" or "p.txt, line 3,"."""
+    seed: int | None = None
+    """Seed of this prompt alone; None for the seed of all."""
+    id: Any = None
+    """Identifier from its file, any JSON value."""
+    line: int = 1
+    """Line of its file, or number among several prompts, from 1."""
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            raise UserError(f"{self.label} is empty; give it at least one character.")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{self.label} holds bytes that are not UTF-8, at character {error.start}.") from error
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise UserError(f"{self.label} has the seed {self.seed}; it must be at least 0 and below 2**32.")
+
+    def check_no_seed(self, reason: str) -> None:
+        """Raise `UserError` if the prompt has a seed, where nothing is drawn."""
+        if self.seed is not None:
+            raise UserError(f"{self.label} has a seed, but {reason}; leave it out.")
+
+    def check_length(self, n_tokens: int, limit: int, name: str) -> None:
+        """Raise `UserError` if the prompt has more tokens than the limit, which has a name."""
+        if n_tokens > limit:
+            raise UserError(f"{self.label} has {n_tokens} tokens; it may have at most {name}.")
+
+
+def sample_seeds(seed: int, n_samples: int) -> list[int]:
+    """Return a seed per sample of a prompt: sample k has the seed that sample 0 has with `seed + k`."""
+    return [(seed + k) % (MAX_SEED + 1) for k in range(n_samples)]
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt | UserError], encode: Callable[[Prompt], T], from_file: bool
+) -> list[tuple[Prompt, T]]:
+    """Return each valid prompt with its encoding; errors of those of a file are printed, and the others go on.
+
+    Raises:
+      UserError: a prompt that is not from a file is invalid.
+    """
+    encoded = []
+    for prompt in prompts:
+        try:
+            if isinstance(prompt, UserError):
+                raise prompt
+            encoded.append((prompt, encode(prompt)))
+        except UserError as error:
+            if not from_file:
+                raise
+            echo_error(f"error: {error}")
+    return encoded
+
+
+def read_prompts(path: str) -> list[Prompt | UserError]:
+    """Return the prompts of a file, one per line; for an invalid line, its error.
+
+    A line of a .jsonl file is an object with "prompt" and, optionally, "seed" and "id".
+
+    Raises:
+      UserError: the file cannot be read, or has no line.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; give a file of prompts, one a line.") from error
+    lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
+    if lines == [b""]:
+        raise UserError(f"{path} is empty; give it one prompt a line.")
+    prompts: list[Prompt | UserError] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            label, is_json = f"{path}, line {number},", path.endswith(".jsonl")
+            prompts.append(_parse_line(line.removesuffix(b"\r"), label, number, is_json))
+        except UserError as error:
+            prompts.append(error)
+    return prompts
+
+
+def _parse_line(line: bytes, label: str, number: int, is_json: bool) -> Prompt:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{label} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start}.") from error
+    if not is_json:
+        return Prompt(text, label, line=number)
+    if not text.strip():
+        raise UserError(f'{label} is empty; give an object such as {{"prompt": "The"}}.')
+    try:
+        values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{label} is no JSON: {error.msg} at column {error.colno}.") from error
+    except (ValueError, RecursionError) as error:  # NaN; a number of thousands of digits; thousands of brackets
+        raise UserError(f"{label} is no JSON that can be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f'{label} is no object; give one such as {{"prompt": "The"}}.')
+    if unknown := [name for name in values if name not in FIELDS]:
+        raise UserError(f"{label} has a field {unknown[0]!r}; known are {', '.join(FIELDS)}.")
+    if "prompt" not in values:
+        raise UserError(f'{label} has no "prompt".')
+    prompt, seed = values["prompt"], values.get("seed")
+    if not isinstance(prompt, str):
+        raise UserError(f'{label} has a "prompt" that is no text: {json.dumps(prompt):.40}.')
+    if seed is not None and type(seed) is not int:
+        raise UserError(f'{label} has a "seed" that is no whole number: {json.dumps(seed):.40}.')
+    return Prompt(prompt, label, seed, values.get("id"), number)
+
+
+def _parse_finite(number: str) -> float:
+    """Return a float that can be written to JSON again."""
+    if not isfinite(value := float(number)):
+        raise ValueError(f"{number} is no finite number")
+    return value
