@@ -19,7 +19,7 @@ FLOORS = [
     {"checkpoints", "memory", "parameters", "sharding"},
     {"runs"},
     {"train", "decode", "inspect", "interop"},
-    {"plan", "ladder"},
+    {"comparison", "ladder", "plan"},
     {"cli"},
     {"__main__"},
 ]
