@@ -19,7 +19,7 @@ from jaxformer.cli.explanation import explanation_table, make_explain
 from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_run
 from jaxformer.cli.options import HIDDEN, MERGED
 from jaxformer.contract import Task, contract_of
-from jaxformer.decode import Sampling, Speed, StopStrings
+from jaxformer.decode import Sampling, StopStrings, Throughput
 from jaxformer.decode.completion import (
     Completer,
     Completion,
@@ -29,7 +29,7 @@ from jaxformer.decode.completion import (
     fitting_memory,
 )
 from jaxformer.decode.prompts import MAX_SEED, Prompt, encode_prompts, read_prompts
-from jaxformer.decode.speculative import MOST_PROPOSED
+from jaxformer.decode.speculative import MAX_DRAFT_TOKENS
 from jaxformer.decode.weights import restored
 from jaxformer.errors import UserError
 from jaxformer.sharding import make_mesh
@@ -145,7 +145,7 @@ def _main(arguments: list[str]) -> int:
     if fitting:
         with record_signals(signal.SIGINT) as pressed:
             show_completions(completer, fitting, options, pressed)
-        echo(str(completer.speed), sys.stderr)
+        echo(str(completer.throughput), sys.stderr)
         if pressed.is_set():
             raise KeyboardInterrupt
     return 2 if len(fitting) < len(prompts) else 0
@@ -155,7 +155,7 @@ def _check(options: Arguments, given: set[str]) -> None:
     """Raise `UserError` for options that no run allows."""
     completion = options.completion
     counts = ("max_new_tokens", "num_samples", "batch_size", "prefill_chunk", "num_beams")
-    limits = {"seed": (0, MAX_SEED), "draft_tokens": (1, MOST_PROPOSED)} | dict.fromkeys(counts, (1, MAX_COUNT))
+    limits = {"seed": (0, MAX_SEED), "draft_tokens": (1, MAX_DRAFT_TOKENS)} | dict.fromkeys(counts, (1, MAX_COUNT))
     for name, (least, most) in limits.items():
         if not least <= (value := getattr(completion, name)) <= most:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least} and at most {most}.")
@@ -355,7 +355,7 @@ def _print_completions(completions: list[Completion], jsonl: bool, streamed: boo
             echo(explanation_table(completion), end="")
         else:
             sample = f".{completion.sample + 1}" if len(completions) > 1 else ""
-            echo(f"[{completion.prompt.line}{sample}] {completion.prompt.text}{completion.text.shown}")
+            echo(f"[{completion.prompt.line}{sample}] {completion.prompt.text}{completion.text.text}")
             echo(explanation_table(completion))
 
 
@@ -397,6 +397,6 @@ def _ask() -> str:
 def _complete_line(completer: Completer, options: Arguments, line: str) -> None:
     with record_signals(signal.SIGINT) as pressed:
         prompt = Prompt(line, "the prompt")
-        completer.speed = Speed()
+        completer.throughput = Throughput()
         show_completions(completer, [(prompt, completer.encode(prompt))], options, pressed)
-    echo(str(completer.speed), sys.stderr)
+    echo(str(completer.throughput), sys.stderr)

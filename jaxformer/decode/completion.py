@@ -17,8 +17,8 @@ from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generate import Generation, generate
 from jaxformer.decode.prompts import Prompt, sample_seeds
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.speculative import Draft, LookUp, ModelDraft, Speculation, speculate
-from jaxformer.decode.streaming import Search, Speed, Text, batches, follow
+from jaxformer.decode.speculative import Draft, DraftModel, PromptLookup, Speculation, speculate
+from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
 from jaxformer.errors import UserError
 from jaxformer.fields import check_fields
 from jaxformer.models.objective import Params, is_causal_lm
@@ -75,7 +75,7 @@ class Completion:
     sample: int
     """Number among the samples of the prompt, from 0."""
     seed: int
-    text: Text
+    text: GeneratedText
     score: float | None = None
     """Score of a beam search."""
     explained: list[dict[str, Any]] | None = None
@@ -86,12 +86,12 @@ class Completion:
         text, score = self.text, self.score
         return {
             "line": self.prompt.line, "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample,
-            "seed": self.seed, "text": text.shown, "ended": text.ended, "tokens": text.tokens,
+            "seed": self.seed, "text": text.text, "ended": text.finish_reason, "tokens": text.tokens,
             **({"logprobs": [json_float(x) for x in text.logprobs]} if score is None else {"score": json_float(score)}),
             **({"top_logprobs": [[(t, json_float(x)) for t, x in likeliest] for likeliest in text.top_logprobs]}
                if any(text.top_logprobs) else {}),
             **({} if self.explained is None else {"explained": self.explained}),
-            "first_token_s": round(text.first_token_s, 6), "seconds": round(text.seconds, 6),
+            "first_token_s": round(text.first_token_seconds, 6), "seconds": round(text.seconds, 6),
         }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ class Completer:
     """A run of a causal language model, ready to complete prompts.
 
     Attributes:
-      speed: throughput so far.
+      throughput: time to the first token and tokens per second so far.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class Completer:
         check_stop_strings(options.stop, self._tokenizer, options.max_new_tokens)
         self._draft: tuple[Draft, Params] | None = None
         if options.draft == "lookup":
-            self._draft = LookUp(self._config.vocab_size), None
+            self._draft = PromptLookup(self._config.vocab_size), None
         elif draft is not None:
             self._draft = self._check_draft(draft), draft.params
         limited = [run, draft] if options.num_beams > 1 or options.draft is not None else []
         self._context_ends = [
             r.text_model()[0].context_length for r in limited if r and not contract_of(r.model).extrapolates
         ]
-        self.speed = Speed()
+        self.throughput = Throughput()
 
     def _check_draft(self, draft: Run) -> Draft:
         config, tokenizer = draft.text_model()
@@ -148,7 +148,7 @@ class Completer:
             )
         if not contract_of(draft.model).has_cache:
             raise UserError(f"the draft {draft.path} has a model without a cache; use another, or 'lookup'.")
-        return ModelDraft(draft.model, config.context_length)
+        return DraftModel(draft.model, config.context_length)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt.
@@ -184,7 +184,7 @@ class Completer:
         """
         n = self._options.num_samples
         size = max(1, self._options.batch_size // max(n, self._options.num_beams))
-        for batch in batches([len(tokens) for _, tokens in prompts], size):
+        for batch in batch_by_length([len(tokens) for _, tokens in prompts], size):
             n_prompts = size if len(prompts) > size else len(batch)
             with fitting_memory(len(batch) * n):
                 completions = self._complete_batch([prompts[i] for i in batch], n_prompts, interrupted, show)
@@ -201,7 +201,7 @@ class Completer:
         options, n_samples = self._options, self._options.num_samples
         padded = prompts + prompts[-1:] * (n_prompts - len(prompts))
         completions = [
-            Completion(prompt, sample, seed, Text(self._tokenizer, options.stop))
+            Completion(prompt, sample, seed, GeneratedText(self._tokenizer, options.stop))
             for prompt, _ in padded
             for sample, seed in enumerate(sample_seeds(options.seed if prompt.seed is None else prompt.seed, n_samples))
         ]
@@ -210,12 +210,12 @@ class Completer:
             generation.end(row)
         del completions[len(prompts) * n_samples :]
         texts, stop_tokens = [completion.text for completion in completions], self._sampling.stop_tokens
-        for new in follow(generation, texts, stop_tokens, options.max_new_tokens, self.speed, interrupted):
+        for new in stream_texts(generation, texts, stop_tokens, options.max_new_tokens, self.throughput, interrupted):
             show(new)
         if isinstance(generation, Speculation):
-            self.speed.passes += generation.passes
-            self.speed.checked += generation.made
-        if isinstance(generation, Search):
+            self.throughput.verify_passes += generation.passes
+            self.throughput.verified_tokens += generation.made
+        if isinstance(generation, BeamGeneration):
             for completion, score in zip(completions, generation.scores, strict=False):
                 completion.score = score
         if self._explain:
@@ -223,7 +223,7 @@ class Completer:
                 completion.explained = self._explain(prompts[row // n_samples][1], completion.text.tokens)
         return completions
 
-    def _begin(self, tokens: list[list[int]], seeds: list[int]) -> Generation | Search | Speculation:
+    def _begin(self, tokens: list[list[int]], seeds: list[int]) -> Generation | BeamGeneration | Speculation:
         options = self._options
         model_and_prompts = self._run.model, self._run.params, tokens
         common: dict[str, Any] = {
@@ -235,7 +235,7 @@ class Completer:
                 beam_search, *model_and_prompts, n_beams=options.num_beams, length_penalty=options.length_penalty,
                 stop_tokens=self._sampling.stop_tokens, **common,
             )  # fmt: skip
-            return Search(search, options.num_samples)
+            return BeamGeneration(search, options.num_samples)
         common["n_samples"] = options.num_samples
         if self._draft:
             return speculate(

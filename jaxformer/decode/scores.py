@@ -1,4 +1,4 @@
-"""How good translations are, against one reference each."""
+"""Quality of translations against one reference each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxformer.errors import UserError
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    """The share of hypotheses that are their reference, letter for letter.
+    """Return the share of hypotheses that equal their reference, from 0 to 1.
 
     Raises:
       UserError: there is none, or not one reference for each.
@@ -18,8 +18,8 @@ def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
 
 
 def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """BLEU (Papineni et al. 2002) and chrF (Popović 2015) of a whole corpus, from 0 to 100, as sacrebleu has them by
-    default (Post 2018): BLEU of the words as mteval-v13a cuts them, with case.
+    """Return BLEU (Papineni et al. 2002) and chrF (Popović 2015) of a whole corpus, from 0 to 100, with the defaults of
+    sacrebleu (Post 2018): BLEU of the words of mteval-v13a, with case.
 
     Raises:
       UserError: sacrebleu is not installed, there is no hypothesis, or not one reference for each.

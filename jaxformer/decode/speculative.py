@@ -36,7 +36,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
-MOST_PROPOSED = 64
+MAX_DRAFT_TOKENS = 64
 PORTION = 16
 """Tokens that one call makes, or a few more."""
 
@@ -59,7 +59,7 @@ class Draft(Protocol):
 
 
 @dataclass(frozen=True)
-class LookUp:
+class PromptLookup:
     """Proposes what followed the text's last tokens when they stood there before (Saxena 2023); needs no model.
 
     Attributes:
@@ -90,7 +90,7 @@ class LookUp:
 
 
 @dataclass(frozen=True)
-class ModelDraft:
+class DraftModel:
     """Proposes what a smaller model with the same vocabulary draws.
 
     Attributes:
@@ -195,15 +195,15 @@ def speculate(
 
     Args:
       model: with the methods that `generate` names; its cache must hold keys and values, not a state.
-      draft: `LookUp(vocab_size)`, whose parameters are None, or `ModelDraft(model, context_length)`.
+      draft: `PromptLookup(vocab_size)`, whose parameters are None, or `DraftModel(model, context_length)`.
       n_proposed: tokens that the draft proposes at a time, 1 to 64.
 
     Raises:
       UserError: as `generate`; or the draft has another vocabulary, a text would outgrow a context with an end, the
         model's or the draft's, or the model's prompts are prefixes.
     """
-    if not 1 <= n_proposed <= MOST_PROPOSED:
-        raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MOST_PROPOSED}.")
+    if not 1 <= n_proposed <= MAX_DRAFT_TOKENS:
+        raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MAX_DRAFT_TOKENS}.")
     check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
     check_seeds(seeds, len(prompts), n_samples)
     if draft.vocab_size != (known := vocab_size(model, context_length)):
@@ -213,7 +213,7 @@ def speculate(
     if contract_of(model).has_prefix:
         raise UserError("the model sees its prompt in both directions, which a draft is not made for; leave it out.")
     contexts = [(model, context_length)]
-    if isinstance(draft, ModelDraft):
+    if isinstance(draft, DraftModel):
         contexts.append((draft.model, draft.context_length or context_length))
     end = min((length for m, length in contexts if not contract_of(m).extrapolates), default=None)
     longest = max(map(len, prompts))

@@ -1,4 +1,4 @@
-"""Strings that end a text, found in what is made piece by piece."""
+"""Stop strings, found in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from jaxformer.errors import UserError
 
 
 class StopStrings:
-    """The text of one row as far as it can be shown: up to the first stop string, which is not shown.
+    """A filter of one text, which ends before the first stop string.
 
-    The first is the one that is complete first, and among those the longest; so what is shown does not depend on
-    the pieces in which the text came. What could be the beginning of a stop string is held back.
+    The first is the one that is complete first, and among those the longest; so the result does not depend on the
+    pieces in which the text came. Text that may be the beginning of a stop string is withheld.
+
+    Attributes:
+      met: True once a stop string was found, after which no text is returned.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Raises UserError for a string that is empty or can never occur."""
+        """Raise `UserError` for a string that is empty or can never occur."""
         for string in strings:
             if not string:
                 raise UserError("a stop string is empty; it must have at least 1 character: leave it out.")
@@ -26,27 +29,26 @@ class StopStrings:
                     f"stop string {string!r} can never occur: character {error.start} is no Unicode text; leave it out."
                 ) from error
         self._strings = tuple(strings)
-        self._held = ""
+        self._withheld = ""
         self.met = False
-        """Whether a stop string was met; nothing after it is shown."""
 
     def feed(self, text: str) -> str:
-        """The text that is now safe to show, after one more piece."""
+        """Return the text that is safe to show after one more piece."""
         if self.met:
             return ""
-        known, text = len(self._held), self._held + text
-        for end in range(known + 1, len(text) + 1):
+        n_withheld, text = len(self._withheld), self._withheld + text
+        for end in range(n_withheld + 1, len(text) + 1):
             starts = [end - len(string) for string in self._strings if text.endswith(string, 0, end)]
             if starts:
-                self.met, self._held = True, ""
+                self.met, self._withheld = True, ""
                 return text[: min(starts)]
         longest = max(map(len, self._strings), default=0)
-        begun = range(max(0, len(text) - longest + 1), len(text))
-        cut = next((i for i in begun if any(s.startswith(text[i:]) for s in self._strings)), len(text))
-        self._held = text[cut:]
+        starts_in = range(max(0, len(text) - longest + 1), len(text))
+        cut = next((i for i in starts_in if any(s.startswith(text[i:]) for s in self._strings)), len(text))
+        self._withheld = text[cut:]
         return text[:cut]
 
     def end(self) -> str:
-        """What was held back of a text that ended without a stop string."""
-        held, self._held = self._held, ""
-        return held
+        """Return the withheld part of a text that ended without a stop string."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld

@@ -1,4 +1,4 @@
-"""From tokens to texts: where a row ends, what can be shown of it as it is made, and how fast that was."""
+"""From tokens to text: the end of each row, the text that can be shown as it is generated, and the throughput."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jaxformer.decode.speculative import Speculation
 from jaxformer.decode.stopping import StopStrings
 from jaxformer.ops.masks import EMPTY
 
-LEAST_COMPILE_S = 0.05
+MIN_COMPILE_SECONDS = 0.05
 """Seconds of compiling below which none are reported."""
-LEAST_S = 1e-9
-"""Seconds that computing takes at least, for clocks may differ."""
+MIN_SECONDS = 1e-9
+"""Smallest computing time, as clocks may differ."""
 
 
 class CompileClock:
-    """Measures the seconds that jax spends tracing, lowering and compiling while it is entered."""
+    """Seconds that JAX spends tracing, lowering and compiling while the context is entered."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """Seconds so far."""
         return sum(end - start for start, end in self._spans)
 
     def __enter__(self) -> CompileClock:
@@ -41,159 +41,166 @@ class CompileClock:
         jax.monitoring.unregister_event_time_span_listener(self._listen)
 
     def _listen(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
-        """Note a span in place of those within it: of a function that calls another, the inner one ends first."""
+        """Record a span in place of those within it: of a function that calls another, the inner one ends first."""
         if event.startswith("/jax/core/compile/"):
             while self._spans and self._spans[-1][0] >= start_time:
                 self._spans.pop()
             self._spans.append((start_time, end_time))
 
 
-class Text:
-    """What follows a prompt, as far as it is made."""
+class GeneratedText:
+    """The completion of a prompt, as far as it is generated.
+
+    Attributes:
+      tokens: all tokens drawn, the stop token among them.
+      logprobs: log-probability of each token.
+      top_logprobs: per token, the likeliest tokens with their log-probabilities.
+      text: the text without the stop token or stop string.
+      finish_reason: "stop token", "stop string", "length" or "interrupted"; empty while it goes on.
+      first_token_seconds: from the start of the batch to the piece with the first token.
+      seconds: from the start of the batch to the piece with the last token.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.tokens: list[int] = []
-        """All that were drawn, those that end the text among them."""
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
-        self.shown = ""
-        """The text without what ended it."""
-        self.ended = ""
-        """Why: "stop token", "stop string", "length" or "interrupted"; empty while it goes on."""
-        self.first_token_s = self.seconds = 0.0
-        """From the start of its batch to the piece with its first token, and to that with its last."""
+        self.text = self.finish_reason = ""
+        self.first_token_seconds = self.seconds = 0.0
         self._decoder, self._stop = StreamDecoder(tokenizer), StopStrings(stop)
 
-    def take(self, piece: Piece, row: int, stop_tokens: Sequence[int]) -> str:
-        """Add the tokens of one row of a piece, up to the one that ends the text; what can now be shown."""
-        new = ""
-        n = 0
+    def append(self, piece: Piece, row: int, stop_tokens: Sequence[int]) -> str:
+        """Append the tokens of one row of a piece, up to the one that ends the text; return the text to show next."""
+        new, n = "", 0
         for token in piece.tokens_BN[row].tolist():
             if token == EMPTY:
                 break
             n += 1
             if token in stop_tokens:
-                new += self._held_back()
-                self.ended = "stop token"
+                new += self._withheld()
+                self.finish_reason = "stop token"
                 break
             new += self._stop.feed(self._decoder.feed([token]))
             if self._stop.met:
-                self.ended = "stop string"
+                self.finish_reason = "stop string"
                 break
         self.tokens += piece.tokens_BN[row, :n].tolist()
         self.logprobs += piece.logprobs_BN[row, :n].tolist()
         for tokens, logprobs in zip(piece.top_tokens_BNn[row, :n], piece.top_logprobs_BNn[row, :n], strict=True):
             self.top_logprobs.append(list(zip(tokens.tolist(), logprobs.tolist(), strict=True)))
-        self.shown += new
+        self.text += new
         return new
 
-    def end(self, why: str) -> str:
-        """End the text where it stands; what was held back of it."""
-        rest = self._held_back()
-        self.shown += rest
-        self.ended = why
+    def finish(self, reason: str) -> str:
+        """End the text; return what was withheld of it."""
+        rest = self._withheld()
+        self.text += rest
+        self.finish_reason = reason
         return rest
 
-    def _held_back(self) -> str:
+    def _withheld(self) -> str:
         return self._stop.feed(self._decoder.end()) + self._stop.end()
 
 
 @dataclass
-class Speed:
-    """How fast texts were made."""
+class Throughput:
+    """Time to the first token, and tokens per second."""
 
-    first_token_s: list[float] = field(default_factory=list)
-    """Of each batch whose tokens did not come all at once."""
+    first_token_seconds: list[float] = field(default_factory=list)
+    """Seconds to the first token of each batch whose tokens did not come all at once."""
     tokens: int = 0
-    """All; without the first of each text where these came alone, as they take longer."""
+    """Tokens in all, without the first of each text where it came alone, as it takes longer."""
     seconds: float = 0.0
-    """That these took."""
-    passes: int = 0
-    """Of the model over what a draft proposed."""
-    checked: int = 0
-    """Tokens that came of them."""
-    compile_s: float = 0.0
-    """Seconds of compiling, which the others leave out."""
+    """Seconds for these tokens."""
+    verify_passes: int = 0
+    """Passes of the model over proposals of a draft."""
+    verified_tokens: int = 0
+    """Tokens from these passes."""
+    compile_seconds: float = 0.0
+    """Seconds of compiling, which the others exclude."""
 
     def __str__(self) -> str:
-        n = len(self.first_token_s)
-        of = f" (the mean of {n} batches)" if n > 1 else ""
-        told = [f"time to first token {sum(self.first_token_s) / n:.3f} s{of}"] if n else []
+        n = len(self.first_token_seconds)
+        of_batches = f" (the mean of {n} batches)" if n > 1 else ""
+        parts = [f"time to first token {sum(self.first_token_seconds) / n:.3f} s{of_batches}"] if n else []
         if self.tokens:
-            told.append(f"{self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)")
-        if self.passes:
-            told.append(f"{self.checked / self.passes:.2f} tokens per pass")
-        if self.compile_s >= LEAST_COMPILE_S:
-            told.append(f"{self.compile_s:.1f} s of compiling not counted")
-        return "; ".join(told)
+            parts.append(f"{self.tokens / self.seconds:,.0f} tokens/s ({self.tokens:,} in {self.seconds:.2f} s)")
+        if self.verify_passes:
+            parts.append(f"{self.verified_tokens / self.verify_passes:.2f} tokens per pass")
+        if self.compile_seconds >= MIN_COMPILE_SECONDS:
+            parts.append(f"{self.compile_seconds:.1f} s of compiling not counted")
+        return "; ".join(parts)
 
 
-class Search:
-    """A beam search as a generation: one piece, with the n best texts of each prompt."""
+class BeamGeneration:
+    """A beam search as a generation of one piece, with the n best texts of each prompt.
 
-    def __init__(self, call: Callable[[], Beams], n: int) -> None:
-        self._call, self._n = call, n
+    Attributes:
+      scores: score of each row, after the search.
+    """
+
+    def __init__(self, search: Callable[[], Beams], n: int) -> None:
+        self._search, self._n = search, n
         self.scores: list[float] = []
-        """Of each row, once it is made."""
 
     def __iter__(self) -> Iterator[Piece]:
-        tokens_PNT, scores_PN = (np.asarray(x)[:, : self._n] for x in self._call())
+        tokens_PNT, scores_PN = (np.asarray(x)[:, : self._n] for x in self._search())
         self.scores = scores_PN.reshape(-1).tolist()
         tokens_BT = tokens_PNT.reshape(-1, tokens_PNT.shape[-1])
-        nothing = np.zeros((len(tokens_BT), 0))
-        yield Piece(tokens_BT, nothing, nothing[..., None], nothing[..., None])
+        none_B0 = np.zeros((len(tokens_BT), 0))
+        yield Piece(tokens_BT, none_B0, none_B0[..., None], none_B0[..., None])
 
     def end(self, row: int) -> None:
-        """Nothing more comes anyway."""
+        """Do nothing, as there is only one piece."""
 
 
-def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Which prompts go together: those of neighbouring lengths, so that few programs are compiled."""
-    in_order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    return [in_order[start : start + size] for start in range(0, len(in_order), size)]
+def batch_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return batches of indices of prompts with similar lengths, so that few programs are compiled."""
+    by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
 
-def follow(
-    generation: Generation | Search | Speculation, texts: Sequence[Text], stop_tokens: Sequence[int],
-    max_new_tokens: int, speed: Speed, interrupted: Callable[[], bool],
+def stream_texts(
+    generation: Generation | BeamGeneration | Speculation, texts: Sequence[GeneratedText], stop_tokens: Sequence[int],
+    max_new_tokens: int, throughput: Throughput, interrupted: Callable[[], bool],
 ) -> Iterator[str]:  # fmt: skip
-    """Fill in texts, one a row, as they are made; what of the first one can be shown after each piece.
+    """Append the rows of a generation to texts; yield the new text of the first after each piece.
 
-    A text that nothing else ends has its length with `max_new_tokens`, and is interrupted with fewer. The rows beyond
-    the texts are let go before they begin.
+    A text that nothing else ends is finished by its length at `max_new_tokens`, and interrupted before. Rows beyond
+    the texts are ignored.
     """
-    began, first, n_alone, last = time.perf_counter(), 0.0, 0, 0.0
-    going, clock = dict(enumerate(texts)), CompileClock()
+    start, first, n_alone, last = time.perf_counter(), 0.0, 0, 0.0
+    unfinished, clock = dict(enumerate(texts)), CompileClock()
     pieces = iter(generation)
     while True:
         with clock:
             piece = next(pieces, None)
         if piece is None:
             break
-        now = time.perf_counter() - began
-        computed = max(now - clock.seconds, LEAST_S)
+        now = time.perf_counter() - start
+        computed = max(now - clock.seconds, MIN_SECONDS)
         shown = ""
-        for row, text in list(going.items()):
+        for row, text in list(unfinished.items()):
             n_before = len(text.tokens)
-            new = text.take(piece, row, stop_tokens)
+            new = text.append(piece, row, stop_tokens)
             if len(text.tokens) > n_before:
                 text.seconds, last = now, computed
-                text.first_token_s = text.first_token_s or now
+                text.first_token_seconds = text.first_token_seconds or now
             shown = new if row == 0 else shown
-            if text.ended:
+            if text.finish_reason:
                 generation.end(row)
-                del going[row]
+                del unfinished[row]
         if not first:
             first = computed
             n_alone = sum(len(text.tokens) for text in texts) if piece.tokens_BN.shape[1] == 1 else 0
         yield shown
         if interrupted():
             break
-    speed.compile_s += clock.seconds
-    speed.tokens += sum(len(text.tokens) for text in texts) - n_alone
-    speed.seconds += last - (first if n_alone else 0.0)
-    speed.first_token_s += [first] if n_alone or first < last else []
-    for row, text in going.items():
-        rest = text.end("length" if len(text.tokens) >= max_new_tokens else "interrupted")
+    throughput.compile_seconds += clock.seconds
+    throughput.tokens += sum(len(text.tokens) for text in texts) - n_alone
+    throughput.seconds += last - (first if n_alone else 0.0)
+    throughput.first_token_seconds += [first] if n_alone or first < last else []
+    for row, text in unfinished.items():
+        rest = text.finish("length" if len(text.tokens) >= max_new_tokens else "interrupted")
         if row == 0:
             yield rest

@@ -22,7 +22,7 @@ from jaxformer.decode.beam import check_length_penalty, search
 from jaxformer.decode.generate import left_aligned, placement, prompt_bucket
 from jaxformer.decode.programs import call
 from jaxformer.decode.prompts import Prompt
-from jaxformer.decode.streaming import batches
+from jaxformer.decode.streaming import batch_by_length
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
@@ -118,7 +118,7 @@ def translate_tokens(
     )  # fmt: skip
     targets: dict[int, list[int]] = {}
     size, put = min(batch_size, len(sources)), placement(params)
-    for batch in batches([len(source) for source in sources], batch_size):
+    for batch in batch_by_length([len(source) for source in sources], batch_size):
         # The last batch is padded, so that no program is compiled for it alone.
         rows = [list(sources[i]) for i in np.resize(batch, size)]
         lengths_B = np.array([len(row) for row in rows])

@@ -23,7 +23,7 @@ from jaxformer.cli.arguments import parse
 from jaxformer.config import Config
 from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode import Text
+from jaxformer.decode import GeneratedText
 from jaxformer.decode.completion import (
     Completer,
     Completion,
@@ -59,7 +59,7 @@ def _there(here, monkeypatch):
 
 @pytest.fixture(scope="module")
 def logprobs(here):
-    """Log-probabilities `(N, V)` that one full pass gives each of the tokens made after a prompt."""
+    """Return the logprobs `(N, V)` of one full pass at each of N new tokens of a prompt."""
     run = load_run(here / "runs/quick")
     forward = jax.jit(lambda tokens_T: jax.nn.log_softmax(run.model.apply({"params": run.params}, tokens_T)))
 
@@ -74,7 +74,7 @@ def logprobs(here):
 
 @pytest.fixture
 def rows(capsys):
-    """The rows of JSON that sample.py writes."""
+    """Return the rows of JSON that sample.py writes."""
 
     def call(*options: str, status: int = 0) -> list[dict]:
         length = () if "--max-new-tokens" in options else ("--max-new-tokens", "12")
@@ -90,7 +90,7 @@ ALONE = ("--batch-size", "1")
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts_gives_each_its_own_text_and_names_broken_lines(here, rows, capsys):
+def test_prompts_of_a_file_are_completed_and_invalid_lines_named(here, rows, capsys):
     lines = [
         {"prompt": "The cat sees", "id": 1, "seed": 4},
         {"prompt": "A", "id": {"x": 2}},
@@ -125,7 +125,7 @@ def test_a_file_of_prompts_gives_each_its_own_text_and_names_broken_lines(here, 
 
 
 @pytest.mark.parametrize("json_rows", [False, True])
-def test_what_was_made_before_a_failure_is_shown(here, monkeypatch, capsys, json_rows):
+def test_completions_before_a_failure_are_printed(here, monkeypatch, capsys, json_rows):
     """The shortest prompts go first, so texts of the third and the second line wait for that of the first."""
     (here / "long_first.txt").write_text("The king sees\nThe cat\nA\n")
     n_calls = 0
@@ -135,7 +135,7 @@ def test_what_was_made_before_a_failure_is_shown(here, monkeypatch, capsys, json
         n_calls += 1
         if n_calls == 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
-        return [Completion(prompt, 0, 0, Text(BYTES)) for prompt, _ in prompts]
+        return [Completion(prompt, 0, 0, GeneratedText(BYTES)) for prompt, _ in prompts]
 
     monkeypatch.setattr(Completer, "_complete_batch", fails_at_the_third)
     assert sample.main(["--prompts-file", "long_first.txt", *ALONE, *(["--jsonl"] if json_rows else [])]) == 2
@@ -151,7 +151,7 @@ def test_what_was_made_before_a_failure_is_shown(here, monkeypatch, capsys, json
 
 
 @pytest.mark.slow
-def test_a_text_ends_at_a_stop_string_and_its_log_probabilities_are_the_models_own(rows, logprobs):
+def test_a_completion_ends_at_a_stop_string_and_has_the_logprobs_of_a_full_pass(rows, logprobs):
     (whole,) = rows("--prompt", "The", *GREEDY)
     expected_TV = logprobs("The", whole["tokens"])
     chosen = expected_TV[np.arange(12), whole["tokens"]]
@@ -171,7 +171,7 @@ def test_a_text_ends_at_a_stop_string_and_its_log_probabilities_are_the_models_o
 
 
 @pytest.mark.slow
-def test_samples_of_a_prompt_are_what_the_next_seeds_give(rows):
+def test_samples_of_a_prompt_equal_those_of_consecutive_seeds(rows):
     together = rows("--prompt", "The", "A cat", "--num-samples", "2", "--seed", "3")
     assert [(row["line"], row["prompt"], row["sample"], row["seed"]) for row in together] == [
         (1, "The", 0, 3), (1, "The", 1, 4), (2, "A cat", 0, 3), (2, "A cat", 1, 4),
@@ -182,7 +182,7 @@ def test_samples_of_a_prompt_are_what_the_next_seeds_give(rows):
 
 
 @pytest.mark.slow
-def test_words_biases_and_stop_tokens_reach_the_sampler(rows):
+def test_bad_words_logit_bias_and_stop_tokens_are_applied(rows):
     """The bias makes q likeliest, then z; after one q another is banned; z ends the text and is not shown."""
     q, z = (load_run("runs/quick").tokenizer.encode(letter)[0] for letter in "qz")
     (row,) = rows(
@@ -192,7 +192,7 @@ def test_words_biases_and_stop_tokens_reach_the_sampler(rows):
 
 
 @pytest.mark.slow
-def test_beams_are_searched_and_the_best_shown_with_their_scores(rows, logprobs):
+def test_beam_search_prints_the_best_beams_with_their_scores(rows, logprobs):
     found = rows("--prompt", "The", "A cat", "--num-beams", "3", "--num-samples", "2", "--max-new-tokens", "6")
     assert [(row["prompt"], row["sample"]) for row in found] == [("The", 0), ("The", 1), ("A cat", 0), ("A cat", 1)]
     for best, second in (found[:2], found[2:]):
@@ -204,7 +204,7 @@ def test_beams_are_searched_and_the_best_shown_with_their_scores(rows, logprobs)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [["lookup"], ["runs/quick", "--mesh", "data=8"]], ids=["lookup", "run"])
-def test_a_draft_changes_how_fast_it_is_and_no_token(rows, capsys, draft):
+def test_a_draft_changes_no_greedy_token(rows, capsys, draft):
     given = ("--prompt", "The cat", "A king", "--max-new-tokens", "8", *GREEDY)
     wanted = [row["tokens"] for row in rows(*given, *ALONE)]
     assert sample.main(["--jsonl", *given, "--draft", *draft, "--draft-tokens", "3"]) == 0
@@ -225,7 +225,7 @@ def test_a_draft_changes_how_fast_it_is_and_no_token(rows, capsys, draft):
         ("endless", ["--draft", "lookup"], 16),  # what a prompt may have in any case
     ],
 )
-def test_a_prompt_that_a_draft_or_search_has_no_room_for_is_refused_by_itself(monkeypatch, run, options, most):
+def test_a_prompt_too_long_for_a_draft_or_beam_search_is_refused(monkeypatch, run, options, most):
     def open_run(options, mesh):
         length, positions = (16, "rope") if options.run == "endless" else (int(options.run), "learned")
         config = Config(
@@ -243,7 +243,7 @@ def test_a_prompt_that_a_draft_or_search_has_no_room_for_is_refused_by_itself(mo
 
 
 @pytest.mark.slow
-def test_smaller_weights_say_nearly_the_same(rows):
+def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows):
     given = ("--prompt", "The cat", "--max-new-tokens", "1", *GREEDY)
     (exact,) = rows(*given)
     for weights in ("bfloat16", "int8"):
@@ -268,7 +268,7 @@ def test_smaller_weights_say_nearly_the_same(rows):
         ),
     ],
 )
-def test_what_does_not_fit_the_run_is_one_sentence(capsys, options, said):
+def test_an_option_that_does_not_fit_the_run_is_a_one_sentence_error(capsys, options, said):
     assert sample.main(options) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and said in err and not out
@@ -279,7 +279,7 @@ def test_what_does_not_fit_the_run_is_one_sentence(capsys, options, said):
     [("--num-beams", "2"), ("--draft", "lookup"), ("--cache-dtype", "int8"), ("--prefill-chunk", "8")],
     ids=lambda options: options[0],
 )
-def test_what_needs_a_cache_is_refused_without_one(monkeypatch, capsys, options):
+def test_options_that_need_a_cache_are_refused_without_one(monkeypatch, capsys, options):
     config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), data=TextConfig(), steps=1)
     monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
     monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
@@ -287,7 +287,7 @@ def test_what_needs_a_cache_is_refused_without_one(monkeypatch, capsys, options)
     assert f"it has a model without a cache, which {options[0]} needs; leave it out." in capsys.readouterr().err
 
 
-def test_a_seed_in_a_file_of_prompts_is_not_for_beams():
+def test_a_seed_of_a_prompt_is_refused_with_beams():
     options = CompletionOptions(num_beams=2, max_new_tokens=2)
     completer = sample.make_completer(sample.Arguments(completion=options), set())
     with pytest.raises(UserError, match="p, line 2, has a seed, but beam search draws nothing"):
@@ -296,17 +296,18 @@ def test_a_seed_in_a_file_of_prompts_is_not_for_beams():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
-def test_ctrl_c_shows_what_was_made(monkeypatch, capsys, several):
+def test_ctrl_c_prints_the_tokens_so_far(monkeypatch, capsys, several):
     """Pressed after the first piece: the first text is shown as far as it went; a second batch does not begin."""
     complete_batch = Completer._complete_batch
 
     def pressing(self, prompts, n_prompts, interrupted, show):
         monkeypatch.setattr(
-            "jaxformer.decode.streaming.Text.take", lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1]
+            "jaxformer.decode.streaming.GeneratedText.append",
+            lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1],
         )
         return complete_batch(self, prompts, n_prompts, interrupted, show)
 
-    real = Text.take
+    append = GeneratedText.append
     monkeypatch.setattr(Completer, "_complete_batch", pressing)
     prompts = ["The cat", "The dog"] if several else ["The cat"]
     assert sample.main(["--prompt", *prompts, "--batch-size", "1", "--max-new-tokens", "5000"]) == 130
@@ -316,7 +317,7 @@ def test_ctrl_c_shows_what_was_made(monkeypatch, capsys, several):
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_it_quietly(monkeypatch, capsys):
+def test_a_closed_pipe_ends_it_quietly(monkeypatch, capsys):
     """As `| head` does; what Python still writes to the pipe as it exits must not fail, either."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -328,7 +329,7 @@ def test_a_reader_that_leaves_ends_it_quietly(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_conversation_in_a_terminal(here, request):
+def test_an_interactive_session_in_a_terminal(here, request):
     """Ctrl-C clears a line, stops a text, and at an empty prompt leaves; arrow up brings a prompt back."""
     process, terminal = start_in_terminal("sample.py", "--interactive", "--max-new-tokens", "1000000", cwd=here)
     request.addfinalizer(lambda: (process.kill(), process.wait()))
@@ -381,8 +382,8 @@ def test_a_conversation_in_a_terminal(here, request):
 
 
 @pytest.fixture
-def converse(monkeypatch, capsys):
-    """Status, output and errors of a conversation whose lines come from a pipe."""
+def interact(monkeypatch, capsys):
+    """Return the status, output and errors of a session whose lines come from a pipe."""
 
     def call(lines: bytes, *options: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8", errors="strict"))
@@ -392,33 +393,33 @@ def converse(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_piped_conversation_reads_lines_until_they_end_and_writes_nothing_but_texts(converse):
-    status, out, err = converse(b"The cat\n\nThe dog\n", "--max-new-tokens", "2")
+def test_a_piped_session_reads_all_lines_and_writes_only_completions(interact):
+    status, out, err = interact(b"The cat\n\nThe dog\n", "--max-new-tokens", "2")
     assert status == 0 and re.fullmatch(r"The cat.*\nThe dog.*\n", out, re.DOTALL)
     assert err.count("time to first token") == 2
-    status, out, err = converse(b"The cat\ncaf\xe9\nThe dog\n", "--max-new-tokens", "2", "--jsonl")
+    status, out, err = interact(b"The cat\ncaf\xe9\nThe dog\n", "--max-new-tokens", "2", "--jsonl")
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["The cat", "The dog"]
     assert status == 2 and "error: the prompt holds bytes that are not UTF-8, at character 3.\n" in err
 
 
-def test_what_is_wrong_with_one_text_does_not_end_a_conversation(monkeypatch, converse):
+def test_an_error_of_one_prompt_does_not_end_the_session(monkeypatch, interact):
     """Neither an option that only the search itself can refuse, nor Ctrl-C before the text begins."""
-    status, out, err = converse(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
+    status, out, err = interact(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
     assert status == 2 and not out and err.count("error: n_beams is 1000; for a vocabulary of 280 it must be") == 2
     monkeypatch.setattr(Completer, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
     monkeypatch.setattr(sample, "show_completions", lambda *args: print(args[-1].is_set()))
-    assert converse(b"The cat\nThe dog\n")[:2] == (0, "True\nTrue\n")
+    assert interact(b"The cat\nThe dog\n")[:2] == (0, "True\nTrue\n")
 
 
-def test_a_number_that_json_does_not_know_is_null():
-    text, prompt = Text(BYTES), Prompt("p", "the prompt")
+def test_a_number_that_json_lacks_is_null():
+    text, prompt = GeneratedText(BYTES), Prompt("p", "the prompt")
     text.tokens, text.logprobs, text.top_logprobs = [65], [-np.inf], [[(1, np.nan)]]
     row = Completion(prompt, 0, 0, text).as_row()
     assert row["logprobs"] == [None] and row["top_logprobs"] == [[(1, None)]]
     assert Completion(prompt, 0, 0, text, score=-np.inf).as_row()["score"] is None
 
 
-def test_biases_are_of_one_token():
+def test_a_logit_bias_is_of_one_token():
     a, equals, space = (BYTES.encode(text)[0] for text in "a= ")
     assert encode_logit_bias(["a=1.5", "==-2", " =3"], BYTES) == ((a, 1.5), (equals, -2.0), (space, 3.0))
     for option, said in (("a", "not of the form"), ("=1", "not of the form"), ("a=b", "not of the form"),
@@ -427,13 +428,13 @@ def test_biases_are_of_one_token():
             encode_logit_bias([option], BYTES)
 
 
-def test_words_are_banned_with_and_without_a_space_before_them():
+def test_bad_words_are_banned_with_and_without_a_leading_space():
     assert encode_bad_words(["ab", " c", "ab"], BYTES) == tuple(tuple(BYTES.encode(t)) for t in ("ab", " ab", " c"))
     with pytest.raises(UserError, match="empty"):
         encode_bad_words(["a", ""], BYTES)
 
 
-def test_a_stop_string_longer_than_all_that_is_made_is_refused():
+def test_a_stop_string_longer_than_the_completion_can_be_is_refused():
     check_stop_strings(["é", "<|endoftext|>"], BYTES, 13)  # 13 tokens of a byte
     with pytest.raises(UserError, match="stop string 'é' can never occur: it has 2 bytes, and 1 tokens of this run at"):
         check_stop_strings(["é"], BYTES, 1)
@@ -466,13 +467,13 @@ def test_every_token_is_explained(here, rows, capsys):
     assert len(shown[head + 1 :]) == 3 and all(line.startswith(("  '", '  "')) for line in shown[head + 1 :])
 
 
-def test_what_is_past_the_context_is_not_explained_and_said_so(here, rows, capsys):
+def test_tokens_past_the_context_are_not_explained_and_counted(here, rows, capsys):
     """This model has 16 positions."""
-    asked = ["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "24"]
-    (row,) = rows(*asked)
+    options = ["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "24"]
+    (row,) = rows(*options)
     config, tokenizer = load_run("runs/quick").text_model()
     room = config.context_length - len(tokenizer.encode("The cat"))
     assert len(row["explained"]) == min(room, len(row["tokens"]))
-    assert sample.main(asked) == 0
+    assert sample.main(options) == 0
     left_out = len(row["tokens"]) - room
     assert (f"  {left_out} more, past the context, are not explained\n" in capsys.readouterr().out) == (left_out > 0)

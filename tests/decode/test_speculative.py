@@ -10,7 +10,7 @@ from scipy import stats
 from jaxformer.decode import speculative
 from jaxformer.decode.generate import generate
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.speculative import LookUp, ModelDraft, speculate
+from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.masks import EMPTY
@@ -33,9 +33,9 @@ def made(config, seed):
 MODEL, PARAMS = made(SHAPE, 0)
 SMALL = made(DecoderConfig(VOCABULARY, CONTEXT, 8, d_ff=(8,), positions="rope"), 1)
 DRAFTS = {
-    "look-up": (LookUp(VOCABULARY), None),
-    "small": (ModelDraft(SMALL[0]), SMALL[1]),
-    "itself": (ModelDraft(MODEL), PARAMS),
+    "look-up": (PromptLookup(VOCABULARY), None),
+    "small": (DraftModel(SMALL[0]), SMALL[1]),
+    "itself": (DraftModel(MODEL), PARAMS),
 }
 
 
@@ -91,7 +91,7 @@ def test_whatever_is_asked_for_it_is_the_same_text_past_the_context_too(draft, d
 
 
 def test_text_that_repeats_is_looked_up():
-    draft = LookUp(VOCABULARY, longest=3)
+    draft = PromptLookup(VOCABULARY, longest=3)
     text = np.zeros(16, np.int32)
     known = [5, 1, 2, 3, 4, 9, 2, 3, 7, 1, 2, 3]
     text[: len(known)] = known
@@ -155,13 +155,14 @@ def test_a_stop_token_ends_it_and_is_the_last():
         ({"prompts": []}, "there is no prompt to continue"),
         ({"prompts": [[13]]}, "the prompt has a token 13; it must be from 0 to 12"),
         ({"seeds": [-1]}, "seed is -1; it must be at least 0"),
-        ({"draft": LookUp(30)}, "the draft knows 30 tokens and the model 13"),
-        ({"draft": ModelDraft(DecoderConfig(7, CONTEXT, 8, d_ff=(8,)).build())}, "the draft knows 7 tokens"),
+        ({"draft": PromptLookup(30)}, "the draft knows 30 tokens and the model 13"),
+        ({"draft": DraftModel(DecoderConfig(7, CONTEXT, 8, d_ff=(8,)).build())}, "the draft knows 7 tokens"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(changes, said):
     arguments = {
-        "draft": LookUp(VOCABULARY), "prompts": [PROMPT], "seeds": [0], "max_new_tokens": 5, "context_length": CONTEXT,
+        "draft": PromptLookup(VOCABULARY), "prompts": [PROMPT], "seeds": [0], "max_new_tokens": 5,
+        "context_length": CONTEXT,
     }  # fmt: skip
     with pytest.raises(UserError, match=said):
         speculate(MODEL, PARAMS, draft_params=None, sampling=Sampling(), **arguments | changes)
@@ -176,7 +177,7 @@ def test_a_prompt_that_is_a_prefix_is_refused():
 
 def test_a_draft_is_not_used_past_its_own_context():
     small = DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,))
-    drafts = [ModelDraft(replace(small, positions=positions).build(), 16) for positions in ("learned", "rope")]
+    drafts = [DraftModel(replace(small, positions=positions).build(), 16) for positions in ("learned", "rope")]
     run = partial(
         speculate, MODEL, PARAMS, draft_params=None, prompts=[PROMPT], sampling=Sampling(), seeds=[0],
         context_length=CONTEXT,
@@ -192,9 +193,9 @@ def test_a_draft_is_not_used_past_its_own_context():
 @pytest.mark.slow
 def test_a_draft_sees_no_more_slots_than_the_model(monkeypatch):
     """500 slots are asked for, of which the first 128 are in use."""
-    seen, propose = [], ModelDraft.propose
+    seen, propose = [], DraftModel.propose
     monkeypatch.setattr(
-        ModelDraft, "propose",
+        DraftModel, "propose",
         lambda self, *args: seen.append((len(args[2]), args[1].position_S.shape[0])) or propose(self, *args),
     )  # fmt: skip
     speculation = speculate(
@@ -207,7 +208,7 @@ def test_a_draft_sees_no_more_slots_than_the_model(monkeypatch):
 
 def test_a_context_with_an_end_is_not_outgrown():
     model, params = made(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
-    run = partial(speculate, model, params, LookUp(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])
+    run = partial(speculate, model, params, PromptLookup(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])
     with pytest.raises(UserError, match=r"context of 16, .* ask for at most 7 new ones"):
         run(max_new_tokens=8, context_length=16)
     got = tokens_of(run(max_new_tokens=7, context_length=16))

@@ -7,14 +7,14 @@ from jaxformer.errors import UserError
 
 
 def feed(strings: list[str], pieces: list[str]) -> tuple[list[str], bool]:
-    """What is shown after each piece, and at the end."""
+    """Return the text after each piece and at the end, and `met`."""
     stop = StopStrings(strings)
     shown = [stop.feed(piece) for piece in pieces]
     return [*shown, stop.end()], stop.met
 
 
 def plain(strings: list[str], text: str) -> tuple[str, bool]:
-    """The whole text at once: the first place where a stop string ends, and the longest that ends there."""
+    """Cut the whole text where the first stop string ends, by the longest that ends there."""
     for end in range(1, len(text) + 1):
         ending = [s for s in strings if text[:end].endswith(s)]
         if ending:
@@ -41,7 +41,7 @@ def plain(strings: list[str], text: str) -> tuple[str, bool]:
         (["é"], ["caf", "é!"], ["caf", "", ""], True),
     ],
 )
-def test_by_hand(strings: list[str], pieces: list[str], shown: list[str], met: bool) -> None:
+def test_examples(strings: list[str], pieces: list[str], shown: list[str], met: bool) -> None:
     assert feed(strings, pieces) == (shown, met)
 
 
@@ -50,7 +50,7 @@ PIECES = st.lists(st.text("abc", max_size=5), max_size=8)
 
 @given(st.lists(st.text("abc", min_size=1, max_size=5), max_size=4), PIECES)
 @settings(max_examples=400)
-def test_random_texts_show_what_a_plain_search_shows(strings: list[str], pieces: list[str]) -> None:
+def test_pieces_give_the_result_of_a_search_of_the_whole_text(strings: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
     shown, met = feed(strings, pieces)
     assert ("".join(shown), met) == plain(strings, text)
@@ -58,7 +58,7 @@ def test_random_texts_show_what_a_plain_search_shows(strings: list[str], pieces:
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), PIECES)
 @settings(max_examples=400)
-def test_no_more_is_held_back_than_could_begin_a_stop_string(strings: list[str], pieces: list[str]) -> None:
+def test_only_the_beginning_of_a_stop_string_is_withheld(strings: list[str], pieces: list[str]) -> None:
     stop, shown, text = StopStrings(strings), "", ""
     for piece in pieces:
         shown, text = shown + stop.feed(piece), text + piece
@@ -72,6 +72,6 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(strings: list[str],
 @pytest.mark.parametrize(
     ("string", "said"), [("", "a stop string is empty"), ("a\ud800", r"stop string 'a\\ud800' can never occur")]
 )
-def test_a_string_that_cannot_stop_anything_is_refused(string: str, said: str) -> None:
+def test_a_string_that_can_never_occur_is_refused(string: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         StopStrings(["fine", string])
