@@ -301,10 +301,8 @@ def test_ctrl_c_prints_the_tokens_so_far(monkeypatch, capsys, several):
     complete_batch = Completer._complete_batch
 
     def pressing(self, prompts, n_prompts, interrupted, show):
-        monkeypatch.setattr(
-            "jaxformer.decode.streaming.GeneratedText.append",
-            lambda *args: (signal.raise_signal(signal.SIGINT), real(*args))[1],
-        )
+        press = lambda *args: (signal.raise_signal(signal.SIGINT), append(*args))[1]  # noqa: E731
+        monkeypatch.setattr(GeneratedText, "append", press)
         return complete_batch(self, prompts, n_prompts, interrupted, show)
 
     append = GeneratedText.append
