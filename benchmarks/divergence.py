@@ -27,7 +27,7 @@ from typing import Any
 import record
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 LIMIT = 20

@@ -19,10 +19,10 @@ import numpy as np
 import record
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.data.corpus import Corpus, Split, TextConfig
+from jaxformer.data.corpus import Corpus, Split
 from jaxformer.data.dataset import Batch
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.data.windows import Text
+from jaxformer.data.windows import TextConfig, TextDataset
 
 TOKENS, LENGTH, BATCH = 15_000_000, 33, 4096
 
@@ -58,7 +58,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, 2048, TOKENS).astype(np.uint16)
     split = Split(tokens, 1, TOKENS)
     corpus = Corpus(split, split, Tokenizer.train(["a"], 257), "")
-    ours = Text(TextConfig(stride=1), TokenModelConfig(2048, LENGTH - 1), corpus, BATCH, seed=0)
+    ours = TextDataset(TextConfig(stride=1), TokenModelConfig(2048, LENGTH - 1), corpus, BATCH, seed=0)
     here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # its threads only make Python records slower
     peer = grain.MapDataset.source(Record(tokens)).seed(0).shuffle().to_iter_dataset(here).batch(BATCH)
     speeds: dict[str, list[float]] = {"jaxformer": [], "grain_record_a_window": []}

@@ -9,7 +9,7 @@ run needs.
 from dataclasses import replace
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 adamw = OptimizerConfig(

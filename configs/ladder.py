@@ -8,7 +8,7 @@ stands beside each rung: perplexity on held-out text, and of what attention the 
 from dataclasses import replace
 
 from jaxformer.config import Config, ModelConfig, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 

@@ -7,7 +7,7 @@ with the router's weights as many parameters act on a token in both.
 from dataclasses import replace
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 model = DecoderConfig(

@@ -8,7 +8,7 @@ learning_rate · clip_norm / (1 - momentum), which is 5 here; at four times that
 from dataclasses import replace
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 model = DecoderConfig(

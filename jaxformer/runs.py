@@ -287,7 +287,7 @@ def read_config(folder: Path) -> Config:
         values = parse_json(file.read_bytes())
         model, data, train = dict(values["model"]), dict(values["data"]), dict(values.get("train", {}))
         model_class = _class_of(model.pop("kind"), jaxformer.models, ModelConfig)
-        data_class = _class_of(data.pop("kind", "corpus.TextConfig"), jaxformer.data, DataConfig)
+        data_class = _class_of(data.pop("kind", "windows.TextConfig"), jaxformer.data, DataConfig)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "

@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
-from jaxformer.data.windows import next_token_batch
+from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.distributed import AsyncMax, DistributedOptions, barrier, broadcast, connect, shutdown
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh

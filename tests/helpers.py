@@ -17,8 +17,8 @@ import pytest
 
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.config import Config
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.runs import create_run

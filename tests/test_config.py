@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.fields import differences, from_dict, to_dict
 from jaxformer.models.decoder import DecoderConfig
@@ -23,7 +23,7 @@ CONFIG = Config(
 def test_json_round_trip_is_identity():
     values = json.loads(json.dumps(to_dict(CONFIG)))
     assert values["model"].pop("kind") == "decoder.DecoderConfig"
-    assert values["data"].pop("kind") == "corpus.TextConfig"
+    assert values["data"].pop("kind") == "windows.TextConfig"
     kinds = {"model": from_dict(DecoderConfig, values["model"]), "data": from_dict(TextConfig, values["data"])}
     assert from_dict(Config, {**values, **kinds}) == CONFIG
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, ModelConfig
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.prefix import PrefixTextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import sharding
 from jaxformer.config import Config, OptimizerConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig

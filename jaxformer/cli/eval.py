@@ -107,9 +107,9 @@ def _main(arguments: list[str]) -> int:
 
 def _text(run: Run, options: Arguments, path: str) -> tuple[HeldOutText, str]:
     """Return a text to evaluate a language model on, and its description."""
-    from jaxformer.data.corpus import TextConfig, tokenize
+    from jaxformer.data.corpus import tokenize
     from jaxformer.data.text import read_documents
-    from jaxformer.data.windows import HeldOutText
+    from jaxformer.data.windows import HeldOutText, TextConfig
     from jaxformer.models.objective import is_causal_lm
 
     model, tokenizer = run.text_model()

@@ -1,1 +1,1 @@
-"""From text on disk to batches of token windows: numpy, tokenizers and grain."""
+"""Datasets: from files to batches, with numpy, tokenizers and grain."""

@@ -1,4 +1,4 @@
-"""Images with captions: pairs to learn from, read into memory."""
+"""Images with captions, for contrastive training; all in memory."""
 
 from __future__ import annotations
 
@@ -17,63 +17,64 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.augmentation import augment, draw_augmentations
-from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
+from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
-from jaxformer.data.infer_config import ALL, describe_changes, infer_image_size, infer_vocab_size
+from jaxformer.data.infer_config import ALL_FIELDS, describe_changes, infer_image_size, infer_vocab_size
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
+from jaxformer.fields import at_least, check_range
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
+WORD_MASK_LENGTH = 64
+"""Words per caption with dropout draws of their own."""
 
 
 @dataclass(frozen=True)
 class CaptionsConfig(DataConfig):
-    """Which images and captions, and how images are varied in training."""
+    """Images with captions and their augmentation in training."""
 
     path: str = ""
-    """A folder with images.zip, and captions.tsv: file, caption and split (train or val) of each, under these words."""
+    """A folder with images.zip and captions.tsv; the columns of the latter are file, caption and split (train or val),
+    named in its first line."""
     shift: int = 0
-    """Whole pixels by which an image is moved at most, down or up and to a side, anew in each epoch; its edge is
-    repeated. Then it is scaled and turned about its middle, and then mirrored."""
+    """Maximum random shift in whole pixels, vertical and horizontal, drawn in each epoch; the edge is repeated. A
+    rotation and scaling about the middle follow, and then a flip."""
     scale: float = 0.0
-    """By which share an image is enlarged at most, or made smaller: 0.25 is 0.8 to 1.25 of its size."""
+    """Maximum random enlargement: 0.25 scales by 0.8 to 1.25."""
     rotate: float = 0.0
-    """Degrees by which it is turned at most, to either side."""
+    """Maximum random rotation in degrees, in both directions."""
     flip: bool = False
-    """Mirror half of the images, others in each epoch; not where captions tell left from right."""
+    """Mirror half of the images horizontally, others in each epoch; not where captions tell left from right."""
     jitter: float = 0.0
-    """How far the brightness and the contrast of each channel vary, so that colours do: by this share of half the range
-    of a pixel, and by a factor as `scale` has it."""
+    """Color jitter: maximum change of each channel's brightness, as a fraction of half the range of a pixel, and of its
+    contrast, by a factor as that of `scale`."""
     drop_words: float = 0.0
-    """Share of the words that are left out of captions in training, others in each epoch; one is always kept."""
+    """Fraction of the words to drop from training captions, others in each epoch; at least one stays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 0, "shift")
-        for name, limit in (("scale", 1), ("rotate", 180), ("jitter", 1)):
-            if not 0 <= getattr(self, name) <= limit:
-                raise UserError(f"data.{name} is {getattr(self, name)}; it must be from 0 to {limit}.")
-        if not 0 <= self.drop_words < 1:
-            raise UserError(f"data.drop_words is {self.drop_words}; it must be at least 0 and below 1.")
+        check_range(self, "data.scale", "data.jitter", least=0, most=1)
+        check_range(self, "data.rotate", least=0, most=180)
+        check_range(self, "data.drop_words", least=0, below=1)
 
     @property
-    def variation(self) -> dict[str, Any]:
-        """How images are varied: options of `draw_augmentations`."""
+    def augmentation(self) -> dict[str, Any]:
+        """Options of `draw_augmentations`."""
         return {name: getattr(self, name) for name in ("shift", "scale", "rotate", "flip", "jitter")}
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
-    ) -> Dataset:  # fmt: skip
+    ) -> CaptionDataset:  # fmt: skip
         if not isinstance(model, ImageTextModelConfig):
             raise UserError(
                 f"the data is images with captions, but {type(model).__name__} does not describe a model of both; "
                 "change one."
             )
-        return CaptionDataset(self, model, batch_size, seed, tokenizer, ALL if fixed is None else fixed)
+        return CaptionDataset(self, model, batch_size, seed, tokenizer, ALL_FIELDS if fixed is None else fixed)
 
 
 @runtime_checkable
@@ -82,18 +83,18 @@ class ImageTextModelConfig(Protocol):
 
     @property
     def vision(self) -> Any:
-        """Of the images: a dataclass with `image_size` and `patch_size`, heights and widths."""
+        """Config of the image tower: a dataclass with `image_size` and `patch_size`, heights and widths in pixels."""
 
     @property
     def text(self) -> TokenModelConfig:
-        """Of the texts."""
+        """Config of the text tower."""
 
     def example(self) -> tuple[np.ndarray, ...]:
-        """An image `(H, W, C)`, tokens `(T,)`, and where these are tokens."""
+        """Return an image `(H, W, C)`, tokens `(T,)`, and the mask of its tokens `(T,)`."""
 
 
-class Pair(NamedTuple):
-    """A line of the captions."""
+class CaptionRow(NamedTuple):
+    """A line of the captions file."""
 
     file: str
     caption: str
@@ -101,29 +102,27 @@ class Pair(NamedTuple):
 
 
 class CaptionDataset(Dataset):
-    """Pairs of an image and its caption: one of them is to be told from others by the other.
+    """Pairs of an image and its caption, each to be matched among those of its batch.
 
-    Inputs are images, `(B, H, W, C)` uint8, tokens, `(B, T)` int32, with an end-of-text token at their start and at
-    their end, padded on the right, and where there are tokens, `(B, T)`. Targets, `(B,)` int32, are numbers of
-    captions, equal where these are. Each epoch takes the pairs in another order, without replacement; those that do
-    not fill a last batch are left for the next epoch's draw.
+    Inputs are images, `(B, H, W, C)` uint8; tokens, `(B, T)` int32, between two end-of-text tokens and padded on the
+    right; and the mask of the tokens, `(B, T)` bool. Targets, `(B,)` int32, are caption ids, equal for equal captions.
     """
 
     tokenizer: Tokenizer
 
     def __init__(
         self, config: CaptionsConfig, model: Any, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] = ALL,
+        fixed: Container[str] = ALL_FIELDS,
     ) -> None:  # fmt: skip
-        """Read everything. Images of another size than the model's are resized, unless the model is fitted to them.
+        """Read all images and captions; images of another size than the model's are resized.
 
         Args:
-          model: config of `ImageTextModelConfig`.
-          fixed: see `DataConfig.load`; `vision.image_size` and `vision.patch_size` are looked at.
+          model: an `ImageTextModelConfig`.
+          fixed: as of `DataConfig.load`; `vision.image_size` and `vision.patch_size` matter.
 
         Raises:
-          UserError: a file is missing or cannot be read, an image has no caption or a caption no image, an image would
-            be moved out of sight, or there are fewer pairs for training than in a batch.
+          UserError: a file is missing or cannot be read, an image has no caption or a caption no image, the shift is
+            larger than the images, or there are fewer training pairs than in a batch.
         """
         self.config, self.batch_size, self.seed = config, batch_size, seed
         length = model.text.context_length
@@ -132,83 +131,82 @@ class CaptionDataset(Dataset):
         if not config.path.strip():
             raise UserError(f"data.path is empty; give a folder with {IMAGES} and {CAPTIONS}.")
         folder = Path(config.path).expanduser()
-        pairs = read_pairs(folder / CAPTIONS)
-        names = [pair.file for pair in pairs]
-        sizes = sorted(read_image_sizes(folder / IMAGES, names))
+        table = read_captions(folder / CAPTIONS)
+        files = [row.file for row in table]
+        sizes = sorted(read_image_sizes(folder / IMAGES, files))
         size, patch = infer_image_size(
             model.vision.image_size, model.vision.patch_size, sizes[0] if len(sizes) == 1 else None,
             "vision.image_size" in fixed, "vision.patch_size" in fixed,
         )  # fmt: skip
-        given, model = model, replace(model, vision=replace(model.vision, image_size=size, patch_size=patch))
+        original, model = model, replace(model, vision=replace(model.vision, image_size=size, patch_size=patch))
         shape = model.example()[0].shape
         if config.shift >= max(shape[:2]):
             raise UserError(
                 f"data.shift is {config.shift}, but images have {shape[0]} x {shape[1]} pixels; move them by fewer."
             )
-        self.images = read_images(folder / IMAGES, names, shape)
-        is_train = np.array([pair.split == "train" for pair in pairs])
+        self.images = read_images(folder / IMAGES, files, shape)
+        is_train = np.array([row.split == "train" for row in table])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
         if len(self.train) < batch_size:
             raise UserError(
                 f"{folder / CAPTIONS} has {len(self.train)} pair(s) for training, fewer than train.batch_size "
                 f"{batch_size}; lower it."
             )
-        self.texts = texts = [pair.caption for pair in pairs]
-        self.tokenizer = tokenizer or Tokenizer.train([texts[i] for i in self.train], model.text.vocab_size)
+        self.captions = captions = [row.caption for row in table]
+        self.tokenizer = tokenizer or Tokenizer.train([captions[i] for i in self.train], model.text.vocab_size)
         if tokenizer is None:
             model = replace(model, text=infer_vocab_size(model.text, self.tokenizer))
         self.model = model
-        why = f"{config.path} has images of {describe_sizes(sizes)} and supports {self.tokenizer.vocab_size:,} tokens"
-        self.notes = (*describe_changes(given, model, why), *describe_resizing(config.path, sizes, size))
-        self.tokens, self.valid, self.n_shortened = tokenize_captions(texts, self.tokenizer, length)
-        self.numbers = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
+        reason = (
+            f"{config.path} has images of {describe_sizes(sizes)} and supports {self.tokenizer.vocab_size:,} tokens"
+        )
+        self.notes = (*describe_changes(original, model, reason), *describe_resizing(config.path, sizes, size))
+        self.tokens, self.valid, self.n_shortened = tokenize_captions(captions, self.tokenizer, length)
+        self.caption_ids = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
-        # As numbers of one kind: a config that was read again has 10.0 where 10 was written.
-        variation = [float(x) for x in (*config.variation.values(), config.drop_words)]
-        settings = (length, model.text.vocab_size, shape, variation)
-        digest = hashlib.sha256(repr((settings, pairs)).encode())
+        # As floats: a config that was stored and read has 10.0 where 10 was given.
+        options = [float(x) for x in (*config.augmentation.values(), config.drop_words)]
+        digest = hashlib.sha256(repr(((length, model.text.vocab_size, shape, options), table)).encode())
         digest.update(self.images.tobytes())
         self.fingerprint = digest.hexdigest()
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
-        epoch, place = divmod(step, self.steps_per_epoch)
-        n, first = len(self.train), place * self.batch_size
-        numbers = epoch_permutation(n, self.seed, epoch)[first : first + self.batch_size][rows].astype(np.int64)
-        chosen = self.train[numbers]
-        images, variation = self.images[chosen], self.config.variation
-        if any(variation.values()):
-            views = draw_augmentations(n, images.shape[-1], self.seed, epoch, **variation)
-            images = np.stack([augment(*one) for one in zip(images, *(of_n[numbers] for of_n in views), strict=True)])
-        batch = self._batch(chosen, images)
+        n = len(self.train)
+        epoch, indices = batch_indices(n, self.batch_size, self.seed, step)
+        indices = indices[rows]
+        pairs = self.train[indices]
+        images, options = self.images[pairs], self.config.augmentation
+        if any(options.values()):
+            parameters = draw_augmentations(n, images.shape[-1], self.seed, epoch, **options)
+            images = np.stack(
+                [augment(*x) for x in zip(images, *(array[indices] for array in parameters), strict=True)]
+            )
+        batch = self._batch(pairs, images)
         if not self.config.drop_words:
             return batch
-        kept = draw_word_masks(n, self.seed, epoch, self.config.drop_words)[numbers]
-        texts = [select_words(self.texts[i], words) for i, words in zip(chosen, kept, strict=True)]
-        tokens, valid, _ = tokenize_captions(texts, self.tokenizer, self.tokens.shape[1])
+        masks = draw_word_masks(n, self.seed, epoch, self.config.drop_words)[indices]
+        captions = [select_words(self.captions[i], mask) for i, mask in zip(pairs, masks, strict=True)]
+        tokens, valid, _ = tokenize_captions(captions, self.tokenizer, self.tokens.shape[1])
         return batch._replace(inputs=(batch.inputs[0], tokens, valid))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        chosen = self.val[evenly_spaced(len(self.val), n)]
-        for first in range(0, len(chosen), batch_size):
-            part = chosen[first : first + batch_size]
-            filled = np.concatenate([part, np.repeat(part[:1], batch_size - len(part))])
-            weights = (np.arange(batch_size) < len(part)).astype(np.float32)
-            yield self._batch(filled, self.images[filled], weights)
+        for pairs, weights in padded_batches(self.val[evenly_spaced(len(self.val), n)], batch_size):
+            yield self._batch(pairs, self.images[pairs], weights)
 
     def describe(self) -> str:
         H, W, _ = self.images.shape[1:]
-        abbreviate = f", {self.n_shortened:,} shortened" if self.n_shortened else ""
+        shortened = f", {self.n_shortened:,} shortened" if self.n_shortened else ""
         return (
             f"{self.config.path}: {len(self.train):,} images of {H} x {W} pixels with captions, "
-            f"{self.valid.sum(1).mean():.1f} tokens each{abbreviate}; held out: {len(self.val):,}"
+            f"{self.valid.sum(1).mean():.1f} tokens each{shortened}; held out: {len(self.val):,}"
         )
 
-    def _batch(self, chosen: np.ndarray, images: np.ndarray, weights: np.ndarray | None = None) -> Batch:
-        return Batch((images, self.tokens[chosen], self.valid[chosen]), self.numbers[chosen], weights)
+    def _batch(self, pairs: np.ndarray, images: np.ndarray, weights: np.ndarray | None = None) -> Batch:
+        return Batch((images, self.tokens[pairs], self.valid[pairs]), self.caption_ids[pairs], weights)
 
 
-def read_pairs(path: Path) -> list[Pair]:
-    """The lines of a file of captions, in its order.
+def read_captions(path: Path) -> list[CaptionRow]:
+    """Return the lines of a captions file, in its order.
 
     Raises:
       UserError: it is missing or no UTF-8 text, its first line does not name the columns, a line has other columns, an
@@ -219,26 +217,26 @@ def read_pairs(path: Path) -> list[Pair]:
     header, *lines = read_text(path).removesuffix("\n").split("\n")
     if tuple(header.split("\t")) != COLUMNS:
         raise UserError(f"the first line of {path} is {header!r}; it must be the words {', '.join(COLUMNS)} with tabs.")
-    pairs: dict[str, Pair] = {}
+    rows: dict[str, CaptionRow] = {}
     for number, line in enumerate(lines, 2):
         columns = line.split("\t")
         if len(columns) != len(COLUMNS) or not all(column.strip() for column in columns):
             raise UserError(f"line {number} of {path} is {line!r}; it must have a {', a '.join(COLUMNS)} with tabs.")
-        pair = Pair(*columns)
-        if pair.split not in SPLITS:
-            raise UserError(f"line {number} of {path} has the split {pair.split!r}; it must be {' or '.join(SPLITS)}.")
-        if pair.file in pairs:
-            raise UserError(f"line {number} of {path} is a second caption for {pair.file}; keep one of them.")
-        pairs[pair.file] = pair
+        row = CaptionRow(*columns)
+        if row.split not in SPLITS:
+            raise UserError(f"line {number} of {path} has the split {row.split!r}; it must be {' or '.join(SPLITS)}.")
+        if row.file in rows:
+            raise UserError(f"line {number} of {path} is a second caption for {row.file}; keep one of them.")
+        rows[row.file] = row
     for split in SPLITS:
-        if all(pair.split != split for pair in pairs.values()):
+        if all(row.split != split for row in rows.values()):
             raise UserError(f"{path} has no line of the split {split}; both train and val are needed.")
-    return list(pairs.values())
+    return list(rows.values())
 
 
 def read_image_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
-    """Return the heights and widths of the images of a zip file; raises as `read_images` does."""
-    with _opened(path, names) as file:
+    """Return the distinct heights and widths of the images of a zip file; raises as `read_images` does."""
+    with _open_zip(path, names) as file:
         return {read_image_shape(io.BytesIO(file.read(name)), f"{name} in {path}")[:2] for name in names}
 
 
@@ -246,32 +244,31 @@ def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndar
     """Return images of a zip file by their names, `(N, H, W, C)` uint8; see `read_image`.
 
     Args:
-      shape: `(H, W, C)`, to which all are resized; C is 1 for grey and 3 for colours.
+      shape: `(H, W, C)`, to which all are resized; C is 1 for grayscale and 3 for RGB.
 
     Raises:
-      UserError: the file is missing or no zip file; an image is missing in it, is there without a name, or cannot be
-        read.
+      UserError: the zip file is missing or corrupt; an image is missing, has no name in `names`, or cannot be read.
     """
     if shape[2] not in MODES:
         raise UserError(f"the model reads images of {shape[2]} channels; from {path} it can have 1 or 3.")
     images = np.empty((len(names), *shape), np.uint8)
-    with _opened(path, names) as file:
+    with _open_zip(path, names) as file:
         for image, name in zip(images, names, strict=True):
             image[:] = read_image(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2], shape[:2])
     return images
 
 
 @contextmanager
-def _opened(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
-    """Open a zip file that holds images of these names alone."""
+def _open_zip(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file that holds exactly the images of these names."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
     try:
         with zipfile.ZipFile(path) as file:
-            there = {name for name in file.namelist() if not name.endswith("/")}
-            if missing := [name for name in names if name not in there]:
+            members = {name for name in file.namelist() if not name.endswith("/")}
+            if missing := [name for name in names if name not in members]:
                 raise UserError(f"{path} has no {missing[0]}, which a caption is for; add it, or remove its line.")
-            if unknown := sorted(there.difference(names)):
+            if unknown := sorted(members.difference(names)):
                 raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
             yield file
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:
@@ -279,8 +276,8 @@ def _opened(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
 
 
 def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Texts between two end-of-text tokens, `(N, length)` int32 and padded with 0; where there are tokens, as booleans;
-    and how many texts were too long, and lost their end."""
+    """Return tokens `(N, length)` int32, between two end-of-text tokens and padded with 0, their mask `(N, length)`
+    bool, and the number of texts that were truncated."""
     tokens, valid = np.zeros((len(texts), length), np.int32), np.zeros((len(texts), length), bool)
     encoded = tokenizer.encode_batch(texts)
     for i, inner in enumerate(encoded):
@@ -291,12 +288,15 @@ def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tu
 
 @lru_cache(maxsize=2)
 def draw_word_masks(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
-    """Which words of n captions are kept in an epoch, `(n, 64)`; the same again for every 64 words."""
-    draw = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
-    return draw.random((n, 64)) >= dropped
+    """Draw the words that n captions keep in an epoch, `(n, WORD_MASK_LENGTH)` bool; `dropped` is the dropped fraction.
+
+    Longer captions repeat their mask.
+    """
+    rng = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
+    return rng.random((n, WORD_MASK_LENGTH)) >= dropped
 
 
-def select_words(text: str, kept: np.ndarray) -> str:
-    """Some of a text's words, in their order; the first alone, where none is kept."""
+def select_words(text: str, mask: np.ndarray) -> str:
+    """Return the words of a text that a mask keeps, in their order; the first one where it keeps none."""
     words = text.split()
-    return " ".join([word for i, word in enumerate(words) if kept[i % len(kept)]] or words[:1])
+    return " ".join([word for i, word in enumerate(words) if mask[i % len(mask)]] or words[:1])

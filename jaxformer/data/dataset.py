@@ -1,4 +1,4 @@
-"""What training reads: batches that are pure functions of (data, seed, step), whatever is in them."""
+"""The `Dataset` interface: batches that are pure functions of (data, seed, step)."""
 
 from __future__ import annotations
 
@@ -14,65 +14,64 @@ from jaxformer.config import ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 
 HELD_OUT_SEED = 2**32
-"""The seed of what is drawn for held-out batches, which no run has: all runs are measured on the same."""
+"""Seed of the draws for held-out batches, above every run's, so that all runs are evaluated on the same batches."""
 
 
 class Batch(NamedTuple):
-    """Examples side by side, each array with B first; or one example, without it."""
+    """A batch, each array with axis B first; or one example, without it."""
 
     inputs: tuple[Any, ...]
-    """What the model is called with."""
+    """Arguments of the model."""
     targets: Any = None
-    """The classes that it is to predict, int32, `(B, T)`, or `(B,)` for one of each example; None where the inputs are
-    all there is to learn from."""
+    """Target classes, int32, `(B, T)`, or `(B,)` for one per example; None where the objective needs none."""
     weights: Any = None
-    """What each target counts, float32, of the targets' shape; None where all count the same. In training they add up
-    to 1 over the whole batch, so that what its parts give can be added; in evaluation they are 0 or 1."""
+    """Loss weight of each target, float32, of the targets' shape; None for equal weights. In training they add up to 1
+    over the whole batch, so that the losses of microbatches add up; in evaluation they are 0 or 1."""
 
 
 class Dataset(ABC):
-    """A training and a held-out part."""
+    """A training and a validation split, in batches."""
 
     unit: ClassVar[Literal["tokens", "examples"]] = "examples"
-    """What `per_step` counts."""
+    """Unit of `per_step`."""
     per_step: float
-    """How many of these a step takes, on average over an epoch."""
+    """Tokens or examples per step, averaged over an epoch."""
     steps_per_epoch: int
-    """Whole batches."""
+    """Full batches per epoch."""
     fingerprint: str
-    """SHA-256 over what was read, by which one sees that it has changed; how it is cut stands in the run's config."""
+    """SHA-256 of the data that was read; options that only change how it is batched are in the run's config."""
     model: ModelConfig
-    """The model's config, fitted to what was read: the one to train."""
+    """Config of the model to train, with the fields that are inferred from the data."""
     notes: Sequence[str] = ()
-    """Sentences about fields that were fitted and data that is resized or left out."""
+    """Sentences about inferred fields and about data that is resized or left out."""
     tokenizer: Tokenizer | None = None
-    """Of the tokens in it, where there are any; a run keeps it."""
+    """Tokenizer of the tokens, stored with the run; None where there are none."""
     classes: Sequence[str] = ()
-    """Their names, where the targets are classes of other things than tokens; a run keeps them, too."""
+    """Names of the target classes, stored with the run; empty where the targets are tokens."""
     token_lengths: np.ndarray | None = None
-    """Bytes of each class, `(V,)`, where the targets are a text's tokens and bits per byte mean something."""
+    """Bytes of each token, `(V,)`, where bits per byte are defined."""
 
     @abstractmethod
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
-        """Some rows of the batch at a step, for any step from 0 on: what one of several processes needs of it.
+        """Return rows of the training batch at a step, from 0 on: all, or those of one of several processes.
 
         Weights are those of the whole batch, whatever `rows` is.
         """
 
     @abstractmethod
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        """The held-out examples, or about `n` evenly spread ones, always in the same order and batches of one size.
+        """Yield the validation examples, or about `n` evenly spaced ones, in a fixed order and batches of one size.
 
-        The last batch is filled up with examples of weight 0.
+        The last batch is padded with examples of weight 0.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people: what it is, and how much there is of it."""
+        """Return one line with the content and the size of both splits."""
 
     def stream(self, start: int, stop: int, rows: slice | np.ndarray = slice(None)) -> Iterator[Batch]:
-        """`rows` of the steps start, …, stop - 1, made ahead of need by grain in the background."""
-        import grain  # it takes a second
+        """Yield the batches of the steps start, …, stop - 1, prefetched by grain in a background thread."""
+        import grain  # slow to import
 
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         steps = _Steps(lambda step: self.batch(step, rows), start, stop)
@@ -81,7 +80,7 @@ class Dataset(ABC):
 
 @dataclass(frozen=True)
 class _Steps:
-    """A range of steps as what grain reads from: something with a length and items."""
+    """A range of steps as a random-access source of grain."""
 
     batch: Callable[[int], Batch]
     start: int
@@ -96,17 +95,42 @@ class _Steps:
 
 @lru_cache(maxsize=2)
 def epoch_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers below n, as one epoch takes them."""
-    numbers = np.arange(n, dtype=np.uint32 if n < 2**32 else np.uint64)
-    np.random.Generator(np.random.Philox(key=[seed, epoch])).shuffle(numbers)
-    return numbers
+    """Return a permutation of range(n), `(n,)` uint32 or uint64, that depends on seed and epoch alone."""
+    indices = np.arange(n, dtype=np.uint32 if n < 2**32 else np.uint64)
+    np.random.Generator(np.random.Philox(key=[seed, epoch])).shuffle(indices)
+    return indices
 
 
-def step_rng(seed: int, when: int) -> np.random.Generator:
+def batch_indices(n: int, batch_size: int, seed: int, step: int) -> tuple[int, np.ndarray]:
+    """Return the epoch of a step, and the indices `(B,)` of its examples among n.
+
+    Each epoch visits the examples in another order, without replacement; those that do not fill a last batch are left
+    out of that epoch.
+    """
+    epoch, position = divmod(step, n // batch_size)
+    start = position * batch_size
+    return epoch, epoch_permutation(n, seed, epoch)[start : start + batch_size]
+
+
+def padded_batches(indices: np.ndarray, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the indices in batches `(B,)`, the last one padded with its first index, and weights, 0 for padding."""
+    for start in range(0, len(indices), batch_size):
+        part = indices[start : start + batch_size]
+        padding = np.repeat(part[:1], batch_size - len(part))
+        yield np.concatenate([part, padding]), (np.arange(batch_size) < len(part)).astype(np.float32)
+
+
+def step_rng(seed: int, step: int) -> np.random.Generator:
     """Return a generator for the draws of one step, or one epoch; independent of `epoch_permutation`."""
-    return np.random.Generator(np.random.Philox(key=[seed, when], counter=[0, 0, 0, 1]))
+    return np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, 0, 0, 1]))
 
 
-def evenly_spaced(n: int, wanted: int | None) -> np.ndarray:
-    """The numbers below n, or so many evenly spread ones."""
-    return np.arange(n) if wanted is None or wanted >= n else np.linspace(0, n - 1, wanted).astype(np.int64)
+@lru_cache(maxsize=2)
+def epoch_uniforms(n: int, k: int, seed: int, epoch: int) -> np.ndarray:
+    """Return k draws of an epoch for each of n examples, `(n, k)` float64 in [0, 1), independent of their order."""
+    return step_rng(seed, epoch).random((n, k))
+
+
+def evenly_spaced(n: int, count: int | None) -> np.ndarray:
+    """Return `count` evenly spaced indices below n, the first and last included; all for None."""
+    return np.arange(n) if count is None or count >= n else np.linspace(0, n - 1, count).astype(np.int64)

@@ -31,8 +31,8 @@ LOCALES = (
 """Whose longest dates have no more than 64 bytes."""
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 """A hundred years, so that two digits name one of them."""
-HELD_OUT_SEED = 0.1
-"""Share of these days that are not for training, in whatever language or form."""
+HELD_OUT_FRACTION = 0.1
+"""Fraction of these days in the validation split, in every language and form."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def split_days() -> tuple[np.ndarray, np.ndarray]:
     """The days to train on and those held out, as ordinals; always the same."""
     days = np.arange(FIRST.toordinal(), LAST.toordinal() + 1)
     np.random.Generator(np.random.Philox(key=[0, 0])).shuffle(days)
-    n_held_out = round(HELD_OUT_SEED * len(days))
+    n_held_out = round(HELD_OUT_FRACTION * len(days))
     return days[n_held_out:], days[:n_held_out]
 
 

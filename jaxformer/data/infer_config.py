@@ -1,4 +1,4 @@
-"""Fitting a model's config to data: as many tokens as a text supports, images of the size that they have."""
+"""Inference of model config fields from data: vocabulary size, image size, patch size."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from jaxformer.data.tokenizer import MAX_LEARNED_CHARACTERS, Tokenizer
 from jaxformer.fields import MAX_BY_FIELD, differences
 
 MAX_INFERRED_SIDE_PIXELS = 256
-"""Pixels; a model is not fitted to images that are larger, they are resized to it."""
+"""Largest image side, in pixels, that a model's config adopts; larger images are resized to the model's size."""
 
 
-class All(Container[str]):
-    """Contains every field: nothing of the model may change."""
+class AllFields(Container[str]):
+    """Container of every name: no field of the model is inferred."""
 
     def __contains__(self, field: object) -> bool:
         return True
 
 
-ALL = All()
+ALL_FIELDS = AllFields()
 
 
 def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0) -> TokenModelConfig:
-    """Return the model with no more tokens than its tokenizer has, and `extra` ones."""
+    """Return the config with a vocabulary no larger than the tokenizer's and `extra` tokens."""
     return replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size + extra))
 
 
 def infer_image_size(
     size: tuple[int, ...], patch: tuple[int, ...], images: tuple[int, ...] | None, fixed_size: bool, fixed_patch: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the height and width, and those of patches, with which a model reads images.
+    """Return the height and width of the model's images and of its patches, in pixels.
 
-    The model takes the size that the images have, in about as many patches as before. Images are to be resized to
-    another size where the model's is fixed, where theirs differ or are above `MAX_INFERRED_SIDE_PIXELS`,
-    and where no patch divides them.
+    The model adopts the size of the images, with about as many patches as before. Images need resizing where the
+    model's size is fixed, where their sizes differ or exceed `MAX_INFERRED_SIDE_PIXELS`, and where no patch divides it.
 
     Args:
-      size: of the model's images, in pixels.
-      patch: of its patches.
-      images: height and width of all images, None where they have several.
+      size: height and width of the model's images.
+      patch: height and width of its patches.
+      images: height and width of all images; None where they differ.
       fixed_size: `size` must stay.
       fixed_patch: `patch` must stay.
     """
     if fixed_size or images is None or max(images) > MAX_INFERRED_SIDE_PIXELS:
         images = size
     sides = [
-        _fit_side(old, side, new, fixed_size, fixed_patch) for old, side, new in zip(size, patch, images, strict=True)
+        _infer_side(old, side, new, fixed_size, fixed_patch) for old, side, new in zip(size, patch, images, strict=True)
     ]
     return tuple(side for side, _ in sides), tuple(side for _, side in sides)
 
 
 def infer_patch_size(model: Any, size: tuple[int, ...]) -> Any:
-    """Return a config for images of this size, one number for both sides, with patches that divide them; the config as
-    it is, if it has no patches or this is no size."""
+    """Return the config with images of this size, one number for both sides, and patches that divide it; the config
+    itself where it has no patches or this is no size."""
     sides = size * 2 if len(size) == 1 else size
     if not (hasattr(model, "patch_size") and hasattr(model, "image_size")) or len(sides) != 2:
         return model
     if min(sides) < 1 or max(sides) > MAX_BY_FIELD["image_size"]:
         return model
     patches = [
-        _fit_side(old, patch, new, fixed_size=True, fixed_patch=False)[1]
+        _infer_side(old, patch, new, fixed_size=True, fixed_patch=False)[1]
         for old, patch, new in zip(model.image_size, model.patch_size, sides, strict=True)
     ]
     return replace(model, image_size=sides, patch_size=tuple(patches))
 
 
-def _fit_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: bool) -> tuple[int, int]:
+def _infer_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: bool) -> tuple[int, int]:
+    """Return one side of the images and of the patches; see `infer_image_size`."""
     n_patches = max(1, old // patch)
 
     def distance(divisor: int) -> float:
@@ -83,14 +83,14 @@ def _fit_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: boo
     return (new, patch) if fixed_size else (max(1, round(new / patch)) * patch, patch)
 
 
-def describe_changes(before: ModelConfig, after: ModelConfig, why: str) -> tuple[str, ...]:
+def describe_changes(before: ModelConfig, after: ModelConfig, reason: str) -> tuple[str, ...]:
     """Return a sentence about the fields in which the configs differ, or none."""
-    changes = [f"{name} {_shown(new)} (not {_shown(old)})" for name, old, new in differences(before, after, "model")]
-    return (f"{why}: {', '.join(changes)}",) if changes else ()
+    changes = [f"{name} {_format(new)} (not {_format(old)})" for name, old, new in differences(before, after, "model")]
+    return (f"{reason}: {', '.join(changes)}",) if changes else ()
 
 
 def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...]:
-    """Return a sentence where a tokenizer learned from a sample of what the name stands for."""
+    """Return a sentence where a tokenizer was trained on a sample of the named text, or none."""
     if tokenizer.one_in == 1:
         return ()
     return (
@@ -99,5 +99,5 @@ def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...
     )
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

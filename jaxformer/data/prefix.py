@@ -1,4 +1,4 @@
-"""Text of which a beginning is given, and the rest is to be predicted."""
+"""Text with prefixes for prefix language models (Raffel et al. 2020, section 3.2)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.data.corpus import Corpus, TextConfig
+from jaxformer.data.corpus import Corpus
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
-from jaxformer.data.windows import TextDataset
+from jaxformer.data.windows import TextConfig, TextDataset
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 
 
 @dataclass(frozen=True)
 class PrefixTextConfig(TextConfig):
-    """Which text, cut into windows that begin with a prefix, whose length is drawn anew for each (Raffel et al. 2020,
-    section 3.2): the model sees it in both directions and predicts what follows, token by token."""
+    """Text, cut into windows with a prefix of random length, which the model attends to in both directions; each token
+    after it is predicted from all before it."""
 
     shortest_prefix: int = 1
-    """In tokens."""
+    """Minimum prefix length in tokens."""
     longest_prefix: int | None = None
-    """In tokens; without it, the context length, which leaves one token to predict."""
+    """Maximum prefix length in tokens; the context length by default, which leaves one token to predict."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,7 +31,7 @@ class PrefixTextConfig(TextConfig):
         if self.longest_prefix is not None:
             at_least(self, self.shortest_prefix, "longest_prefix")
 
-    def check(self, model: TokenModelConfig) -> None:
+    def check_model(self, model: TokenModelConfig) -> None:
         for name in ("shortest_prefix", "longest_prefix"):
             if (getattr(self, name) or 0) > model.context_length:
                 raise UserError(
@@ -39,37 +39,38 @@ class PrefixTextConfig(TextConfig):
                     f"{model.context_length}."
                 )
 
-    def make(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixTextDataset:
+    def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixTextDataset:
         return PrefixTextDataset(self, model, corpus, batch_size, seed)
 
 
 class PrefixTextDataset(TextDataset):
-    """A corpus in windows of which each has a prefix; every token after it is to be predicted from all before it."""
+    """A corpus in windows with prefixes; every token after the prefix is predicted from all before it.
+
+    Inputs are tokens `(B, T)` and prefix lengths `(B,)`, both int32.
+    """
 
     def __init__(
         self, config: PrefixTextConfig, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int
     ) -> None:
-        """Raises `UserError` where one of its parts is too short."""
         super().__init__(config, model, corpus, batch_size, seed)
         self.shortest, self.longest = config.shortest_prefix, config.longest_prefix or model.context_length
-        self.seed = seed
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
-        prefix_B, predicted_BT = self._prefixes(step_rng(self.seed, step), self.windows.batch_size)
+        prefix_B, predicted_BT = self._draw_prefixes(step_rng(self.seed, step), self.windows.batch_size)
         batch = super().batch(step, rows)
         weights_BT = predicted_BT / np.float32(np.count_nonzero(predicted_BT))
         return Batch((*batch.inputs, prefix_B[rows]), batch.targets, weights_BT[rows])
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        draw = step_rng(HELD_OUT_SEED, 0)
+        rng = step_rng(HELD_OUT_SEED, 0)
         for batch in super().held_out(batch_size, n):
-            prefix_B, predicted_BT = self._prefixes(draw, batch_size)
+            prefix_B, predicted_BT = self._draw_prefixes(rng, batch_size)
             yield Batch((*batch.inputs, prefix_B), batch.targets, batch.weights * predicted_BT)
 
-    def _prefixes(self, draw: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Their lengths, `(n,)` int32, and which targets are not in them, `(n, T)`."""
-        # A window takes one number, so that what it draws does not depend on the batch's size.
-        prefix_B = self.shortest + np.floor(draw.random(n) * (self.longest + 1 - self.shortest)).astype(np.int32)
+    def _draw_prefixes(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return n prefix lengths, `(n,)` int32, and a mask of the targets after them, `(n, T)`."""
+        # One draw per window, so that a window's prefix does not depend on the batch size.
+        prefix_B = self.shortest + np.floor(rng.random(n) * (self.longest + 1 - self.shortest)).astype(np.int32)
         return prefix_B, np.arange(1, self.model.context_length + 1) >= prefix_B[:, None]  # target t is token t + 1
 
     def describe(self) -> str:

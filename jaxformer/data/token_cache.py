@@ -120,7 +120,7 @@ def cached(
             ) from error
 
 
-def holds_tokens_of(tokenizer: Tokenizer, folder: Path) -> bool:
+def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     """Return whether a folder of the cache was made with this tokenizer."""
     file = folder / TOKENIZER
     return file.is_file() and file.read_bytes() == tokenizer.as_json().encode()

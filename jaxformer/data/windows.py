@@ -1,32 +1,74 @@
-"""Batches of token windows. The batch at step k is a pure function of (tokens, seed, k)."""
+"""Text in windows of tokens for causal language models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from jaxformer.config import TokenModelConfig
-from jaxformer.data.corpus import Corpus, TextConfig
-from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
+from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.data.corpus import Corpus, CorpusConfig, load_corpus
+from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced
+from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.fields import at_least
+
+
+@dataclass(frozen=True)
+class TextConfig(CorpusConfig):
+    """Text, cut into windows in which every token is predicted from those before it."""
+
+    n_extra_tokens: ClassVar[int] = 0
+    """Tokens of the model's vocabulary that are not in the text's."""
+    stride: int | None = None
+    """Tokens between the starts of two windows; the context length by default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stride is not None:
+            at_least(self, 1, "stride")
+
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] | None = None,
+    ) -> TextDataset:  # fmt: skip
+        if not isinstance(model, TokenModelConfig):
+            raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
+        self.check_model(model)
+        corpus = load_corpus(self, model.vocab_size - self.n_extra_tokens, tokenizer)
+        inferred = infer_vocab_size(model, corpus.tokenizer, self.n_extra_tokens) if tokenizer is None else model
+        data = self.build_dataset(inferred, corpus, batch_size, seed)
+        changes = describe_changes(model, inferred, f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens")
+        data.notes = (*corpus.notes, *changes, *describe_tokenizer_sample(corpus.tokenizer, self.path))
+        return data
+
+    def check_model(self, model: TokenModelConfig) -> None:
+        """Raise `UserError` where the model does not match this config."""
+
+    def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> TextDataset:
+        """Return the corpus in batches."""
+        return TextDataset(self, model, corpus, batch_size, seed)
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Every window of `length` tokens that starts at a multiple of `stride`, in batches.
+    """Every window of `length` tokens that starts at a multiple of `stride`, in batches; see `batch_indices`.
 
-    Each epoch takes the windows in another order, without replacement; those that do not fill a last batch
-    are left for the next epoch's draw. `windows[k]` is the batch at step k, `(B, length)` int32, for any k.
+    `windows[k]` is the batch at step k, `(B, length)` int32.
 
     Raises:
       UserError: the text is shorter than one window, or has fewer windows than a batch.
     """
 
     tokens: np.ndarray
+    """`(n,)`, of any integer dtype."""
     length: int
+    """Tokens per window."""
     stride: int
+    """Tokens between the starts of two windows."""
     batch_size: int
     seed: int
 
@@ -39,31 +81,28 @@ class Windows:
         if self.n_windows < self.batch_size:
             raise UserError(
                 f"the training text has {self.n_windows} window(s) of {self.length} tokens at stride {self.stride}, "
-                f"fewer than train.batch_size {self.batch_size}; take --train.batch-size {self.n_windows}, a shorter "
-                "--model.context-length, or more text."
+                f"fewer than train.batch_size {self.batch_size}; set --train.batch-size {self.n_windows}, a shorter "
+                "--model.context-length, or give more text."
             )
 
     @property
     def n_windows(self) -> int:
-        """Windows in an epoch."""
+        """Windows per epoch."""
         return (len(self.tokens) - self.length) // self.stride + 1
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in an epoch."""
+        """Full batches per epoch."""
         return self.n_windows // self.batch_size
 
     def __getitem__(self, step: int) -> np.ndarray:
         return self.batch(step, slice(None))
 
     def batch(self, step: int, rows: slice | np.ndarray) -> np.ndarray:
-        """Some rows of the batch at a step: what one of several processes needs of it."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        batch = epoch_permutation(self.n_windows, self.seed, epoch)[
-            place * self.batch_size : (place + 1) * self.batch_size
-        ]
-        starts = batch[rows].astype(np.int64) * self.stride
-        # One vectorised gather a batch; a record a window is fifty times slower.
+        """Return rows of the batch at a step, `(n, length)` int32."""
+        _, windows_B = batch_indices(self.n_windows, self.batch_size, self.seed, step)
+        starts = windows_B[rows].astype(np.int64) * self.stride
+        # One vectorised gather per batch; one record per window is fifty times slower.
         return np.lib.stride_tricks.sliding_window_view(self.tokens, self.length)[starts].astype(np.int32)
 
 
@@ -71,57 +110,60 @@ def eval_batches(
     tokens: np.ndarray, length: int, n_predicted: int, batch_size: int, n_windows: int | None = None,
     stride: int | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
-    """A text cut so that each token after the first is predicted once.
+    """Yield a text in windows that predict each token after the first once.
 
-    A window predicts its last `n_predicted` tokens, so windows start that far apart. With a stride they start so
-    far apart, and a token counts in the first window that has it. The last batch is filled up with windows of
-    weight 0, and the last window with tokens of weight 0: every batch has one shape.
+    A window predicts its last `n_predicted` tokens, and the next one starts `stride` tokens later; a token counts in
+    the first window that predicts it. The last batch is padded with windows of weight 0, and the last window with
+    tokens of weight 0: all batches have one shape.
 
     Args:
       tokens: `(n,)`.
-      length: tokens in a window, T + 1.
-      n_predicted: T, or 1 for a model that predicts only what follows a full window.
-      batch_size: windows in a batch, B.
-      n_windows: how many windows, evenly spread; None for all.
-      stride: at most `n_predicted`, which None stands for.
+      length: tokens per window, T + 1.
+      n_predicted: T, or 1 for a model that predicts only the token after a full window.
+      batch_size: windows per batch, B.
+      n_windows: number of evenly spaced windows; None for all.
+      stride: at most `n_predicted`, its default.
 
     Yields:
       `(B, length)` int32 and the weights of the predicted tokens, `(B, n_predicted)` float32.
     """
     stride = stride or n_predicted
     n_all = max(1, -(-(len(tokens) - length) // stride) + 1)
-    chosen = evenly_spaced(n_all, n_windows)
-    for first in range(0, len(chosen), batch_size):
-        part = chosen[first : first + batch_size]
-        at = part[:, None] * stride + np.arange(length)
+    windows = evenly_spaced(n_all, n_windows)
+    for start in range(0, len(windows), batch_size):
+        part = windows[start : start + batch_size]
+        positions = part[:, None] * stride + np.arange(length)
         batch = np.zeros((batch_size, length), np.int32)
         weights = np.zeros((batch_size, n_predicted), np.float32)
-        batch[: len(part)] = tokens[np.minimum(at, len(tokens) - 1)]
+        batch[: len(part)] = tokens[np.minimum(positions, len(tokens) - 1)]
         counted_before = (part > 0)[:, None] & (np.arange(n_predicted) < n_predicted - stride)
-        weights[: len(part)] = (at < len(tokens))[:, -n_predicted:] & ~counted_before
+        weights[: len(part)] = (positions < len(tokens))[:, -n_predicted:] & ~counted_before
         yield batch, weights
 
 
 def next_token_batch(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.ndarray | None = None) -> Batch:
-    """Windows as what is read of them, and their last tokens, or all that follow one, as what is predicted."""
+    """Return windows as inputs and targets: the last `n_predicted` tokens, or all after the first for 0."""
     return Batch((windows_BT[:, :-1],), windows_BT[:, 1:][:, -n_predicted:], weights)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutText:
-    """A text that a model is measured on, each token of which is predicted once; see `eval_batches`.
+    """A validation text, each token of which is predicted once; see `eval_batches`.
 
     Raises:
       UserError: it is too short.
     """
 
     tokens: np.ndarray
+    """`(n,)`, of any integer dtype."""
     token_lengths: np.ndarray
     """Bytes of each token, `(V,)`."""
     context_length: int
+    """Tokens that the model reads, T."""
     n_predicted: int
-    """How many of its last tokens a window predicts."""
+    """Number of predicted tokens per window, its last ones."""
     stride: int | None = None
+    """Tokens between the starts of two windows; `n_predicted` by default."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) <= (before := self.context_length + 1 - self.n_predicted):
@@ -131,25 +173,23 @@ class HeldOutText:
             )
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        """As of a `Dataset`."""
-        length = self.context_length + 1
-        for windows_BT, weights in eval_batches(
-            self.tokens, length, self.n_predicted, batch_size, n, self.stride
-        ):  # fmt: skip
+        """Yield the batches as `Dataset.held_out` does."""
+        batches = eval_batches(self.tokens, self.context_length + 1, self.n_predicted, batch_size, n, self.stride)
+        for windows_BT, weights in batches:
             yield next_token_batch(windows_BT, self.n_predicted, weights)
 
 
 class TextDataset(Dataset):
-    """A corpus in windows of which every token is to be predicted from those before it."""
+    """A corpus in windows in which every token is predicted from those before it."""
 
     unit = "tokens"
     model: TokenModelConfig
 
     def __init__(self, config: TextConfig, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
-        """Raises `UserError` where one of its parts is too short."""
+        """Cut the corpus into windows; `UserError` where a split is too short."""
         length, stride = model.context_length + 1, config.stride or model.context_length
         self.windows = Windows(corpus.train.tokens, length, stride, batch_size, seed)
-        self.name, self.corpus, self.model = config.path, corpus, model
+        self.name, self.corpus, self.model, self.seed = config.path, corpus, model, seed
         self.per_step, self.steps_per_epoch = batch_size * model.context_length, self.windows.steps_per_epoch
         self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
         self.token_lengths = corpus.tokenizer.token_lengths

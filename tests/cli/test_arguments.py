@@ -17,8 +17,8 @@ from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import _OneLine, load_config, run_command, with_image_size
 from jaxformer.cli.options import help_text
 from jaxformer.config import Config
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig
 from jaxformer.models.decoder import DecoderConfig
@@ -67,7 +67,7 @@ TRAIN = [
     ("--data.path latin1.txt", "latin1.txt is not UTF-8: byte 0xe9 at offset 3"),
     ("--data.val-path latin1.txt", "latin1.txt is not UTF-8"),
     ("--data.path short.txt --model.vocab-size 257", "has 6 window(s)"),
-    ("--data.path short.txt --model.vocab-size 257", "take --train.batch-size 6, a shorter --model.context-length"),
+    ("--data.path short.txt --model.vocab-size 257", "set --train.batch-size 6, a shorter --model.context-length"),
     ("--data.path short.txt --model.vocab-size 257 --model.context-length 200", "windows of 201 tokens"),
     ("--data.path=", "data.path is ''; give a file"),
     ("--data.val-path=", "data.val_path is ''; give a file"),

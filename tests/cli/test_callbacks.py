@@ -6,8 +6,8 @@ import pytest
 
 from jaxformer.cli.callbacks import _whole, make_callbacks
 from jaxformer.config import Config, TrainConfig
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 

@@ -13,8 +13,8 @@ import pytest
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import diff
 from jaxformer.config import Config
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
 

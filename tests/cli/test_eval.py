@@ -10,8 +10,8 @@ import pytest
 from jaxformer import load_run
 from jaxformer.cli import eval as command
 from jaxformer.config import Config
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import Run
 from jaxformer.sharding import make_mesh

@@ -12,8 +12,8 @@ import pytest
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig

@@ -9,8 +9,8 @@ import pytest
 from jaxformer.cli import report
 from jaxformer.cli.report import reporter, write_report
 from jaxformer.config import Config
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
 

@@ -21,8 +21,8 @@ from jaxformer import load_run
 from jaxformer.cli import sample
 from jaxformer.cli.arguments import parse
 from jaxformer.config import Config
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.decode import GeneratedText
 from jaxformer.decode.completion import (
     Completer,

@@ -9,8 +9,8 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.images import ImageFolderConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig

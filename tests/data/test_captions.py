@@ -116,8 +116,8 @@ def test_the_tokenizer_learns_from_training_captions_or_is_given(tmp_path: Path)
 def test_equal_captions_have_one_number(tmp_path: Path) -> None:
     lines = [line.replace("blue", "red").replace("teal", "red") for line in LINES]
     data = load(write(tmp_path, lines))
-    assert data.numbers[0] == data.numbers[2] == data.numbers[4]
-    assert len(set(data.numbers.tolist())) == 3
+    assert data.caption_ids[0] == data.caption_ids[2] == data.caption_ids[4]
+    assert len(set(data.caption_ids.tolist())) == 3
 
 
 def test_a_batch_depends_on_data_seed_and_step_alone(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
         load(path, shift=SIDE)
     with pytest.raises(UserError, match="shift is -1"):
         CaptionsConfig(path, shift=-1)
-    with pytest.raises(UserError, match=r"data\.rotate is 200\.0; it must be from 0 to 180"):
+    with pytest.raises(UserError, match=r"data\.rotate is 200\.0; it must be at least 0 and at most 180"):
         CaptionsConfig(path, rotate=200.0)
     with pytest.raises(UserError, match="scale is nan; it must be a finite number"):
         CaptionsConfig(path, scale=float("nan"))
@@ -349,7 +349,7 @@ def test_words_are_left_out_in_training_alone(tmp_path: Path) -> None:
     for said in (text for epoch in epochs for text in epoch):
         assert said and said.split() == sorted(set(said.split()) & {"a", "b", "c"})
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert data.batch(3).targets.tolist() == [data.numbers[0]] * 4  # the caption is the same one
+    assert data.batch(3).targets.tolist() == [data.caption_ids[0]] * 4  # the caption is the same one
     (held,) = data.held_out(1)
     assert strip(held.inputs[1][0], held.inputs[2][0]) == "a b c"
     assert equal(data.batch(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).batch(2))

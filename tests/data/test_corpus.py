@@ -17,11 +17,12 @@ import pytest
 from jaxformer.data import corpus as corpus_module
 from jaxformer.data import token_cache
 from jaxformer.data import tokenizer as tokenizer_module
-from jaxformer.data.corpus import TextConfig, load_corpus, tokenize
+from jaxformer.data.corpus import load_corpus, tokenize
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.prefix import PrefixTextConfig
 from jaxformer.data.text import read_documents
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxformer.data.dataset import epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, LabelledImages, hold_out, open_image_folder
 from jaxformer.data.image_io import read_idx, read_image, read_model_input
-from jaxformer.data.images import ImagesConfig, epoch_uniforms, shift_images
+from jaxformer.data.images import ImagesConfig, shift_images
 from jaxformer.data.infer_config import infer_image_size
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -75,7 +76,7 @@ def test_idx_files_are_read_as_they_were_written(tmp_path: Path, packed: bool) -
         np.testing.assert_array_equal(part.images, images(n, 1, seed=seed))
         np.testing.assert_array_equal(part.labels, labels(n))
         assert part.labels.dtype == np.int32
-    assert stills.names == ("0", "1", "2")
+    assert stills.classes == ("0", "1", "2")
 
 
 def test_without_files_to_measure_on_some_are_held_out(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_pictures_are_read_by_label(tmp_path: Path) -> None:
     by_label = np.argsort(labels(N), kind="stable")
     np.testing.assert_array_equal(stills.train.images, pixels[by_label])
     np.testing.assert_array_equal(stills.train.labels, labels(N)[by_label])
-    assert stills.names == ("a", "b", "c") and len(stills.val.images) == 4
+    assert stills.classes == ("a", "b", "c") and len(stills.val.images) == 4
 
 
 def test_pictures_become_grey_or_coloured_as_the_model_wants(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_pictures_of_several_sizes_are_resized_to_the_models_as_in_sampling(tmp_
     assert (
         f"{tmp_path} has images of 2 sizes (4 x 6 to 9 x 7 pixels) with 3 channels: model.channels 3" in data.notes[0]
     )
-    pixels = {image.tobytes() for image in getattr(data.stills, part).images}
+    pixels = {image.tobytes() for image in getattr(data.splits, part).images}
     assert read_image(file, "", 3, (HEIGHT, WIDTH)).tobytes() in pixels
     assert read_model_input(str(file), (HEIGHT, WIDTH, 3)).tobytes() in pixels
 
@@ -309,7 +310,7 @@ def test_what_was_given_stays_and_images_are_resized_to_it(tmp_path: Path) -> No
     data = config.load(MODEL, 2, 0)
     assert data.model == MODEL and data.batch(0).inputs[0].shape == (2, HEIGHT, WIDTH, 1)
     assert data.notes == (f"the images in {tmp_path} are resized from 10 x 9 pixels to 4 x 6 pixels",)
-    with pytest.raises(UserError, match=r"of 3 classes, but model.n_classes is 4; set --model.n-classes 3\.$"):
+    with pytest.raises(UserError, match=r"3 classes, but model.n_classes is 4; set --model.n-classes 3\.$"):
         config.load(replace(MODEL, n_classes=4), 2, 0, fixed={"n_classes"})
 
 
@@ -371,7 +372,7 @@ def test_more_than_8_bits_are_refused(tmp_path: Path) -> None:
     """Pillow would make white of all that is above 255."""
     write_pictures(tmp_path / "train", images(N))
     Image.fromarray(np.full((HEIGHT, WIDTH), 40_000, np.uint16)).save(tmp_path / "train" / "a" / "16.png")
-    with pytest.raises(UserError, match=r"16\.png has more than 8 bits a channel; convert it to 8"):
+    with pytest.raises(UserError, match=r"16\.png has more than 8 bits per channel; convert it to 8"):
         read_stills(str(tmp_path), 0.1, 1)
 
 
@@ -391,7 +392,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (replace(MODEL, n_classes=4), "of 3 classes, but model.n_classes is 4; set --model.n-classes 3"),
+        (replace(MODEL, n_classes=4), "3 classes, but model.n_classes is 4; set --model.n-classes 3"),
         (DecoderConfig(), "the data is images, but DecoderConfig describes no model of images"),
         (ViViTConfig(), "the data is images, but ViViTConfig describes no model of images"),
     ],

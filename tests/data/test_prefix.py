@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.prefix import PrefixTextConfig, PrefixTextDataset
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from tests.helpers import write_books
 

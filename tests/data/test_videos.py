@@ -107,7 +107,7 @@ def test_held_out_videos_are_always_the_same(config: MovingImagesConfig) -> None
 def test_it_says_that_they_are_made(config: MovingImagesConfig) -> None:
     described = config.load(MODEL, 2, 0).describe()
     assert "videos made from 11 still images that move over black in 8 directions, 4 frames of 14 x 12" in described
-    assert "to be told: direction (up, up right, " in described
+    assert "classes: direction (up, up right, " in described
 
 
 def test_the_fingerprint_is_of_all_that_shapes_a_batch(config: MovingImagesConfig) -> None:
@@ -129,11 +129,11 @@ def test_the_fingerprint_is_of_all_that_shapes_a_batch(config: MovingImagesConfi
         (
             {"max_speed": 3},
             replace(MODEL, n_classes=4),
-            r"need 13 x 15; .*n_frames; and what .* but model.n_classes is 4; set --model.n-classes 8\.$",
+            r"need 13 x 15; .*n_frames; and .* but model.n_classes is 4; set --model.n-classes 8\.$",
         ),
-        ({}, replace(MODEL, n_classes=4), "of 8 classes, but model.n_classes is 4"),
-        ({"label": "class"}, MODEL, "of 3 classes, but model.n_classes is 8"),
-        ({}, replace(MODEL, n_frames=1, tubelet_frames=1), "n_frames is 1, but where something moves takes at least 2"),
+        ({}, replace(MODEL, n_classes=4), "8 classes, but model.n_classes is 4"),
+        ({"label": "class"}, MODEL, "3 classes, but model.n_classes is 8"),
+        ({}, replace(MODEL, n_frames=1, tubelet_frames=1), "n_frames is 1, but a direction needs at least 2"),
         ({}, ViTConfig(), "the data is videos, but ViTConfig describes no model of videos"),
     ],
 )

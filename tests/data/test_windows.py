@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.data.corpus import Corpus, Split, TextConfig
+from jaxformer.data.corpus import Corpus, Split
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.data.windows import HeldOutText, TextDataset, Windows, eval_batches, next_token_batch
+from jaxformer.data.windows import HeldOutText, TextConfig, TextDataset, Windows, eval_batches, next_token_batch
 from jaxformer.errors import UserError
 
 TOKENS = np.arange(103, dtype=np.uint16)  # each token is its own place, so windows tell where they start

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, ModelConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.inspect import alignment, attention_maps, explain, logit_attribution, logit_lens, patch, trace
 from jaxformer.models.decoder import DecoderConfig

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.kernels import BLOCK, splash_attention
 from jaxformer.ops.masks import Causal

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, OptimizerConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig

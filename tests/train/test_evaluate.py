@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, TrainConfig
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.data.windows import HeldOutText
+from jaxformer.data.windows import HeldOutText, TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig

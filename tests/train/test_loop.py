@@ -14,8 +14,8 @@ import pytest
 
 from jaxformer.checkpoints import CheckpointReader
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import read_config

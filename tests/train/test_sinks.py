@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jaxformer.cli.callbacks import make_callbacks
 from jaxformer.config import Config, TrainConfig
-from jaxformer.data.corpus import TextConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh

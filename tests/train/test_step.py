@@ -15,9 +15,8 @@ from numpy.testing import assert_allclose
 
 from jaxformer import memory
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
-from jaxformer.data.corpus import TextConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.data.windows import next_token_batch
+from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
