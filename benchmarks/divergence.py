@@ -94,13 +94,15 @@ def trace(piece: Piece, steps: int) -> dict[str, Any]:
     from jaxformer.cli import machine
     from jaxformer.sharding import batch_split, make_mesh, place
     from jaxformer.train.divergence import DivergenceMonitor, chance_loss
-    from jaxformer.train.step import init_state, make_train_step
+    from jaxformer.train.setup import TrainSetup
+    from jaxformer.train.step import make_train_step
 
     config = piece.config
     machine.set_up(config.train.batch_size, config.mesh)
     mesh = make_mesh(config.mesh)
     data = config.data.load(config.model, config.train.batch_size, config.seed)
-    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    setup = TrainSetup(config, mesh)
+    state, step = setup.init_state(), make_train_step(setup)
     monitor, noticed, rows, broken = DivergenceMonitor(chance_loss(config.model)), [], [], None
     for number, batch in enumerate(data.stream(0, min(steps, config.steps)), start=1):
         state, metrics = step(state, place(batch, batch_split(mesh)), np.int32(number - 1))

@@ -120,6 +120,7 @@ def train_piece(piece: Piece, out: Path) -> None:
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, read_metrics
     from jaxformer.train.loop import Callback, train
+    from jaxformer.train.setup import TrainSetup
 
     config = load_config(str(record.ROOT / "configs" / piece.config))
     rate = config.optimizer.learning_rate * piece.factor
@@ -144,7 +145,7 @@ def train_piece(piece: Piece, out: Path) -> None:
     machine.set_up(config.train.batch_size, config.mesh)
     console.quiet = True
     data = config.data.load(config.model, config.train.batch_size, config.seed)
-    mesh = make_mesh(config.mesh)
+    setup = TrainSetup(config, make_mesh(config.mesh))
     cut = piece.steps or config.steps
     began: list[float] = []
 
@@ -154,7 +155,7 @@ def train_piece(piece: Piece, out: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)  # ends in good order
 
     with tempfile.TemporaryDirectory() as scratch:
-        outcome = train(config, data, Path(scratch), mesh, [Callback(1, look, at_start=True)])
+        outcome = train(setup, data, Path(scratch), [Callback(1, look, at_start=True)])
         losses = np.array([row["loss"] for row in read_metrics(Path(scratch)) if "loss" in row], float)
     seconds = np.diff(began)
     result: dict[str, Any] = {

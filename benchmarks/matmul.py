@@ -13,7 +13,7 @@ from processes import serve
 
 from jaxformer.config import ComputeConfig
 from jaxformer.sharding import make_mesh
-from jaxformer.train.step import compute_dtype
+from jaxformer.train.setup import resolve_precision
 
 PRODUCTS = 10
 """One after another in a step, so that starting them takes no time."""
@@ -22,7 +22,7 @@ PRODUCTS = 10
 def main(size: int, precision: str) -> None:
     """Serve; a step is `PRODUCTS` products."""
     device = jax.devices()[0]
-    dtype = compute_dtype(ComputeConfig(precision), make_mesh(devices=[device]))
+    dtype = resolve_precision(ComputeConfig(precision), make_mesh(devices=[device]))
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1))
     b = b * size**-0.5  # keeps the products as large as a
 

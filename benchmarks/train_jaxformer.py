@@ -27,15 +27,8 @@ from jaxformer.fields import from_dict, to_dict
 from jaxformer.memory import memory_needed
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import batch_split, make_mesh, place
-from jaxformer.train.optimizer import make_schedule
-from jaxformer.train.step import (
-    abstract_batch,
-    abstract_state,
-    choose_attention,
-    compute_dtype,
-    init_state,
-    make_train_step,
-)
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_train_step
 
 BATCHES = 8
 """Different batches; the steps go round them."""
@@ -60,22 +53,20 @@ def main(folder: Path) -> None:
     config = read_job(job)
     B, T = config.train.batch_size, config.model.context_length
     machine.set_up(B, config.mesh)
-    mesh = make_mesh(config.mesh)
-    state, split = init_state(config, mesh), batch_split(mesh)
+    setup = TrainSetup(config, make_mesh(config.mesh))
+    state, split = setup.init_state(), batch_split(setup.mesh)
     weights = flatten_dict(jax.tree.map(np.asarray, state.params), sep=".")
     batches = np.random.default_rng(config.seed).integers(
         config.model.vocab_size, size=(BATCHES, B, T + 1), dtype=np.int32
     )
-    schedule = make_schedule(config.optimizer, config.steps)
-    rates = [float(schedule(step)) for step in range(job["steps"])]
-    dtype = compute_dtype(config.compute, mesh).name
+    rates = [float(setup.schedule(step)) for step in range(job["steps"])]
+    dtype = setup.compute_dtype.name
     np.savez(folder / "weights.npz", **weights)
     np.save(folder / "batches.npy", batches)
     (folder / "config.json").write_text(json.dumps(to_dict(config) | {"learning_rates": rates, "dtype": dtype}))
 
-    batch = abstract_batch(config, mesh)
     step_number = jax.ShapeDtypeStruct((), np.int32)
-    compiled = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch, step_number).compile()
+    compiled = make_train_step(setup).lower(setup.abstract_state, setup.abstract_batch, step_number).compile()
     cost = compiled.cost_analysis() or {}
 
     def step(taken: int) -> jax.Array:
@@ -94,7 +85,7 @@ def main(folder: Path) -> None:
         attention_width=config.model.n_heads * config.model.width_of_head,
         n_blocks=config.model.n_blocks,
         dtype=dtype,
-        attention=choose_attention(config, mesh)[1],
+        attention=setup.attention_line,
         platform=device.platform,
         device=device.device_kind,
         xla_flags=os.environ.get("XLA_FLAGS", ""),

@@ -13,7 +13,8 @@ from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.distributed import AsyncMax, DistributedOptions, barrier, broadcast, connect, shutdown
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh
-from jaxformer.train.step import init_state, make_train_step
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_train_step
 
 MODEL = DecoderConfig(40, 12, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
@@ -31,7 +32,8 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
     mesh = make_mesh(mesh_text)
     split = batch_split(mesh)
     held = local_rows(split, CONFIG.train.batch_size)
-    state, step, losses = init_state(CONFIG, mesh), make_train_step(CONFIG, mesh), []
+    setup = TrainSetup(CONFIG, mesh)
+    state, step, losses = setup.init_state(), make_train_step(setup), []
     with CheckpointManager(Path(folder)) as checkpoints:
         for k, batch in enumerate(BATCHES):
             if k == SAVED:

@@ -33,7 +33,8 @@ from jaxformer.distributed import (
 from jaxformer.errors import UserError
 from jaxformer.sharding import batch_split, make_mesh, place
 from jaxformer.train.log import read_metrics
-from jaxformer.train.step import abstract_state, init_state, make_train_step
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_train_step
 from tests.across import BATCHES, CONFIG, SAVED
 from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_books
 
@@ -240,7 +241,8 @@ def start_all(n: int, devices: int, command: Callable[[list[str]], list[str]], c
 def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
     """The losses of one device, and those from a checkpoint on."""
     mesh = make_mesh("", jax.devices()[:1])
-    step = make_train_step(CONFIG, mesh)
+    setup = TrainSetup(CONFIG, mesh)
+    step = make_train_step(setup)
 
     def losses_from(state, start: int) -> list[float]:
         losses = []
@@ -250,13 +252,13 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
         return losses
 
     def resumed(folder: Path) -> list[float]:
-        like = abstract_state(CONFIG, mesh)
+        like = setup.abstract_state
         with CheckpointManager(folder) as checkpoints:
             params, opt_state, position = checkpoints.restore(SAVED, like.params, like.opt_state)
         assert position == {"step": SAVED}
         return losses_from(like._replace(params=params, opt_state=opt_state, failures=np.int32(0)), SAVED)
 
-    return losses_from(init_state(CONFIG, mesh), 0), resumed
+    return losses_from(setup.init_state(), 0), resumed
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from jaxformer.sharding import (
     spec,
     sum_over_batch,
 )
-from jaxformer.train.step import abstract_state
+from jaxformer.train.setup import TrainSetup
 from tests.arrays import normal
 from tests.helpers import ROOT
 
@@ -264,7 +264,7 @@ def test_an_axis_that_does_not_divide_or_has_one_device_is_left_out():
 def test_an_optimizers_state_lies_as_the_parameters_it_is_about(name):
     model = DecoderConfig(16, 4, 8, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm")
     config = Config("test", model, data=TextConfig(), steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
-    state = abstract_state(config, make_mesh("fsdp=4,tensor=2"))
+    state = TrainSetup(config, make_mesh("fsdp=4,tensor=2")).abstract_state
     params = flatten_dict(state.params, sep=".")
     seen = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
@@ -356,7 +356,9 @@ def test_a_state_is_the_same_type_for_type_on_every_mesh():
     """Shapes and dtypes do not depend on where the arrays lie."""
     config = replace(CONFIGS["quick.quick"], steps=2)
     bare = partial(jax.tree.map, lambda x: (x.shape, x.dtype))
-    assert bare(abstract_state(config, make_mesh("data=8"))) == bare(abstract_state(config, make_mesh(CUBE)))
+    assert bare(TrainSetup(config, make_mesh("data=8")).abstract_state) == bare(
+        TrainSetup(config, make_mesh(CUBE)).abstract_state
+    )
 
 
 def line(places, platform="tpu"):

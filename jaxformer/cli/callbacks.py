@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxformer.config import Config, TokenModelConfig
+from jaxformer.config import TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode import Sampling, generate
@@ -27,11 +26,11 @@ from jaxformer.memory import memory_capacity
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.parameters import Row
-from jaxformer.runs import PLOTS, SAMPLES, abstract_params, count_parameters, parameter_order
+from jaxformer.runs import PLOTS, SAMPLES, count_parameters, parameter_order
 from jaxformer.sharding import local_copy
 from jaxformer.train.log import say
 from jaxformer.train.loop import FIRST_REPORT, Callback
-from jaxformer.train.step import TrainState
+from jaxformer.train.setup import TrainSetup, TrainState
 
 PROBED = 16
 """Held-out examples that attention is looked at on."""
@@ -41,46 +40,46 @@ SHOWN = 3
 """Held-out sources whose translations are shown."""
 
 
-def make_callbacks(config: Config, mesh: Mesh, data: Dataset, folder: Path) -> list[Callback]:
+def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callback]:
     """Attention entropy and what routers do with every validation; gradient table and samples at their own pace.
 
     Of several processes, all must call them; the first one prints and writes.
     """
-    t, model = config.train, config.model.build()
-    if not (copied := _can_be_copied(config, mesh)):
+    config, model, t = setup.config, setup.model, setup.config.train
+    if not (copied := _can_be_copied(setup)):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
     callbacks = []
     if copied and isinstance(model, Decoder) and t.report_every:
-        callbacks.append(Callback(config.steps, _init_check(model, mesh, data), at_start=True))
+        callbacks.append(Callback(config.steps, _init_check(setup, data), at_start=True))
     if copied and t.eval_every:
-        callbacks.append(Callback(t.eval_every, _probe(config, mesh, data), at_start=True))
+        callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
     if t.report_every:
-        callbacks.append(Callback(t.report_every, _update_ratios(config), also_at=FIRST_REPORT))
+        callbacks.append(Callback(t.report_every, _update_ratios(setup), also_at=FIRST_REPORT))
         texts = []
         if copied and is_causal_lm(model):
-            texts.append(_continuations(config, data))
+            texts.append(_continuations(setup, data))
         if copied and isinstance(data, PairDataset):
-            texts.append(_translations(config, data))
-            callbacks.append(Callback(t.report_every, _alignment(config, mesh, data, folder)))
-        callbacks += [Callback(t.report_every, _samples(mesh, folder, write), also_at=FIRST_REPORT) for write in texts]
+            texts.append(_translations(setup, data))
+            callbacks.append(Callback(t.report_every, _alignment(setup, data, folder)))
+        callbacks += [Callback(t.report_every, _samples(setup, folder, write), also_at=FIRST_REPORT) for write in texts]
     return callbacks
 
 
-def _can_be_copied(config: Config, mesh: Mesh) -> bool:
+def _can_be_copied(setup: TrainSetup) -> bool:
     """Whether all parameters, and the attention weights of a block, take less than a quarter of a device's memory."""
-    has = memory_capacity(mesh.local_devices[0])
-    parameters = count_parameters(abstract_params(config.model.build(), config.model))
-    longest = max((len(x) for x in config.model.example() if x.ndim == 1), default=0)
-    weights = getattr(config.model, "n_heads", 0) * longest**2
+    has, config = memory_capacity(setup.mesh.local_devices[0]), setup.config.model
+    parameters = count_parameters(setup.abstract_state.params)
+    longest = max((len(x) for x in config.example() if x.ndim == 1), default=0)
+    weights = getattr(config, "n_heads", 0) * longest**2
     return has is None or 4 * (parameters + weights) < has / 4
 
 
-def _probe(config: Config, mesh: Mesh, data: Dataset) -> Any:
-    model, probe = config.model.build(), next(data.held_out(PROBED, PROBED))
+def _probe(setup: TrainSetup, data: Dataset) -> Any:
+    model, probe = setup.model, next(data.held_out(PROBED, PROBED))
     inputs_B, counts_BT = jax.tree.map(lambda x: x[_whole(probe)], (probe.inputs, counts_of(probe)))
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
-        params = local_copy(state.params, mesh)
+        params = local_copy(state.params, setup.mesh)
         entropy = [
             np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B, counts_BT=counts_BT)
         ]
@@ -98,14 +97,15 @@ def _whole(probe: Batch) -> np.ndarray:
     return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
 
 
-def _init_check(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
+def _init_check(setup: TrainSetup, data: Dataset) -> Any:
     """Before the first step, what the initialisation gives beside what it should, and warnings."""
-    probe = next(data.held_out(FEW, FEW))
+    model, probe = setup.model, next(data.held_out(FEW, FEW))
+    assert isinstance(model, Decoder)
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         if step:
             return None
-        found = check_init(model, local_copy(state.params, mesh), *probe.inputs[:1])
+        found = check_init(model, local_copy(state.params, setup.mesh), *probe.inputs[:1])
         say(str(found))
         return {
             "init_check": {
@@ -117,22 +117,22 @@ def _init_check(model: Decoder, mesh: Mesh, data: Dataset) -> Any:
     return call
 
 
-def _update_ratios(config: Config) -> Any:
+def _update_ratios(setup: TrainSetup) -> Any:
     """The update ratios of the row that they stand in are shown."""
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         if "gradients" in row:
-            order = parameter_order(config.model.build(), config.model)
+            order = parameter_order(setup.model, setup.config.model)
             say(update_grid([Row(**parameter) for parameter in row["gradients"]], order, row["lr"]))
 
     return call
 
 
-def _samples(mesh: Mesh, folder: Path, write: Callable[[Params], Iterator[tuple[float, str]]]) -> Any:
+def _samples(setup: TrainSetup, folder: Path, write: Callable[[Params], Iterator[tuple[float, str]]]) -> Any:
     """What `write` makes of parameters, at several temperatures, is shown and kept."""
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-        params = local_copy(state.params, mesh)
+        params = local_copy(state.params, setup.mesh)
         place = folder / SAMPLES if is_main_process() else Path(os.devnull)
         with user_error_on_write(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
             for temperature, text in write(params):
@@ -143,9 +143,9 @@ def _samples(mesh: Mesh, folder: Path, write: Callable[[Params], Iterator[tuple[
     return call
 
 
-def _continuations(config: Config, data: Dataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
+def _continuations(setup: TrainSetup, data: Dataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
     """The prompt of the config, gone on with."""
-    model, t, tokenizer = config.model.build(), config.train, data.tokenizer
+    config, model, t, tokenizer = setup.config, setup.model, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # so of all that can be continued
     context_length = config.model.context_length
     prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
@@ -162,9 +162,9 @@ def _continuations(config: Config, data: Dataset) -> Callable[[Params], Iterator
     return write
 
 
-def _translations(config: Config, data: PairDataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
+def _translations(setup: TrainSetup, data: PairDataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
     """Some held-out sources and what becomes of them."""
-    model, context_length = config.model.build(), data.context_length
+    model, context_length = setup.model, data.context_length
     chosen = [data.val[i] for i in evenly_spaced(len(data.val), SHOWN)]
     sources = [tokens[:context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in chosen])]
 
@@ -178,10 +178,10 @@ def _translations(config: Config, data: PairDataset) -> Callable[[Params], Itera
     return write
 
 
-def _alignment(config: Config, mesh: Mesh, data: PairDataset, folder: Path) -> Any:
+def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
     """A picture of where a model looks for each part of a target: of the held-out pair with the longest source, among
     those of whose tokens each can be read by itself, if there are any."""
-    model, tokenizer, most = config.model.build(), data.tokenizer, data.context_length
+    model, tokenizer, most = setup.model, data.tokenizer, data.context_length
     sources, targets = (tokenizer.encode_batch(texts) for texts in zip(*data.val, strict=True))
     fitting = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < most]
     fitting = fitting or [(sources[0][: most - 1], targets[0][: most - 1])]
@@ -191,7 +191,7 @@ def _alignment(config: Config, mesh: Mesh, data: PairDataset, folder: Path) -> A
     names = [[tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])]
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-        weights_TS = alignment(model, local_copy(state.params, mesh), source_S, target_T)
+        weights_TS = alignment(model, local_copy(state.params, setup.mesh), source_S, target_T)
         if weights_TS is not None and is_main_process():
             with user_error_on_write(folder, PLOTS):
                 (folder / PLOTS).mkdir(exist_ok=True)

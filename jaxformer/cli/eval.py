@@ -81,6 +81,7 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.runs import load_data
     from jaxformer.sharding import batch_shards, make_mesh
     from jaxformer.train.evaluate import Evaluator, HeldOut
+    from jaxformer.train.setup import TrainSetup
 
     mesh = make_mesh(options.opening.mesh)
     if path is not None:
@@ -93,7 +94,8 @@ def _main(arguments: list[str]) -> int:
         description = data.describe()
     else:
         data, description = _text(run, options, path)
-    evaluation = Evaluator(_with_options(run.config, options, batch_shards(mesh)), mesh, data)(params)
+    setup = TrainSetup(_with_options(run.config, options, batch_shards(mesh)), mesh)
+    evaluation = Evaluator(setup, data)(params)
     rounded = "" if weights == "float32" else f"; weights rounded to {weights}"
     echo(f"run {run.path}, step {run.step:,}; {description}{rounded}")
     row = {name.removeprefix("val_"): value for name, value in evaluation.as_row().items()}

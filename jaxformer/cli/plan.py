@@ -128,10 +128,11 @@ def _in_process(arguments: list[str]) -> int:
 def _plan(config: Config, devices: Sequence[jax.Device]) -> int:
     from jaxformer.plan.plan import describe, make_plan
     from jaxformer.sharding import make_mesh
+    from jaxformer.train.setup import TrainSetup
 
-    mesh = make_mesh(config.mesh, devices)
-    plan = make_plan(config, mesh)
-    echo("\n".join(describe(plan, config, mesh)))
+    setup = TrainSetup(config, make_mesh(config.mesh, devices))
+    plan = make_plan(setup)
+    echo("\n".join(describe(plan, setup)))
     return 0 if plan.fits else 1
 
 

@@ -37,10 +37,9 @@ from jaxformer.signals import raise_on_signals
 from jaxformer.terminal import echo, echo_status
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from jaxformer.data.dataset import Dataset
     from jaxformer.train.loop import Outcome
+    from jaxformer.train.setup import TrainSetup
 
 DEFAULT_CONFIG = "configs/quick.py"
 DESCRIPTION = """Train a model; sample from it with sample.py.
@@ -167,20 +166,18 @@ def _train(
     """Train; the exit status. `early` is what holds until the training loop has ended."""
     from jaxformer.cli.callbacks import make_callbacks
     from jaxformer.cli.report import reporter
-    from jaxformer.memory import check_parameters
-    from jaxformer.runs import METRICS, abstract_params, count_parameters, create_run, load_data
+    from jaxformer.runs import METRICS, count_parameters, create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, say
-    from jaxformer.train.loop import Rollback, train
+    from jaxformer.train.loop import train
+    from jaxformer.train.resume import Rollback
+    from jaxformer.train.setup import TrainSetup, check_fit
     from jaxformer.train.sinks import prepare_sinks
-    from jaxformer.train.step import check_fit, check_split, choose_attention, compute_dtype
 
     console.quiet = not is_main_process()
     mesh = make_mesh(config.mesh)
-    check_split(config, mesh)
-    shapes = abstract_params(config.model.build(), config.model)
-    check_parameters(shapes, mesh.size, jax.local_devices()[0])
-    attention, precision = choose_attention(config, mesh)[1], compute_dtype(config.compute, mesh)
+    setup = TrainSetup(config, mesh)
+    setup.check_devices()
     # As above, what cannot be is refused before anything is written.
     if is_main_process():
         prepare_sinks(config.train.log_to)
@@ -188,8 +185,8 @@ def _train(
     data = load_data(folder if resume else None, config, fixed)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
-        shapes = abstract_params(config.model.build(), config.model)
-        check_parameters(shapes, mesh.size, jax.local_devices()[0])
+        setup = TrainSetup(config, mesh)
+        setup.check_devices()
     check_fit(config.model, data.batch(0, slice(1)))
     barrier()  # if one of several processes has no data, no run is made
 
@@ -205,8 +202,8 @@ def _train(
     say(f"data: {data.describe()}")
     for note in data.notes:
         say(f"note: {note}")
-    kind = type(config.model.build()).__name__
-    say(f"model: {kind}, {count_parameters(shapes):,} parameters; matmuls in {precision}; {attention}")
+    kind, parameters = type(setup.model).__name__, count_parameters(setup.abstract_state.params)
+    say(f"model: {kind}, {parameters:,} parameters; matmuls in {setup.compute_dtype}; {setup.attention_line}")
     tokens = f" ({data.per_step:,.0f} tokens)" if data.unit == "tokens" else ""
     say(
         f"training: {config.steps:,} steps of {config.train.batch_size:,} examples{tokens}, "
@@ -219,22 +216,22 @@ def _train(
             f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
         )
 
-    callbacks = make_callbacks(config, mesh, data, folder)
+    callbacks = make_callbacks(setup, data, folder)
     sinks = [reporter(folder)] if config.train.report_every else []
     try:
         command = f"python train.py --resume --run {shlex.quote(str(folder))}"
         with exit_on_lost_process(f"go on from the last checkpoint with: {command}"):
             back = None if asked.from_step is None else Rollback(asked.from_step, asked.skip_batches, changes)
-            outcome = train(config, data, folder, mesh, callbacks, resume, asked.allow_changed_data, sinks, back)
+            outcome = train(setup, data, folder, callbacks, resume, asked.allow_changed_data, sinks, back)
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)  # it never began
         raise
     early.close()
-    return _conclude(config, data, mesh, folder, outcome)
+    return _conclude(setup, data, folder, outcome)
 
 
-def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: Outcome) -> int:
+def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
     """Draw plots and report, say how training ended, and return the exit status; a closed terminal stops none of it."""
     from jaxformer.cli.report import write_report
     from jaxformer.runs import PLOTS
@@ -243,7 +240,7 @@ def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: 
     from jaxformer.train.log import final_line, plot_metrics, read_metrics, say
     from jaxformer.train.remedies import remedies
 
-    quoted = shlex.quote(str(folder))
+    config, quoted = setup.config, shlex.quote(str(folder))
     with record_signals(signal.SIGHUP):
         rows = read_metrics(folder)
         if is_main_process() and config.train.report_every:
@@ -255,7 +252,7 @@ def _conclude(config: Config, data: Dataset, mesh: Mesh, folder: Path, outcome: 
             say(f"interrupted at step {outcome.step:,} and saved; go on with: python train.py --resume --run {quoted}")
             return 128 + outcome.signal
         if outcome.status == "non_finite":
-            culprit, evidence = _autopsy(config, mesh, folder, outcome)
+            culprit, evidence = _autopsy(setup, folder, outcome)
             say(f"step {outcome.step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.")
             say(
                 f"Everything up to step {outcome.step - 1:,} is saved in {folder}. "
@@ -315,7 +312,7 @@ def prompt_to_try(config: Config, data: Dataset) -> str | None:
     return data.val[0].source if isinstance(data, PairDataset) else None
 
 
-def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tuple[str, Path]:
+def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Path]:
     """Repeat the step that broke; what was first not finite, and where the evidence is."""
     import jax
     import numpy as np
@@ -325,22 +322,20 @@ def _autopsy(config: Config, mesh: Mesh, folder: Path, outcome: Outcome) -> tupl
     from jaxformer.sharding import local_copy
     from jaxformer.train.kernels import FusedAttention
     from jaxformer.train.optimizer import gradient_point
-    from jaxformer.train.step import choose_attention, compute_dtype, example_keys
 
-    attend, how = choose_attention(config, mesh)
+    config, mesh, attend = setup.config, setup.mesh, setup.attention
     if isinstance(attend, FusedAttention):
         attend = dataclasses.replace(attend, tensor=1)  # here one device has all heads
     params = local_copy(gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state), mesh)
-    keys_B = example_keys(config.seed, outcome.step - 1, config.train.batch_size)
+    keys_B = setup.example_keys(outcome.step - 1)
     batch = local_copy(outcome.batch, mesh)
-    dtype = compute_dtype(config.compute, mesh)
     model = config.model.build(Execution(attention=attend))
-    report = first_non_finite(model, params, batch, keys_B, dtype)
+    report = first_non_finite(model, params, batch, keys_B, setup.compute_dtype)
     evidence = folder / "autopsy"
     if is_main_process():
         evidence = save_autopsy(
             folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
-            f"{how}, precision: {dtype}",
+            f"{setup.attention_line}, precision: {setup.compute_dtype}",
         )  # fmt: skip
     overflow = "the norm of the gradient, though each of its numbers is finite"
     return overflow if report is None else report.culprit, evidence

@@ -103,8 +103,8 @@ def _sharding(run: Run, asked: Arguments) -> Check:
     """The loss and the gradient that training would have, dropout included, of a batch on one device and on all."""
     from jaxformer.data.dataset import Batch
     from jaxformer.sharding import make_mesh, replicated
-    from jaxformer.train.optimizer import make_optimizer
-    from jaxformer.train.step import TrainState, make_gradient
+    from jaxformer.train.setup import TrainSetup, TrainState
+    from jaxformer.train.step import make_gradient
 
     n, name = jax.local_device_count(), "several devices"
     if n == 1:
@@ -117,10 +117,9 @@ def _sharding(run: Run, asked: Arguments) -> Check:
     )  # fmt: skip
     found = []
     for devices in (jax.local_devices()[:1], jax.local_devices()):
-        mesh = make_mesh("", devices)
-        optimizer = make_optimizer(config.optimizer, config.steps)
-        state = TrainState(run.params, optimizer.init(run.params), jnp.int32(0))
-        state = jax.device_put(state, replicated(mesh))
-        found.append(jax.device_get(jax.jit(make_gradient(config, mesh))(state, batch, np.int32(0))))
+        setup = TrainSetup(config, make_mesh("", devices))
+        state = TrainState(run.params, setup.optimizer.init(run.params), jnp.int32(0))
+        state = jax.device_put(state, replicated(setup.mesh))
+        found.append(jax.device_get(jax.jit(make_gradient(setup))(state, batch, np.int32(0))))
     said = f"loss and gradient of {n} examples, on {n} devices and on one"
     return Check(name, said, worst_of(map(apart, *map(jax.tree.leaves, found))), ROUNDING)

@@ -25,7 +25,8 @@ from jaxformer.plan.roofline import (
 )
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import batch_shards
-from jaxformer.train.step import abstract_batch, abstract_state, choose_attention, compute_dtype, make_train_step
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_train_step
 
 FREE = 0.1
 """Share of the memory that a plan leaves to the runtime, to fragments and to what else is on the device."""
@@ -82,26 +83,26 @@ class Plan:
         return self.has is None or self.needs <= (1 - FREE) * self.has
 
 
-def make_plan(config: Config, mesh: Mesh) -> Plan:
+def make_plan(setup: TrainSetup) -> Plan:
     """Compile the step for the devices of a mesh, which may be elsewhere, and read what it does.
 
     Raises:
       UserError: the batch does not split evenly, or attention cannot be what is asked for.
     """
-    state, device, n = abstract_state(config, mesh), mesh.devices.flat[0], mesh.size
-    batch = abstract_batch(config, mesh)
-    traced = make_train_step(config, mesh).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+    config, mesh, state, batch = setup.config, setup.mesh, setup.abstract_state, setup.abstract_batch
+    device, n = mesh.devices.flat[0], mesh.size
+    traced = make_train_step(setup).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
     chip = CHIPS.get(device.device_kind)
     has = memory_capacity(device) if device in jax.local_devices() else chip and chip.memory
     model, visible = model_operations(config)
     known: dict[str, Any] = {
         "device": device.device_kind,
-        "attention": choose_attention(config, mesh)[1],
+        "attention": setup.attention_line,
         "parameters": count_parameters(state.params),
         "shape": (config.train.batch_size,) if batch.targets is None else batch.targets.shape,
         "has": has,
         "model_operations": model / n,
-        "on_paper": bytes_on_paper(config, mesh),
+        "on_paper": bytes_on_paper(setup),
     }
     try:
         compiled = traced.lower().compile()
@@ -131,13 +132,14 @@ def asked_for(error: str) -> float | None:
     return float(amount) * UNITS[unit]
 
 
-def describe(plan: Plan, config: Config, mesh: Mesh) -> list[str]:
+def describe(plan: Plan, setup: TrainSetup) -> list[str]:
     """The plan in lines for people."""
+    config, mesh = setup.config, setup.mesh
     axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
     size = " x ".join(f"{n:,}" for n in plan.shape) + (f" = {prod(plan.shape):,}" if len(plan.shape) > 1 else "")
     lines = [
         f"{config.name} on {mesh.size} x {plan.device}, mesh {axes}",
-        f"{plan.attention}, precision: {compute_dtype(config.compute, mesh)}",
+        f"{plan.attention}, precision: {setup.compute_dtype}",
         f"{plan.parameters:,} parameters; a step of {size} {plan.unit}",
         "a device and step:",
     ]

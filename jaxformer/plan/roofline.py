@@ -17,15 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import Mesh
 
 from jaxformer.config import Config
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.kernels import BLOCK
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.runs import abstract_params
-from jaxformer.train.step import BLOCK as BLOCK_NAME
-from jaxformer.train.step import abstract_state, compute_dtype
+from jaxformer.train.setup import BLOCK as BLOCK_NAME
+from jaxformer.train.setup import TrainSetup
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def model_operations(config: Config) -> tuple[float, float]:
     return 3 * forward * config.train.batch_size, visible
 
 
-def bytes_on_paper(config: Config, mesh: Mesh) -> float | None:
+def bytes_on_paper(setup: TrainSetup) -> float | None:
     """What a device must send in a step, as the sharding has it; None where an axis `tensor` or `expert` sends
     activations too.
 
@@ -215,11 +214,12 @@ def bytes_on_paper(config: Config, mesh: Mesh) -> float | None:
     What lies on d devices whole, a parameter or a shard of it, has its gradient summed at 2 (d - 1)/d of its size. All
     of it again for each part of a batch that is taken in parts, except that sum.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_state(config, mesh).params)
+    leaves = jax.tree_util.tree_leaves_with_path(setup.abstract_state.params)
+    config, mesh = setup.config, setup.mesh
     split = {axis for _, leaf in leaves for axes in leaf.sharding.spec for axis in np.atleast_1d(axes or ())}
     if any(mesh.shape[axis] > 1 for axis in ("tensor", "expert") if axis in split):
         return None
-    width = compute_dtype(config.compute, mesh).itemsize
+    width = setup.compute_dtype.itemsize
     n, parts = mesh.shape["fsdp"], config.compute.grad_accumulation_steps
     total = 0.0
     for path, leaf in leaves:

@@ -10,13 +10,12 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxformer.config import Config
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES, Params
 from jaxformer.sharding import batch_split, place
+from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_eval_step
 
 AHEAD = 2
@@ -66,10 +65,10 @@ def perplexity(loss: float) -> float:
 class Evaluator:
     """Measures parameters on held-out examples, with one compiled step for each shape of a batch."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: HeldOut) -> None:
-        self._step, self._split = make_eval_step(config, mesh), batch_split(mesh)
-        self._data, self._batch_size = data, config.train.batch_size
-        self._objective = OBJECTIVES[config.model.contract.task]
+    def __init__(self, setup: TrainSetup, data: HeldOut) -> None:
+        self._step, self._split = make_eval_step(setup), batch_split(setup.mesh)
+        self._data, self._batch_size = data, setup.config.train.batch_size
+        self._objective = OBJECTIVES[setup.config.model.contract.task]
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
         """On all held-out examples, or on `n` evenly spread ones.

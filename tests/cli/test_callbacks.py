@@ -10,6 +10,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
+from jaxformer.train.setup import TrainSetup
 
 
 def test_reports_and_evaluations_that_are_switched_off_are_not_even_prepared(tmp_path):
@@ -20,7 +21,7 @@ def test_reports_and_evaluations_that_are_switched_off_are_not_even_prepared(tmp
         100,
         train=TrainConfig(eval_every=0, report_every=0),
     )
-    assert make_callbacks(config, make_mesh("", jax.devices()[:1]), None, tmp_path) == []
+    assert make_callbacks(TrainSetup(config, make_mesh("", jax.devices()[:1])), None, tmp_path) == []
 
 
 def test_update_ratios_are_shown_beside_the_first_samples(tmp_path, monkeypatch):
@@ -31,8 +32,8 @@ def test_update_ratios_are_shown_beside_the_first_samples(tmp_path, monkeypatch)
     config = Config(
         "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
     )
-    callbacks = make_callbacks(config, make_mesh("", jax.devices()[:1]), None, tmp_path)
-    assert [callback.call for callback in callbacks if callback.due(100)] == ["update ratios", "samples"]
+    callbacks = make_callbacks(TrainSetup(config, make_mesh("", jax.devices()[:1])), None, tmp_path)
+    assert [callback.call for callback in callbacks if callback.is_due(100)] == ["update ratios", "samples"]
 
 
 @pytest.mark.parametrize(

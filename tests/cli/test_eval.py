@@ -16,6 +16,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import Run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import Evaluator
+from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params
 from tests.helpers import small_run, write_books
 
@@ -59,7 +60,7 @@ def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh
     mesh = make_mesh()
     run = load_run(here / "runs/quick", mesh=mesh)
     data = TextConfig(path="other.txt", val_path="books").load(run.config.model, 4, 0, run.tokenizer)
-    validation = Evaluator(run.config, mesh, data)(run.params)
+    validation = Evaluator(TrainSetup(run.config, mesh), data)(run.params)
     found = evaluate("--run", "runs/quick", "--data.path", "books")
     assert found["targets"] == validation.targets == len(data.val.tokens) - 1
     np.testing.assert_allclose(found["loss"], validation.loss, rtol=1e-6)

@@ -14,8 +14,10 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.cli.train import _check_same, _conclude, _is_finished, _main, _way_back, main, no_better, prompt_to_try
 from jaxformer.data.dates import DatesConfig
 from jaxformer.errors import UserError
+from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import Evaluation
 from jaxformer.train.loop import Outcome
+from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT
 
 
@@ -124,7 +126,8 @@ def test_a_terminal_that_is_closed_at_the_end_stops_no_report(monkeypatch, tmp_p
     before = signal.signal(signal.SIGHUP, lambda *given: closed.append(given))
     try:
         outcome = Outcome("interrupted", 20, None, None, signal=signal.SIGINT)
-        assert _conclude(load_config(f"{ROOT}/configs/quick.py"), None, None, tmp_path, outcome) == 130
+        setup = TrainSetup(load_config(f"{ROOT}/configs/quick.py"), make_mesh())
+        assert _conclude(setup, None, tmp_path, outcome) == 130
     finally:
         signal.signal(signal.SIGHUP, before)
     assert not closed and "interrupted at step 20 and saved" in capfd.readouterr().out

@@ -15,7 +15,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.runs import abstract_params, count_parameters, read_config, write_config
-from jaxformer.train.step import check_fit
+from jaxformer.train.setup import check_fit
 from tests.data.test_images import idx
 from tests.helpers import ROOT, write_books
 

@@ -16,8 +16,8 @@ from jaxformer.config import Config
 from jaxformer.data.windows import next_token_batch
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import batch_split, make_mesh, place
-from jaxformer.train.optimizer import make_optimizer
-from jaxformer.train.step import TrainState, abstract_state, make_train_step
+from jaxformer.train.setup import TrainSetup, TrainState
+from jaxformer.train.step import make_train_step
 from tests.fixtures import rmsnorm_weights as source
 from tests.helpers import ROOT
 
@@ -78,9 +78,10 @@ def test_five_steps_of_training(drawn: tuple, torch_says: dict[str, np.ndarray])
     rmsnorm, mesh = rung("rmsnorm"), make_mesh("fsdp=2", jax.devices()[:2])
     config = replace(rmsnorm, train=replace(rmsnorm.train, batch_size=source.BATCH))
     params = unflatten_dict(weights, sep=".")
-    fresh = TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), np.int32(0))
-    state = jax.device_put(fresh, jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh)))
-    train_step = make_train_step(config, mesh)
+    setup = TrainSetup(config, mesh)
+    fresh = TrainState(params, setup.optimizer.init(params), np.int32(0))
+    state = jax.device_put(fresh, setup.state_shardings)
+    train_step = make_train_step(setup)
 
     losses = []
     for step, batch_BT in enumerate(tokens):

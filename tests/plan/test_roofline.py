@@ -23,6 +23,7 @@ from jaxformer.plan.roofline import (
     visible_pairs,
 )
 from jaxformer.sharding import make_mesh
+from jaxformer.train.setup import TrainSetup
 
 MODEL = DecoderConfig(
     vocab_size=48, context_length=12, d_model=16, n_blocks=3, n_heads=4, output_projection=True, d_ff=(32,),
@@ -113,7 +114,7 @@ def test_bytes_that_must_be_sent():
     D, L, F, V = 16, 3, 32, 48
     blocks, outside, gains = 4 * L * (4 * D * D + 2 * D * F), 4 * 2 * V * D, 4 * L * 2 * D
     paper = lambda mesh, **compute: bytes_on_paper(  # noqa: E731
-        replace(CONFIG, compute=ComputeConfig(**compute)), make_mesh(mesh)
+        TrainSetup(replace(CONFIG, compute=ComputeConfig(**compute)), make_mesh(mesh))
     )
     summed = 2 * 7 / 8 * gains  # gains lie everywhere
     assert paper("data=8") == 2 * 7 / 8 * (blocks + outside + gains)
@@ -127,4 +128,4 @@ def test_bytes_that_must_be_sent():
     assert paper("fsdp=2,tensor=4") is None
     assert paper("expert=8") == paper("data=8")  # there are none
     experts = replace(CONFIG, model=replace(MODEL, n_experts=8))
-    assert bytes_on_paper(experts, make_mesh("expert=8")) is None
+    assert bytes_on_paper(TrainSetup(experts, make_mesh("expert=8"))) is None

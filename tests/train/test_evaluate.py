@@ -16,6 +16,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import AHEAD, Evaluator, perplexity
+from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params
 
 TOKENS = np.random.default_rng(0).integers(0, 37, 101)
@@ -40,7 +41,9 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
         n_bytes += LENGTHS[window[-len(part) :]].sum()
     for batch_size, mesh in ((8, "data=8"), (16, "data=2,fsdp=2,tensor=2")):
         asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
-        found = Evaluator(asked, make_mesh(mesh), HeldOutText(TOKENS, LENGTHS, 7, config.n_predicted))(params)
+        found = Evaluator(TrainSetup(asked, make_mesh(mesh)), HeldOutText(TOKENS, LENGTHS, 7, config.n_predicted))(
+            params
+        )
         assert found.targets == len(nll) == (94 if every == 1 else 100)
         np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
         assert 0 < found.others["accuracy"] < 0.3
@@ -51,7 +54,7 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
 def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
     config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
-    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), HeldOutText(TOKENS, LENGTHS, 7, 7))
+    evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), HeldOutText(TOKENS, LENGTHS, 7, 7))
     events: list[str] = []
 
     class Nats:
@@ -80,7 +83,7 @@ def test_nothing_to_predict_is_the_users_error(monkeypatch):
             yield Batch((), np.zeros((2, 7), np.int32), np.zeros((2, 7), np.float32))
 
     config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
-    evaluate = Evaluator(config, make_mesh("", jax.devices()[:1]), Nothing())
+    evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), Nothing())
     monkeypatch.setattr(evaluate, "_step", lambda *_: {"nats": np.zeros(2)})
     with pytest.raises(UserError, match="have 0 targets; hold out more data"):
         evaluate({})
@@ -97,7 +100,7 @@ def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most
         window = np.resize(TOKENS[first : first + 8], 8)  # what comes after a token does not change its loss
         nll.append(float(windows(window)[place - first - 1]))
     asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=8))
-    found = Evaluator(asked, make_mesh("data=8"), HeldOutText(TOKENS, LENGTHS, 7, 7, stride))(params)
+    found = Evaluator(TrainSetup(asked, make_mesh("data=8")), HeldOutText(TOKENS, LENGTHS, 7, 7, stride))(params)
     assert found.targets == 100
     np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
 
@@ -111,7 +114,7 @@ def test_the_batch_and_the_devices_do_not_show_in_the_result():
     def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
         asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         mesh = make_mesh(devices=jax.devices()[:n_devices])
-        return Evaluator(asked, mesh, HeldOutText(tokens, LENGTHS, 64, 64, stride))(params).loss
+        return Evaluator(TrainSetup(asked, mesh), HeldOutText(tokens, LENGTHS, 64, 64, stride))(params).loss
 
     for stride in (None, 16):
         one = loss(1, 1, stride)

@@ -24,7 +24,7 @@ from jaxformer.runs import create_run, load_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
-from jaxformer.train.step import check_fit
+from jaxformer.train.setup import TrainSetup, check_fit
 from tests.data.test_captions import MODEL as CLIP
 from tests.data.test_captions import write as write_captions
 from tests.data.test_images import write_idx
@@ -121,7 +121,8 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
         data = load(load_run(folder).tokenizer) if resume else load()
         if not resume:
             create_run(folder, asked, data.tokenizer, allow_suffix=False)
-        outcome = train(asked, data, folder, mesh, make_callbacks(asked, mesh, data, folder) if watched else [], resume)
+        setup = TrainSetup(asked, mesh)
+        outcome = train(setup, data, folder, make_callbacks(setup, data, folder) if watched else [], resume)
         assert (outcome.status, outcome.step) == ("done", steps)
         return folder
 
@@ -147,7 +148,7 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
     batch, model = load().batch(0), resumed.model
     check_fit(config.model, batch)
     assert first_non_finite(model, resumed.params, batch) is None
-    plan = make_plan(config, make_mesh("", jax.devices()[:1]))
+    plan = make_plan(TrainSetup(config, make_mesh("", jax.devices()[:1])))
     assert plan.parameters == sum(w.size for w in jax.tree.leaves(resumed.params)) and plan.model_operations > 0
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     grads = jax.jit(jax.grad(lambda p: objective_of(model).example_loss(model, p, example)))(resumed.params)

@@ -23,10 +23,12 @@ from jaxformer.sharding import make_mesh
 from jaxformer.signals import ReceivedSignal
 from jaxformer.train import loop
 from jaxformer.train.log import read_metrics, without_timings
-from jaxformer.train.loop import Callback, Outcome, Rollback, is_due, train
+from jaxformer.train.loop import Callback, Outcome, is_due, train
 from jaxformer.train.optimizer import make_schedule
+from jaxformer.train.resume import Rollback
+from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.sinks import WANDB_ID
-from jaxformer.train.step import CompiledStep, StepMetrics, TrainState
+from jaxformer.train.step import CompiledStep, StepMetrics
 from tests.arrays import assert_close
 from tests.helpers import write_books
 
@@ -53,7 +55,7 @@ def test_a_run_goes_on_on_fewer_devices(tmp_path):
     def run(name: str, steps: int, mesh: str, n_devices: int, resume: bool = False) -> Outcome:
         folder, on = tmp_path / name, make_mesh(mesh, jax.devices()[:n_devices])
         folder.mkdir(exist_ok=True)
-        outcome = train(replace(config, steps=steps, mesh=mesh), data, folder, on, [], resume)
+        outcome = train(TrainSetup(replace(config, steps=steps, mesh=mesh), on), data, folder, [], resume)
         assert (outcome.status, outcome.step) == ("done", steps)
         return outcome
 
@@ -73,8 +75,8 @@ def test_a_run_goes_on_on_fewer_devices(tmp_path):
 
 def test_what_is_due_when():
     samples, check = Callback(500, print, also_at=100), Callback(20, print, at_start=True)
-    assert [step for step in range(1001) if samples.due(step)] == [100, 500, 1000]
-    assert [step for step in range(50) if check.due(step)] == [0, 20, 40]
+    assert [step for step in range(1001) if samples.is_due(step)] == [100, 500, 1000]
+    assert [step for step in range(50) if check.is_due(step)] == [0, 20, 40]
     assert not any(is_due(0, step) for step in range(10))
 
 
@@ -83,7 +85,7 @@ def test_evaluations_and_checkpoints_can_be_switched_off(tmp_path):
     off = replace(TRAIN, log_every=4, eval_every=0, report_every=0, gradients_every=0, checkpoint_every=0)
     config = Config("test", MODEL, steps=10, data=TextConfig(str(write_books(tmp_path / "books"))), train=off)
     data = config.data.load(MODEL, off.batch_size, config.seed)
-    outcome = train(config, data, tmp_path, make_mesh("", jax.devices()[:1]), [])
+    outcome = train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data, tmp_path)
     assert outcome.evaluation is None
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 4, 8, 10]
@@ -132,7 +134,7 @@ def breaking(monkeypatch, steps: set[int], caught: ReceivedSignal, interrupted: 
 def run_on_one(config: Config, folder: Path, resume: bool = False, rollback: Rollback | None = None) -> Outcome:
     folder.mkdir(exist_ok=True)
     data = config.data.load(MODEL, config.train.batch_size, config.seed)
-    return train(config, data, folder, make_mesh("", jax.devices()[:1]), [], resume, rollback=rollback)
+    return train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data, folder, [], resume, rollback=rollback)
 
 
 @pytest.mark.slow

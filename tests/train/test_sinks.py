@@ -23,6 +23,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import Callback, train
+from jaxformer.train.setup import TrainSetup
 from jaxformer.train.sinks import open_sinks, prepare_sinks, scalars
 from tests.helpers import mounted, run, tiny, write_books
 
@@ -109,7 +110,8 @@ def train_in(folder: Path, config: Config, killed_at: int | None = None, resume:
         if step == killed_at:
             raise Killed
 
-    train(config, data, folder, mesh, [*make_callbacks(config, mesh, data, folder), Callback(1, kill)], resume)
+    setup = TrainSetup(config, mesh)
+    train(setup, data, folder, [*make_callbacks(setup, data, folder), Callback(1, kill)], resume)
 
 
 def test_scalars_are_named_by_their_path_in_the_row():

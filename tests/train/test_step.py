@@ -28,21 +28,9 @@ from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parameters import row_names
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
-from jaxformer.train import step
-from jaxformer.train.optimizer import make_optimizer
-from jaxformer.train.step import (
-    CompiledStep,
-    TrainState,
-    abstract_state,
-    build_model,
-    check_fit,
-    check_split,
-    choose_attention,
-    init_state,
-    make_eval_step,
-    make_gradient,
-    make_train_step,
-)
+from jaxformer.train import setup
+from jaxformer.train.setup import TrainSetup, TrainState, check_fit
+from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step
 from tests.arrays import assert_close
 from tests.helpers import exhaustive
 
@@ -83,27 +71,30 @@ def mesh_of(text: str) -> jax.sharding.Mesh:
     return make_mesh(text, jax.devices()[: prod(parse_mesh(text).values())])
 
 
+def setup_of(mesh: str, config: Config = CONFIG) -> TrainSetup:
+    return TrainSetup(config, mesh_of(mesh))
+
+
 @lru_cache
 def first_params(model: DecoderConfig = MODEL) -> Params:
     """What training starts from, on the host: made once, because compiling takes longer than twenty steps."""
-    return jax.device_get(init_state(replace(CONFIG, model=model), mesh_of("data=1")).params)
+    return jax.device_get(setup_of("data=1", replace(CONFIG, model=model)).init_state().params)
 
 
-def state_on(mesh: jax.sharding.Mesh, config: Config) -> TrainState:
+def state_on(setup: TrainSetup) -> TrainState:
     """The same first state on any mesh."""
-    params = first_params(replace(config.model, dropout=0.0))  # which has no parameters
-    state = TrainState(params, make_optimizer(config.optimizer, config.steps).init(params), np.int32(0))
-    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh)))
+    params = first_params(replace(setup.config.model, dropout=0.0))  # which has no parameters
+    return jax.device_put(TrainState(params, setup.optimizer.init(params), np.int32(0)), setup.state_shardings)
 
 
 @lru_cache
 def trained(mesh: str, config: Config = CONFIG) -> tuple[np.ndarray, TrainState]:
     """Losses of all steps, and the last state."""
-    on = mesh_of(mesh)
-    state, step = state_on(on, config), make_train_step(config, on)
+    setup = setup_of(mesh, config)
+    state, step, split = state_on(setup), make_train_step(setup), batch_split(setup.mesh)
     losses = []
     for k, batch in enumerate(BATCHES):
-        state, metrics = step(state, place(batch, batch_split(on)), np.int32(k))
+        state, metrics = step(state, place(batch, split), np.int32(k))
         losses.append(float(metrics.loss))
     return np.array(losses), state
 
@@ -168,8 +159,8 @@ def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
 @lru_cache
 def gradient_of_experts(mesh: str, **fields: object) -> tuple[jax.Array, Params]:
     """Loss and gradient of the first batch, with experts that are often full and weights at which balancing counts."""
-    config, on = computed(EXPERTS, **fields), mesh_of(mesh)
-    return jax.device_get(jax.jit(make_gradient(config, on))(state_on(on, config), BATCHES[0], 0))
+    setup = setup_of(mesh, computed(EXPERTS, **fields))
+    return jax.device_get(jax.jit(make_gradient(setup))(state_on(setup), BATCHES[0], 0))
 
 
 @pytest.mark.slow
@@ -192,7 +183,7 @@ def test_experts_are_the_same_on_every_mesh(mesh, fields):
 def test_balancing_is_minimised_and_not_reported():
     """The loss is that of the batch without it, and the gradient is that with it, of the whole batch at once."""
     model, params = EXPERTS.model.build(), first_params(EXPERTS.model)
-    keys = step.example_keys(EXPERTS.seed, 0, B)
+    keys = setup_of("data=1", EXPERTS).example_keys(0)
 
     def both(params: Params) -> tuple[jax.Array, jax.Array]:
         nll, routing = per_target_loss(negative_log_likelihood, model, params, BATCHES[0], keys)
@@ -233,7 +224,7 @@ def test_bfloat16_is_close_and_stores_float32(mesh):
 
 def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
     with pytest.raises(UserError, match=r"compute\.precision is bfloat16"):
-        make_train_step(computed(CONFIG, precision="bfloat16"), mesh_of("tensor=2"))
+        make_train_step(setup_of("tensor=2", computed(CONFIG, precision="bfloat16")))
 
 
 @pytest.mark.slow
@@ -252,7 +243,7 @@ def test_an_optimizer_steps_on_its_shards(name):
 
 @pytest.mark.slow
 def test_the_first_state_is_the_same_on_every_mesh():
-    one, cube = (init_state(CONFIG, mesh_of(mesh)) for mesh in ("data=1", CUBE))
+    one, cube = (setup_of(mesh).init_state() for mesh in ("data=1", CUBE))
     jax.tree.map(np.testing.assert_array_equal, one, cube)
     assert cube.params["W_out"].sharding.spec == P("fsdp", "tensor")
     assert cube.failures == 0
@@ -260,8 +251,8 @@ def test_the_first_state_is_the_same_on_every_mesh():
 
 def test_names_and_shapes_do_not_depend_on_how_it_is_computed():
     for fields in ({"remat": "block"}, {"scan_blocks": True}, {"grad_accumulation_steps": 4}):
-        other = abstract_state(computed(TWO_BLOCKS, **fields), mesh_of("data=1"))
-        assert other == abstract_state(TWO_BLOCKS, mesh_of("data=1"))
+        other = setup_of("data=1", computed(TWO_BLOCKS, **fields)).abstract_state
+        assert other == setup_of("data=1", TWO_BLOCKS).abstract_state
 
 
 @pytest.mark.slow
@@ -284,11 +275,11 @@ def test_the_batch_loss_is_the_mean_of_its_examples():
 
 @pytest.mark.slow
 def test_the_step_is_optax_on_the_gradient_of_the_loss():
-    mesh, optimizer = mesh_of("data=2,fsdp=4"), make_optimizer(CONFIG.optimizer, CONFIG.steps)
-    params = first_params()
+    setup, params = setup_of("data=2,fsdp=4"), first_params()
+    optimizer = setup.optimizer
     grads = jax.jit(jax.grad(lambda p: CrossEntropy().loss(MODEL.build(), p, BATCHES[0])[0]))(params)
     updates = optimizer.update(grads, optimizer.init(params), params)[0]
-    state, metrics = make_train_step(CONFIG, mesh)(state_on(mesh, CONFIG), BATCHES[0], 0)
+    state, metrics = make_train_step(setup)(state_on(setup), BATCHES[0], 0)
     jax.tree.map(assert_close, state.params, optax.apply_updates(params, updates))
     assert metrics.finite
     measured = metrics.grad_norm, metrics.update_norm
@@ -305,31 +296,29 @@ def test_the_step_is_optax_on_the_gradient_of_the_loss():
 def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(parts):
     """W_out's: with blocks that give nothing, the sum over 192 tokens of 3e37 times softmax less one-hot; float32 ends
     at 3.4e38. The autopsy must not find fault with it, either."""
-    config, mesh = (
-        computed(replace(CONFIG, model=replace(MODEL, norm="none")), grad_accumulation_steps=parts),
-        mesh_of("data=2"),
-    )
-    state = init_state(config, mesh)
+    config = computed(replace(CONFIG, model=replace(MODEL, norm="none")), grad_accumulation_steps=parts)
+    setup = setup_of("data=2", config)
+    state = setup.init_state()
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     zeros["embedding"]["W_E"] = jnp.full((V, 16), 3e37)
     batch = next_token_batch(np.zeros((B, T + 1), np.int32))
-    loss, grads = jax.jit(make_gradient(config, mesh))(state._replace(params=zeros), batch, 0)
+    loss, grads = jax.jit(make_gradient(setup))(state._replace(params=zeros), batch, 0)
     np.testing.assert_allclose(loss, np.log(V), rtol=1e-6)
     wanted = 3e37 * (1 / V - np.eye(V)[0])
     np.testing.assert_allclose(grads["W_out"], np.broadcast_to(wanted, (16, V)), rtol=1e-5)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
-    assert first_non_finite(config.model.build(), jax.device_get(zeros), batch) is None
+    assert first_non_finite(setup.model, jax.device_get(zeros), batch) is None
 
 
 @lru_cache
 def loss_and_gradient(config: Config, pieces: int) -> tuple[jax.Array, Params]:
     """Of the first batch, with its logits made in so many pieces."""
-    mesh = mesh_of("data=1")
+    setup = setup_of("data=1", config)
     with pytest.MonkeyPatch.context() as patch:
         if pieces > 1:
             patch.setattr(objective, "MAX_LOGITS_PER_CHUNK", -(-B * T // pieces) * V)
         assert objective.n_chunks(B * T, V) == pieces
-        return jax.device_get(jax.jit(make_gradient(config, mesh))(state_on(mesh, config), BATCHES[0], 0))
+        return jax.device_get(jax.jit(make_gradient(setup))(state_on(setup), BATCHES[0], 0))
 
 
 @pytest.mark.slow
@@ -365,12 +354,12 @@ def test_pieces_are_summed_in_float32():
 
 @pytest.mark.slow
 def test_an_evaluation_in_pieces_is_the_same(monkeypatch):
-    mesh = mesh_of("data=2")
+    setup = setup_of("data=2")
     weights_BT = np.random.default_rng(1).random((B, T)).astype(np.float32)
 
     def run() -> jax.Array:
         batch = BATCHES[0]._replace(weights=weights_BT)
-        return make_eval_step(CONFIG, mesh)(first_params(), batch)["nats"]
+        return make_eval_step(setup)(first_params(), batch)["nats"]
 
     whole = run()
     monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", 5 * V)
@@ -410,11 +399,11 @@ def test_memory_does_not_grow_with_the_logits_of_the_batch():
     model = replace(MODEL, vocab_size=2**14, context_length=32)
 
     def temporary(batch_size: int) -> int:
-        config, mesh = replace(CONFIG, model=model, train=TrainConfig(batch_size=batch_size)), mesh_of("data=1")
-        batch = step.abstract_batch(config, mesh)
+        setup = setup_of("data=1", replace(CONFIG, model=model, train=TrainConfig(batch_size=batch_size)))
+        batch = setup.abstract_batch
         weighed = batch._replace(weights=batch.targets.update(dtype=jnp.float32))
-        learning = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch, 0)
-        evaluation = make_eval_step(config, mesh).lower(abstract_state(config, mesh).params, weighed)
+        learning = make_train_step(setup).lower(setup.abstract_state, batch, 0)
+        evaluation = make_eval_step(setup).lower(setup.abstract_state.params, weighed)
         return np.array([x.compile().memory_analysis().temp_size_in_bytes for x in (learning, evaluation)])
 
     small, large = 128, 1024  # 2^26 logits, as many as are made at once, and eight times as many
@@ -449,8 +438,8 @@ def good_and_bad() -> tuple[Batch, Batch]:
     ("fields", "allowed"), [({"non_finite": "stop"}, 0), ({"non_finite": "skip", "max_skips": 2}, 2)]
 )
 def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_learning(fields, allowed, good_and_bad):
-    config, mesh = replace(CONFIG, train=replace(CONFIG.train, **fields)), mesh_of("data=2,fsdp=2")
-    step, state = make_train_step(config, mesh), state_on(mesh, config)
+    setup = setup_of("data=2,fsdp=2", replace(CONFIG, train=replace(CONFIG.train, **fields)))
+    step, state = make_train_step(setup), state_on(setup)
     good, bad = good_and_bad
     W_E = state.params["embedding"]["W_E"]
     state.params["embedding"]["W_E"] = W_E.at[INFINITE, 0].set(jnp.inf)
@@ -482,57 +471,53 @@ def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_lea
 @pytest.mark.slow
 def test_a_compiled_step_says_when_it_is_compiled_again():
     said: list[str] = []
-    mesh = mesh_of("data=2")
-    step, state = CompiledStep(CONFIG, mesh, BATCHES[0], said.append), state_on(mesh, CONFIG)
+    setup = setup_of("data=2")
+    step, state, split = CompiledStep(setup, BATCHES[0], said.append), state_on(setup), batch_split(setup.mesh)
     assert said.pop().startswith("memory per device: ")
     said.clear()
     for k in range(2):
-        state, _ = step(state, place(BATCHES[k], batch_split(mesh)), k)
+        state, _ = step(state, place(BATCHES[k], split), k)
     assert not said
-    state, metrics = step(state, place(next_token_batch(TOKENS[2][:, :8]), batch_split(mesh)), 2)
+    state, metrics = step(state, place(next_token_batch(TOKENS[2][:, :8]), split), 2)
     assert said == ["step 3 is compiled again, for a batch of (16, 7)"]
     assert metrics.finite and np.isfinite(metrics.loss)
-    state, _ = step(state, place(next_token_batch(TOKENS[3][:, :8]), batch_split(mesh)), 3)
-    step(state, place(BATCHES[4], batch_split(mesh)), 4)  # both programs are kept
+    state, _ = step(state, place(next_token_batch(TOKENS[3][:, :8]), split), 3)
+    step(state, place(BATCHES[4], split), 4)  # both programs are kept
     assert len(said) == 1
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(monkeypatch):
-    monkeypatch.setattr(memory, "capacity", lambda device: 10_000)
+    monkeypatch.setattr(memory, "memory_capacity", lambda device: 10_000)
     with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory per device, and there are 9.77 KiB; lower"):
-        CompiledStep(CONFIG, mesh_of("data=1"), BATCHES[0], print)
+        CompiledStep(setup_of("data=1"), BATCHES[0], print)
 
 
 @pytest.mark.parametrize(
     ("batch_size", "parts", "mesh", "said"),
     [
         (12, 1, "data=8", "12 does not split over 8 devices; use a multiple such as 16"),
-        (8, 2, "data=4,fsdp=2", "8 does not split over 8 devices in 2 parts; use a multiple such as 16"),
-        (30, 2, "fsdp=2,tensor=2", "30 does not split over 2 devices in 2 parts; use a multiple such as 32"),
+        (8, 2, "data=4,fsdp=2", "8 does not split over 8 devices in 2 microbatches; use a multiple such as 16"),
+        (30, 2, "fsdp=2,tensor=2", "30 does not split over 2 devices in 2 microbatches; use a multiple such as 32"),
     ],
 )
 def test_a_batch_that_does_not_split_is_refused_with_one_that_does(batch_size, parts, mesh, said):
     config = replace(computed(CONFIG, grad_accumulation_steps=parts), train=TrainConfig(batch_size=batch_size))
     with pytest.raises(UserError, match=said):
-        check_split(config, mesh_of(mesh))
-    with pytest.raises(UserError, match=said):
-        make_train_step(config, mesh_of(mesh))
+        setup_of(mesh, config)
 
 
 def test_the_model_of_a_step_is_the_model():
     """What the command line asks for reaches the model."""
-    built = build_model(computed(TWO_BLOCKS, remat="dots", scan_blocks=True), mesh_of("data=1"))
+    built = setup_of("data=1", computed(TWO_BLOCKS, remat="dots", scan_blocks=True)).sharded_model
     assert (built.execution.remat, built.execution.scan) == ("dots", True)
     assert built.config == TWO_BLOCKS.model
 
 
 def test_processes_that_chose_different_attention_are_told_which(monkeypatch):
-    here = mesh_of("data=1")
-    line = choose_attention(CONFIG, here)[1]
-    monkeypatch.setattr(step, "all_gather", lambda mine: [mine, "attention: other"])
-    choose_attention.cache_clear()
+    line = setup_of("data=1").attention_line
+    monkeypatch.setattr(setup, "all_gather", lambda mine: [mine, "attention: other"])
     with pytest.raises(UserError) as caught:
-        choose_attention(CONFIG, here)
+        setup_of("data=1").attention_line  # noqa: B018
     assert str(caught.value) == (
         f"processes differ ({line}; attention: other); set compute.attention to xla or blockwise."
     )

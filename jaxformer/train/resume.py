@@ -1,0 +1,118 @@
+"""Where training begins: a fresh state, the last checkpoint, or an earlier one that a run is rolled back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxformer.checkpoints import CheckpointManager
+from jaxformer.config import Config
+from jaxformer.data.dataset import Dataset
+from jaxformer.distributed import is_main_process
+from jaxformer.errors import UserError
+from jaxformer.runs import write_config
+from jaxformer.sharding import place, replicated
+from jaxformer.train.divergence import DivergenceMonitor, chance_loss
+from jaxformer.train.log import truncate_log
+from jaxformer.train.setup import TrainSetup, TrainState
+from jaxformer.train.sinks import discard_wandb_run
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A return to an earlier checkpoint, to train on from there with other options."""
+
+    step: int
+    """Step of the checkpoint; 0 is the start, which needs none."""
+    skip_batches: int = 0
+    """Batches to leave out from there on, besides those left out until then."""
+    changes: str = ""
+    """Options that differ from there on, for the log."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """State of a run before its first step."""
+
+    config: Config
+    """The run's config, in which a rollback has added to `train.skip_batches`."""
+    step: int
+    """Optimizer steps in the state."""
+    state: TrainState
+    monitor: DivergenceMonitor
+    skipped: int = 0
+    """Steps skipped as not finite since the last row of the log."""
+    notes: tuple[str, ...] = ()
+    """Notes for the log."""
+    resumed: bool = False
+    """True unless the state is fresh."""
+
+
+def find_start(
+    setup: TrainSetup, data: Dataset, folder: Path, checkpoints: CheckpointManager, resume: bool,
+    allow_changed_data: bool, rollback: Rollback | None,
+) -> Start:  # fmt: skip
+    """Return where a run begins; of one that is resumed, remove the later rows of its log, and of one that is rolled
+    back the later checkpoints, once checkpoint, config and data are verified.
+
+    Raises:
+      UserError: there is no such checkpoint, it does not fit the config, or the data has changed since.
+    """
+    config, t, position = setup.config, setup.config.train, dict[str, Any]()
+    resumed, step, notes = bool(resume and checkpoints if rollback is None else rollback.step), 0, list[str]()
+    if resumed:
+        step, state, position = restore_state(setup, checkpoints, rollback.step if rollback else "last")
+    else:
+        state = setup.init_state()
+    data_changed = resumed and position["fingerprint"] != data.fingerprint
+    if data_changed:
+        if not allow_changed_data:
+            raise UserError(
+                f"the data is not what this run was trained on: its content or split has changed since, it is "
+                f"{data.describe()}; restore it, start a new run, or go on regardless with --allow-changed-data."
+            )
+        notes.append(f"the data is not what it was before; now it is {data.describe()}")
+    if rollback is not None:
+        skip_batches = position.get("skip_batches", t.skip_batches) + rollback.skip_batches
+        config = replace(config, train=replace(t, skip_batches=skip_batches))
+        notes.append(_describe(rollback, skip_batches, checkpoints.remove_after(step)))
+        if is_main_process():
+            discard_wandb_run(folder)
+    if resume and is_main_process():
+        if resumed or rollback is not None:
+            write_config(folder, config)
+        truncate_log(folder, step if resumed else -1)
+    stored = None if data_changed else position.get("monitor")
+    monitor = DivergenceMonitor.restore(stored, chance_loss(config.model), stops=t.divergence == "stop")
+    # A run from before it was stored lacks "skipped".
+    return Start(config, step, state, monitor, position.get("skipped", 0), tuple(notes), resumed)
+
+
+def restore_state(
+    setup: TrainSetup, checkpoints: CheckpointManager, which: str | int = "last"
+) -> tuple[int, TrainState, dict[str, Any]]:
+    """Return step and state of a checkpoint, in this mesh's shardings, and the position that was stored with it.
+
+    Raises:
+      UserError: there is no such checkpoint, or it has taken more steps than the config.
+    """
+    step, steps = checkpoints.step(which), setup.config.steps
+    if step > steps:
+        raise UserError(f"the run has taken {step} steps already; steps is {steps}, and must be at least that.")
+    like = setup.abstract_state
+    params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
+    failures = place(np.array(position["failures"], np.int32), replicated(setup.mesh))
+    return step, TrainState(params, opt_state, failures), position
+
+
+def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:
+    parts = [f"rolled back to step {rollback.step:,}", rollback.changes]
+    if rollback.skip_batches:
+        parts.append(f"{rollback.skip_batches:,} batches left out, {skip_batches:,} in all")
+    if removed:
+        parts.append(f"checkpoints removed: {', '.join(map(str, removed))}")
+    return "; ".join(filter(None, parts))

@@ -1,0 +1,258 @@
+"""The training set-up: everything that a config means on a mesh of devices, derived once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxformer.config import ComputeConfig, Config, ModelConfig
+from jaxformer.contract import Task
+from jaxformer.data.dataset import Batch
+from jaxformer.distributed import all_gather
+from jaxformer.errors import UserError
+from jaxformer.memory import check_parameters
+from jaxformer.models.objective import Params
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.execution import Execution
+from jaxformer.ops.attention import attention
+from jaxformer.runs import abstract_params
+from jaxformer.sharding import abstract, batch_shards, batch_split, gather, shardings
+from jaxformer.train.kernels import make_attention
+from jaxformer.train.optimizer import make_optimizer, make_schedule
+
+BLOCK = re.compile(r"blocks_\d+$")
+"""Names of blocks, which gather their own parameters when they begin."""
+
+
+class TrainState(NamedTuple):
+    """The arrays that training changes.
+
+    A step whose loss or gradient norm is not finite leaves parameters and optimizer state as they were. After more
+    such steps in a row than `train.max_skips` (or one, without 'skip'), no later step changes anything: the state that
+    broke can then still be inspected and saved.
+    """
+
+    params: Params
+    """Parameters to evaluate and sample from, float32."""
+    opt_state: Any
+    failures: jax.Array
+    """Steps in a row until now that were not finite, int32."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainSetup:
+    """A config on a mesh. Steps, evaluation, callbacks, plans and autopsies receive it in place of the two.
+
+    Each part is derived when it is first used, and once.
+
+    Raises:
+      UserError: the batch does not split evenly over the devices.
+    """
+
+    config: Config
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        B, n_parts, n = self.config.train.batch_size, self.config.compute.grad_accumulation_steps, self.n_shards
+        if B % (n * n_parts):
+            up = -(-B // (n * n_parts)) * n * n_parts
+            also = f" in {n_parts} microbatches" if n_parts > 1 else ""
+            raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+
+    @property
+    def n_shards(self) -> int:
+        """Number of shards of a batch."""
+        return batch_shards(self.mesh)
+
+    @cached_property
+    def compute_dtype(self) -> jnp.dtype:
+        """Dtype of matrix products; see `resolve_precision`."""
+        return resolve_precision(self.config.compute, self.mesh)
+
+    @cached_property
+    def schedule(self) -> optax.Schedule:
+        """Learning rate by optimizer step, counted from 0."""
+        return make_schedule(self.config.optimizer, self.config.steps)
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Optimizer with clipping and schedule."""
+        return make_optimizer(self.config.optimizer, self.config.steps)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Model for one example on one device, in the simplest execution: for initialisation and inspection."""
+        return self.config.model.build()
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        shapes = jax.eval_shape(self._init)
+        return abstract(shapes, shardings(shapes, self.mesh))
+
+    @cached_property
+    def state_shardings(self) -> TrainState:
+        """`NamedSharding` of each array of the state."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+    @cached_property
+    def param_specs(self) -> Params:
+        """`PartitionSpec` of each parameter."""
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_state.params)
+
+    def check_devices(self) -> None:
+        """Raise `UserError` where the parameters do not fit into memory, or the attention of the config cannot run."""
+        check_parameters(self.abstract_state.params, self.mesh.size, jax.local_devices()[0])
+        self.attention  # noqa: B018
+
+    def init_state(self) -> TrainState:
+        """Return the first state, drawn from `config.seed` in its sharding; the same numbers on every mesh."""
+        return jax.jit(self._init, out_shardings=self.state_shardings)()
+
+    def _init(self) -> TrainState:
+        params = self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"]
+        return TrainState(params, self.optimizer.init(params), jnp.int32(0))
+
+    @property
+    def attention(self) -> Callable[..., jax.Array]:
+        """Attention implementation on these devices.
+
+        Raises:
+          UserError: see `make_attention`; or processes differ in what they would use.
+        """
+        return self._attention[0]
+
+    @property
+    def attention_line(self) -> str:
+        """Line for the log that names the attention implementation and the reason for it."""
+        return self._attention[1]
+
+    @cached_property
+    def _attention(self) -> tuple[Callable[..., jax.Array], str]:
+        calls: list[tuple] = []
+
+        def listen(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+            if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
+                calls.append((*args[:2], args[3]))
+            return call(*args, **kwargs)
+
+        def trace(params: Params, *example: jax.Array) -> Any:
+            with nn.intercept_methods(listen):
+                return self.model.apply({"params": params}, *example)
+
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.compute_dtype), self.abstract_state.params)
+        jax.eval_shape(trace, params, *self.config.model.example())
+        if not calls:
+            return attention, "attention: no multi-head layers"
+        # An array as mask rules out every fused kernel; each call is looked at again, when it comes.
+        q_HTK, k_GSK, mask = next((call for call in calls if not isinstance(call[2], jax.Array)), calls[0])
+        q_HTK, k_GSK = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_HTK, k_GSK))
+        devices = self.mesh.devices
+        is_local = bool(set(devices.flat) & set(jax.local_devices()))
+        chosen, line = make_attention(
+            self.config.compute.attention, devices.flat[0].platform, q_HTK, k_GSK, mask, self.mesh.shape["tensor"],
+            try_first=is_local,
+        )  # fmt: skip
+        lines = list(dict.fromkeys(all_gather(line[:1000]))) if is_local else [line]
+        if len(lines) > 1:  # different programs would wait for each other for ever
+            raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
+        return chosen, line
+
+    @cached_property
+    def sharded_model(self) -> nn.Module:
+        """Model as the steps apply it, inside `sharding.on_each_shard`, to what `compute_params` returns."""
+        c, specs, mesh = self.config.compute, self.param_specs, self.mesh
+        execution = Execution(
+            self.attention,
+            c.remat,
+            c.scan_blocks,
+            # A module without a spec of its own is part of one that `compute_params` has gathered.
+            lambda name, params: gather(params, specs[name], mesh) if name in specs else params,
+            mesh.shape["expert"] if any("expert" in axes for axes in jax.tree.leaves(specs)) else 1,
+        )
+        return self.config.model.build(execution)
+
+    def compute_params(self, params: Params) -> Params:
+        """Cast a device's shards to the compute dtype and gather those outside blocks, for `sharded_model`."""
+        specs, mesh = self.param_specs, self.mesh
+        params = jax.tree.map(lambda w: w.astype(self.compute_dtype), params)
+        if mesh.devices.flat[0].platform == "cpu":
+            params = jax.tree.map(lambda w: product_apart(w) if w.ndim == 2 else w, params)
+        return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}
+
+    def example_keys(self, step: jax.Array | int) -> jax.Array:
+        """Return one dropout key per example of the whole batch, `(B,)`: the same however the batch is split."""
+        key = jax.random.fold_in(jax.random.key(self.config.seed), step)
+        B = self.config.train.batch_size
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(B))
+
+    @cached_property
+    def abstract_batch(self) -> Batch:
+        """Shapes, dtypes and shardings of a batch of the longest examples."""
+        B, split = self.config.train.batch_size, batch_split(self.mesh)
+        example = Batch(self.config.model.example(), abstract_targets(self.config.model))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split), example)
+
+
+def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
+    """Return the dtype that `compute.precision` means on these devices.
+
+    Raises:
+      UserError: bfloat16 over a tensor axis of CPUs.
+    """
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if config.precision == "auto":
+        return jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
+    if config.precision == "bfloat16" and on_cpu and mesh.shape["tensor"] > 1:
+        # XLA's CPU compiler dies of such a sum (all-reduce promotion, seen with jax 0.10).
+        raise UserError("compute.precision is bfloat16, which a CPU cannot sum over a tensor axis; use float32 there.")
+    return jnp.dtype(config.precision)
+
+
+@jax.custom_vjp
+def product_apart(matrix: jax.Array) -> jax.Array:
+    """The same matrix, whose gradient is made in two steps: a product, and its transposition.
+
+    XLA's CPU compiler would make one product of them, with both factors transposed, and that takes its slow path:
+    a step of `quick` took 128 ms with it and 111 ms without.
+    """
+    return matrix
+
+
+product_apart.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.optimization_barrier(g.T).T,))
+
+
+def abstract_targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
+    """Return shape and dtype of the classes to predict in an example of the largest size; None without classes."""
+    if config.contract.task is Task.CONTRASTIVE:
+        return None
+    model = config.build()
+    call: Callable[..., Any] = lambda params, *example: model.apply({"params": params}, *example)  # noqa: E731
+    logits = jax.eval_shape(call, abstract_params(model, config), *config.example())
+    return jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
+
+
+def check_fit(model: ModelConfig, batch: Batch) -> None:
+    """Raise `UserError` where a batch lacks the inputs or the targets that a model is for."""
+    expected, actual = model.example(), batch.inputs
+    if [(x.dtype, x.ndim + 1) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
+        texts = [", ".join(f"{x.dtype} {x.shape[skip:]}" for x in xs) for skip, xs in ((0, expected), (1, actual))]
+        raise UserError(
+            f"{type(model).__name__} takes {texts[0]} for an example, but the data gives {texts[1]}; change one of "
+            "them."
+        )
+    targets = abstract_targets(model)
+    if targets is not None and targets.ndim + 1 != batch.targets.ndim:
+        raise UserError(
+            f"{type(model).__name__} predicts classes of shape {targets.shape} for an example, but the data gives "
+            f"{batch.targets.shape[1:]} to predict; change one of them."
+        )
