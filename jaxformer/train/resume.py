@@ -1,4 +1,4 @@
-"""Where training begins: a fresh state, the last checkpoint, or an earlier one that a run is rolled back to."""
+"""The start of training: a fresh state, the last checkpoint, or an earlier one that a run is rolled back to."""
 
 from __future__ import annotations
 

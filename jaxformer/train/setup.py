@@ -186,7 +186,7 @@ class TrainSetup:
         specs, mesh = self.param_specs, self.mesh
         params = jax.tree.map(lambda w: w.astype(self.compute_dtype), params)
         if mesh.devices.flat[0].platform == "cpu":
-            params = jax.tree.map(lambda w: product_apart(w) if w.ndim == 2 else w, params)
+            params = jax.tree.map(lambda w: separate_gradient_transpose(w) if w.ndim == 2 else w, params)
         return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}
 
     def example_keys(self, step: jax.Array | int) -> jax.Array:
@@ -219,8 +219,8 @@ def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
 
 
 @jax.custom_vjp
-def product_apart(matrix: jax.Array) -> jax.Array:
-    """The same matrix, whose gradient is made in two steps: a product, and its transposition.
+def separate_gradient_transpose(matrix: jax.Array) -> jax.Array:
+    """Return the matrix, whose gradient is computed in two steps: a product, and its transposition.
 
     XLA's CPU compiler would make one product of them, with both factors transposed, and that takes its slow path:
     a step of `quick` took 128 ms with it and 111 ms without.
@@ -228,7 +228,7 @@ def product_apart(matrix: jax.Array) -> jax.Array:
     return matrix
 
 
-product_apart.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.optimization_barrier(g.T).T,))
+separate_gradient_transpose.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.optimization_barrier(g.T).T,))
 
 
 def abstract_targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
