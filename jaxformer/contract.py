@@ -39,6 +39,27 @@ class Input(NamedTuple):
     dtype: str
 
 
+class AttentionShape(NamedTuple):
+    """Queries and keys of the self-attention that most calls of a model compute, for one example of the largest size.
+
+    Attributes:
+      n_heads, n_kv_heads: query heads H and key/value heads G.
+      head_dim: width K of a head.
+      n_positions: queries T, and as many keys.
+      mask: None, an `ops.masks.Causal`, or `ARRAY` for a mask that is an array.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_positions: int
+    mask: Any = None
+
+
+ARRAY = "array"
+"""A mask that is an array, which no fused kernel reads."""
+
+
 @dataclass(frozen=True)
 class Contract:
     """Task, inputs and capabilities of a model.
@@ -59,6 +80,8 @@ class Contract:
       extrapolates: a text may go on past the context, with the same `attention_window`.
       has_prefix: a prompt is attended to in both directions; it must come in one call, and its length is the last
         argument of the call and of `extend`.
+      attention: shape of the multi-head self-attention, by which the trainer chooses the implementation; None for a
+        model without.
       has_residual_stream: all blocks add to one stream, which `unembed` reads (logit lens, direct logit attribution).
     """
 
@@ -73,6 +96,7 @@ class Contract:
     attention_window: int | None = None
     extrapolates: bool = False
     has_prefix: bool = False
+    attention: AttentionShape | None = None
     has_residual_stream: bool = False
 
 

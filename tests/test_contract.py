@@ -8,9 +8,10 @@ import pytest
 from flax import linen as nn
 
 from jaxformer.config import ModelConfig
-from jaxformer.contract import UNDECLARED, Contract, Task, contract_of
+from jaxformer.contract import ARRAY, UNDECLARED, AttentionShape, Contract, Task, contract_of
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.nn.attention import MultiHeadAttention
 from tests.test_x64 import MODELS
 
 
@@ -41,6 +42,31 @@ def test_the_last_axis_of_logits_is_the_number_of_classes(name: str) -> None:
         assert config.contract.n_classes is None
     else:
         assert outputs.shape[-1] == config.contract.n_classes
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *MODELS.values(),
+        *(replace(MODELS["decoder"], **fields) for fields in ({"window": 2}, {"prefix": True}, {"n_kv_heads": 1})),
+    ],
+    ids=str,
+)
+def test_the_shape_of_attention_is_that_of_a_call(config: ModelConfig) -> None:
+    """Of the first that has no array as mask, if there is one."""
+    calls = []
+
+    def listen(call, args, kwargs, context):
+        if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
+            (H, T, K), (G, S, _), mask = args[0].shape, args[1].shape, args[3]
+            calls.append((AttentionShape(H, G, K, T, ARRAY if isinstance(mask, jax.Array) else mask), S))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(listen):
+        jax.eval_shape(lambda *xs: config.build().init(jax.random.key(0), *xs), *config.example())
+    first = next((call for call in calls if call[0].mask != ARRAY), calls[0] if calls else (None, None))
+    shape = config.contract.attention
+    assert (shape, shape and shape.n_positions) == first
 
 
 def test_a_module_may_declare_its_contract_itself_or_not_at_all() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 
 from jaxformer.config import ModelConfig, TokenModelConfig
-from jaxformer.contract import Contract
+from jaxformer.contract import AttentionShape, Contract
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
@@ -70,6 +70,10 @@ class BlocksConfig(ModelConfig):
     def final_norm(self) -> bool:
         """Whether a stack ends in one more norm: with pre-norm, nothing else has normalised the residual stream."""
         return self.norm_placement == "pre"
+
+    def attention_shape(self, n_positions: int, mask: Any = None) -> AttentionShape:
+        """Return the shape of self-attention over some positions; the mask is as in `AttentionShape`."""
+        return AttentionShape(self.n_heads, self.n_heads, self.width_of_head, n_positions, mask)
 
     def make_norm(self) -> nn.Module:
         """One norm."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.contract import Contract, Input
+from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
@@ -183,7 +183,8 @@ class DecoderConfig(TokenModelConfig):
 
     @property
     def contract(self) -> Contract:
-        tokens = super().contract
+        tokens, is_windowed = super().contract, self.attention_window < self.context_length
+        mask = ARRAY if self.prefix else Causal(self.attention_window if is_windowed else None)
         return replace(
             tokens,
             inputs=(*tokens.inputs, Input("prefix", (), "int32")) if self.prefix else tokens.inputs,
@@ -193,6 +194,7 @@ class DecoderConfig(TokenModelConfig):
             attention_window=self.attention_window,
             extrapolates=self.extrapolates,
             has_prefix=self.prefix,
+            attention=AttentionShape(self.n_heads, self.kv_heads, self.width_of_head, self.context_length, mask),
             has_residual_stream=self.residual,
         )
 

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.contract import Contract, Task, token_inputs
+from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
@@ -45,7 +45,7 @@ class EncoderConfig(TokenBlocksConfig):
     def contract(self) -> Contract:
         return replace(
             super().contract, task=Task.MASKED_LM, inputs=token_inputs(self.context_length, "tokens_T", "valid_T"),
-            has_features=True,
+            has_features=True, attention=self.attention_shape(self.context_length, ARRAY),
         )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> Encoder:

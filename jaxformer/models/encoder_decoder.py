@@ -36,8 +36,9 @@ class EncoderDecoderConfig(TokenBlocksConfig):
     def contract(self) -> Contract:
         inputs = token_inputs(self.context_length, "source_S", "valid_S", "target_T")
         return replace(
-            super().contract, task=Task.SEQUENCE_TO_SEQUENCE, inputs=inputs, has_features=True, has_cache=True
-        )
+            super().contract, task=Task.SEQUENCE_TO_SEQUENCE, inputs=inputs, has_features=True, has_cache=True,
+            attention=self.attention_shape(self.context_length, Causal()),
+        )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> EncoderDecoder:
         return EncoderDecoder(self, execution)

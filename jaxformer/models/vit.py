@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ImageModelConfig
+from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig
@@ -51,6 +52,15 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
                 raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one a channel.")
         if not all(std > 0 for std in self.std):
             raise UserError(f"std is {self.std}; it must be above 0.")
+
+    @property
+    def contract(self) -> Contract:
+        n_patches = prod(self.image_size) // prod(self.patch_size)
+        return replace(super().contract, attention=self.attention_shape(self.n_positions(n_patches)))
+
+    def n_positions(self, n_patches: int) -> int:
+        """Return the number of patches and, where there is one, the class token."""
+        return n_patches + (self.pooling == "class")
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
         return ViT(self, execution)

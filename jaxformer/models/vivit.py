@@ -45,7 +45,13 @@ class ViViTConfig(ViTConfig):
     @property
     def contract(self) -> Contract:
         pixels = Input("pixels", (self.n_frames, *self.image_size, self.channels), "uint8")
-        return Contract(Task.VIDEO_CLASSIFICATION, (pixels,), n_classes=self.n_classes)
+        n_times = self.n_frames // self.tubelet_frames
+        n_patches = n_times * prod(self.image_size) // prod(self.patch_size)
+        # Where attention is factorised, that within a time has a mask which is an array, and that over times has none.
+        n_positions = self.n_positions(n_patches if self.attention == "joint" else n_times)
+        return Contract(
+            Task.VIDEO_CLASSIFICATION, (pixels,), n_classes=self.n_classes, attention=self.attention_shape(n_positions)
+        )
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
         return (ViViT if self.attention == "joint" else FactorisedViViT)(self, execution)

@@ -96,7 +96,8 @@ def make_attention(
     Args:
       name: "auto" for the platform's kernel if it can, and `unfused_attention` if not; or one by name.
       platform: of the devices that will run it: cpu, gpu or tpu.
-      q_HTK, k_GSK, mask: what most calls will look like, one example.
+      q_HTK, k_GSK: shapes and dtype of queries and keys of most calls, for one example.
+      mask: mask of most calls; `contract.ARRAY` for an array.
       tensor: number of devices over which the heads lie.
       try_first: run the kernel here before it is trusted. Compiling for devices that are elsewhere has to do without.
 

@@ -21,7 +21,6 @@ from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
 from jaxformer.memory import check_parameters
 from jaxformer.models.objective import Params
-from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
 from jaxformer.runs import abstract_params
@@ -138,28 +137,14 @@ class TrainSetup:
 
     @cached_property
     def _attention(self) -> tuple[Callable[..., jax.Array], str]:
-        calls: list[tuple] = []
-
-        def listen(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-            if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
-                calls.append((*args[:2], args[3]))
-            return call(*args, **kwargs)
-
-        def trace(params: Params, *example: jax.Array) -> Any:
-            with nn.intercept_methods(listen):
-                return self.model.apply({"params": params}, *example)
-
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.compute_dtype), self.abstract_state.params)
-        jax.eval_shape(trace, params, *self.config.model.example())
-        if not calls:
+        shape, dtype, devices = self.config.model.contract.attention, self.compute_dtype, self.mesh.devices
+        if shape is None:
             return attention, "attention: no multi-head layers"
-        # An array as mask rules out every fused kernel; each call is looked at again, when it comes.
-        q_HTK, k_GSK, mask = next((call for call in calls if not isinstance(call[2], jax.Array)), calls[0])
-        q_HTK, k_GSK = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_HTK, k_GSK))
-        devices = self.mesh.devices
+        H, G, K, T, mask = shape
+        q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), dtype) for n_heads in (H, G))
         is_local = bool(set(devices.flat) & set(jax.local_devices()))
         chosen, line = make_attention(
-            self.config.compute.attention, devices.flat[0].platform, q_HTK, k_GSK, mask, self.mesh.shape["tensor"],
+            self.config.compute.attention, devices.flat[0].platform, q_HTK, k_GTK, mask, self.mesh.shape["tensor"],
             try_first=is_local,
         )  # fmt: skip
         lines = list(dict.fromkeys(all_gather(line[:1000]))) if is_local else [line]
