@@ -113,3 +113,58 @@ def contract_of(model: Any) -> Contract:
 def token_inputs(length: int, *names: str) -> tuple[Input, ...]:
     """Return inputs of one sequence length: token ids, int32, and for names that begin with `valid`, bool."""
     return tuple(Input(name, (length,), "bool" if name.startswith("valid") else "int32") for name in names)
+
+
+class Role(StrEnum):
+    """The role of a parameter."""
+
+    EMBEDDING = "embedding"
+    """A table of tokens, segments or patches, or the matrix that logits are computed with."""
+    POSITION = "position"
+    """A table of positions."""
+    MATRIX = "matrix"
+    VECTOR = "vector"
+    """A bias, a gain, a token or a scalar."""
+
+
+STACKS = ("experts", "gates")
+"""Names of axes along which parameters are stacked."""
+TABLES = ("vocab", "segments", "patches", "classes")
+"""Names of axes that make a matrix an embedding or an unembedding."""
+
+
+@dataclass(frozen=True)
+class ParameterAxes:
+    """Names of the axes of a parameter.
+
+    Attributes:
+      stack: axes along which matrices, or vectors, are stacked; they come first.
+      inputs: axes that a product with the parameter sums over, or a table's rows; none for a vector.
+      outputs: the other axes.
+    """
+
+    stack: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, axes: str, stack: tuple[str, ...] = ()) -> ParameterAxes:
+        """Return the axes that a text such as `gates embed -> hidden` names."""
+        before, arrow, after = axes.partition("->")
+        inputs, outputs = (before.split(), after.split()) if arrow else ([], before.split())
+        stack += tuple(name for name in inputs if name in STACKS)
+        return cls(stack, tuple(name for name in inputs if name not in STACKS), tuple(outputs))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All axes in order."""
+        return self.stack + self.inputs + self.outputs
+
+    @property
+    def role(self) -> Role:
+        """Role of the parameter, which its axes decide."""
+        if not self.inputs:
+            return Role.VECTOR
+        if "positions" in self.inputs:
+            return Role.POSITION
+        return Role.EMBEDDING if set(TABLES) & set(self.names) else Role.MATRIX

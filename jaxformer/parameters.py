@@ -8,8 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-HEAD_AXIS = {"W_Q": 1, "W_K": 1, "W_V": 1, "W_O": 0}
-"""Axis of the heads in the parameters that have them."""
+from jaxformer.contract import ParameterAxes, Role
+from jaxformer.nn.attention import AXES
+
+HEAD_AXIS = {
+    name: axes.names.index("heads")
+    for name, axes in ((name, ParameterAxes.parse(text)) for name, text in AXES.items())
+    if axes.role is Role.MATRIX
+}
+"""Axis of the heads in the matrices that have them."""
 
 Norms = dict[str, jax.Array]
 

@@ -30,6 +30,7 @@ from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
 
@@ -106,7 +107,7 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     classes = _read_classes(folder)
     shapes = abstract_params(model, config.model)
     if mesh is not None:
-        shapes = abstract(shapes, shardings(shapes, mesh))
+        shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
     params = checkpoints.restore_params(step, shapes)
     return Run(folder, config, model, params, tokenizer, step, classes)
 

@@ -1,4 +1,4 @@
-"""Where arrays live: a mesh of devices, and ordered rules from a parameter's name to its axes on it.
+"""Where arrays live: a mesh of devices, and a table from the named axes of parameters to its axes.
 
 The batch is split over all axes but `tensor`. `fsdp` also splits the parameters and the optimizer's state, which
 are gathered where they are used (Rajbhandari et al. 2020, stage 3); `tensor` splits heads and hidden layers
@@ -9,7 +9,7 @@ to them (Lepikhin et al. 2020).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxformer.contract import ParameterAxes, Role
 from jaxformer.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -29,28 +30,14 @@ BATCH = ("data", "fsdp", "expert")
 REPLICATED = PartitionSpec()
 """Split over nothing."""
 
-RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"W_(E|patch)$", ("tensor", "fsdp")),  # (V, D), (P, D)
-    (r"W_(pos|segment)$", (None, "fsdp")),  # (T, D), and a row a kind of segment
-    (r"W_out$|W_[it]$", ("fsdp", "tensor")),  # (D, V), and (D, E) into a joint space
-    (r"W_[QKV]$", ("fsdp", "tensor", None)),  # (D, H, K)
-    (r"b_[QKV]$", ("tensor", None, None)),  # (H, 1, K)
-    (r"W_O$", ("tensor", None, "fsdp")),  # (H, K, D)
-    (r"(^|\.)[WUC]$|W_s_\d+$", (None, "fsdp", "tensor")),  # (C, I, D): into the gates of a cell, or its first state
-    (r"b_W$", (None, "tensor")),  # (C, D)
-    (r"[WU]_a$|W_o$", ("fsdp", "tensor")),  # (D, A), (E, A), (D, F)
-    (r"v_a$", ("tensor", None)),  # (A, 1)
-    (r"W_router$", ("fsdp", None)),  # (D, E)
-    (r"experts\.W_(gate_)?\d*[13579]$", ("expert", "fsdp", "tensor")),  # (E, D, F)
-    (r"experts\.W_(gate_)?\d*[02468]$", ("expert", "tensor", "fsdp")),  # (E, F, D)
-    (r"experts\.b_\d*[13579]$", ("expert", "tensor")),  # (E, F)
-    (r"experts\.b_\d*[02468]$", ("expert", None)),  # (E, D)
-    (r"W_(gate_)?\d*[13579]$", ("fsdp", "tensor")),  # (D, F): into a hidden layer
-    (r"W_(gate_)?\d*[02468]$", ("tensor", "fsdp")),  # (F, D): out of it
-    (r"b_\d*[13579]$", ("tensor",)),
-    (r"b_\d*[02468]$|b_[OUo]$|b_(out|patch)$|gamma\w*$|beta$|x_class$|(^|\.)t$", ()),
-)
-"""The first pattern found in a parameter's name decides. An axis that does not divide a dimension is left out."""
+MESH_AXES: dict[str, str] = {
+    "embed": "fsdp",
+    "experts": "expert",
+    **dict.fromkeys(("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "maxout"), "tensor"),
+}
+"""Mesh axis that splits each named axis of a parameter, where it divides its length; other axes are not split."""
+SPLIT_VECTORS = ("experts", "heads", "hidden")
+"""Axes that are split in vectors, too. Other vectors are replicated, as they are small."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -106,35 +93,34 @@ def batch_split(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH))
 
 
-def spec(name: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """The axes of one parameter, as `RULES` has them for the last part of its dotted name.
-
-    Raises:
-      ValueError: no rule matches, or the rule is for another number of dimensions.
-    """
-    for pattern, axes in RULES:
-        if re.search(pattern, name):
-            if axes and len(axes) != len(shape):
-                raise ValueError(f"the rule {pattern!r} gives {len(axes)} axes, but {name} has the shape {shape}")
-            fits = (
-                a if a and mesh.shape[a] > 1 and size % mesh.shape[a] == 0 else None
-                for a, size in zip(axes, shape, strict=False)
-            )
-            return PartitionSpec(*fits)
-    raise ValueError(f"no rule of sharding.RULES matches the parameter {name} of shape {shape}")
+def spec(axes: ParameterAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Return the mesh axes of one parameter."""
+    names = [name if axes.role is not Role.VECTOR or name in SPLIT_VECTORS else "" for name in axes.names]
+    on_mesh = [MESH_AXES.get(name) for name in names]
+    if not any(on_mesh):
+        return REPLICATED
+    fits = [a and mesh.shape[a] > 1 and n % mesh.shape[a] == 0 for a, n in zip(on_mesh, shape, strict=True)]
+    return PartitionSpec(*(a if fit else None for a, fit in zip(on_mesh, fits, strict=True)))
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
-    """A sharding for every leaf of a tree of parameters, or of an optimizer's state that holds such trees.
+def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
+    """Return a sharding for every leaf of a tree of parameters, or of an optimizer's state that holds such trees.
 
-    What is no parameter (a count of steps) lies whole on every device.
+    Other leaves, such as a count of steps, are replicated. In the state, names of its own may precede a parameter's.
+
+    Args:
+      axes: of each parameter; see `nn.parameters.parameter_axes`.
     """
 
-    def place(path: tuple, leaf: Any) -> NamedSharding:
-        is_parameter = leaf.ndim and isinstance(path[-1], jax.tree_util.DictKey)
-        return NamedSharding(mesh, spec(_name(path), leaf.shape, mesh) if is_parameter else REPLICATED)
+    def sharding(path: tuple, leaf: Any) -> NamedSharding:
+        if not leaf.ndim or not isinstance(path[-1], jax.tree_util.DictKey):
+            return replicated(mesh)
+        keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        names = (".".join(keys[i:]) for i in range(len(keys)))
+        declared = next(axes[name] for name in names if name in axes)
+        return NamedSharding(mesh, spec(declared, leaf.shape, mesh))
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
@@ -242,10 +228,6 @@ def on_each_shard(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any)
     return jax.shard_map(
         function, mesh=mesh, in_specs=seen(in_specs), out_specs=seen(out_specs), axis_names=axes, check_vma=False
     )
-
-
-def _name(path: tuple) -> str:
-    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def abstract(tree: Any, places: Any) -> Any:

@@ -19,6 +19,7 @@ from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.mlp import Activation
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops.masks import Causal, Mask, zero_padding
 from jaxformer.ops.norms import l2_normalize
 from jaxformer.ops.patches import patchify, standardised
@@ -132,13 +133,13 @@ class ImageEmbedding(nn.Module):
         """`(H, W, C)` uint8 to `(1 + N, D)`."""
         c = self.config
         init = nn.initializers.normal(c.d_model**-0.5)
-        x_class_D = self.param("x_class", init, (c.d_model,))
-        W_E = self.param("W_E", init, (prod(c.patch_size) * len(c.mean), c.d_model))
+        x_class_D = parameter(self, "x_class", init, (c.d_model,), "embed")
+        W_E = parameter(self, "W_E", init, (prod(c.patch_size) * len(c.mean), c.d_model), "patches -> embed")
         patches_NP = patchify(standardised(image_HWC, c.mean, c.std), c.patch_size)
         x_ND = patches_NP.astype(W_E.dtype) @ W_E
         x_TD = jnp.concatenate([x_class_D[None], x_ND])
         if c.positions == "learned":
-            return x_TD + self.param("W_pos", init, (1 + c.n_patches, c.d_model))
+            return x_TD + parameter(self, "W_pos", init, (1 + c.n_patches, c.d_model), "positions -> embed")
         if c.positions == "sinusoidal":
             return x_TD + sinusoidal(jnp.arange(len(x_TD)), c.d_model).astype(x_TD.dtype)
         return x_TD
@@ -163,9 +164,13 @@ class CLIP(nn.Module):
             self.vision_norm = vision.make_norm()
         if text.final_norm:
             self.text_norm = text.make_norm()
-        self.W_i = self.param("W_i", nn.initializers.normal(vision.d_model**-0.5), (vision.d_model, d_joint))
-        self.W_t = self.param("W_t", nn.initializers.normal(text.d_model**-0.5), (text.d_model, d_joint))
-        self.t = self.param("t", nn.initializers.constant(-log(self.config.temperature)), ())
+        self.W_i = parameter(
+            self, "W_i", nn.initializers.normal(vision.d_model**-0.5), (vision.d_model, d_joint), "embed -> joint"
+        )
+        self.W_t = parameter(
+            self, "W_t", nn.initializers.normal(text.d_model**-0.5), (text.d_model, d_joint), "embed -> joint"
+        )
+        self.t = parameter(self, "t", nn.initializers.constant(-log(self.config.temperature)), (), "")
         self.vision_dropout = nn.Dropout(vision.dropout, deterministic=False)
         self.text_dropout = nn.Dropout(text.dropout, deterministic=False)
 

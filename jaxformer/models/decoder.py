@@ -21,6 +21,7 @@ from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import MLP, Activation
 from jaxformer.nn.norms import Norm, check_epsilon, epsilon, norm_maker
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.masks import Causal, Mask
@@ -238,7 +239,7 @@ class Decoder(nn.Module):
         if c.unembedding == "linear":
             std = c.d_model**-0.5 if c.unembedding_std is None else c.unembedding_std
             init = nn.initializers.normal(std)
-            self.W_out = self.param("W_out", init, (c.d_model, c.vocab_size))
+            self.W_out = parameter(self, "W_out", init, (c.d_model, c.vocab_size), "embed -> vocab")
 
     def __call__(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """Logits `(T, V)`.

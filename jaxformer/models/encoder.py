@@ -15,6 +15,7 @@ from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.quantized import rows
 
@@ -83,7 +84,7 @@ class Encoder(nn.Module):
         self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model, c.positions, c.embedding_std)
         if c.n_segments:
             init = nn.initializers.normal(c.embedding_std)
-            self.W_segment = self.param("W_segment", init, (c.n_segments, c.d_model))
+            self.W_segment = parameter(self, "W_segment", init, (c.n_segments, c.d_model), "segments -> embed")
         if c.embedding_norm:
             self.embedding_norm = c.make_norm()
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
@@ -130,7 +131,7 @@ class MaskedLanguageModel(Encoder):
         c = self.config
         self.head = MLP((), c.d_model)
         self.head_norm = c.make_norm()
-        self.b_out = self.param("b_out", nn.initializers.zeros, (c.vocab_size,))
+        self.b_out = parameter(self, "b_out", nn.initializers.zeros, (c.vocab_size,), "vocab")
 
     def __call__(
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None

@@ -17,6 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.nn.parameters import parameter
 from jaxformer.nn.recurrent import CELLS, Attending, FixedContext, Memory, Recurrence
 from jaxformer.ops.masks import EMPTY, zero_padding
 from jaxformer.ops.recurrent import State
@@ -101,7 +102,13 @@ class Recurrent(nn.Module):
         if c.bidirectional:
             self.backward_encoder = [Recurrence(c.cell, d_input, D) for d_input in inputs]
         self.W_s = [
-            self.param(f"W_s_{i}", nn.initializers.normal(E**-0.5), (CELLS[c.cell].n_parts, E, D))
+            parameter(
+                self,
+                f"W_s_{i}",
+                nn.initializers.normal(E**-0.5),
+                (CELLS[c.cell].n_parts, E, D),
+                "gates embed -> hidden",
+            )
             for i in range(c.n_layers)
         ]
         if c.attention == "none":
@@ -112,10 +119,12 @@ class Recurrent(nn.Module):
         self.decoder = [Recurrence(c.cell, D, D) for _ in range(c.n_layers - 1)]
         # Two numbers for each feature, of which the larger counts (maxout, Goodfellow et al. 2013).
         read = nn.initializers.normal((D + width + E) ** -0.5)
-        self.W_o = self.param("W_o", read, (D + width + E, 2 * width))
-        self.b_o = self.param("b_o", nn.initializers.zeros, (2 * width,))
+        self.W_o = parameter(self, "W_o", read, (D + width + E, 2 * width), "embed -> maxout")
+        self.b_o = parameter(self, "b_o", nn.initializers.zeros, (2 * width,), "maxout")
         if not c.tied:
-            self.W_out = self.param("W_out", nn.initializers.normal(width**-0.5), (width, c.vocab_size))
+            self.W_out = parameter(
+                self, "W_out", nn.initializers.normal(width**-0.5), (width, c.vocab_size), "embed -> vocab"
+            )
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:

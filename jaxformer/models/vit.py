@@ -17,6 +17,7 @@ from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
 from jaxformer.nn.mlp import Activation, uniform_fan_in
+from jaxformer.nn.parameters import parameter
 from jaxformer.nn.patches import PatchEmbedding, Placement
 from jaxformer.ops.patches import patchify, standardised
 
@@ -103,8 +104,8 @@ class ViT(nn.Module):
 
     def _make_head(self) -> None:
         c, init = self.config, uniform_fan_in(self.config.d_model)
-        self.W_out = self.param("W_out", init, (c.d_model, c.n_classes))
-        self.b_out = self.param("b_out", init, (c.n_classes,))
+        self.W_out = parameter(self, "W_out", init, (c.d_model, c.n_classes), "embed -> classes")
+        self.b_out = parameter(self, "b_out", init, (c.n_classes,), "classes")
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
         """Logits `(n_classes,)`; floats in place of uint8 are taken as parts of white."""

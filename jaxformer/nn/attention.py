@@ -8,11 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.norms import RMSNorm
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops.attention import attention, from_heads, to_heads
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask
 from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import rope
+
+AXES = {
+    **dict.fromkeys(("W_Q", "W_K", "W_V"), "embed -> heads head_dim"),
+    **dict.fromkeys(("b_Q", "b_K", "b_V"), "heads 1 head_dim"),
+    **dict.fromkeys(("gamma_Q", "gamma_K"), "head_dim"),
+    "W_O": "heads head_dim -> embed",
+    "b_O": "embed",
+}
+"""Axes of the parameters of `MultiHeadAttention`; see `nn.parameters.parameter`."""
 
 
 class MultiHeadAttention(nn.Module):
@@ -82,9 +92,9 @@ class MultiHeadAttention(nn.Module):
             y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
             return y_HTK.swapaxes(0, 1).reshape(T, H * K), cache
-        W_HKD = self._weight("W_O", self._init(D), H, K, D)
+        W_HKD = self._parameter("W_O", self._init(D), H, K, D)
         y_TD = from_heads(y_HTK, W_HKD)
-        return y_TD + self._weight("b_O", nn.initializers.zeros, D) if self.bias else y_TD, cache
+        return y_TD + self._parameter("b_O", nn.initializers.zeros, D) if self.bias else y_TD, cache
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What there is to attend to in a sequence, each `(G, S, K)`."""
@@ -94,22 +104,21 @@ class MultiHeadAttention(nn.Module):
     def _project(self, x_TD: jax.Array, name: str, n_heads: int) -> jax.Array:
         """Queries, keys or values."""
         D, K = x_TD.shape[-1], self.head_dim
-        W_DHK = self._weight(f"W_{name}", self._init(D), D, n_heads, K)
+        W_DHK = self._parameter(f"W_{name}", self._init(D), D, n_heads, K)
         y_HTK = to_heads(x_TD, W_DHK)
-        return y_HTK + self._weight(f"b_{name}", nn.initializers.zeros, n_heads, 1, K) if self.bias else y_HTK
+        return y_HTK + self._parameter(f"b_{name}", nn.initializers.zeros, n_heads, 1, K) if self.bias else y_HTK
 
     def _place(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
         """Queries or keys, normalised and then turned, where that is asked for."""
         if self.qk_norm:
-            gamma_K = self._weight(f"gamma_{name}", nn.initializers.ones, self.head_dim)
+            gamma_K = self._parameter(f"gamma_{name}", nn.initializers.ones, self.head_dim)
             x_HTK = rms_norm(x_HTK, gamma_K, self.norm_eps)
         return x_HTK if self.rope_base is None else rope(x_HTK, positions_T, self.rope_base, self.rope_scaling)
 
     @nn.compact
-    def _weight(self, name: str, init: nn.initializers.Initializer, *shape: int) -> jax.Array:
-        """A parameter. Linen lets one method of a class make them as their shapes are known, and `keys_values` is
-        also called alone."""
-        return self.param(name, init, shape)
+    def _parameter(self, name: str, init: nn.initializers.Initializer, *shape: int) -> jax.Array:
+        """Return a parameter. Linen allows one compact method per class, and `keys_values` is also called alone."""
+        return parameter(self, name, init, shape, AXES[name])
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)

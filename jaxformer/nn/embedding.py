@@ -5,6 +5,7 @@ from typing import Literal
 import flax.linen as nn
 import jax
 
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops.positions import sinusoidal
 from jaxformer.ops.quantized import rows
 
@@ -31,9 +32,9 @@ class Embedding(nn.Module):
 
     def setup(self) -> None:
         init = nn.initializers.normal(self.init_std)
-        self.W_E = self.param("W_E", init, (self.vocab_size, self.d_model))
+        self.W_E = parameter(self, "W_E", init, (self.vocab_size, self.d_model), "vocab -> embed")
         if self.positions == "learned":
-            self.W_pos = self.param("W_pos", init, (self.n_positions, self.d_model))
+            self.W_pos = parameter(self, "W_pos", init, (self.n_positions, self.d_model), "positions -> embed")
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """`(T,)` int32 to `(T, D)`."""

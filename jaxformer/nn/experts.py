@@ -11,6 +11,7 @@ import jax
 from jaxformer.nn.block import Make
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.mlp import uniform_fan_in
+from jaxformer.nn.parameters import parameter, stacked
 from jaxformer.ops.experts import (
     RouterStatistics,
     assign,
@@ -54,7 +55,7 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         T, D = x_TD.shape
-        W_DE = self.param("W_router", uniform_fan_in(D), (D, self.n_experts))
+        W_DE = parameter(self, "W_router", uniform_fan_in(D), (D, self.n_experts), "embed -> choices")
         # In float32, as rounding may send a token elsewhere (Fedus et al. 2022, section 2.4).
         logits_TE = widened(x_TD) @ widened(W_DE)
         experts_TJ, weights_TJ = route(logits_TE, self.per_token)
@@ -72,7 +73,8 @@ class Experts(nn.Module):
         each = nn.vmap(lambda expert, x_CD: expert(x_CD), variable_axes={"params": 0}, split_rngs={"params": True})
         experts = self.make_expert(name="experts")
         if self.shards == 1:
-            return each(experts, x_ECD)
+            with stacked("experts"):
+                return each(experts, x_ECD)
         # To the experts here come the tokens of all devices, in places beside each other.
         x_ECD = jax.lax.all_to_all(x_ECD, AXIS, split_axis=0, concat_axis=1, tiled=True)
         return jax.lax.all_to_all(each(experts, x_ECD), AXIS, split_axis=1, concat_axis=0, tiled=True)

@@ -9,6 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.parameters import parameter
+
 Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"]
 """Those of an MLP, as configs name them."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -23,6 +25,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Activations by the names that configs use. 'swiglu' gates: silu(x W_gate) · (x W) (Shazeer 2020); 'gelu' is the
 approximation by tanh of GPT-2, 'gelu_exact' that by the normal distribution itself, as in BERT, and 'quick_gelu' the
 approximation by a sigmoid of CLIP (Hendrycks and Gimpel 2016)."""
+
+
+_AXES = ("embed", "hidden")
+"""Axes before the first layer, after it, and so on: of two layers, the first splits its output over devices and
+the second its input (Shoeybi et al. 2019, section 3)."""
 
 
 def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
@@ -58,10 +65,12 @@ class MLP(nn.Module):
         y = self._linear(x, i, width)
         if self.activation != "swiglu":
             return act(y)
-        gate = self.param(f"W_gate_{i}", uniform_fan_in(x.shape[-1]), (x.shape[-1], width))
-        return act(x @ gate) * y
+        return act(self._product(x, f"W_gate_{i}", i, width)) * y
 
     def _linear(self, x: jax.Array, i: int, width: int) -> jax.Array:
-        init = uniform_fan_in(x.shape[-1])
-        y = x @ self.param(f"W_{i}", init, (x.shape[-1], width))
-        return y + self.param(f"b_{i}", init, (width,)) if self.bias else y
+        y = self._product(x, f"W_{i}", i, width)
+        return y + parameter(self, f"b_{i}", uniform_fan_in(x.shape[-1]), (width,), _AXES[i % 2]) if self.bias else y
+
+    def _product(self, x: jax.Array, name: str, i: int, width: int) -> jax.Array:
+        axes = f"{_AXES[(i - 1) % 2]} -> {_AXES[i % 2]}"
+        return x @ parameter(self, name, uniform_fan_in(x.shape[-1]), (x.shape[-1], width), axes)

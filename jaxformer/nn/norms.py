@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 
 from jaxformer.errors import UserError
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops import norms
 
 
@@ -18,7 +19,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return norms.rms_norm(x, self.param("gamma", nn.initializers.ones, x.shape[-1:]), self.eps)
+        return norms.rms_norm(x, parameter(self, "gamma", nn.initializers.ones, x.shape[-1:], "embed"), self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -28,8 +29,8 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        gamma = self.param("gamma", nn.initializers.ones, x.shape[-1:])
-        beta = self.param("beta", nn.initializers.zeros, x.shape[-1:])
+        gamma = parameter(self, "gamma", nn.initializers.ones, x.shape[-1:], "embed")
+        beta = parameter(self, "beta", nn.initializers.zeros, x.shape[-1:], "embed")
         return norms.layer_norm(x, gamma, beta, self.eps)
 
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.mlp import uniform_fan_in
+from jaxformer.nn.parameters import parameter
 
 
 class PatchEmbedding(nn.Module):
@@ -15,8 +16,8 @@ class PatchEmbedding(nn.Module):
     @nn.compact
     def __call__(self, patches: jax.Array) -> jax.Array:
         init = uniform_fan_in(patches.shape[-1])
-        W_PD = self.param("W_patch", init, (patches.shape[-1], self.d_model))
-        b_D = self.param("b_patch", init, (self.d_model,))
+        W_PD = parameter(self, "W_patch", init, (patches.shape[-1], self.d_model), "pixels -> embed")
+        b_D = parameter(self, "b_patch", init, (self.d_model,), "embed")
         return patches.astype(b_D.dtype) @ W_PD + b_D
 
 
@@ -38,6 +39,6 @@ class Placement(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         shape = (self.length + self.class_token, x.shape[-1])
-        W_pos = self.param("W_pos", nn.initializers.normal(self.init_std), shape)
+        W_pos = parameter(self, "W_pos", nn.initializers.normal(self.init_std), shape, "positions -> embed")
         before = [(0, 0)] * (x.ndim - 2) + [(int(self.class_token), 0), (0, 0)]
         return jnp.pad(x, before) + W_pos

@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops.alignment import additive_scores, alignment_weights, dot_scores
 from jaxformer.ops.masks import zero_padding
 from jaxformer.ops.recurrent import State, Step, gru_step, lstm_step, recur
@@ -69,10 +70,14 @@ class Recurrence(nn.Module):
 
     def setup(self) -> None:
         C, D = CELLS[self.cell].n_gates, self.d_model
-        self.W = self.param("W", nn.initializers.normal(self.d_input**-0.5), (C, self.d_input, D))
-        self.U = self.param("U", orthogonal_gates, (C, D, D))
-        self.b_W = self.param("b_W", forget_little if self.cell == "lstm" else nn.initializers.zeros, (C, D))
-        self.b_U = self.param("b_U", nn.initializers.zeros, (D,)) if self.cell == "gru" else None
+        self.W = parameter(
+            self, "W", nn.initializers.normal(self.d_input**-0.5), (C, self.d_input, D), "gates embed -> hidden"
+        )
+        self.U = parameter(self, "U", orthogonal_gates, (C, D, D), "gates embed -> hidden")
+        self.b_W = parameter(
+            self, "b_W", forget_little if self.cell == "lstm" else nn.initializers.zeros, (C, D), "gates hidden"
+        )
+        self.b_U = parameter(self, "b_U", nn.initializers.zeros, (D,), "embed") if self.cell == "gru" else None
 
     def project(self, x_TI: jax.Array) -> jax.Array:
         """What each step reads of its input, `(T, C, D)`: one product for all steps."""
@@ -124,7 +129,7 @@ class FixedContext(nn.Module):
     def setup(self) -> None:
         self.recurrence = Recurrence(self.cell, self.d_input, self.d_model)
         shape = (CELLS[self.cell].n_gates, self.d_source, self.d_model)
-        self.C = self.param("C", nn.initializers.normal(self.d_source**-0.5), shape)
+        self.C = parameter(self, "C", nn.initializers.normal(self.d_source**-0.5), shape, "gates embed -> hidden")
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
         """The source ready for `__call__`; S must be 1."""
@@ -158,11 +163,13 @@ class Attending(nn.Module):
     def setup(self) -> None:
         self.recurrence = Recurrence(self.cell, self.d_input, self.d_model)
         A, D, E = self.d_attention or self.d_model, self.d_model, self.d_source
-        self.C = self.param("C", nn.initializers.normal(E**-0.5), (CELLS[self.cell].n_gates, E, D))
-        self.U_a = self.param("U_a", nn.initializers.normal(E**-0.5), (E, A))
+        self.C = parameter(
+            self, "C", nn.initializers.normal(E**-0.5), (CELLS[self.cell].n_gates, E, D), "gates embed -> hidden"
+        )
+        self.U_a = parameter(self, "U_a", nn.initializers.normal(E**-0.5), (E, A), "embed -> hidden")
         if self.d_attention is not None:
-            self.W_a = self.param("W_a", nn.initializers.normal(D**-0.5), (D, A))
-            self.v_a = self.param("v_a", nn.initializers.normal(A**-0.5), (A, 1))
+            self.W_a = parameter(self, "W_a", nn.initializers.normal(D**-0.5), (D, A), "embed -> hidden")
+            self.v_a = parameter(self, "v_a", nn.initializers.normal(A**-0.5), (A, 1), "hidden -> 1")
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
         """The source ready for `__call__`: what does not depend on the state, for all steps at once. Annotations that

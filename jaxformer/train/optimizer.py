@@ -1,5 +1,7 @@
 """The optimizer a config names, from optax."""
 
+from collections.abc import Mapping
+from functools import partial
 from math import prod, sqrt
 from typing import Any
 
@@ -8,9 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxformer.config import OptimizerConfig
+from jaxformer.contract import ParameterAxes, Role
 from jaxformer.models.objective import Params
 from jaxformer.parameters import global_norm, row_norms
 
+Axes = Mapping[str, ParameterAxes]
+"""Axes of each parameter by its dotted name; see `nn.parameters.parameter_axes`."""
 MUON_RMS = 0.2
 """Root mean square of Muon's updates over the learning rate: about that of AdamW (Liu et al. 2025, section 2.2)."""
 
@@ -41,7 +46,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules(parts, joints)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, steps: int, axes: Axes) -> optax.GradientTransformation:
     """Clipping, if asked for, then the named optimizer, whose state is the same with clipping and without.
 
     Weight decay is decoupled, w ← w - lr·decay·w, and reaches matrices only.
@@ -59,14 +64,14 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
       rates without the algorithm's Adam correction, as in the authors' later code.
     """
     rate = make_schedule(config, steps)
-    decay = {"weight_decay": config.weight_decay, "mask": _is_matrix}
+    decay = {"weight_decay": config.weight_decay, "mask": partial(is_decayed, axes)}
     adamw = optax.adamw(rate, config.b1, config.b2, **decay)
     rule = {
         "nesterov_sgd": optax.sgd(rate, config.momentum, nesterov=True),
         "adamw": adamw,
-        "muon": optax.partition({"muon": _muon(config, rate), "adamw": adamw}, _muon_or_adamw),
+        "muon": optax.partition({"muon": _muon(config, rate, axes), "adamw": adamw}, partial(muon_or_adamw, axes)),
         "lion": optax.lion(rate, config.b1, config.b2, **decay),
-        "schedule_free": _schedule_free(config, rate),
+        "schedule_free": _schedule_free(config, rate, axes),
     }[config.name]
     return rule if config.clip_norm is None else _clipped(rule, config.clip_norm)
 
@@ -104,46 +109,45 @@ def gradient_point(config: OptimizerConfig, params: Params, opt_state: Any) -> P
     return jax.tree.map(lambda x, z: (1 - config.b1) * z + config.b1 * x, params, opt_state.z)
 
 
-def muon_axes(params: Params) -> Params:
-    """Which axes of each weight make the matrix that Muon orthogonalises: those summed over, and the others.
+def muon_axes(axes: Axes, params: Params) -> Params:
+    """Return the axes of each weight that make the matrix that Muon orthogonalises: those summed over, and the others.
 
     W_Q, W_K and W_V are one D × (H·K) matrix each, over all heads, and W_O is one of (H·K) × D, as in the trainings
-    that Jordan et al. and Liu et al. report. Axes before these (experts, stacked blocks) count matrices apart.
+    that Jordan et al. and Liu et al. report. Along the axes before these (experts, gates), matrices count apart.
     """
 
-    def axes(path: Any, _: Any) -> optax.contrib.MuonDimensionNumbers:
-        if path[-1].key in ("W_Q", "W_K", "W_V"):
-            return optax.contrib.MuonDimensionNumbers((-3,), (-2, -1))
-        if path[-1].key == "W_O":
-            return optax.contrib.MuonDimensionNumbers((-3, -2), (-1,))
-        return optax.contrib.MuonDimensionNumbers((-2,), (-1,))
+    def numbers(path: Any, _: Any) -> optax.contrib.MuonDimensionNumbers:
+        sides = axes[_name(path)]
+        n_inputs, n_outputs = len(sides.inputs), len(sides.outputs)
+        inputs = tuple(range(-n_inputs - n_outputs, -n_outputs))
+        return optax.contrib.MuonDimensionNumbers(inputs, tuple(range(-n_outputs, 0)))
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(numbers, params)
 
 
-def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, rate: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
     """Momentum, orthogonalised. An orthogonal m × n matrix has a root mean square of 1/√max(m, n)."""
 
     def with_rms_of_adamw(updates: Params, _: Params) -> Params:
-        def scaled(update: jax.Array, axes: tuple[tuple[int, ...], ...]) -> jax.Array:
-            return MUON_RMS * sqrt(max(prod(update.shape[i] for i in side) for side in axes)) * update
+        def scaled(update: jax.Array, sides: tuple[tuple[int, ...], ...]) -> jax.Array:
+            return MUON_RMS * sqrt(max(prod(update.shape[i] for i in side) for side in sides)) * update
 
-        return jax.tree.map(scaled, updates, muon_axes(updates))
+        return jax.tree.map(scaled, updates, muon_axes(axes, updates))
 
     return optax.chain(
-        optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=muon_axes),
+        optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=partial(muon_axes, axes)),
         optax.stateless(with_rms_of_adamw),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
     )
 
 
-def _schedule_free(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+def _schedule_free(config: OptimizerConfig, rate: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
     """optax's, whose parameters are y, with x in their place."""
     rule = optax.contrib.schedule_free(
         optax.chain(
             optax.scale_by_rms(config.b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True),
-            optax.add_decayed_weights(config.weight_decay, _is_matrix),
+            optax.add_decayed_weights(config.weight_decay, partial(is_decayed, axes)),
             optax.scale_by_learning_rate(rate),
         ),
         # A step is weighted by its own learning rate, but here optax counts from 1.
@@ -160,15 +164,18 @@ def _schedule_free(config: OptimizerConfig, rate: optax.Schedule) -> optax.Gradi
     return optax.GradientTransformation(rule.init, update)
 
 
-def _muon_or_adamw(params: Params) -> Params:
-    """Muon's are the matrices between the embedding and the unembedding."""
-    outer = ("W_E", "W_segment", "W_out")
-    hidden = lambda path, matrix: "muon" if matrix and path[-1].key not in outer else "adamw"  # noqa: E731
-    return jax.tree_util.tree_map_with_path(hidden, _is_matrix(params))
+def muon_or_adamw(axes: Axes, params: Params) -> Params:
+    """Return the optimizer of each parameter: muon for the matrices between the embedding and the unembedding."""
+    rule = lambda path, _: "muon" if axes[_name(path)].role is Role.MATRIX else "adamw"  # noqa: E731
+    return jax.tree_util.tree_map_with_path(rule, params)
 
 
-def _is_matrix(params: Params) -> Params:
-    """Which parameters are matrices: those of several dimensions, but for biases of heads, and positions."""
-    others = ("b_", "gamma", "beta", "W_pos")
-    is_matrix = lambda path, leaf: leaf.ndim > 1 and not path[-1].key.startswith(others)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+def is_decayed(axes: Axes, params: Params) -> Params:
+    """Return the weight-decay mask: True for matrices and embeddings, False for positions, gains and biases."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: axes[_name(path)].role in (Role.MATRIX, Role.EMBEDDING), params
+    )
+
+
+def _name(path: Any) -> str:
+    return ".".join(key.key for key in path)

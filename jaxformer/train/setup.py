@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,13 +15,14 @@ import optax
 from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig, Config, ModelConfig
-from jaxformer.contract import Task
+from jaxformer.contract import ParameterAxes, Task
 from jaxformer.data.dataset import Batch
 from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
 from jaxformer.memory import check_parameters
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import Execution
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.attention import attention
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import abstract, batch_shards, batch_split, gather, shardings
@@ -85,7 +86,7 @@ class TrainSetup:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Optimizer with clipping and schedule."""
-        return make_optimizer(self.config.optimizer, self.config.steps)
+        return make_optimizer(self.config.optimizer, self.config.steps, self.parameter_axes)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -93,10 +94,15 @@ class TrainSetup:
         return self.config.model.build()
 
     @cached_property
+    def parameter_axes(self) -> Mapping[str, ParameterAxes]:
+        """Declared axes of each parameter by its dotted name."""
+        return parameter_axes(self.model)
+
+    @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         shapes = jax.eval_shape(self._init)
-        return abstract(shapes, shardings(shapes, self.mesh))
+        return abstract(shapes, shardings(shapes, self.parameter_axes, self.mesh))
 
     @cached_property
     def state_shardings(self) -> TrainState:

@@ -21,6 +21,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import assert_close, build, random_params, random_tokens
@@ -203,7 +204,7 @@ def test_eight_devices_equal_one(mesh: str) -> None:
         pytest.skip("JAX_NUM_CPU_DEVICES asks for fewer than eight devices")
     model, params = build(replace(ROPE, n_heads=2, n_kv_heads=2))
     prompts = PROMPTS * 2
-    split = jax.device_put(params, shardings(params, make_mesh(mesh, devices[:8])))
+    split = jax.device_put(params, shardings(params, parameter_axes(model), make_mesh(mesh, devices[:8])))
     one, eight = (whole(list(begin((model, p), prompts, 9, ALL))) for p in (params, split))
     np.testing.assert_array_equal(one.tokens_BN, eight.tokens_BN)
     assert_close(distributions(eight), distributions(one))

@@ -19,6 +19,7 @@ from jaxformer.fields import from_dict, to_dict
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import Contrastive
 from jaxformer.nn.execution import Execution
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import apply, assert_close, random_params, random_tokens
@@ -203,8 +204,8 @@ def test_dropout_acts_only_with_a_key() -> None:
 
 
 def test_every_parameter_has_its_place_on_a_mesh() -> None:
-    params = abstract_params(CONFIG.build(), CONFIG)
-    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    params, axes = abstract_params(CONFIG.build(), CONFIG), parameter_axes(CONFIG.build())
+    placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
 
 

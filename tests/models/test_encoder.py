@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.errors import UserError
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import apply, assert_close, assert_same_however_computed, build, normal, random_params, random_tokens
@@ -141,8 +142,8 @@ def test_bert_base_has_as_many_parameters_as_its_release() -> None:
 
 @pytest.mark.parametrize("config", [MASKED, FIRST], ids=["masked", "classifier"])
 def test_every_parameter_has_its_place_on_a_mesh(config: EncoderConfig) -> None:
-    params = abstract_params(config.build(), config)
-    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    params, axes = abstract_params(config.build(), config), parameter_axes(config.build())
+    placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
 
 

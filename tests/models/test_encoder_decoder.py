@@ -20,6 +20,7 @@ from jaxformer.inspect import named_attention_maps
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import make_mesh, shardings
@@ -248,7 +249,7 @@ def test_base_has_as_many_parameters_as_counted_by_hand() -> None:
 def test_every_parameter_has_its_place_on_a_mesh() -> None:
     model = replace(POST, positions="learned").build()
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), *INPUTS)["params"])
-    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    placed = flatten_dict(shardings(params, parameter_axes(model), make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
     crossing = placed["decoder_blocks_0.cross_attention.W_Q"].spec
     assert crossing == placed["decoder_blocks_0.attention.W_Q"].spec == PartitionSpec("fsdp", None, None)  # 3 heads

@@ -19,6 +19,7 @@ from jaxformer.inspect import attention_maps
 from jaxformer.models.objective import CrossEntropy
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.nn.execution import Execution
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs import abstract_params, count_parameters
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import apply, assert_close, random_params
@@ -142,8 +143,8 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
 
 def test_every_parameter_has_its_place_on_a_mesh() -> None:
     """A patch's pixels over `tensor`, the model's width over `fsdp`."""
-    params = abstract_params(CLASS.build(), CLASS)
-    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    params, axes = abstract_params(CLASS.build(), CLASS), parameter_axes(CLASS.build())
+    placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
     assert tuple(placed["patch_embedding.W_patch"].spec) == ("tensor", "fsdp")
     assert tuple(placed["patch_embedding.b_patch"].spec) == ()

@@ -18,6 +18,7 @@ from jaxformer.inspect import attention_maps
 from jaxformer.models.objective import CrossEntropy
 from jaxformer.models.vivit import FactorisedViViT, ViViTConfig
 from jaxformer.nn.execution import Execution
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import make_mesh, shardings
 from tests.arrays import apply, assert_close, random_params
@@ -153,8 +154,8 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
 
 
 def test_every_parameter_has_its_place_on_a_mesh() -> None:
-    params = abstract_params(FACTORISED.build(), FACTORISED)
-    placed = flatten_dict(shardings(params, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
+    params, axes = abstract_params(FACTORISED.build(), FACTORISED), parameter_axes(FACTORISED.build())
+    placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
 
 

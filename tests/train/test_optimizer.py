@@ -11,15 +11,17 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxformer.config import OptimizerConfig
+from jaxformer.contract import ParameterAxes
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs import abstract_params
 from jaxformer.train.optimizer import (
-    _is_matrix,
-    _muon_or_adamw,
     gradient_point,
+    is_decayed,
     make_optimizer,
     make_schedule,
+    muon_or_adamw,
     updates_taken,
 )
 from tests.arrays import first_params, normal, random_tokens
@@ -78,7 +80,7 @@ def test_a_constant_schedule_stays_at_the_peak(warmup):
 
 
 def test_nesterov_as_written_out_by_hand():
-    optimizer = make_optimizer(OptimizerConfig("nesterov_sgd", learning_rate=0.1, momentum=0.9), 10)
+    optimizer = make_optimizer(OptimizerConfig("nesterov_sgd", learning_rate=0.1, momentum=0.9), 10, AXES)
     w, v = np.array([1.0, -2.0]), np.zeros(2)
     params, state = jnp.array(w), optimizer.init(jnp.array(w))
     for _ in range(3):
@@ -89,9 +91,28 @@ def test_nesterov_as_written_out_by_hand():
     np.testing.assert_allclose(params, w, rtol=1e-6)
 
 
+AXES = {
+    name: ParameterAxes.parse(axes)
+    for axes, names in {
+        "embed -> hidden": ("W", "W_1", "blocks_0.mlp.W_1"),
+        "embed -> heads head_dim": ("W_Q", "W_K", "W_V"),
+        "heads head_dim -> embed": ("W_O",),
+        "heads 1 head_dim": ("b_Q",),
+        "vocab -> embed": ("W_E", "embedding.W_E"),
+        "positions -> embed": ("W_pos", "embedding.W_pos"),
+        "segments -> embed": ("W_segment",),
+        "embed -> vocab": ("W_out",),
+        "hidden": ("b_1", "blocks_0.mlp.b_1"),
+        "embed": ("gamma", "blocks_0.mlp_norm.gamma"),
+    }.items()
+    for name in names
+}
+"""Axes of all parameters of these tests; a leading axis counts matrices apart."""
+
+
 def follow(config: OptimizerConfig, params: dict, gradients: list[dict]) -> list[dict]:
     """The parameters after each step of given gradients."""
-    optimizer, after = make_optimizer(config, len(gradients)), []
+    optimizer, after = make_optimizer(config, len(gradients), AXES), []
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for grads in gradients:
         updates, state = update(grads, state, params)
@@ -202,7 +223,7 @@ CURVE = normal(6, 4, seed=7) ** 2
 
 def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
     """Down the bowl: the parameters after each step."""
-    optimizer = make_optimizer(config, steps)
+    optimizer = make_optimizer(config, steps, AXES)
     params = {"W": jnp.ones((6, 4))}
     state, after = optimizer.init(params), []
     for _ in range(steps):
@@ -245,13 +266,13 @@ def test_schedule_free_as_written_out_by_hand():
 @each_optimizer
 def test_only_schedule_free_takes_its_gradient_elsewhere(config):
     params = {"W": normal(3, 2)}
-    state = make_optimizer(config, 10).init(params)
+    state = make_optimizer(config, 10, AXES).init(params)
     assert (gradient_point(config, params, state) is params) == (config.name != "schedule_free")
 
 
 @each_optimizer
 def test_updates_are_counted_by_the_optimizer(config):
-    optimizer, params = make_optimizer(config, 10), {"W_1": normal(3, 5), "gamma": jnp.ones(3)}
+    optimizer, params = make_optimizer(config, 10, AXES), {"W_1": normal(3, 5), "gamma": jnp.ones(3)}
     state = optimizer.init(params)
     for count in range(3):
         assert updates_taken(state) == count
@@ -263,7 +284,7 @@ def test_weight_decay_touches_matrices_and_neither_gains_biases_nor_positions(co
     params = {name: jnp.ones((3, 2)) for name in ("W_E", "W_1", "W_pos")}
     params |= {"gamma": jnp.ones(3), "b_1": jnp.ones(3), "b_Q": jnp.ones((3, 1, 2))}
     zero = jax.tree.map(jnp.zeros_like, params)
-    optimizer = make_optimizer(config, 10)
+    optimizer = make_optimizer(config, 10, AXES)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     for name in ("W_E", "W_1"):
         np.testing.assert_allclose(updates[name], -config.learning_rate * config.weight_decay, rtol=1e-4)
@@ -279,7 +300,7 @@ def test_training_lowers_the_loss_and_goes_on_from_disk_to_the_last_bit(tmp_path
         23, 7, 12, n_blocks=1, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm", qk_norm=True
     ).build()
     batch = random_tokens(23, 4, 8)
-    optimizer = make_optimizer(config, 20)
+    optimizer = make_optimizer(config, 20, parameter_axes(model))
 
     def loss(params):
         return jnp.mean(jax.vmap(lambda tokens: next_token_nll(model, params, tokens))(batch))
@@ -311,19 +332,19 @@ def test_training_lowers_the_loss_and_goes_on_from_disk_to_the_last_bit(tmp_path
 
 
 def test_clipping_shortens_long_gradients_to_the_limit():
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, momentum=0.0, clip_norm=1.0), 10)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, momentum=0.0, clip_norm=1.0), 10, AXES)
     params = {"W": jnp.zeros(2)}
     updates, _ = optimizer.update({"W": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
     np.testing.assert_allclose(updates["W"], [-0.6, -0.8], rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_what_a_parameter_is_goes_by_its_name():
-    """In every model. A new name is to be thought of here: whether it decays, and whether Muon may have it."""
+def test_declared_axes_decide_weight_decay_and_muon():
+    """In every model. A new name is to be listed here: whether it decays, and whether Muon may have it."""
     found: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}
     for config in MODELS.values():
-        params = abstract_params(config.build(), config)
-        labels, matrices = jax.tree_util.tree_leaves_with_path(_muon_or_adamw(params)), _is_matrix(params)
+        params, axes = abstract_params(config.build(), config), parameter_axes(config.build())
+        labels, matrices = jax.tree_util.tree_leaves_with_path(muon_or_adamw(axes, params)), is_decayed(axes, params)
         for (path, label), decayed in zip(labels, jax.tree.leaves(matrices), strict=True):
             found[label if decayed else "not decayed"].add(path[-1].key)
     attention, mlp = {"W_Q", "W_K", "W_V", "W_O"}, {"W_1", "W_2", "W_3", "W_gate_1", "W_router"}

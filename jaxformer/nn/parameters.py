@@ -1,0 +1,66 @@
+"""Parameters with named axes, declared where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import flax.linen as nn
+import jax
+from flax.traverse_util import flatten_dict
+
+from jaxformer.contract import ParameterAxes, contract_of
+from jaxformer.errors import UserError
+
+_declared: ContextVar[dict[str, ParameterAxes] | None] = ContextVar("declared", default=None)
+_stack: ContextVar[tuple[str, ...]] = ContextVar("stack", default=())
+
+
+def parameter(
+    module: nn.Module, name: str, init: nn.initializers.Initializer, shape: tuple[int, ...], axes: str
+) -> jax.Array:
+    """Return a module's parameter, as `module.param` does, and declare its axes.
+
+    Args:
+      axes: names of the axes, separated by spaces, with `->` between those that a product with the parameter sums over
+        and those of its result, as in `embed -> heads head_dim`; see `contract.ParameterAxes`.
+    """
+    if (declared := _declared.get()) is not None:
+        declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, _stack.get())
+    return module.param(name, init, shape)
+
+
+@contextmanager
+def stacked(axis: str) -> Iterator[None]:
+    """Declare that parameters have one more axis, the first, as under `nn.vmap`."""
+    token = _stack.set((axis, *_stack.get()))
+    try:
+        yield
+    finally:
+        _stack.reset(token)
+
+
+def parameter_axes(model: nn.Module) -> Mapping[str, ParameterAxes]:
+    """Return the declared axes of each parameter by its dotted name, such as `blocks_0.attention.W_Q`.
+
+    The model is traced with the inputs of its contract; no array is made.
+
+    Raises:
+      UserError: a parameter is not made with `parameter`, or has another number of axes than it declares.
+    """
+    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in contract_of(model).inputs]
+    declared: dict[str, ParameterAxes] = {}
+    token = _declared.set(declared)
+    try:
+        variables = jax.eval_shape(lambda *inputs: model.init(jax.random.key(0), *inputs), *inputs)
+    finally:
+        _declared.reset(token)
+    for name, leaf in flatten_dict(variables["params"], sep=".").items():
+        if name not in declared or len(declared[name].names) != leaf.ndim:
+            names = f"the axes {', '.join(declared[name].names)}" if name in declared else "no axes"
+            raise UserError(
+                f"parameter {name} of shape {leaf.shape} declares {names}; make it with nn.parameters.parameter and "
+                "name each axis."
+            )
+    return declared

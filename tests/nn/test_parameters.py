@@ -1,0 +1,62 @@
+"""Parameters and their declared axes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer.contract import Contract, Input, ParameterAxes, Role
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.nn.parameters import parameter, parameter_axes
+
+
+@pytest.mark.parametrize(
+    ("text", "role", "stack", "inputs", "outputs"),
+    [
+        ("embed -> heads head_dim", Role.MATRIX, (), ("embed",), ("heads", "head_dim")),
+        ("heads head_dim -> embed", Role.MATRIX, (), ("heads", "head_dim"), ("embed",)),
+        ("gates embed -> hidden", Role.MATRIX, ("gates",), ("embed",), ("hidden",)),
+        ("vocab -> embed", Role.EMBEDDING, (), ("vocab",), ("embed",)),
+        ("embed -> vocab", Role.EMBEDDING, (), ("embed",), ("vocab",)),
+        ("positions -> embed", Role.POSITION, (), ("positions",), ("embed",)),
+        ("heads 1 head_dim", Role.VECTOR, (), (), ("heads", "1", "head_dim")),
+        ("vocab", Role.VECTOR, (), (), ("vocab",)),
+        ("", Role.VECTOR, (), (), ()),
+    ],
+)
+def test_axes_decide_the_role(text: str, role: Role, stack: tuple, inputs: tuple, outputs: tuple) -> None:
+    axes = ParameterAxes.parse(text)
+    assert (axes.role, axes.stack, axes.inputs, axes.outputs) == (role, stack, inputs, outputs)
+    assert axes.names == (*stack, *inputs, *outputs)
+
+
+def test_experts_are_stacked() -> None:
+    model = DecoderConfig(12, 6, 8, d_ff=(16,), n_experts=4, shared_expert=True).build()
+    axes = parameter_axes(model)
+    assert axes["blocks_0.mlp.experts.W_1"] == ParameterAxes.parse("experts embed -> hidden")
+    assert axes["blocks_0.mlp.experts.b_2"] == ParameterAxes.parse("embed", ("experts",))
+    assert axes["blocks_0.mlp.shared.W_2"] == ParameterAxes.parse("hidden -> embed")
+
+
+class Layer(nn.Module):
+    axes: str | None
+    contract = Contract(inputs=(Input("x", (3,), "float32"),))
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.axes is None:
+            return x @ self.param("W_new", nn.initializers.ones, (3, 4))
+        return x @ parameter(self, "W_new", nn.initializers.ones, (3, 4), self.axes)
+
+
+def test_declaring_axes_changes_no_parameter() -> None:
+    plain, declared = (Layer(axes).init(jax.random.key(0), jnp.ones(3)) for axes in (None, "embed -> hidden"))
+    assert jax.tree.structure(plain) == jax.tree.structure(declared)
+    assert parameter_axes(Layer("embed -> hidden")) == {"W_new": ParameterAxes.parse("embed -> hidden")}
+
+
+@pytest.mark.parametrize(("axes", "named"), [(None, "no axes"), ("embed", "the axes embed")])
+def test_a_parameter_without_a_name_for_each_axis_is_an_error(axes: str | None, named: str) -> None:
+    with pytest.raises(UserError, match=rf"parameter W_new of shape \(3, 4\) declares {named}; make it with"):
+        parameter_axes(Layer(axes))
