@@ -1,4 +1,4 @@
-"""Every command and snippet of the README works."""
+"""Every command and snippet of the README and of docs/ works."""
 
 import io
 import os
@@ -14,50 +14,83 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.checkpoints import CheckpointManager
-from jaxformer.cli import diff, inspect, ladder, sample, verify
+from jaxformer.cli import diff, inspect, ladder, sample, train, verify, verify_resume
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
+from jaxformer.cli.options import option_groups
 from jaxformer.runs import create_run
 from tests.arrays import first_params
 from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-SNIPPETS = [text for text_model, text in BLOCKS if text_model == "python"]
-COMMANDS = [line for text_model, text in BLOCKS if text_model == "bash" for line in text.splitlines() if line]
+PAGES = {
+    path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+BLOCKS = [
+    (kind, text) for page in PAGES.values() for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)
+]
+SNIPPETS = [text for kind, text in BLOCKS if kind == "python"]
+LINES = "".join(text for kind, text in BLOCKS if kind == "bash").replace("\\\n", "").splitlines()
+COMMANDS = list(dict.fromkeys(line for line in LINES if line))
+INLINE = sorted({code for page in PAGES.values() for code in re.findall(r"`([^`\n]+)`", page)})
+MAX_README_WORDS = 900
 NOT_OF_AN_MLP = {"--model.n-blocks", "--model.n-heads"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def untrained(folder: Path, spec: str, model: dict, data: dict) -> None:
-    """A run of a small model that has learned nothing yet."""
+def create_untrained_run(folder: Path, spec: str, model: dict, data: dict) -> None:
+    """Save the initial parameters of a small model in a run of their own."""
     config = load_config(f"{ROOT}/configs/{spec}")
     config = replace(config, model=replace(config.model, d_model=8, **model), data=replace(config.data, **data))
-    place = create_run(
+    run_folder = create_run(
         folder / "runs" / config.name, config, config.data.load(config.model, 4, config.seed).tokenizer,
         allow_suffix=False,
     )  # fmt: skip
-    with CheckpointManager(place) as checkpoints:
+    with CheckpointManager(run_folder) as checkpoints:
         params = first_params(config.model.build(), *config.model.example())
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder as a reader has it after the first command, with a smaller model."""
+    """Return a folder as a reader has it after the first command, with a smaller model."""
     folder = tmp_path_factory.mktemp("reader")
     write_books(folder / "books")
-    untrained(folder, "dates.py:bahdanau", {}, {"n_pairs": 64, "n_held_out": 8})
-    untrained(folder, "mlm.py", {"vocab_size": 281, "n_blocks": 1}, {"path": str(folder / "books")})
-    result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)  # the newest is what is taken without --run
+    create_untrained_run(folder, "dates.py:bahdanau", {}, {"n_pairs": 64, "n_held_out": 8})
+    create_untrained_run(folder, "mlm.py", {"vocab_size": 281, "n_blocks": 1}, {"path": str(folder / "books")})
+    result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)  # the newest run is the default of --run
     assert result.returncode == 0, result.stderr
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 
 
-def test_the_readme_holds_commands_and_snippets():
-    assert len(SNIPPETS) >= 3 and len(COMMANDS) >= 7
+def test_pages_hold_commands_and_snippets():
+    assert len(SNIPPETS) >= 4 and len(COMMANDS) >= 20
+
+
+def test_the_readme_is_short():
+    assert len(PAGES[Path("README.md")].split()) <= MAX_README_WORDS
+
+
+@pytest.mark.parametrize("page", [*PAGES, Path("CHANGELOG.md")], ids=str)
+def test_links_lead_to_files(page):
+    for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert (ROOT / page.parent / link).exists(), link
+
+
+def test_inline_options_exist():
+    defaults = [
+        train.Arguments(load_config(f"{ROOT}/configs/{spec}")) for spec in ("quick.py", "vision.py:vit", "clip.py")
+    ]
+    defaults += [
+        sample.Arguments(),
+        evaluate.Arguments(),
+        verify_resume.Arguments(load_config(f"{ROOT}/configs/quick.py")),
+    ]
+    known = {flag for d in defaults for group in option_groups(d) for o in group.options for flag in o.flags}
+    known |= {"--help", "--smoke", "--logdir", "--topology", "--folder", "--rungs"}
+    for code in INLINE:
+        assert set(re.findall(r"(?<!\S)--[\w.-]+", code)) <= known, code
 
 
 @pytest.mark.slow
@@ -70,25 +103,27 @@ def test_snippets_run(here, monkeypatch, capsys, snippet):
     assert bool(capsys.readouterr().out) == ("print" in snippet)
 
 
-ELSEWHERE = (
+TESTED_ELSEWHERE = (
     "--mesh fsdp=2 --compute",
     "--log-to tensorboard",
     "jaxformer ladder",
     "jaxformer verify ",
     "train.py --resume",
 )
-"""In what takes seconds and is run by another test, too."""
+"""Parts of commands that take seconds and are run by another test, too."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [exhaustive(c) if any(x in c for x in ELSEWHERE) else c for c in COMMANDS])
+@pytest.mark.parametrize("command", [exhaustive(c) if any(x in c for x in TESTED_ELSEWHERE) else c for c in COMMANDS])
 def test_commands_run(here, monkeypatch, capsys, command):
-    """In this process, but for those that ask for devices of their own."""
+    """Commands run in this process, but for those that set up devices of their own."""
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "stdin", io.StringIO("The war\n"))  # for a conversation
     for part in command.split("#")[0].split("&&"):
         words = shlex.split(part)
-        if words[:3] == ["pip", "install", "-e"]:
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        elif words[:3] == ["pip", "install", "-e"]:
             extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[3])
             assert extras and set((extras[1] or "test").split(",")) <= set(EXTRAS)
         elif words == ["pytest"]:
@@ -111,10 +146,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
             monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
             monkeypatch.setenv("PYTHONPATH", str(ROOT))
             small = tiny(here / "books", steps=2)[4:]  # without a config and a path
-            few = [word for i, word in enumerate(small) if not {small[i - 1], word} & NOT_OF_AN_MLP]
-            given = {few[i]: few[i + 1] for i in range(0, len(few), 2)}
-            given |= {words[i]: words[i + 1] for i in range(4, len(words), 2) if words[i] not in given}
-            assert ladder.main(["--rungs", "mlp_rowwise", *(word for pair in given.items() for word in pair)]) == 0
+            options = [word for i, word in enumerate(small) if not {small[i - 1], word} & NOT_OF_AN_MLP]
+            options += ["--data.path", str(here / "books"), "--data.val-path", "none"]
+            assert ladder.main(["--rungs", "mlp_rowwise", *changed(words[4:], *options)]) == 0
             assert (here / "runs/ladder/ladder.html").exists()
         elif words[:4] == ["python", "-m", "jaxformer", "inspect"]:
             assert inspect.main([*words[4:-1], "The people"]) == 0  # the small model's context is short
@@ -122,6 +156,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
             assert verify.main(words[4:]) == 0
             assert capsys.readouterr().out.endswith("all that applies is kept\n")
+        elif words[1].startswith("benchmarks/"):
+            script = (ROOT / words[1]).read_text()
+            assert all(f'"{word}"' in script for word in words if word.startswith("--"))
         elif words[:2] == ["python", "sample.py"]:
             assert sample.main(words[2:]) == 0
             assert capsys.readouterr().out
@@ -139,13 +176,13 @@ def test_commands_run(here, monkeypatch, capsys, command):
             assert result.stdout
 
 
-def test_every_config_and_rung_the_readme_names_is_there():
-    ladder = README.split("The ladder is")[1].split(".")[0]
-    rungs = re.findall(r"`(\w+)`", ladder)
+def test_named_configs_and_rungs_exist():
+    training = PAGES[Path("docs/training.md")]
+    rungs = re.findall(r"`(\w+)`", training.split("The ladder is")[1].split(".")[0])
     assert len(rungs) == 10
     for name in rungs:
         assert load_config(f"{ROOT}/configs/ladder.py:{name}").name == name
-    specs = set(re.findall(r"configs/\w+\.py(?::\w+)?", README))
+    specs = set(re.findall(r"configs/\w+\.py(?::\w+)?", "".join(PAGES.values())))
     assert len(specs) >= 12
-    for spec in specs - {"configs/ladder.py", "configs/gpt.py"}:
+    for spec in {spec for spec in specs if ":" in spec}:
         assert load_config(str(ROOT / spec)).steps > 0
