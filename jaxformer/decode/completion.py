@@ -213,8 +213,8 @@ class Completer:
         for new in stream_texts(generation, texts, stop_tokens, options.max_new_tokens, self.throughput, interrupted):
             show(new)
         if isinstance(generation, Speculation):
-            self.throughput.verify_passes += generation.passes
-            self.throughput.verified_tokens += generation.made
+            self.throughput.verify_passes += generation.n_passes
+            self.throughput.verified_tokens += generation.n_tokens
         if isinstance(generation, BeamGeneration):
             for completion, score in zip(completions, generation.scores, strict=False):
                 completion.score = score

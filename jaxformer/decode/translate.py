@@ -20,7 +20,7 @@ from jaxformer.data.pairs import PairDataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import check_length_penalty, search
 from jaxformer.decode.generate import left_aligned, placement, prompt_bucket
-from jaxformer.decode.programs import call
+from jaxformer.decode.programs import call, decode_step
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.streaming import batch_by_length
 from jaxformer.errors import UserError
@@ -135,23 +135,23 @@ def _greedy(
     model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, *, end: int, limit: int, dtype: Any
 ) -> jax.Array:
     """Return greedy targets, `(B, limit)` int32, `EMPTY` after the end."""
-    advance, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
+    extend, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
     B = len(source_BS)
 
-    def goes_on(carry: tuple) -> jax.Array:
+    def unfinished(carry: tuple) -> jax.Array:
         i, _, done_B, *_ = carry
         return (i < limit) & ~done_B.all()
 
     def step(carry: tuple) -> tuple:
         i, last_B, done_B, target_BT, cache = carry
-        logits_BV, cache = advance(i, last_B, cache)
+        logits_BV, cache = extend(i, last_B, cache)
         token_B = jnp.where(done_B, EMPTY, logits_BV.argmax(axis=-1).astype(jnp.int32))
         target_BT = jax.lax.dynamic_update_index_in_dim(target_BT, token_B, i, axis=1)
         return i + 1, token_B, done_B | (token_B == end), target_BT, cache
 
     empty_BT = jnp.full((B, limit), EMPTY, jnp.int32)
     initial = jnp.int32(0), jnp.full(B, end, jnp.int32), jnp.zeros(B, bool), empty_BT, cache
-    return jax.lax.while_loop(goes_on, step, initial)[3]
+    return jax.lax.while_loop(unfinished, step, initial)[3]
 
 
 @partial(jax.jit, static_argnames=("model", "n_beams", "end", "limit", "dtype"))
@@ -160,10 +160,10 @@ def _beam(
     n_beams: int, end: int, limit: int, dtype: Any,
 ) -> jax.Array:  # fmt: skip
     """Return the best target of each beam search, `(B, limit)` int32, `EMPTY` after the end."""
-    advance, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
-    logits_BV, cache = advance(jnp.int32(0), jnp.full(len(source_BS), end, jnp.int32), cache)
+    extend, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
+    logits_BV, cache = extend(jnp.int32(0), jnp.full(len(source_BS), end, jnp.int32), cache)
     beams = search(
-        lambda i, tokens_R, cache: advance(i + 1, tokens_R, cache), cache, logits_BV, length_penalty, n_beams=n_beams,
+        lambda i, tokens_R, cache: extend(i + 1, tokens_R, cache), cache, logits_BV, length_penalty, n_beams=n_beams,
         max_new_tokens=limit, stop_tokens=(end,),
     )  # fmt: skip
     return beams.tokens_PNT[:, 0]
@@ -178,14 +178,10 @@ def _begin(
     the longer cache.
     """
 
-    def advance(i: jax.Array, token_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        def advance_row(token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-            x_1D, cache = call(model, params, "extend", token[None], i[None], cache, i)
-            return call(model, params, "unembed", x_1D[0]), cache
-
-        return jax.vmap(advance_row)(token_B, cache)
+    def extend(i: jax.Array, token_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        return jax.vmap(lambda token, cache: decode_step(model, params, token, i, cache, i))(token_B, cache)
 
     def start(source_S: jax.Array, valid_S: jax.Array) -> Any:
         return call(model, params, "start", source_S, valid_S, n_slots, dtype)
 
-    return advance, jax.vmap(start)(source_BS, valid_BS)
+    return extend, jax.vmap(start)(source_BS, valid_BS)

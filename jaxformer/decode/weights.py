@@ -1,4 +1,4 @@
-"""Parameters for decoding alone, in fewer bytes than they were trained in."""
+"""Parameters for decoding in fewer bytes than they were trained in."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from jaxformer.ops.quantized import Quantized, quantize
 
 Format = Literal["float32", "bfloat16", "int8"]
 
-SUMMED: tuple[tuple[str, tuple[int, ...]], ...] = (
+SUMMED_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"W_pos$", ()),  # looked up, never multiplied
-    (r"W_(a$|s_)", ()),  # within a loop, or read once a source
-    (r"W_router$", ()),  # small, and rounding would send tokens elsewhere
+    (r"W_(a$|s_)", ()),  # within a loop, or read once per source
+    (r"W_router$", ()),  # small, and rounding would route tokens to other experts
     (r"experts\.W_", (1,)),  # (E, D, F), (E, F, D)
-    (r"W_E$", (1,)),  # (V, D): a row is a token's channel, where it is looked up and where logits are made
+    (r"W_E$", (1,)),  # (V, D): a row is a token's channel, for the embedding and for the logits
     (r"W_O$", (0, 1)),  # (H, K, D)
     (r"W_", (0,)),  # (D, H, K), (D, F), (F, D), (D, V)
 )
-"""Axes that a product with a parameter sums over: the first pattern found in its name decides. What no pattern finds,
-or sums over nothing, stays in float32: norms and biases, which are small."""
+"""Axes that a product with a parameter sums over, by the first pattern that its name matches. Other parameters, and
+those without such axes, stay in float32: norms and biases, which are small."""
 
 
 def store(params: Params, weights: Format) -> Params:
-    """The parameters, with matrices in the given format. Each stands where it stood."""
+    """Return the parameters with matrices in the given format, on the same devices."""
 
-    def one(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+    def convert(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         if weights == "bfloat16":
             return leaf.astype(jnp.bfloat16)
         name = ".".join(str(key.key) for key in path)
-        summed = next((axes for pattern, axes in SUMMED if re.search(pattern, name)), ())
-        return quantize(leaf, summed) if summed else leaf
+        axes = next((axes for pattern, axes in SUMMED_AXES if re.search(pattern, name)), ())
+        return quantize(leaf, axes) if axes else leaf
 
     if weights == "float32":
         return params
-    return jax.jit(lambda params: jax.tree_util.tree_map_with_path(one, params))(params)
+    return jax.jit(lambda params: jax.tree_util.tree_map_with_path(convert, params))(params)
 
 
 def restored(params: Params) -> Params:
-    """What `store` gave, in float32 again: what its rounding left."""
+    """Return parameters from `store` in float32, as rounded."""
 
-    def one(leaf: Any) -> jax.Array:
+    def convert(leaf: Any) -> jax.Array:
         return leaf.values * leaf.scale if isinstance(leaf, Quantized) else leaf.astype(jnp.float32)
 
-    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return jax.tree.map(convert, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))

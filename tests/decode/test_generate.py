@@ -270,13 +270,13 @@ def test_exactly_as_many_tokens_as_asked_for(decoder: Model, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("config", "moment", "portions"),
-    [(ROPE, 1e9, [1, 8, 8, 13]), (ROPE, 0.0, [1, 8, 8, 8, 5]), (MLP, 1e9, [1, 8, 8, 8, 5])],
+    [(ROPE, 1e9, [1, 8, 8, 13]), (ROPE, 0.0, [1, 8, 8, 8, 5]), (MLP, 1e9, [1, 8, 8, 13])],
     ids=["fast", "slow", "window"],
 )
 def test_tokens_come_in_portions_the_first_alone(
     config: ModelConfig, moment: float, portions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["jaxformer.decode.generate"], "A_MOMENT", moment)
+    monkeypatch.setattr(sys.modules["jaxformer.decode.generate"], "MAX_CALL_SECONDS", moment)
     pieces = list(begin(build(config), PROMPTS, 30))
     assert [piece.tokens_BN.shape for piece in pieces] == [(4, n) for n in portions]
     assert pieces[1].tokens_BN.dtype == np.int32
@@ -287,7 +287,7 @@ def test_tokens_come_in_portions_the_first_alone(
 class SlowModel(nn.Module):
     """Takes 4 ms a token, and always says 0."""
 
-    contract = Contract(Task.CAUSAL_LM, has_cache=True, attention_window=1, extrapolates=True)
+    contract = Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=1, extrapolates=True)
 
     def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
         return jnp.zeros(1)
@@ -362,7 +362,7 @@ def test_a_model_without_a_cache_slides_a_window_over_its_last_tokens(n: int) ->
 class GRULanguageModel(nn.Module):
     """Not of this project: a recurrent model, whose cache is a state and has no slots."""
 
-    contract = Contract(Task.CAUSAL_LM, has_cache=True, attention_window=1, extrapolates=True)
+    contract = Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=1, extrapolates=True)
 
     def setup(self) -> None:
         self.embed, self.cell, self.out = nn.Embed(V, 13), nn.GRUCell(13), nn.Dense(V)
@@ -479,7 +479,7 @@ def test_the_loop_on_the_device_writes_slices_in_place(n_rows: int, dtype: Any) 
     model, params = build(ROPE)
     n_read = 128
     row = programs.DecodeState(
-        model.init_cache(256, dtype), programs.begin(GREEDY, V, jnp.zeros(4), 4), jnp.int32(0), jnp.array(False)
+        model.init_cache(256, dtype), programs.init_history(GREEDY, V, jnp.zeros(4), 4), jnp.int32(0), jnp.array(False)
     )
     rows = jax.tree.map(lambda x: jnp.stack([x] * n_rows), row)
     numbers = [np.zeros(n_rows, t) for t in (np.int32, np.uint32, bool)] + [np.int32(8)] * 4

@@ -16,24 +16,24 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy.stats import chisquare
 
 from jaxformer.decode.samplers import (
-    BLOCK,
+    TOKENS_PER_BLOCK,
     Drawn,
     History,
     Sampling,
     _invert,
     apply_filters,
     apply_penalties,
-    begin,
+    argmax,
     distribution,
     draw,
     filter_min_p,
     filter_top_k,
     filter_top_p,
     filter_typical,
-    largest_of_mass,
-    likeliest,
+    init_history,
     sample,
-    update,
+    top_mass,
+    update_history,
 )
 from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
@@ -48,28 +48,28 @@ SIGNIFICANCE = 1e-3
 """Of the chi-squared tests: how often one would fail by chance, were the key not fixed."""
 UNCHANGED = ("nothing", "top-k beyond the vocabulary", "minimum reached")
 """Cases that leave probabilities as they are."""
-LARGEST = jax.jit(largest_of_mass, static_argnames="mass")
+LARGEST = jax.jit(top_mass, static_argnames="mass")
 EVERYTHING = Sampling(**CASES["all"])
 
 
 def history(sampling: Sampling, prompt: list[int], made: list[int], vocab_size: int = 5) -> History:
     """Of a row with these tokens; the prompt is padded with token 1, which must not count."""
-    after = begin(sampling, vocab_size, jnp.array([*prompt, 1, 1]), len(prompt))
+    after = init_history(sampling, vocab_size, jnp.array([*prompt, 1, 1]), len(prompt))
     for token in made:
-        after = update(after, jnp.int32(token), sampling)
+        after = update_history(after, jnp.int32(token), sampling)
     return after
 
 
 def first(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> Drawn:
     """What is drawn after a prompt of token 0."""
-    return sample(logits_V, begin(sampling, len(logits_V), jnp.zeros(1, jnp.int32), 1), key, sampling)
+    return sample(logits_V, init_history(sampling, len(logits_V), jnp.zeros(1, jnp.int32), 1), key, sampling)
 
 
-def kept(filtered: jax.Array) -> list[int]:
+def kept_tokens(filtered: jax.Array) -> list[int]:
     return np.flatnonzero(np.isfinite(filtered)).tolist()
 
 
-def asked(sampling: object) -> str:
+def options(sampling: object) -> str:
     """The fields of a sampling that ask for something."""
     if not isinstance(sampling, Sampling):
         return ""
@@ -89,9 +89,9 @@ def test_the_same_tokens_with_the_same_probabilities_as_hugging_face(name: str, 
     logits_BV, tokens_BT = hugging_face["logits"], hugging_face["tokens"]
 
     def one(logits_V: jax.Array, tokens_T: jax.Array) -> jax.Array:
-        after = begin(sampling, len(logits_V), tokens_T, PROMPT)
+        after = init_history(sampling, len(logits_V), tokens_T, PROMPT)
         for token in tokens_T[PROMPT:]:
-            after = update(after, token, sampling)
+            after = update_history(after, token, sampling)
         return apply_filters(apply_penalties(logits_V, after, sampling), sampling)
 
     ours_BV = jax.jit(jax.vmap(one))(logits_BV, tokens_BT)
@@ -115,7 +115,7 @@ def test_the_same_tokens_with_the_same_probabilities_as_hugging_face(name: str, 
 def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
     filtered = filter_top_k(logits, k)
-    assert kept(filtered) == wanted
+    assert kept_tokens(filtered) == wanted
     assert_array_equal(filtered[jnp.array(wanted)], logits[jnp.array(wanted)])
 
 
@@ -136,7 +136,7 @@ def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
     ],
 )
 def test_top_p_by_hand(probs: np.ndarray, p: float, wanted: list[int]) -> None:
-    assert kept(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == wanted
+    assert kept_tokens(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == wanted
 
 
 # Shares of the largest, 0.4: 0.25, 1, 0.125, 0.75, 0.375.
@@ -144,7 +144,7 @@ def test_top_p_by_hand(probs: np.ndarray, p: float, wanted: list[int]) -> None:
     ("p", "wanted"), [(1.0, [1]), (0.76, [1]), (0.74, [1, 3]), (0.3, [1, 3, 4]), (0.1, [0, 1, 2, 3, 4])]
 )
 def test_min_p_by_hand(p: float, wanted: list[int]) -> None:
-    assert kept(filter_min_p(jnp.asarray(LOGITS), p)) == wanted
+    assert kept_tokens(filter_min_p(jnp.asarray(LOGITS), p)) == wanted
 
 
 # Surprises 2.303, 0.916, 2.996, 1.204, 1.897; the entropy is 1.392, so distances are 0.910, 0.476, 1.604, 0.188, 0.505.
@@ -152,17 +152,17 @@ def test_min_p_by_hand(p: float, wanted: list[int]) -> None:
     ("p", "wanted"), [(0.29, [3]), (0.31, [1, 3]), (0.71, [1, 3, 4]), (0.86, [0, 1, 3, 4]), (1.0, [0, 1, 2, 3, 4])]
 )
 def test_typical_by_hand(p: float, wanted: list[int]) -> None:
-    assert kept(filter_typical(jnp.asarray(LOGITS), p)) == wanted
+    assert kept_tokens(filter_typical(jnp.asarray(LOGITS), p)) == wanted
 
 
 @pytest.mark.parametrize("filtered", [filter_top_p, filter_typical])
 def test_a_share_of_one_keeps_every_token_of_a_large_vocabulary(filtered) -> None:
     # Probabilities down to 1e-10, below what is left of 1 in float32.
-    assert len(kept(filtered(3 * normal(2048), 1.0))) == 2048
+    assert len(kept_tokens(filtered(3 * normal(2048), 1.0))) == 2048
 
 
 def test_top_p_keeps_out_what_top_k_took_away() -> None:
-    assert kept(filter_top_p(filter_top_k(jnp.asarray(LOGITS), 3), 1.0)) == [1, 3, 4]
+    assert kept_tokens(filter_top_p(filter_top_k(jnp.asarray(LOGITS), 3), 1.0)) == [1, 3, 4]
 
 
 @given(
@@ -183,8 +183,8 @@ def test_the_largest_of_a_mass_are_those_a_sort_finds(pairs: list[tuple[int, int
 
 
 def test_the_two_zeros_of_floating_point_are_a_tie() -> None:
-    kept = LARGEST(jnp.array([-0.0, 0.0, -1.0]), jnp.array([0.3, 0.3, 0.4]), mass=0.1)
-    assert kept.tolist() == [True, True, False]
+    finite = LARGEST(jnp.array([-0.0, 0.0, -1.0]), jnp.array([0.3, 0.3, 0.4]), mass=0.1)
+    assert finite.tolist() == [True, True, False]
 
 
 def test_penalties_of_repetition_by_hand() -> None:
@@ -222,12 +222,13 @@ def test_biases_of_one_token_add_up() -> None:
 )
 def test_bad_words_by_hand(prompt: list[int], made: list[int], wanted: list[int]) -> None:
     sampling = Sampling(bad_words=((1,), (2, 3), (4, 4, 0), (4, 4, 2, 4)))
-    assert kept(apply_penalties(jnp.asarray(LOGITS), history(sampling, prompt, made), sampling)) == wanted
+    assert kept_tokens(apply_penalties(jnp.asarray(LOGITS), history(sampling, prompt, made), sampling)) == wanted
 
 
 def test_stop_tokens_wait_for_the_minimum() -> None:
     sampling = Sampling(min_new_tokens=2, stop_tokens=(1, 3))
-    left = [kept(apply_penalties(jnp.asarray(LOGITS), history(sampling, [0, 0], [0] * n), sampling)) for n in range(4)]
+    histories = [history(sampling, [0, 0], [0] * n) for n in range(4)]
+    left = [kept_tokens(apply_penalties(jnp.asarray(LOGITS), after, sampling)) for after in histories]
     assert left == [[0, 2, 4], [0, 2, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
@@ -236,7 +237,7 @@ def test_a_ban_of_all_that_is_left_is_not_applied() -> None:
     assert_array_equal(apply_penalties(jnp.asarray(LOGITS), history(every, [0], []), every), LOGITS)
     # Only the stop token is no bad word: the row may stop before its minimum.
     stop = Sampling(bad_words=((0,), (1,), (2,), (3,)), stop_tokens=(4,), min_new_tokens=9)
-    assert kept(apply_penalties(jnp.asarray(LOGITS), history(stop, [0], []), stop)) == [4]
+    assert kept_tokens(apply_penalties(jnp.asarray(LOGITS), history(stop, [0], []), stop)) == [4]
 
 
 def test_a_bias_comes_before_the_penalty_and_a_ban_after_all() -> None:
@@ -248,7 +249,7 @@ def test_a_bias_comes_before_the_penalty_and_a_ban_after_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6), Sampling(1e-60)], ids=asked
+    "sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6), Sampling(1e-60)], ids=options
 )
 def test_greedy_takes_the_likeliest(sampling: Sampling) -> None:
     token = first(jnp.array([0.1, 2.0, -1.0, 1.9, 0.0]), jax.random.key(0), sampling).token
@@ -258,7 +259,7 @@ def test_greedy_takes_the_likeliest(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("logits", [[0.0, 3.0, 1.0, 3.0], [-inf, 2.0, 2.0], [5.0], [-1e30, -1e29]])
 def test_the_likeliest_is_the_first_of_equals(logits: list[float]) -> None:
-    assert likeliest(jnp.array(logits)) == np.argmax(logits)
+    assert argmax(jnp.array(logits)) == np.argmax(logits)
 
 
 def test_greedy_heeds_penalties_and_bans() -> None:
@@ -280,7 +281,7 @@ def test_greedy_heeds_penalties_and_bans() -> None:
         (Sampling(0.5, top_k=3, top_p=0.9), np.where(PROBS >= 0.3, PROBS**2, 0)),
         (Sampling(bad_words=((0, 1),)), np.where(PROBS == 0.4, 0, PROBS)),
     ],
-    ids=asked,
+    ids=options,
 )
 def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: np.ndarray) -> None:
     n = 10_007
@@ -294,7 +295,7 @@ def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: n
 
 @pytest.mark.slow
 def test_frequencies_over_several_blocks_of_the_vocabulary() -> None:
-    n, V = 100_003, 3 * BLOCK + 7  # the last block is not full
+    n, V = 100_003, 3 * TOKENS_PER_BLOCK + 7  # the last block is not full
     logits = 2 * normal(V)
     keys = jax.random.split(jax.random.key(0), n)
     counts = np.bincount(jax.jit(jax.vmap(partial(draw, logits)))(keys), minlength=V)
@@ -312,7 +313,7 @@ def test_the_chi_squared_test_would_see_a_temperature_off_by_a_fifth() -> None:
     assert chisquare(np.bincount(drawn), PROBS * n).pvalue < SIGNIFICANCE
 
 
-@pytest.mark.parametrize("V", [3, BLOCK, 5 * BLOCK + 1])
+@pytest.mark.parametrize("V", [3, TOKENS_PER_BLOCK, 5 * TOKENS_PER_BLOCK + 1])
 def test_what_is_filtered_out_is_never_drawn(V: int) -> None:
     # One token in 40 can be drawn, and some of these are e^60 times likelier than others.
     logits = np.where(np.arange(V) % 40 == min(V - 1, 33), 20 * np.asarray(normal(V)), -inf)
@@ -328,12 +329,12 @@ def test_the_first_and_the_last_share_fall_on_places_that_have_weight(u: float, 
 
 
 @pytest.mark.parametrize("logits", [[-inf, -inf, -inf], [nan, nan, nan], [inf, 0.0, inf]])
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(top_p=0.5, min_p=0.1, top_k=2)], ids=asked)
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(top_p=0.5, min_p=0.1, top_k=2)], ids=options)
 def test_a_broken_model_still_gives_tokens_of_the_vocabulary(logits: list[float], sampling: Sampling) -> None:
     assert 0 <= first(jnp.array(logits), jax.random.key(0), sampling).token < 3
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.3, top_k=2, logit_bias=((2, 50.0),))], ids=asked)
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.3, top_k=2, logit_bias=((2, 50.0),))], ids=options)
 def test_log_probabilities_are_the_models_own(sampling: Sampling) -> None:
     with_top = Sampling(**{**vars(sampling), "top_logprobs": 3})
     drawn = first(jnp.asarray(LOGITS) + 7, jax.random.key(0), with_top)
@@ -349,9 +350,9 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     tokens_BT = np.random.default_rng(0).integers(101, size=(6, 9))
 
     def one(logits_V: jax.Array, tokens_T: jax.Array, key: jax.Array) -> tuple[Drawn, History]:
-        after = begin(sampling, 101, tokens_T, 5)
+        after = init_history(sampling, 101, tokens_T, 5)
         drawn = sample(logits_V, after, key, sampling)
-        return drawn, update(after, drawn.token, sampling)
+        return drawn, update_history(after, drawn.token, sampling)
 
     batch = jax.jit(jax.vmap(one))(logits_BV, tokens_BT, keys_B)
     for row in range(6):
@@ -381,8 +382,8 @@ def test_only_what_is_asked_for_is_carried() -> None:
     }
     for sampling, wanted in sizes.items():
         for after in (history(sampling, [0], []), history(sampling, [0], [3, 3, 3])):
-            assert (after.seen_V.size, after.counts_V.size, after.last_N.size) == wanted
-    assert history(Sampling(bad_words=((1, 2, 3, 4),)), [0], [3]).last_N.tolist() == [EMPTY, 0, 3]
+            assert (after.occurs_V.size, after.counts_V.size, after.recent_N.size) == wanted
+    assert history(Sampling(bad_words=((1, 2, 3, 4),)), [0], [3]).recent_N.tolist() == [EMPTY, 0, 3]
 
 
 def test_plain_sampling_neither_sorts_nor_loops_nor_draws_for_every_token() -> None:
@@ -445,7 +446,7 @@ def test_a_sampling_that_cannot_be_is_refused_with_its_value(fields: dict, said:
         (Sampling(bad_words=((1, 2), (3, 7))), "a token of a bad word is 7"),
         (Sampling(top_logprobs=6), "top-logprobs is 6; it must be at most the vocabulary's 5"),
     ],
-    ids=asked,
+    ids=options,
 )
 def test_what_the_vocabulary_does_not_hold_is_refused(sampling: Sampling, said: str) -> None:
     with pytest.raises(UserError, match=said):

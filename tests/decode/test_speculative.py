@@ -63,9 +63,9 @@ def test_greedily_it_is_the_same_text(draft, n_proposed, prompt):
     for field in wanted[0]._fields:
         a, b = (np.concatenate([getattr(p, field)[0] for p in pieces]) for pieces in (wanted, got))
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=field)
-    assert speculation.made == 40
+    assert speculation.n_tokens == 40
     if draft == "itself":  # everything is taken
-        assert speculation.passes == -(-40 // (n_proposed + 1))
+        assert speculation.n_passes == -(-40 // (n_proposed + 1))
 
 
 @pytest.mark.slow
@@ -80,12 +80,12 @@ def test_whatever_is_asked_for_it_is_the_same_text_past_the_context_too(draft, d
     )  # fmt: skip
     asked = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": dtype}
     wanted = [piece.tokens_BN for piece in generate(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **asked)]
-    begun, begin = [], speculative._begin
-    monkeypatch.setattr(speculative, "_begin", lambda *args: begun.append(args) or begin(*args))
+    calls, init = [], speculative._init
+    monkeypatch.setattr(speculative, "_init", lambda *args: calls.append(args) or init(*args))
     got = [piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, [0, 1], **asked)]
     rows = np.concatenate(got, axis=1)
     assert [row[row != EMPTY].tolist() for row in rows] == np.concatenate(wanted, axis=1).tolist()
-    assert len(begun) == 1
+    assert len(calls) == 1
     assert rows[0, :2].tolist() != banned.tolist()
     assert stop not in rows[0, :69]
 

@@ -100,7 +100,7 @@ def test_one_beam_is_greedy(case: Case) -> None:
     valid_BS = np.arange(4) < np.array(lengths)[:, None]
     found_BT = _beam(
         case.config.build(), case.params, source_BS, valid_BS, length_penalty=np.float32(0), n_beams=1, end=case.end,
-        most=LONGEST, dtype=jnp.dtype("float32"),
+        limit=LONGEST, dtype=jnp.dtype("float32"),
     )  # fmt: skip
     for source_S, n, target_T in zip(source_BS, lengths, np.asarray(found_BT), strict=True):
         made = case.greedy(source_S[:n].tolist(), LONGEST)
