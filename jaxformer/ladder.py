@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.checkpoints import CheckpointReader
+from jaxformer.files import write_atomically
 from jaxformer.inspect.page import Figure, Table, write_page
-from jaxformer.runs import abstract_params, count_parameters, read_config, write_atomically
+from jaxformer.runs import abstract_params, count_parameters, read_config
 from jaxformer.train.log import read_metrics
 
 ABOUT = "Each rung is the one before with one idea changed, trained on the same text."

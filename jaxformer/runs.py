@@ -28,6 +28,7 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.fields import from_dict, to_dict
+from jaxformer.files import write_atomically
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes
@@ -253,19 +254,6 @@ def check_writable_parent(folder: Path) -> None:
             f"{folder} cannot be made: {parent} cannot be written to ({error.strerror}); choose another --run, or see "
             "to it that it can."
         ) from error
-
-
-def write_atomically(file: Path, content: str | bytes) -> None:
-    """Replace what a file holds: whoever reads it, or comes after a crash, finds the old or the new."""
-    scratch = file.with_name(f"{file.name}.new")
-    try:
-        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
-        scratch.replace(file)
-    except OSError as error:
-        error.filename = error.filename or str(file)  # a write does not say where
-        raise
-    finally:
-        scratch.unlink(missing_ok=True)  # what a full disk took of it
 
 
 def write_config(folder: Path, config: Config) -> None:

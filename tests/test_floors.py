@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"contract", "errors", "signals", "terminal"},
+    {"contract", "errors", "files", "signals", "terminal"},
     {"fields"},
     {"config"},
     {"data"},

@@ -1,7 +1,7 @@
-"""Dates as people of many languages write them, to ISO 8601: pairs to learn from, made and not downloaded.
+"""Synthetic pairs of a date in one of many languages and in ISO 8601.
 
-How a language writes dates is from the Unicode Common Locale Data Repository, which comes with Babel; another version
-of Babel may write some differently. Tokens are bytes.
+Date formats are those of the Unicode Common Locale Data Repository in Babel; versions of Babel may differ in some.
+Tokens are bytes.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 
 FORMS = ("short", "medium", "long", "full")
-"""From 27/9/23 to Wednesday, 27 September 2023."""
+"""Babel's formats, such as 27/9/23 and Wednesday, 27 September 2023."""
 LOCALES = (
     "af", "bg", "ca", "cs", "cy", "da", "de", "el", "en_AU", "en_CA", "en_GB", "en_US", "es", "et", "eu", "fi",
     "fr", "fr_CA", "ga", "gl", "he", "hr", "hu", "id", "is", "it", "ja", "ko", "lt", "lv", "ms", "nb", "nl", "pl",
     "pt_BR", "pt_PT", "ro", "ru", "sk", "sl", "sr", "sv", "sw", "tr", "uk", "vi", "zh", "zh_Hant",
 )  # fmt: skip
-"""Whose longest dates have no more than 64 bytes."""
+"""Locales whose longest dates have at most 64 bytes."""
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
-"""A hundred years, so that two digits name one of them."""
+"""A hundred years, so that two digits of a year are unambiguous."""
 HELD_OUT_FRACTION = 0.1
 """Fraction of these days in the validation split, in every language and form."""
 
 
 @dataclass(frozen=True)
 class DatesConfig(DataConfig):
-    """Dates to write in ISO 8601. They are the same whatever the run's seed, and no held-out day is trained on."""
+    """Dates to convert to ISO 8601, the same for every seed; training and validation have no day in common."""
 
     n_pairs: int = 20_000
-    """To train on."""
+    """Number of training pairs."""
     n_held_out: int = 1000
+    """Number of validation pairs."""
     locales: tuple[str, ...] = LOCALES
-    """Names that Babel knows, each drawn as often."""
+    """Babel's names of locales, drawn uniformly."""
     forms: tuple[str, ...] = FORMS
-    """Some of short, medium, long and full, each taken as often."""
+    """Formats, of short, medium, long and full, with equal numbers of dates."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,15 +64,15 @@ class DatesConfig(DataConfig):
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
     ) -> PairDataset:  # fmt: skip
-        shape = check_seq2seq(model)
+        model = check_seq2seq(model)
         train, val = (self.draw(days, n) for days, n in zip(split_days(), (self.n_pairs, self.n_held_out), strict=True))
         name = f"dates in {len(self.locales)} locales"
-        return build_pair_dataset(name, train, val, (), tokenizer, shape, batch_size, seed)
+        return build_pair_dataset(name, train, val, (), tokenizer, model, batch_size, seed)
 
     def draw(self, days: np.ndarray, n: int) -> list[Pair]:
-        """Dates of some days, as ordinals: as many in each form, one form after the other; always the same."""
-        draw = np.random.Generator(np.random.Philox(key=[0, 1]))
-        days_N, locales_N = days[draw.integers(len(days), size=n)], draw.integers(len(self.locales), size=n)
+        """Return n pairs of random days, given as ordinals, in random locales, and in equal parts in each form."""
+        rng = np.random.Generator(np.random.Philox(key=[0, 1]))
+        days_N, locales_N = days[rng.integers(len(days), size=n)], rng.integers(len(self.locales), size=n)
         forms_N = np.arange(n) * len(self.forms) // n
         return [
             write_date(datetime.date.fromordinal(int(day)), self.locales[locale], self.forms[form])
@@ -80,7 +81,7 @@ class DatesConfig(DataConfig):
 
 
 def split_days() -> tuple[np.ndarray, np.ndarray]:
-    """The days to train on and those held out, as ordinals; always the same."""
+    """Return the days of the training and of the validation split, as ordinals."""
     days = np.arange(FIRST.toordinal(), LAST.toordinal() + 1)
     np.random.Generator(np.random.Philox(key=[0, 0])).shuffle(days)
     n_held_out = round(HELD_OUT_FRACTION * len(days))
@@ -88,12 +89,12 @@ def split_days() -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_date(day: datetime.date, locale: str, form: str) -> Pair:
-    """A day in one locale's form, such as ('de 27. September 2023', '2023-09-27').
+    """Return a day in a locale's format and in ISO 8601, such as ('de 27. September 2023', '2023-09-27').
 
-    The locale's name stands first: by 3/4/2021 alone, one means March and another April.
+    The locale's name comes first, without which 3/4/2021 is ambiguous.
 
     Raises:
-      UserError: Babel knows no such locale.
+      UserError: the locale is unknown to Babel.
     """
     return Pair(f"{locale} {format_date(day, form, locale=_locale(locale))}", day.isoformat())
 

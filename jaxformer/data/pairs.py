@@ -1,4 +1,4 @@
-"""Pairs of texts, a source and its target, in batches of like length: what sequence-to-sequence models learn from."""
+"""Pairs of a source and a target text, batched by length, for sequence-to-sequence models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
-from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
 from jaxformer.data.text import read_text
@@ -20,13 +19,13 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 FORMAT = 1
-"""Raise it when the same pairs and settings are to give other batches."""
+"""Version of the batches; to be raised when the same pairs and settings yield other batches."""
 N_BUCKETS = 4
-"""Lengths that batches are padded to; a program is compiled for each."""
+"""Number of lengths that batches are padded to, each with a compiled program of its own."""
 
 
 class Pair(NamedTuple):
-    """A text, and what is to be made of it."""
+    """A source text and its target text."""
 
     source: str
     target: str
@@ -34,59 +33,59 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Which pairs. Those with a side of more than the model's context_length tokens are not trained on."""
+    """Pairs of texts. Training pairs with a side of more than the model's context_length tokens are left out."""
 
     path: str = ""
-    """Files of lines SOURCE<TAB>TARGET, UTF-8: a folder with train.tsv and val.tsv; the beginning of two names, such as
-    'data/en-fr' for data/en-fr.train.tsv and data/en-fr.val.tsv; or one file, with val_path."""
+    """Files of lines SOURCE<TAB>TARGET, UTF-8: a folder with train.tsv and val.tsv; a prefix such as 'data/en-fr' for
+    data/en-fr.train.tsv and data/en-fr.val.tsv; or one file, with val_path."""
     val_path: str | None = None
-    """The file of held-out pairs, where path does not say it."""
+    """File of the validation pairs, where path does not give it."""
     reverse: bool = False
-    """Make sources of targets: translate the other way."""
+    """Swap sources and targets: translate in the other direction."""
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
     ) -> PairDataset:  # fmt: skip
-        shape = check_seq2seq(model)
+        model = check_seq2seq(model)
         train, val = (read_pairs(file) for file in self._files())
         if self.reverse:
             train, val = ([Pair(target, source) for source, target in pairs] for pairs in (train, val))
         texts = [text for pair in train for text in pair]
-        return build_pair_dataset(self.path, train, val, texts, tokenizer, shape, batch_size, seed)
+        return build_pair_dataset(self.path, train, val, texts, tokenizer, model, batch_size, seed)
 
     def _files(self) -> tuple[Path, Path]:
         if not self.path:
             raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
-        place = Path(self.path).expanduser()
+        path = Path(self.path).expanduser()
         train, val = (
-            place / f"{split}.tsv" if place.is_dir() else place.with_name(f"{place.name}.{split}.tsv")
+            path / f"{split}.tsv" if path.is_dir() else path.with_name(f"{path.name}.{split}.tsv")
             for split in ("train", "val")
         )
-        if place.is_file():
+        if path.is_file():
             if self.val_path is None:
-                raise UserError(f"data.path is the file {place}, and no pairs are held out; give data.val_path.")
-            train = place
+                raise UserError(f"data.path is the file {path}, and no pairs are held out; give data.val_path.")
+            train = path
         elif not train.is_file():
-            raise UserError(f"there are no pairs at {place}: neither it nor {train} is a file; give data.path.")
-        held_out = val if self.val_path is None else Path(self.val_path).expanduser()
-        if not held_out.is_file():
-            raise UserError(f"there are no held-out pairs at {held_out}, which is no file; give data.val_path.")
-        return train, held_out
+            raise UserError(f"there are no pairs at {path}: neither it nor {train} is a file; give data.path.")
+        val = val if self.val_path is None else Path(self.val_path).expanduser()
+        if not val.is_file():
+            raise UserError(f"there are no held-out pairs at {val}, which is no file; give data.val_path.")
+        return train, val
 
 
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
-    """The config of a model that takes a source, where it has tokens, and a target; `UserError` if it is another."""
-    if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.SEQUENCE_TO_SEQUENCE:
+    """Return the config of a model of a source, its mask and a target; `UserError` for another model."""
+    if not isinstance(model, TokenModelConfig) or len(model.example()) != 3:
         raise UserError(
-            f"the data is pairs of texts, but {type(model).__name__} describes no model that makes one text of another;"
-            " change one."
+            f"the data is pairs of texts, but {type(model).__name__} describes no sequence-to-sequence model; change "
+            "one."
         )
     return model
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a file, one a line; empty lines are passed over.
+    """Return the pairs of a file, one per line; empty lines are skipped.
 
     Raises:
       UserError: it cannot be read, has no pair, or a line that is none.
@@ -102,7 +101,7 @@ def read_pairs(path: Path) -> list[Pair]:
             raise UserError(f"{path}, line {number}, has an empty {empty[0]}; leave the line out.")
         pairs.append(Pair(*sides))
     if not pairs:
-        raise UserError(f"{path} holds no pairs; give it one a line, SOURCE<TAB>TARGET.")
+        raise UserError(f"{path} holds no pairs; give it one per line, SOURCE<TAB>TARGET.")
     return pairs
 
 
@@ -110,136 +109,133 @@ def build_pair_dataset(
     name: str, train: Sequence[Pair], val: Sequence[Pair], texts: Iterable[str], tokenizer: Tokenizer | None,
     model: TokenModelConfig, batch_size: int, seed: int,
 ) -> PairDataset:  # fmt: skip
-    """Return pairs as tokens; without a tokenizer, one learns from texts, and the model is fitted to it."""
+    """Return pairs in batches; a tokenizer is trained on `texts` unless given, and limits the model's vocabulary."""
     if tokenizer is not None:
         return PairDataset(name, train, val, tokenizer, model, batch_size, seed)
     tokenizer = Tokenizer.train(texts, model.vocab_size)
-    data = PairDataset(name, train, val, tokenizer, fitted := infer_vocab_size(model, tokenizer), batch_size, seed)
-    fit = describe_changes(model, fitted, f"{name} supports {tokenizer.vocab_size:,} tokens")
-    data.notes = (*fit, *describe_tokenizer_sample(tokenizer, name))
+    inferred = infer_vocab_size(model, tokenizer)
+    data = PairDataset(name, train, val, tokenizer, inferred, batch_size, seed)
+    changes = describe_changes(model, inferred, f"{name} supports {tokenizer.vocab_size:,} tokens")
+    data.notes = (*changes, *describe_tokenizer_sample(tokenizer, name))
     return data
 
 
 class PairDataset(Dataset):
-    """Pairs of texts as tokens, each batch of pairs of like length.
+    """Pairs of texts as tokens, in batches of similar length.
 
-    An epoch takes the pairs in another order, without replacement, sorts them into `N_BUCKETS` by the length of their
-    longer side, cuts that into batches, and takes these in a random order; what does not fill a last batch is left for
-    the next epoch's draw. All batches of a bucket have one shape, as wide on either side as its longest pair.
+    Each epoch permutes the pairs, sorts them into `N_BUCKETS` buckets by the length of their longer side, cuts these
+    into batches, and permutes the batches; pairs that do not fill a last batch are left out of the epoch. All batches
+    of a bucket have one shape, as wide on either side as its longest pair.
 
-    A batch's inputs are `(source_BS, valid_BS, target_BT)`: a target begins with the end-of-text token, and what is to
-    be predicted is the rest of it and then that token once more. It counts where it stands, and not where padding does.
+    Inputs are `(source_BS, valid_BS, target_BT)`. A target starts with the end-of-text token; it is predicted from its
+    second token on, and then end-of-text. Padding, at the right, has weight 0.
     """
 
     unit = "tokens"
-    """Of targets, with their end."""
+    """Tokens of targets, end-of-text included."""
     tokenizer: Tokenizer
 
     def __init__(
         self, name: str, train: Sequence[Pair], val: Sequence[Pair], tokenizer: Tokenizer, model: TokenModelConfig,
         batch_size: int, seed: int,
     ) -> None:  # fmt: skip
-        """Raises `UserError` where too few pairs fit the model."""
+        """Tokenize the pairs; `UserError` where fewer than a batch are short enough for the model."""
         self.name, self.model, self.tokenizer, self.val = name, model, tokenizer, val
-        self._end = tokenizer.end_of_text
-        self.fingerprint = _fingerprint(train, val, model)
         self.context_length, self._batch_size, self._seed = model.context_length, batch_size, seed
-        self._train = _Tokens.of(train, tokenizer).not_above(self.context_length)
-        self._val = _Tokens.of(val, tokenizer)
-        self._n_left_out = len(train) - len(self._train)
-        if len(self._train) < batch_size:
+        self._train, self._val = _TokenPairs.encode(train, tokenizer), _TokenPairs.encode(val, tokenizer)
+        self._train = self._train.up_to(self.context_length)
+        self._n_left_out = len(train) - len(self._train.sources)
+        self._n_train = len(self._train.sources)
+        if self._n_train < batch_size:
             raise UserError(
-                f"of {len(train)} training pairs, {len(self._train)} have at most {self.context_length} tokens a side, "
+                f"of {len(train)} training pairs, {self._n_train} have at most {self.context_length} tokens per side, "
                 f"fewer than train.batch_size {batch_size}; lower it, raise model.context_length, or give more pairs."
             )
-        self._widths = self._widths_of_buckets()
-        self._epoch = lru_cache(maxsize=2)(self._plan)
-        self.steps_per_epoch = len(self._train) // batch_size
+        self._widths = self._bucket_widths()
+        self._epoch = lru_cache(maxsize=2)(self._epoch_batches)
+        self.steps_per_epoch = self._n_train // batch_size
         self.per_step = batch_size * float(self._train.lengths_N2[:, 1].mean())
+        digest = hashlib.sha256(f"pairs {FORMAT} {model.vocab_size} {model.context_length}".encode())
+        for split in (train, val):
+            digest.update(f"split {len(split)}".encode())
+            for text in (text for pair in split for text in pair):
+                digest.update(f"{len(text)} {text}".encode())
+        self.fingerprint = digest.hexdigest()
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         pairs_B = self._epoch(step // self.steps_per_epoch)[step % self.steps_per_epoch]
-        batch = self._batch(self._train, pairs_B, pairs_B[rows])
+        batch = self._pad(self._train, pairs_B, pairs_B[rows])
         return batch._replace(weights=batch.weights / np.float32(self._train.lengths_N2[pairs_B, 1].sum()))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        chosen = evenly_spaced(len(self._val), n)
-        chosen = chosen[np.argsort(self._buckets(self._val.lengths_N2[chosen]), kind="stable")]
-        for first in range(0, len(chosen), batch_size):
-            part = chosen[first : first + batch_size]
-            batch = self._batch(self._val, part, np.resize(part, batch_size))
+        pairs = evenly_spaced(len(self.val), n)
+        pairs = pairs[np.argsort(self._buckets(self._val.lengths_N2[pairs]), kind="stable")]
+        for start in range(0, len(pairs), batch_size):
+            part = pairs[start : start + batch_size]
+            batch = self._pad(self._val, part, np.resize(part, batch_size))
             batch.weights[len(part) :] = 0
             yield batch
 
     def describe(self) -> str:
         n_cut = int((self._val.lengths_N2.max(axis=1) > self.context_length).sum())
         return (
-            f"{self.name}: {len(self._train):,} pairs, {self.per_step / self._batch_size:.1f} tokens per target"
+            f"{self.name}: {self._n_train:,} pairs, {self.per_step / self._batch_size:.1f} tokens per target"
             + (f" ({self._n_left_out:,} more are longer than {self.context_length} tokens)" if self._n_left_out else "")
-            + f"; held out: {len(self._val):,} pairs"
+            + f"; held out: {len(self.val):,} pairs"
             + (f", {n_cut:,} of them cut to {self.context_length} tokens" if n_cut else "")
         )
 
-    def _plan(self, epoch: int) -> np.ndarray:
-        """The pairs of each batch of an epoch, `(steps, B)`."""
-        taken = epoch_permutation(len(self._train), self._seed, epoch)[: self.steps_per_epoch * self._batch_size]
-        by_bucket = taken[np.argsort(self._buckets(self._train.lengths_N2[taken]), kind="stable")]
+    def _epoch_batches(self, epoch: int) -> np.ndarray:
+        """Return the indices of the pairs in each batch of an epoch, `(steps, B)`."""
+        n = self.steps_per_epoch * self._batch_size
+        pairs = epoch_permutation(self._n_train, self._seed, epoch)[:n]
+        by_bucket = pairs[np.argsort(self._buckets(self._train.lengths_N2[pairs]), kind="stable")]
         return by_bucket.reshape(-1, self._batch_size)[epoch_permutation(self.steps_per_epoch, self._seed, epoch)]
 
     def _buckets(self, lengths_N2: np.ndarray) -> np.ndarray:
-        """Of each pair: how many parts of the context its longer side takes beside one."""
+        """Return the bucket of each pair, `(N,)`, by the length of its longer side."""
         longer_N = np.minimum(lengths_N2.max(axis=1), self.context_length)
         return (longer_N - 1) * N_BUCKETS // self.context_length
 
-    def _widths_of_buckets(self) -> np.ndarray:
-        """How wide each bucket's batches are on either side, `(N_BUCKETS, 2)`: a batch may also hold shorter pairs."""
+    def _bucket_widths(self) -> np.ndarray:
+        """Return the widths of each bucket's batches on both sides, `(N_BUCKETS, 2)`, not below those of smaller
+        buckets, whose pairs may be in the same batch."""
         widths = np.ones((N_BUCKETS, 2), int)
         for lengths_N2 in (self._train.lengths_N2, self._val.lengths_N2):
             np.maximum.at(widths, self._buckets(lengths_N2), np.minimum(lengths_N2, self.context_length))
         return np.maximum.accumulate(widths)
 
-    def _batch(self, tokens: _Tokens, pairs_B: np.ndarray, rows_B: np.ndarray) -> Batch:
-        """Some rows of a batch, as wide as all its pairs need; weights are 0 or 1."""
+    def _pad(self, tokens: _TokenPairs, pairs_B: np.ndarray, rows_B: np.ndarray) -> Batch:
+        """Return the pairs `rows_B` of a batch, as wide as all its pairs `pairs_B` need; weights are 0 or 1."""
         S, T = self._widths[self._buckets(tokens.lengths_N2[pairs_B]).max()]
         B = len(rows_B)
-        source_BS, target_BT = np.zeros((B, S), np.int32), np.full((B, T + 1), self._end, np.int32)
+        source_BS = np.zeros((B, S), np.int32)
+        target_BT = np.full((B, T + 1), self.tokenizer.end_of_text, np.int32)
         for i, pair in enumerate(rows_B):
             source, target = tokens.sources[pair][:S], tokens.targets[pair][:T]
             source_BS[i, : len(source)] = source
             target_BT[i, 1 : len(target) + 1] = target
-        length_B2 = tokens.lengths_N2[rows_B]
-        stands_BS, counts_BT = (np.arange(n) < length_B2[:, [side]] for side, n in enumerate((S, T)))
-        return Batch((source_BS, stands_BS, target_BT[:, :-1]), target_BT[:, 1:], counts_BT.astype(np.float32))
+        lengths_B2 = tokens.lengths_N2[rows_B]
+        valid_BS, counted_BT = (np.arange(n) < lengths_B2[:, [side]] for side, n in enumerate((S, T)))
+        return Batch((source_BS, valid_BS, target_BT[:, :-1]), target_BT[:, 1:], counted_BT.astype(np.float32))
 
 
 @dataclass(frozen=True, eq=False)
-class _Tokens:
-    """Tokenized pairs."""
+class _TokenPairs:
+    """N tokenized pairs."""
 
     sources: list[list[int]]
     targets: list[list[int]]
     lengths_N2: np.ndarray
-    """Tokens of the source, and of the target with its end."""
+    """Tokens of the source, and of the target with its end-of-text."""
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], tokenizer: Tokenizer) -> _Tokens:
+    def encode(cls, pairs: Sequence[Pair], tokenizer: Tokenizer) -> _TokenPairs:
         sources, targets = (tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1))
         lengths = [(len(source), len(target) + 1) for source, target in zip(sources, targets, strict=True)]
         return cls(sources, targets, np.array(lengths, int).reshape(-1, 2))
 
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def not_above(self, longest: int) -> _Tokens:
-        """Those with no side longer than that."""
-        kept = np.flatnonzero(self.lengths_N2.max(axis=1) <= longest)
-        return _Tokens([self.sources[i] for i in kept], [self.targets[i] for i in kept], self.lengths_N2[kept])
-
-
-def _fingerprint(train: Sequence[Pair], val: Sequence[Pair], model: TokenModelConfig) -> str:
-    digest = hashlib.sha256(f"pairs {FORMAT} {model.vocab_size} {model.context_length}".encode())
-    for split in (train, val):
-        digest.update(f"split {len(split)}".encode())
-        for text in (text for pair in split for text in pair):
-            digest.update(f"{len(text)} {text}".encode())
-    return digest.hexdigest()
+    def up_to(self, longest: int) -> _TokenPairs:
+        """Return the pairs with at most `longest` tokens per side."""
+        pairs = np.flatnonzero(self.lengths_N2.max(axis=1) <= longest)
+        return _TokenPairs([self.sources[i] for i in pairs], [self.targets[i] for i in pairs], self.lengths_N2[pairs])

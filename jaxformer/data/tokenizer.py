@@ -16,27 +16,26 @@ from jaxformer.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_LEARNED_CHARACTERS = 2**23
-"""Characters of different words that a tokenizer learns from, which bounds its memory to about a gigabyte: as many as
-some hundred megabytes of English have, where each new word is rare, or 25 MB of a script without spaces."""
+"""Maximum number of characters of distinct words in a tokenizer's training text, which bounds its memory to about a
+gigabyte: those of some hundred megabytes of English, or of 25 MB of a script without spaces."""
 
 
 class Tokenizer:
-    """Text to token numbers and back, losslessly: every byte string has an encoding."""
+    """A lossless byte-level BPE tokenizer: every text has an encoding."""
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1) -> None:
-        """Wrap a tokenizer that learned from one in so many texts."""
+        """Wrap a tokenizer that was trained on one in `one_in` texts."""
         self._inner, self.one_in = inner, one_in
         self._inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn merges from texts, or from one in 2, 4, 8, … of them, as few as keep to `MAX_LEARNED_CHARACTERS`.
+        """Train on the texts, or on a sample of 1 in 2, 4, 8, … (`one_in`) that keeps to `MAX_LEARNED_CHARACTERS`.
 
-        The vocabulary is smaller than `vocab_size` where the texts have no more to merge. `one_in` says how many were
-        learned from.
+        The vocabulary is smaller than `vocab_size` where the texts have no more pairs to merge.
 
         Args:
-          texts: iterated more than once; an iterator is read into memory.
+          texts: iterated several times; an iterator is read into memory.
 
         Raises:
           UserError: vocab_size is below the 257 that bytes and end-of-text need.
@@ -61,10 +60,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read what `save` wrote.
+        """Load a tokenizer that `save` wrote.
 
         Raises:
-          UserError: the file is missing or holds something else.
+          UserError: the file is missing or is no such tokenizer.
         """
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
@@ -88,49 +87,49 @@ class Tokenizer:
         return tokenizer
 
     def save(self, path: Path) -> None:
-        """Write everything that `load` needs, as JSON."""
+        """Write the tokenizer as JSON."""
         path.write_text(self.as_json(), encoding="utf-8")
 
     def as_json(self) -> str:
-        """The text of its file; two that are equal give equal tokens."""
+        """Return the JSON text of its file; equal texts mean equal tokenizers."""
         return self._inner.to_str()
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, end-of-text included."""
+        """Vocabulary size in tokens, end-of-text included."""
         return self._inner.get_vocab_size()
 
     @property
     def end_of_text(self) -> int:
-        """The token between documents."""
+        """Id of the end-of-text token."""
         token = self._inner.token_to_id(END_OF_TEXT)
-        assert token is not None  # `train` and `load` see to it
+        assert token is not None  # ensured by `train` and `load`
         return token
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.
 
         Raises:
-          UserError: it has a lone surrogate, which is half a character.
+          UserError: the text has a lone surrogate.
         """
-        return self._inner.encode(_whole(text)).ids
+        return self._inner.encode(_check_utf8(text)).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, computed on all cores; raises as `encode` does."""
-        return [e.ids for e in self._inner.encode_batch_fast([_whole(text) for text in texts])]
+        """Return the tokens of each text, in parallel on all cores; raises as `encode` does."""
+        return [e.ids for e in self._inner.encode_batch_fast([_check_utf8(text) for text in texts])]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD."""
         return b"".join(self.token_bytes[t] for t in tokens).decode("utf-8", "replace")
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """What each token stands for; end-of-text for nothing."""
+        """Bytes of each token; none for end-of-text."""
         # The byte-level alphabet gives each byte a printable character: printable bytes stand for themselves,
         # the others, in order, for the characters from U+0100 on.
-        kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [b for b in range(256) if b not in kept]
-        byte_of = {chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(others)}
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [b for b in range(256) if b not in printable]
+        byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
         pieces = {i: piece for piece, i in self._inner.get_vocab().items()}
         return [
             b"" if i == self.end_of_text else bytes(byte_of[char] for char in pieces[i]) for i in range(self.vocab_size)
@@ -143,12 +142,12 @@ class Tokenizer:
 
 
 def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:
-    """Yield about one in so many texts; their contents decide which, so that no order of them favours a language."""
+    """Yield about one in `one_in` texts, chosen by their content, so that the sample does not depend on their order."""
     return (text for text in texts if zlib.crc32(text.encode(errors="replace")) % one_in == 0)
 
 
 def _fits(texts: Iterable[str]) -> bool:
-    """Return whether the different words of texts have at most `MAX_LEARNED_CHARACTERS`."""
+    """Return True if the distinct words of the texts have at most `MAX_LEARNED_CHARACTERS`."""
     known: set[str] = set()
     left = MAX_LEARNED_CHARACTERS
     for text in texts:
@@ -160,8 +159,8 @@ def _fits(texts: Iterable[str]) -> bool:
     return True
 
 
-def _whole(text: str) -> str:
-    """Return the text, if it can be written as UTF-8."""
+def _check_utf8(text: str) -> str:
+    """Return the text; `UserError` if it cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -173,16 +172,16 @@ def _whole(text: str) -> str:
 
 
 class StreamDecoder:
-    """Text as it is made: holds back the bytes of a character until all of them are there."""
+    """Incremental decoding: holds back the bytes of a character until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
         return self._decoder.decode(b"".join(self._bytes[t] for t in tokens))
 
     def end(self) -> str:
-        """What is left: U+FFFD for a character that never was completed."""
+        """Return the rest: U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)

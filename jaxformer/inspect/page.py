@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.fields import nonfinite_to_none
-from jaxformer.runs import write_atomically
+from jaxformer.files import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
 SHELL = """<!doctype html>

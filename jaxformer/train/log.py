@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jaxformer.errors import UserError, folder_vanished_error, parse_json, user_error_on_write
 from jaxformer.fields import nonfinite_to_none
-from jaxformer.runs import METRICS, PLOTS, SAMPLES, write_atomically
+from jaxformer.files import write_atomically
+from jaxformer.runs import METRICS, PLOTS, SAMPLES
 from jaxformer.terminal import escape_control, wrap_columns
 
 UNITS = ("tokens", "examples")

@@ -16,7 +16,7 @@ from typing import Any
 from jaxformer.config import Config
 from jaxformer.errors import UserError, user_error_on_write
 from jaxformer.fields import flatten, to_dict
-from jaxformer.runs import write_atomically
+from jaxformer.files import write_atomically
 from jaxformer.train.log import Sink, read_metrics
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}

@@ -164,7 +164,7 @@ def test_of_many_that_find_a_broken_cache_one_writes_it_anew(config, tmp_path, m
                 started.add(thread)
                 everyone.wait(10)
 
-    monkeypatch.setattr(token_cache, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(token_cache, "WARN_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(token_cache, "_build", build_while_others_wait)
     monkeypatch.setattr(token_cache, "read", read_at_once)
     with ThreadPoolExecutor(4) as pool:
@@ -227,7 +227,7 @@ def test_a_cache_that_does_not_verify_is_made_anew_with_one_warning(config, tmp_
 
 def test_what_does_not_stay_as_it_was_written_is_refused(config, monkeypatch):
     monkeypatch.setattr(
-        token_cache, "_write", lambda file, *_: file.write_bytes(b"") or token_cache._TokenFile(1, 1, "0")
+        token_cache, "_write_tokens", lambda file, *_: file.write_bytes(b"") or token_cache._TokenFile(1, 1, "0")
     )
     with pytest.raises(UserError, match="although written anew; set JAXFORMER_CACHE"):
         load_corpus(config, 270)

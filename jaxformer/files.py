@@ -1,0 +1,46 @@
+"""Files: atomic writes, checksums and locks."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import time
+from pathlib import Path
+
+
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Replace a file's content, so that a reader, or a crash, leaves either the old or the new one."""
+    scratch = file.with_name(f"{file.name}.new")
+    try:
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        scratch.replace(file)
+    except OSError as error:
+        error.filename = error.filename or str(file)  # errors of a write name no file
+        raise
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def try_lock(descriptor: int, timeout_seconds: float) -> bool:
+    """Lock an open file exclusively; return False where another process holds a lock until the timeout.
+
+    The kernel releases the lock when the file is closed or the process ends.
+
+    Raises:
+      OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(0.03)
