@@ -109,7 +109,7 @@ def kill_and_resume(
         print(f"kill {done}{', in a write' if writes(folder) else ''}; last checkpoint {last}", flush=True)
     if train(folder, steps, log, resume=True).wait():
         sys.exit(log.read_text())
-    return {"kills": done, "kills_in_a_write": halves, "checkpoints_found_damaged": log.read_text().count("is damaged")}
+    return {"kills": done, "kills_in_a_write": halves, "checkpoints_found_corrupt": log.read_text().count("is corrupt")}
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
-"""The checkpoints of a run: written in the background, verified before they are believed."""
+"""Checkpoints of a run: saved in the background, verified before they are restored."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
-import hashlib
 import json
 import logging
 import math
-import os
 import re
 import shutil
-import stat
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,178 +34,130 @@ from jaxformer.errors import (
     user_error_on_write,
     write_error,
 )
+from jaxformer.integrity import MISSING, NO_ARRAYS, find_corruption, write_checksums
+from jaxformer.run_lock import LOCK, run_lock
 
-CHECKPOINTS, LOCK = "checkpoints", ".lock"
-CHECKSUMS = "sha256.json"
-"""In each checkpoint's folder: the SHA-256 of every file of its items."""
-METADATA = "_CHECKPOINT_METADATA"
-"""Orbax's own, dated by it after the sums are made."""
+CHECKPOINTS = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""How Orbax ends the name of a checkpoint's folder until it is whole."""
-ARRAYS = ("params/", "opt_state/")
-"""Where nearly all bytes of a checkpoint are."""
-EVERY, NONE = slice(None), slice(0)
-HASHING_THREADS = 4
-SAVING_SECONDS = 6 * 3600
-"""A save under way is given up after so long; Orbax's 20 minutes are short for terabytes and their sums."""
-LOCK_SECONDS = 0.3
-"""Longer than a look at the lock takes."""
-MISSING = " is missing"
-QUIET, LONGEST_WAIT = 0.5, 20
-"""Seconds without a sign of the writers of a save that failed, and seconds until they are given up."""
-
-_LOCKED_EARLY = set[Path]()
-"""Folders that this process has locked for `CheckpointManager` that it has not entered yet."""
+"""Suffix that Orbax gives a checkpoint's folder until it is complete."""
+SAVE_TIMEOUT_SECONDS = 6 * 3600
+"""Orbax's default of 20 minutes is short for terabytes and their checksums."""
+QUIET_SECONDS, MAX_WAIT_SECONDS = 0.5, 20
+"""Time without activity after which the writers of a failed save are taken to have ended, and its limit."""
 
 warn = logging.getLogger(__name__).warning
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every file, and of every error that it raises
-
-
-def find_corruption(checkpoint: Path, share: slice = EVERY) -> str | None:
-    """What is wrong with a checkpoint's folder, in a few words; None if it is as it was saved.
-
-    Orbax notices a file that is missing or cut short, but restores a flipped bit without a word.
-
-    Args:
-      share: which of the files with arrays to read. Of the others it is enough that they are there.
-    """
-    try:
-        sums = parse_json((checkpoint / CHECKSUMS).read_bytes())
-        parse_json((checkpoint / METADATA).read_bytes())
-        if not (isinstance(sums, dict) and sums and all(map(_is_inside, sums))):
-            raise ValueError
-        for name in sums:
-            if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # a device may be read for ever
-                return f"{name} is not a file"
-        arrays = [name for name in sums if name.startswith(ARRAYS)]
-        actual = _sums(checkpoint, sorted({*sums} - {*arrays} | {*arrays[share]}))
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).relative_to(checkpoint)}{MISSING}"
-    except OSError as error:
-        return f"it cannot be read ({error.strerror})"
-    except ValueError:
-        return f"{CHECKSUMS} or {METADATA} is not what was saved"
-    return next((f"{name} is not what was saved" for name in actual if actual[name] != sums[name]), None)
-
-
-def _is_inside(name: str) -> bool:
-    """Return whether a name is a plain path below a folder."""
-    return not name.startswith("/") and ".." not in name.split("/")
-
-
-def _sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The SHA-256 of files below a folder, in hexadecimal."""
-
-    def digest(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and every error that it raises
 
 
 class CheckpointReader:
-    """The checkpoints that lie in a run's folder, to read. A run that goes on meanwhile is not disturbed.
+    """The checkpoints in a run's folder, read only; a run that is training there is not disturbed.
 
-    Each is a folder, called by its step, that plain Orbax reads, too. Parameters, optimizer state and position
-    (the step, and the text's fingerprint) are separate items, so that sampling reads the first alone.
+    Each is a folder, named by its step, in the format of Orbax. Parameters, optimizer state and position (the step and
+    the data's fingerprint) are separate items, so that sampling reads only the first.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._place = folder, (folder / CHECKPOINTS).absolute()
-        self._verdicts: dict[int, str | None] = {}
+        self._folder, self._path = folder, (folder / CHECKPOINTS).absolute()
+        self._corruption: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, whole or damaged, in order."""
-        return sorted(int(p.name) for p in self._place.glob("*") if re.fullmatch("0|[1-9][0-9]*", p.name))
+        """Return the steps of all checkpoints, intact or corrupt, in order."""
+        return sorted(int(p.name) for p in self._path.glob("*") if re.fullmatch("0|[1-9][0-9]*", p.name))
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Return True if there is a checkpoint."""
         return bool(self.steps())
 
-    def step(self, which: str | int = "last") -> int:
-        """The step of the last or the best checkpoint that is not damaged, or the given one.
+    def step(self, checkpoint: str | int = "last") -> int:
+        """Return the step of an intact checkpoint: 'last', 'best' (lowest validation loss), or a given step.
 
-        What is passed over is named in a warning. Best is the lowest validation loss.
+        For 'last' and 'best', corrupt ones are skipped with a warning.
 
         Raises:
-          UserError: there is none, all are damaged, or the given one is.
+          UserError: there is none, all are corrupt, or the given one is.
         """
         steps = self.steps()
         if not steps:
-            raise UserError(f"{self._folder} has no whole checkpoint yet; train longer, or choose another run.")
-        if which == "last":
-            return self._first_good(steps[::-1])
-        if which == "best":
-            return self._first_good(sorted(steps, key=self._quality))
-        if str(which) not in map(str, steps):
-            raise UserError(f"{self._folder} has no checkpoint {which!r}; it has {steps}, 'last' and 'best'.")
-        step = int(which)
-        if reason := self._damage(step):
-            near = next((s for s in sorted(steps, key=lambda s: abs(s - step)) if not self._damage(s)), None)
-            hint = "no other is good" if near is None else f"the nearest good one is {near}"
-            raise UserError(f"checkpoint {step} of {self._folder} is damaged: {reason}; {hint}.")
+            raise UserError(f"{self._folder} has no complete checkpoint yet; train longer, or choose another run.")
+        if checkpoint == "last":
+            return self._first_intact(steps[::-1])
+        if checkpoint == "best":
+            return self._first_intact(sorted(steps, key=self._rank))
+        if str(checkpoint) not in map(str, steps):
+            raise UserError(f"{self._folder} has no checkpoint {checkpoint!r}; it has {steps}, 'last' and 'best'.")
+        step = int(checkpoint)
+        if reason := self._find_corruption(step):
+            by_distance = sorted(steps, key=lambda s: abs(s - step))
+            nearest = next((s for s in by_distance if not self._find_corruption(s)), None)
+            hint = "no other is intact" if nearest is None else f"the nearest intact one is {nearest}"
+            raise UserError(f"checkpoint {step} of {self._folder} is corrupt: {reason}; {hint}.")
         return step
 
+    def last_intact_step(self) -> int | None:
+        """Return the step of the last intact checkpoint, without warnings; None where there is no checkpoint.
+
+        Raises:
+          UserError: all are corrupt.
+        """
+        steps = self.steps()[::-1]
+        return self._require_intact(steps) if steps else None
+
+    def is_healthy(self, step: int) -> bool:
+        """Return False if the loss was diverging when the checkpoint was saved."""
+        try:
+            return bool(self._read_position(step).get("healthy", True))
+        except (OSError, ValueError, AttributeError):
+            return False
+
     def restore_params(self, step: int, abstract: Any) -> Any:
-        """The parameters alone, shaped and placed as the leaves of `abstract` say.
+        """Return the parameters, with the shapes, dtypes and shardings of `abstract`.
 
         Args:
-          step: of the checkpoint.
-          abstract: a tree of `ShapeDtypeStruct`; a leaf without a sharding goes to the first device.
+          abstract: a tree of `ShapeDtypeStruct`; leaves without a sharding go to the first device.
         """
         return self._restore(step, "params", abstract)
 
     def restore(self, step: int, params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any]]:
-        """Parameters, optimizer state and position; the first two as in `restore_params`."""
-        file = self._place / str(step) / "position" / "metadata"
+        """Return parameters, optimizer state and position; the first two as in `restore_params`."""
         try:
-            position = dict(parse_json(file.read_bytes()))
+            position = dict(self._read_position(step))
         except (ValueError, TypeError, OSError) as error:
             raise self._unreadable(step, error) from error
         return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), position
 
-    def is_healthy(self, step: int) -> bool:
-        """Return False if the loss was diverging as the checkpoint was made."""
-        try:
-            position = parse_json((self._place / str(step) / "position" / "metadata").read_bytes())
-            return bool(position.get("healthy", True))
-        except (OSError, ValueError, AttributeError):
-            return False
-
     def arrays(self, step: int) -> dict[str, np.ndarray]:
-        """Return the arrays of a checkpoint by their path in it, such as `params/blocks_0/attention/W_Q`."""
+        """Return the arrays of a checkpoint by their path, such as `params/blocks_0/attention/W_Q`."""
         arrays: dict[str, np.ndarray] = {}
         for item in ("params", "opt_state"):
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self._metadata(step, item))
-            restored = ocp.PyTreeCheckpointer().restore(self._place / str(step) / item, restore_args=as_numpy)
-            arrays |= {f"{item}/{name}": array for name, array in _named(restored).items()}
+            restored = ocp.PyTreeCheckpointer().restore(self._path / str(step) / item, restore_args=as_numpy)
+            arrays |= {f"{item}/{name}": array for name, array in _leaves_by_path(restored).items()}
         return arrays
 
-    def _restore(self, step: int, item: str, abstract: Any) -> Any:
-        def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            place = x.sharding or SingleDeviceSharding(jax.devices()[0])
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    def _read_position(self, step: int) -> Any:
+        return parse_json((self._path / str(step) / "position" / "metadata").read_bytes())
 
-        args = ocp.args.StandardRestore(jax.tree.map(placed, abstract))
+    def _restore(self, step: int, item: str, abstract: Any) -> Any:
+        first = SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or first), abstract)
+        args = ocp.args.StandardRestore(target)
         try:
-            self._check_fit(step, item, abstract)
-            return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(self._place / str(step) / item, args=args)
+            self._check_shapes(step, item, abstract)
+            return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(self._path / str(step) / item, args=args)
         except (ValueError, TypeError, OSError, KeyError) as error:
-            with _without_echoes():
+            with _suppress_late_errors():
                 traceback.clear_frames(error.__traceback__)
             raise self._unreadable(step, error) from error
 
     def _unreadable(self, step: int, error: Exception) -> UserError:
-        why = f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
+        reason = f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
         return UserError(
-            f"checkpoint {step} of {self._folder} cannot be read: {why}; put back a copy, or choose another one with "
+            f"checkpoint {step} of {self._folder} cannot be read: {reason}; put back a copy, or choose another with "
             "--checkpoint (in training: --from-step)."
         )
 
-    def _check_fit(self, step: int, item: str, abstract: Any) -> None:
-        """Raise `UserError` where a checkpoint holds other arrays than the config makes, naming the first of them:
-        Orbax fails of it in its own time and with pages of its own."""
+    def _check_shapes(self, step: int, item: str, abstract: Any) -> None:
+        """Raise `UserError` for the first array of a checkpoint that does not match the config's."""
         expected, stored = _shapes(abstract), _shapes(self._metadata(step, item))
         for name in sorted({**expected, **stored}):
             if stored.get(name) != expected.get(name):
@@ -221,53 +168,43 @@ class CheckpointReader:
                 )
 
     def _metadata(self, step: int, item: str) -> Any:
-        """A tree of what Orbax knows of an item's arrays."""
-        return ocp.PyTreeCheckpointer().metadata(self._place / str(step) / item).item_metadata.tree
+        """Return Orbax's tree of the metadata of an item's arrays."""
+        return ocp.PyTreeCheckpointer().metadata(self._path / str(step) / item).item_metadata.tree
 
-    def _damage(self, step: int) -> str | None:
-        """As `find_corruption`, told again without reading again."""
-        if step not in self._verdicts:
-            self._verdicts[step] = self._examine(step)
-        return self._verdicts[step]
+    def _find_corruption(self, step: int) -> str | None:
+        """Return the corruption of a checkpoint, verified once."""
+        if step not in self._corruption:
+            self._corruption[step] = self._verify(step)
+        return self._corruption[step]
 
-    def last_intact_step(self) -> int | None:
-        """Return the step of the last checkpoint that is not damaged, without a warning; None where there is none.
+    def _verify(self, step: int) -> str | None:
+        return find_corruption(self._path / str(step))
 
-        Raises:
-          UserError: all are damaged.
-        """
-        steps = self.steps()[::-1]
-        return self._find_whole(steps) if steps else None
+    def _first_intact(self, steps: Sequence[int]) -> int:
+        """Return the first of these that is intact, with a warning for each before it."""
+        intact = self._require_intact(steps)
+        for step in steps[: steps.index(intact)]:
+            reason = self._find_corruption(step)
+            warn(f"checkpoint {step} of {self._folder} is corrupt: {reason}; {intact} is used instead")
+        return intact
 
-    def _examine(self, step: int) -> str | None:
-        return find_corruption(self._place / str(step))
-
-    def _first_good(self, steps: Sequence[int]) -> int:
-        """The first of these that is not damaged, with a warning for each before it."""
-        good = self._find_whole(steps)
-        for step in steps[: steps.index(good)]:
-            warn(f"checkpoint {step} of {self._folder} is damaged: {self._damage(step)}; {good} is used instead")
-        return good
-
-    def _find_whole(self, steps: Sequence[int]) -> int:
-        good = next((step for step in steps if not self._damage(step)), None)
-        if good is None:
-            raise self._all_damaged(steps)
-        return good
-
-    def _all_damaged(self, steps: Sequence[int]) -> UserError:
-        return UserError(
-            f"every checkpoint of {self._folder} is damaged ({steps[0]}: {self._damage(steps[0])}); "
+    def _require_intact(self, steps: Sequence[int]) -> int:
+        """Return the first of these that is intact; `UserError` where none is."""
+        for step in steps:
+            if not self._find_corruption(step):
+                return step
+        raise UserError(
+            f"every checkpoint of {self._folder} is corrupt ({steps[0]}: {self._find_corruption(steps[0])}); "
             "put back a copy of its folder, or train anew."
         )
 
-    def _quality(self, step: int) -> tuple[float, int]:
-        """Lowest for the best: the validation loss, and among equals the newest.
+    def _rank(self, step: int) -> tuple[float, int]:
+        """Return the sort key for 'best': validation loss, and newest first among equals.
 
-        Where no loss was measured, it is infinite; one that cannot be read comes first, so that its damage is told.
+        Checkpoints without a loss come last; those whose metrics cannot be read come first, so that they are reported.
         """
         try:
-            loss = json.loads((self._place / str(step) / "metrics" / "metrics").read_bytes())["val_loss"]
+            loss = json.loads((self._path / str(step) / "metrics" / "metrics").read_bytes())["val_loss"]
             return float(loss) if math.isfinite(loss) else math.inf, -step
         except FileNotFoundError:
             return math.inf, -step
@@ -275,8 +212,8 @@ class CheckpointReader:
             return -math.inf, -step
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their path, such as `blocks_0/attention/W_Q`."""
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their path, such as `blocks_0/attention/W_Q`."""
     return {
         "/".join(jax.tree_util.keystr((key,), simple=True) for key in path): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -284,23 +221,23 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(leaf.shape) for name, leaf in _named(tree).items()}
+    return {name: tuple(leaf.shape) for name, leaf in _leaves_by_path(tree).items()}
 
 
 class CheckpointManager(CheckpointReader):
-    """The checkpoints of a run that is being trained, to read and to write; one process at a time.
+    """The checkpoints of a run that is being trained, to read and to write; one process, or job, at a time.
 
-    It keeps the last two, of those made at a validation the one with the lowest loss, and the last two made while the
-    loss was not diverging: it tells of the parameters a step before, so that the last of them may be lost already.
-    Saving goes on in the background; a checkpoint appears whole, with its sums, by a rename, or not at all. Several
-    processes of one `jax.distributed` job make one each and call it alike.
+    It keeps the last two checkpoints, the one with the lowest validation loss, and the last two that were saved while
+    the loss was not diverging: a loss shows the parameters of the step before, so that the last of them may have
+    diverged already. Saving goes on in the background; a checkpoint appears complete, with its checksums, by a rename.
+    All processes of a `jax.distributed` job make one manager each and call it in the same order.
 
-    On entering, the last checkpoint is read once, by all processes together, each a share of its files. If it is
-    damaged, it is named in a warning and goes out of the way, so that its step can be saved again, and the one before
-    it is read. Of those still older it is enough that all files are there.
+    On entering, the last checkpoint is verified, its files divided among the processes. If it is corrupt, it is
+    quarantined with a warning, so that its step can be saved again, and the one before it is verified. Of still older
+    ones, all files must exist.
 
     Raises on entering:
-      UserError: another process trains in the folder, it cannot be written, or every checkpoint is damaged.
+      UserError: another process trains in the folder, it cannot be written, or every checkpoint is corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -309,73 +246,70 @@ class CheckpointManager(CheckpointReader):
         self._healthy: set[int] = set()
 
     def __enter__(self) -> CheckpointManager:
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(_without_echoes())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_suppress_late_errors())
             if is_main_process():
-                opened.enter_context(run_lock(self._folder))
+                stack.enter_context(run_lock(self._folder))
             self._quarantine()
-            barrier()  # from here on, all see the same steps
+            barrier()  # from here on, all processes see the same steps
             self._healthy = {step for step in self.steps() if self.is_healthy(step)}
+            score = lambda metrics: -metrics["val_loss"]  # noqa: E731
             policy = checkpoint_managers.AnyPreservationPolicy(
                 [
                     checkpoint_managers.LatestN(2),
-                    _LastOf(self._healthy),
-                    checkpoint_managers.BestN(
-                        get_metric_fn=lambda metrics: -metrics["val_loss"],
-                        n=1,
-                        keep_checkpoints_without_metrics=False,
-                    ),
+                    _LatestOf(self._healthy),
+                    checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False),
                 ]
             )
+            options = ocp.CheckpointManagerOptions(
+                cleanup_tmp_directories=True, preservation_policy=policy, best_fn=score,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._write_checksums
+                ),
+            )  # fmt: skip
             with user_error_on_write(self._folder, CHECKPOINTS):
-                self._manager = ocp.CheckpointManager(
-                    self._place,
-                    options=ocp.CheckpointManagerOptions(
-                        cleanup_tmp_directories=True,
-                        preservation_policy=policy,
-                        best_fn=lambda metrics: -metrics["val_loss"],
-                        async_options=ocp.AsyncOptions(
-                            timeout_secs=SAVING_SECONDS, post_finalization_callback=self._write_sums
-                        ),
-                    ),
-                    item_names=("params", "opt_state", "position"),
-                )
-            self._opened = opened.pop_all()
+                items = ("params", "opt_state", "position")
+                self._manager = ocp.CheckpointManager(self._path, options=options, item_names=items)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for a save under way. If an error brought us here, one of saving does not take its place, and of several
-        processes this one does not wait: the others may never come to the end of that save."""
-        with self._opened:
+        """Wait for the save under way. An error that is being raised takes precedence over one of saving; then one of
+        several processes does not wait, as the others may never finish that save."""
+        with self._stack:
             if kind is not None and jax.process_count() > 1:
                 return
             errors = []
-            for _attempt in range(3):  # an error comes once; after it, closing goes on where it stopped
+            for _attempt in range(3):  # an error is raised once; another call continues to close
                 try:
                     self._manager.close()
                     break
                 except (OSError, ValueError) as error:
-                    errors.append(self._told(error))
+                    errors.append(self._explain(error))
                     if jax.process_count() > 1:
                         break
-            self._remove_leftovers()
-            del self._manager  # and with it what its threads failed of
+            self._remove_temporary()
+            del self._manager  # and with it the errors of its threads
             if errors and kind is None:
                 raise errors[0]
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, whole or damaged, in order, as process 0 sees them."""
+        """Return the steps of all checkpoints, intact or corrupt, in order, as process 0 sees them."""
         return json.loads(broadcast(json.dumps(super().steps())))
 
     def save(self, step: int, params: Any, opt_state: Any, position: Mapping[str, Any], val_loss: float | None) -> None:
-        """Begin to save; a step that is already there is left as it is.
+        """Start to save a checkpoint; a step that exists is not saved again.
 
-        If the save before this one failed, this one takes its place, and is waited for.
+        If the save before failed, this one is waited for.
+
+        Args:
+          position: JSON values to resume from; `healthy` is False while the loss is diverging.
+          val_loss: nats per target; None where it was not evaluated.
 
         Raises:
           UserError: it cannot be written.
         """
-        lost, failure = self._saving, self._failure()
+        previous, failure = self._saving, self._wait()
         if step in self._manager.all_steps():
             return
         self._saving = step
@@ -384,7 +318,7 @@ class CheckpointManager(CheckpointReader):
         else:
             self._healthy.discard(step)
         try:
-            if not self._place.is_dir():  # orbax would make another
+            if not self._path.is_dir():  # Orbax would create it
                 raise FileNotFoundError
             self._manager.save(
                 step,
@@ -399,18 +333,18 @@ class CheckpointManager(CheckpointReader):
             if failure:
                 self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            raise self._told(error) from error
+            raise self._explain(error) from error
         if failure:
-            warn(f"checkpoint {lost} of {self._folder} could not be written: {failure}; {step} is saved instead")
+            warn(f"checkpoint {previous} of {self._folder} could not be written: {failure}; {step} is saved instead")
 
-    def last_healthy_step(self, began: int) -> int:
-        """Return the step of the last healthy checkpoint, or 0. Waits for a save under way.
+    def last_healthy_step(self, diverged: int) -> int:
+        """Return the step of the last healthy checkpoint, or 0; waits for the save under way.
 
         Args:
-          began: the first step whose loss was too high; the parameters that gave it are those after the step before.
+          diverged: first step whose loss was too high; its parameters are those after the step before.
         """
-        self._failure()
-        return max((step for step in self.steps() if step < began - 1 and step in self._healthy), default=0)
+        self._wait()
+        return max((step for step in self.steps() if step < diverged - 1 and step in self._healthy), default=0)
 
     def remove_after(self, step: int) -> list[int]:
         """Remove the checkpoints of all later steps, the last first; return their steps.
@@ -426,98 +360,95 @@ class CheckpointManager(CheckpointReader):
         barrier()
         return later
 
-    def _failure(self) -> str | None:
-        """Wait for the save under way; why it failed, if the system kept it from being written."""
+    def _wait(self) -> str | None:
+        """Wait for the save under way; return the reason if the file system failed to write it."""
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            if (told := self._told(error)) is error:
+            if (explained := self._explain(error)) is error:
                 raise
-            if jax.process_count() > 1:  # the others still wait for this one in the save that failed
-                raise told from error
-            self._remove_leftovers()
-            return os_error_reason(error) or str(told)
+            if jax.process_count() > 1:  # the others still wait for this one in the failed save
+                raise explained from error
+            self._remove_temporary()
+            return os_error_reason(error) or str(explained)
         return None
 
-    def _told(self, error: Exception) -> Exception:
-        """The error as the user should see it; one that no fault of the disk explains stays as it is."""
-        # The other parts of the save are let go here, where their complaints go unheard.
+    def _explain(self, error: Exception) -> Exception:
+        """Return the `UserError` for a failure of the file system; another error unchanged."""
+        # Releases the other parts of the save while their late errors are suppressed.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
-        if isinstance(error.__cause__, jax.errors.JaxRuntimeError):  # Orbax calls a lost process a timeout
+        if isinstance(error.__cause__, jax.errors.JaxRuntimeError):  # Orbax reports a lost process as a timeout
             return error.__cause__
-        what = f"checkpoint {self._saving}"
-        if not self._place.is_dir() or not (self._folder / LOCK).exists():
-            return folder_vanished_error(self._folder, what)
-        if (why := os_error_reason(error)) is None:
+        name = f"checkpoint {self._saving}"
+        if not self._path.is_dir() or not (self._folder / LOCK).exists():
+            return folder_vanished_error(self._folder, name)
+        if (reason := os_error_reason(error)) is None:
             return error
-        good = next((n for n in reversed(super().steps()) if not find_corruption(self._place / str(n), NONE)), None)
-        kept = "there is none before it" if good is None else f"{good} is whole"
-        return write_error(self._folder, f"{what} ({kept})", why)
+        steps = reversed(super().steps())
+        intact = next((n for n in steps if not find_corruption(self._path / str(n), NO_ARRAYS)), None)
+        previous = "there is none before it" if intact is None else f"{intact} is intact"
+        return write_error(self._folder, f"{name} ({previous})", reason)
 
-    def _write_sums(self) -> None:
-        """Orbax calls this, in the background of process 0, when all files are written and not yet renamed."""
-        temporary = self._place.glob(f"{self._saving}{TEMPORARY}*")
-        folder = next(temporary, self._place / str(self._saving))
-        files = sorted(p for item in folder.iterdir() if item.is_dir() for p in item.rglob("*") if p.is_file())
-        sums = _sums(folder, [p.relative_to(folder).as_posix() for p in files])
-        (folder / CHECKSUMS).write_text(json.dumps(sums, indent=0), encoding="utf-8")
+    def _write_checksums(self) -> None:
+        """Write checksums; called by Orbax in a thread of process 0, after writing all files, before the rename."""
+        temporary = self._path.glob(f"{self._saving}{TEMPORARY}*")
+        write_checksums(next(temporary, self._path / str(self._saving)))
 
-    def _examine(self, step: int) -> str | None:
-        mine = find_corruption(self._place / str(step), slice(jax.process_index(), None, jax.process_count()))
-        return next(filter(None, all_gather(mine or "")), None)
+    def _verify(self, step: int) -> str | None:
+        """Return the corruption of a checkpoint; each process verifies its share of the files."""
+        share = slice(jax.process_index(), None, jax.process_count())
+        return next(filter(None, all_gather(find_corruption(self._path / str(step), share) or "")), None)
 
     def _quarantine(self) -> None:
-        """Put aside what is newer than the last good checkpoint, and remove what is left of a deletion."""
+        """Quarantine checkpoints newer than the last intact one, and remove the rest of interrupted deletions."""
         steps = self.steps()
         if not steps:
             return
-        good = next((step for step in reversed(steps) if not self._damage(step)), None)
-        if good is None:
-            raise self._all_damaged(steps[::-1])
-        wanted = {*steps[-2:], min(steps, key=self._quality)}
+        intact = self._require_intact(steps[::-1])
+        wanted = {*steps[-2:], min(steps, key=self._rank)}
         for step in steps if is_main_process() else ():
-            here, aside = self._place / str(step), self._place / f"{step}.damaged"
-            why = self._damage(step) if step >= good else find_corruption(here, NONE)
-            if why is None:
+            path, quarantine = self._path / str(step), self._path / f"{step}.corrupt"
+            reason = self._find_corruption(step) if step >= intact else find_corruption(path, NO_ARRAYS)
+            if reason is None:
                 continue
             with user_error_on_write(self._folder, CHECKPOINTS):
-                if step > good:
-                    shutil.rmtree(aside, ignore_errors=True)
-                    here.rename(aside)
-                    done = f"put aside as {aside.name}, {good} is used instead"
-                else:  # of no use any more
-                    shutil.rmtree(here)
-                    done = "removed"
-            # A kill while one that is not wanted any more was being deleted leaves some of its files.
-            if step > good or step in wanted or not why.endswith(MISSING):
-                warn(f"checkpoint {step} of {self._folder} is damaged: {why}; {done}")
-        self._verdicts = {good: None}  # the others may be saved again
+                if step > intact:
+                    shutil.rmtree(quarantine, ignore_errors=True)
+                    path.rename(quarantine)
+                    action = f"quarantined as {quarantine.name}, {intact} is used instead"
+                else:
+                    shutil.rmtree(path)
+                    action = "removed"
+            # A checkpoint that is not wanted and misses files was being deleted when the process was killed.
+            if step > intact or step in wanted or not reason.endswith(MISSING):
+                warn(f"checkpoint {step} of {self._folder} is corrupt: {reason}; {action}")
+        self._corruption = {intact: None}  # the others may be saved again
 
-    def _remove_leftovers(self) -> None:
-        """A save that failed leaves its temporary folder, and where the disk is full that is in the way.
+    def _remove_temporary(self) -> None:
+        """Remove the temporary folder of a failed save, which takes space on a full disk.
 
-        It fails with the first of its writers. The others make the folder anew as long as they write: Orbax's threads
-        are waited for, and nothing that they left to the library below may come back for `QUIET` seconds.
+        A save fails with the first of its writers. The others may recreate the folder as long as they write: Orbax's
+        threads are joined, and then nothing may reappear for `QUIET_SECONDS`.
         """
-        if jax.process_count() > 1:  # some of them wait for other processes; the next start removes it
+        if jax.process_count() > 1:  # some threads wait for other processes; the next start removes the folder
             return
         writers = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
         for thread in writers:
-            threading.Thread.join(thread, LONGEST_WAIT)  # their own `join` raises what they failed of
-        quiet, began = time.monotonic() if writers else -math.inf, time.monotonic()
+            threading.Thread.join(thread, MAX_WAIT_SECONDS)  # their own `join` raises their errors
+        last_seen, start = time.monotonic() if writers else -math.inf, time.monotonic()
         while True:
-            for folder in self._place.glob(f"*{TEMPORARY}*"):
+            for folder in self._path.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(folder, ignore_errors=True)
-                quiet = time.monotonic()
-            if time.monotonic() > min(quiet + QUIET, began + LONGEST_WAIT):
+                last_seen = time.monotonic()
+            if time.monotonic() > min(last_seen + QUIET_SECONDS, start + MAX_WAIT_SECONDS):
                 return
             time.sleep(0.02)
 
 
 @dataclass(frozen=True)
-class _LastOf:
-    """Orbax's protocol of a `PreservationPolicy`: the last two checkpoints whose steps are in a set."""
+class _LatestOf:
+    """Orbax `PreservationPolicy`: the last two checkpoints whose steps are in a set."""
 
     steps: Set[int]
 
@@ -527,97 +458,26 @@ class _LastOf:
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in a run's folder. The kernel ends it with this process, however that dies.
-
-    Raises:
-      UserError: another one is at it, or the folder cannot be written.
-    """
-    if (this := folder.resolve()) in _LOCKED_EARLY:
-        _LOCKED_EARLY.remove(this)  # it serves one
-        yield
-        return
-    with user_error_on_write(folder, LOCK):
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            _lock_alone(lock)
-        except BlockingIOError as error:
-            process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
-            raise UserError(
-                f"{process} is training in {folder}; wait for it or stop it, or choose another --run."
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        with contextlib.suppress(OSError):  # the lock holds without a number in it
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.ftruncate(lock, 0)
-    finally:
-        os.close(lock)
-
-
-def _lock_alone(file: int) -> None:
-    """Lock a file, waiting up to `LOCK_SECONDS` for others: `is_run_locked` holds the lock for a moment."""
-    until = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-        time.sleep(LOCK_SECONDS / 10)
-
-
-def is_run_locked(folder: Path) -> bool:
-    """Return whether a process is training in a run's folder."""
-    try:
-        with (folder / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there is no lock, or none that can be read
-        return False
-    return False
-
-
-@contextlib.contextmanager
-def hold_run_lock(folder: Path) -> Iterator[None]:
-    """As `run_lock`, for a caller that has much to do before it enters `CheckpointManager` inside."""
-    with run_lock(folder):
-        _LOCKED_EARLY.add(folder.resolve())
-        try:
-            yield
-        finally:
-            _LOCKED_EARLY.discard(folder.resolve())
-
-
-@contextlib.contextmanager
-def _without_echoes() -> Iterator[None]:
-    """When one part of a save fails, each of the others has something of its own to say of it, some of them late:
-    inside, drop what goes to asyncio's log, to an event loop that is closed by then, and to the interpreter."""
+def _suppress_late_errors() -> Iterator[None]:
+    """Suppress the errors that the other parts of a failed save report late: to asyncio's log, to the interpreter, or
+    of an event loop that is closed by then."""
     hook, log = sys.unraisablehook, logging.getLogger("asyncio")
 
-    def echo(unraisable: sys.UnraisableHookArgs) -> None:
+    def report(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             hook(unraisable)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        log.addFilter(_is_no_echo)
-        sys.unraisablehook = echo
+        log.addFilter(_is_first_report)
+        sys.unraisablehook = report
         try:
             yield
         finally:
-            gc.collect()  # what is still to be said is said now
+            gc.collect()  # raises the late errors now
             sys.unraisablehook = hook
-            log.removeFilter(_is_no_echo)
+            log.removeFilter(_is_first_report)
 
 
-def _is_no_echo(record: logging.LogRecord) -> bool:
+def _is_first_report(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()

@@ -1,8 +1,7 @@
-"""A run's folder: everything that one training run leaves, and all that sampling and inspecting need."""
+"""The folder of a run: config, tokenizer, class names, checkpoints; all that sampling and inspection need."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import pkgutil
@@ -21,14 +20,15 @@ from jax.sharding import Mesh
 
 import jaxformer.data
 import jaxformer.models
-from jaxformer.checkpoints import CHECKSUMS, CheckpointReader
+from jaxformer.checkpoints import CheckpointReader
 from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.fields import from_dict, to_dict
-from jaxformer.files import write_atomically
+from jaxformer.files import sha256, write_atomically
+from jaxformer.integrity import CHECKSUMS
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes
@@ -39,28 +39,31 @@ T = TypeVar("T")
 CONFIG, TOKENIZER, CLASSES = "config.json", "tokenizer.json", "classes.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
+SCRATCH = ".new-"
+"""Prefix of the name of a run's folder until it is complete."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model with what belongs to it."""
+    """A trained model: its config, parameters and tokenizer."""
 
     path: Path
+    """Folder of the run."""
     config: Config
     model: nn.Module
     params: Params
     tokenizer: Tokenizer | None
-    """None where there is no text in its data."""
+    """None where the data has no text."""
     step: int
-    """Optimizer steps that made the parameters."""
+    """Optimizer steps of the parameters."""
     classes: tuple[str, ...] = ()
-    """Names of what it tells apart, where it is known and is no text."""
+    """Names of the target classes; empty where they are tokens or have no names."""
 
     def text_model(self) -> tuple[TokenModelConfig, Tokenizer]:
-        """The config and the tokenizer of a model of text.
+        """Return the config and the tokenizer of a model of text.
 
         Raises:
-          UserError: it is none.
+          UserError: it is another model.
         """
         if self.tokenizer is None or not isinstance(self.config.model, TokenModelConfig):
             kind = type(self.model).__name__
@@ -68,14 +71,13 @@ class Run:
         return self.config.model, self.tokenizer
 
     def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
-        """Mean next-token loss in nats per token of one sequence, a float32 scalar; made for `jax.grad`.
+        """Return the mean next-token cross-entropy of one sequence in nats per token, a float32 scalar, for `jax.grad`.
 
         Args:
-          tokens_T: ids from 0 to below the vocabulary's size, at least 2; for a model of learned positions at most one
-            more than its context length.
+          tokens_T: at least 2 token ids; for learned positions, at most one more than the context length.
 
         Raises:
-          UserError: the model predicts no next tokens, or these are not the tokens of one sequence.
+          UserError: the model is no causal language model, or an id is out of range.
         """
         if not is_causal_lm(self.model):
             kind = type(self.model).__name__
@@ -86,17 +88,16 @@ class Run:
 
 
 def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None) -> Run:
-    """Open a run's folder.
+    """Load a run from its folder.
 
     Args:
-      path: the folder.
-      checkpoint: 'last', 'best' (lowest validation loss), or a step. Of the first two, one that is damaged is
-        passed over with a warning.
-      mesh: over which the parameters are to lie; without it, on the first device.
+      checkpoint: 'last', 'best' (lowest validation loss), or a step; for the first two, corrupt checkpoints are
+        skipped with a warning.
+      mesh: devices for the parameters; None for the first device.
 
     Raises:
-      UserError: no such run, no such checkpoint, all of them or the given one damaged, a file that cannot be read, or a
-        tokenizer or names of classes that are not the run's own.
+      UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or the class
+        names are not the run's own.
     """
     folder = Path(path)
     config = read_config(folder)
@@ -104,7 +105,7 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     checkpoints = CheckpointReader(folder)
     step = checkpoints.step(checkpoint)
     has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
-    tokenizer = Tokenizer.load(_own(folder, TOKENIZER)) if has_text else None
+    tokenizer = Tokenizer.load(_verified(folder, TOKENIZER)) if has_text else None
     classes = _read_classes(folder)
     shapes = abstract_params(model, config.model)
     if mesh is not None:
@@ -113,11 +114,11 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     return Run(folder, config, model, params, tokenizer, step, classes)
 
 
-def _own(folder: Path, name: str, remedy: str = "") -> Path:
-    """Return the path of a file that came into a run's folder with the run, and is still the same.
+def _verified(folder: Path, name: str, remedy: str = "") -> Path:
+    """Return the path of a file of a run, verified by its checksum.
 
     Raises:
-      UserError: it has changed since, or `CHECKSUMS`, which would say so, is missing or cannot be read.
+      UserError: the file has changed, or `CHECKSUMS` is missing or cannot be read.
     """
     if not (folder / name).is_file():
         raise UserError(f"{folder} has no {name}; put back the one it was trained with{remedy}, or train anew.")
@@ -128,12 +129,11 @@ def _own(folder: Path, name: str, remedy: str = "") -> Path:
         )
     try:
         expected = parse_json((folder / CHECKSUMS).read_bytes())[name]
-        actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{folder / CHECKSUMS} has no checksum of {name}; put back the one that was written with the run{remedy}."
         ) from error
-    if actual != expected:
+    if sha256(folder / name) != expected:
         raise UserError(
             f"{folder / name} is not the one that this run was trained with; put that back{remedy}, or train anew."
         )
@@ -141,11 +141,11 @@ def _own(folder: Path, name: str, remedy: str = "") -> Path:
 
 
 def _read_classes(folder: Path) -> tuple[str, ...]:
-    """Names of classes; none, where there is no such file."""
+    """Return the class names; none where there is no such file."""
     if not (folder / CLASSES).exists():
         return ()
     remedy = ", or remove it to have numbers"
-    file = _own(folder, CLASSES, remedy)
+    file = _verified(folder, CLASSES, remedy)
     try:
         names = parse_json(file.read_bytes())
     except ValueError as error:
@@ -156,11 +156,11 @@ def _read_classes(folder: Path) -> tuple[str, ...]:
 
 
 def load_data(folder: Path | None, config: Config, fixed: Container[str] | None = None) -> Dataset:
-    """Return the data of a run's config, read with the run's own tokenizer if it has tokens.
+    """Return the data of a config, tokenized with the run's own tokenizer.
 
     Args:
-      folder: of the run; None for a new one, whose model is to be the data's `model`.
-      fixed: of a new run, names of the model's fields that must not be fitted to the data; see `DataConfig.load`.
+      folder: of the run; None for a new one, whose model is then the data's `model`.
+      fixed: for a new run, as of `DataConfig.load`.
 
     Raises:
       UserError: the tokenizer is missing or cannot be read, or see `DataConfig.load`.
@@ -168,7 +168,7 @@ def load_data(folder: Path | None, config: Config, fixed: Container[str] | None 
     if folder is None:
         return config.data.load(config.model, config.train.batch_size, config.seed, fixed=fixed)
     file = folder / TOKENIZER
-    tokenizer = Tokenizer.load(_own(folder, TOKENIZER)) if file.exists() else None
+    tokenizer = Tokenizer.load(_verified(folder, TOKENIZER)) if file.exists() else None
     data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
     if tokenizer is None and data.tokenizer is not None:
         raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train anew.")
@@ -176,17 +176,17 @@ def load_data(folder: Path | None, config: Config, fixed: Container[str] | None 
 
 
 def abstract_params(model: nn.Module, config: ModelConfig) -> Params:
-    """Shapes and dtypes of the parameters, without making them."""
+    """Return the shapes and dtypes of the parameters, a tree of `ShapeDtypeStruct`."""
     return jax.eval_shape(lambda *example: model.init(jax.random.key(0), *example), *config.example())["params"]
 
 
 def parameter_order(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Return the dotted names of the parameters in the order in which the model first uses them; last its own, such as
-    the unembedding, which no module within it has."""
+    """Return the dotted names of the parameters in the order of their first use; last those of the model itself, such
+    as the unembedding."""
     names: list[str] = []
 
     def walk(tree: Params, path: tuple[str, ...] = ()) -> None:
-        for name, child in tree.items():  # as they were made; jax.tree would sort them
+        for name, child in tree.items():  # in the order of creation; jax.tree would sort them
             if isinstance(child, Mapping):
                 walk(child, (*path, name))
             else:
@@ -197,24 +197,23 @@ def parameter_order(model: nn.Module, config: ModelConfig) -> list[str]:
 
 
 def count_parameters(params: Params) -> int:
-    """How many numbers a tree of arrays holds."""
+    """Return the number of elements of a tree of arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def create_run(
     folder: Path, config: Config, tokenizer: Tokenizer | None, allow_suffix: bool, classes: Sequence[str] = ()
 ) -> Path:
-    """Make a run's folder with its config, and its tokenizer and the names of classes if there are any, with their
-    sums; the place where it came to lie.
+    """Create a run's folder with its config, tokenizer, class names and checksums; return its path.
 
-    It appears whole, by a rename. A folder that another process made meanwhile is left alone: the next free
-    number is appended, if that is allowed.
+    It appears complete, by a rename. An existing folder, also one that another process creates meanwhile, is left
+    alone: with `allow_suffix`, the next free number is appended.
 
     Raises:
-      UserError: the folder exists, or the config could not be read back (a model from elsewhere).
+      UserError: the folder exists, or the config does not survive JSON (a model from another package).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder.parent))
     try:
         scratch.chmod(0o755)
         write_config(scratch, config)
@@ -222,33 +221,32 @@ def create_run(
             tokenizer.save(scratch / TOKENIZER)
         if classes:
             write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
-        files = [file for file in (scratch / TOKENIZER, scratch / CLASSES) if file.exists()]
-        sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-        write_atomically(scratch / CHECKSUMS, json.dumps(sums, indent=2) + "\n")
+        checksums = {name: sha256(scratch / name) for name in (TOKENIZER, CLASSES) if (scratch / name).exists()}
+        write_atomically(scratch / CHECKSUMS, json.dumps(checksums, indent=2) + "\n")
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
-        place, number = folder, 1
+        path, number = folder, 1
         while True:
-            if not place.exists():
+            if not path.exists():
                 try:
-                    scratch.rename(place)
-                    return place
+                    scratch.rename(path)
+                    return path
                 except OSError:
-                    if not place.exists():
+                    if not path.exists():
                         raise
             if not allow_suffix:
                 raise UserError(f"{folder} exists; add --resume to go on with it, or choose another --run.")
             number += 1
-            place = folder.with_name(f"{folder.name}-{number}")
+            path = folder.with_name(f"{folder.name}-{number}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_writable_parent(folder: Path) -> None:
-    """Raise `UserError` where a run's folder could not be made."""
+    """Raise `UserError` where a run's folder cannot be created."""
     parent = next((path for path in folder.absolute().parents if path.exists()), Path("/"))
     try:
-        tempfile.TemporaryDirectory(prefix=".new-", dir=parent).cleanup()
+        tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent).cleanup()
     except OSError as error:
         raise UserError(
             f"{folder} cannot be made: {parent} cannot be written to ({error.strerror}); choose another --run, or see "
@@ -257,49 +255,44 @@ def check_writable_parent(folder: Path) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Store a config as JSON."""
+    """Write a config as JSON."""
     write_atomically(folder / CONFIG, json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def read_config(folder: Path) -> Config:
-    """Read what `write_config` wrote; runs no code from it.
+    """Return the config of a run; no code from it is executed.
 
     Raises:
-      UserError: the folder is no run, or its config does not fit this version.
+      UserError: the folder is no run, or its config does not match this version.
     """
     file = folder / CONFIG
     if not file.is_file():
-        what = "is no run: it has no config.json" if folder.exists() else "does not exist"
+        reason = "is no run: it has no config.json" if folder.exists() else "does not exist"
         near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
-        raise UserError(f"{folder} {what}; " + (f"runs there: {near}." if near else "train one with train.py."))
+        raise UserError(f"{folder} {reason}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:
-        values = parse_json(file.read_bytes())
-        model, data, train = dict(values["model"]), dict(values["data"]), dict(values.get("train", {}))
-        model_class = _class_of(model.pop("kind"), jaxformer.models, ModelConfig)
-        data_class = _class_of(data.pop("kind", "windows.TextConfig"), jaxformer.data, DataConfig)
+        values = dict(parse_json(file.read_bytes()))
+        for field, package, base in (("model", jaxformer.models, ModelConfig), ("data", jaxformer.data, DataConfig)):
+            part = dict(values[field])
+            values[field] = from_dict(_find_class(part.pop("kind"), package, base), part, f"{file}: {field}")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "
             "written with the run, or train anew."
         ) from error
-    if "eval_windows" in train:  # of a run from when all data was text, and had no kind either
-        train["eval_examples"] = train.pop("eval_windows")
-    parts = {
-        "train": train,
-        "model": from_dict(model_class, model, f"{file}: model"),
-        "data": from_dict(data_class, data, f"{file}: data"),
-    }
-    return from_dict(Config, {**values, **parts}, str(file))
+    return from_dict(Config, values, str(file))
 
 
 def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
-    """Return the run below a folder that was written to last; one with a checkpoint, if that is wanted and there is
-    any.
+    """Return the run below a folder that was written to last.
+
+    Args:
+      with_checkpoint: prefer runs with a checkpoint.
 
     Raises:
       UserError: there is none.
     """
-    runs = list(parent.glob(f"[!.]*/{CONFIG}"))  # one with a dot is not finished
+    runs = list(parent.glob(f"[!.]*/{CONFIG}"))  # names with a dot are incomplete
     if with_checkpoint:
         runs = [file for file in runs if CheckpointReader(file.parent)] or runs
     if not runs:
@@ -310,12 +303,12 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
     return newest.parent
 
 
-def _class_of(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
-    """The config class that `file.Class` names; only one package is searched."""
+def _find_class(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
+    """Return the config class `file.Class` of a package; `ValueError` where there is none."""
     module_name, _, class_name = str(kind).partition(".")
     if module_name not in {m.name for m in pkgutil.iter_modules(package.__path__)}:
         raise ValueError(f"no file {abbreviate(module_name)} in {package.__name__}")
-    found = getattr(importlib.import_module(f"{package.__name__}.{module_name}"), class_name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    cls = getattr(importlib.import_module(f"{package.__name__}.{module_name}"), class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ValueError(f"{abbreviate(kind)} is no {base.__name__}")
-    return found
+    return cls

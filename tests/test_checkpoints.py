@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted: what is damaged is found and passed over, and a fault of the disk loses none."""
+"""Checkpoints that can be trusted: what is corrupt is found and passed over, and a fault of the disk loses none."""
 
 import fcntl
 import gc
@@ -22,16 +22,14 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxformer import checkpoints
+from jaxformer import integrity, run_lock
 from jaxformer.checkpoints import (
-    CHECKSUMS,
     CheckpointManager,
     CheckpointReader,
-    find_corruption,
-    hold_run_lock,
-    is_run_locked,
 )
 from jaxformer.errors import UserError
+from jaxformer.integrity import CHECKSUMS, find_corruption
+from jaxformer.run_lock import hold_run_lock, is_run_locked
 from tests.helpers import exhaustive, fill, flip_a_bit, mounted
 
 PARAMS = {"W": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": {"c": np.float32([1.5, -2.0])}}
@@ -157,33 +155,33 @@ def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(folder, caplog, harm):
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_is_used(folder, caplog, harm):
     harm(folder / "checkpoints/15")
     before = sorted(folder.rglob("*"))
     assert CheckpointReader(folder).step("last") == 10
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"checkpoint 15 of {folder} is damaged: ")
+    assert record.getMessage().startswith(f"checkpoint 15 of {folder} is corrupt: ")
     assert record.getMessage().endswith("10 is used instead")
     assert sorted(folder.rglob("*")) == before  # reading leaves it as it is
-    with pytest.raises(UserError, match=r"checkpoint 15 of .* is damaged: .*; the nearest good one is 10"):
+    with pytest.raises(UserError, match=r"checkpoint 15 of .* is corrupt: .*; the nearest intact one is 10"):
         CheckpointReader(folder).step(15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
-def test_on_going_on_a_damaged_checkpoint_makes_way_for_a_new_one(folder, caplog, harm):
+def test_on_going_on_a_corrupt_checkpoint_makes_way_for_a_new_one(folder, caplog, harm):
     harm(folder / "checkpoints/15")
     with CheckpointManager(folder) as checkpoints:
         assert checkpoints.step("last") == 10
-        assert len(caplog.records) == 1 and "put aside as 15.damaged, 10 is used" in caplog.text
+        assert len(caplog.records) == 1 and "quarantined as 15.corrupt, 10 is used" in caplog.text
         checkpoints.save(15, state(15), (state(-15), None), {}, None)
     assert CheckpointReader(folder).steps() == [5, 10, 15]  # 5 is the best
     assert find_corruption(folder / "checkpoints/15") is None
     assert_step(folder, 15)
 
 
-def test_a_damaged_best_is_passed_over_for_the_next_best(folder, caplog):
+def test_a_corrupt_best_is_passed_over_for_the_next_best(folder, caplog):
     flip_a_bit(array_file(folder / "checkpoints/5"))
     assert CheckpointReader(folder).step("best") == 10
     assert "checkpoint 5 of" in caplog.text
@@ -214,23 +212,23 @@ def test_an_older_checkpoint_that_is_not_all_there_is_named_and_removed(folder, 
     with CheckpointManager(folder) as checkpoints:
         assert checkpoints.steps() == [10, 15]
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"checkpoint 5 of {folder} is damaged: ")
+    assert record.getMessage().startswith(f"checkpoint 5 of {folder} is corrupt: ")
     assert record.getMessage().endswith("; removed")
 
 
 def test_on_going_on_no_more_is_read_than_the_checkpoint_to_go_on_from(folder, caplog, monkeypatch):
     read: list[str] = []
-    hashed = checkpoints._sums
+    hash_files = integrity.hash_files
 
     def listen(place: Path, names: list[str]) -> dict[str, str]:
         read.extend(f"{place.name}/{name}" for name in names)
-        return hashed(place, names)
+        return hash_files(place, names)
 
-    monkeypatch.setattr(checkpoints, "_sums", listen)
+    monkeypatch.setattr(integrity, "hash_files", listen)
     flip_a_bit(array_file(folder / "checkpoints/15"))
     with CheckpointManager(folder) as opened:
         assert opened.step("last") == 10
-    assert "put aside as 15.damaged" in caplog.text
+    assert "quarantined as 15.corrupt" in caplog.text
     saved = json.loads((folder / "checkpoints/10" / CHECKSUMS).read_text())
     assert sorted(name for name in read if name.startswith("10/")) == sorted(f"10/{name}" for name in saved)
     assert not any(name.startswith(("5/params", "5/opt_state")) for name in read)
@@ -278,15 +276,15 @@ def test_what_is_set_for_the_whole_process_is_as_before_at_the_end(tmp_path, cap
     assert not heard and not caplog.records  # the parts of the save that failed have said what they had to say
 
 
-def test_if_every_checkpoint_is_damaged_it_says_so_and_keeps_them(folder):
+def test_if_every_checkpoint_is_corrupt_it_says_so_and_keeps_them(folder):
     for step in (5, 10, 15):
         flip_a_bit(array_file(folder / "checkpoints" / str(step)))
     before = {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"every checkpoint of .* is damaged \(15: params.* is not what was saved\)"):
+    with pytest.raises(UserError, match=r"every checkpoint of .* is corrupt \(15: params.* is not what was saved\)"):
         CheckpointReader(folder).step()
     with pytest.raises(UserError, match="every checkpoint"), CheckpointManager(folder):
         pass
-    with pytest.raises(UserError, match="no other is good"):
+    with pytest.raises(UserError, match="no other is intact"):
         CheckpointReader(folder).step(5)
     assert {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()} == before
 
@@ -326,18 +324,18 @@ def test_a_folder_called_by_no_step_is_none(folder, name):
 def test_a_folder_that_is_locked_early_is_not_locked_twice(tmp_path):
     with hold_run_lock(tmp_path):
         write(tmp_path, 5)
-        lock = os.open(tmp_path / checkpoints.LOCK, os.O_RDWR)
+        lock = os.open(tmp_path / run_lock.LOCK, os.O_RDWR)
         with pytest.raises(BlockingIOError):  # the inner one has not ended it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(lock)
     with pytest.raises(KeyError), hold_run_lock(tmp_path):
         raise KeyError
-    assert (tmp_path / checkpoints.LOCK).read_bytes() == b""  # also after an error
+    assert (tmp_path / run_lock.LOCK).read_bytes() == b""  # also after an error
 
 
 def test_a_look_at_the_lock_does_not_refuse_training(tmp_path):
-    lock = os.open(tmp_path / checkpoints.LOCK, os.O_RDWR | os.O_CREAT)
+    lock = os.open(tmp_path / run_lock.LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_SH)  # as `is_run_locked` does
     threading.Timer(0.1, os.close, [lock]).start()
     with hold_run_lock(tmp_path):
@@ -385,7 +383,7 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
             checkpoints.save(10, {"W": noise}, state(-10), {}, None)
             checkpoints.save(15, {"W": noise}, state(-15), {}, None)
         said = str(caught.value)
-        assert said.startswith(f"checkpoint 15 (5 is whole) cannot be written to {disk}: No space left on device;")
+        assert said.startswith(f"checkpoint 15 (5 is intact) cannot be written to {disk}: No space left on device;")
         assert said.endswith(f"free some space, then go on with: python train.py --resume --run {disk}")
         assert [p.name for p in (disk / "checkpoints").iterdir()] == ["5"]
         assert find_corruption(disk / "checkpoints/5") is None

@@ -370,7 +370,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
         )
         from jaxformer.sharding import make_mesh, place, replicated
         folder, moment, _, coordinator, _, processes, _, process = sys.argv[1:]
-        write_sums = CheckpointManager._write_sums
+        write_sums = CheckpointManager._write_checksums
 
         def slow(checkpoints):
             time.sleep(600 if checkpoints._saving == 10 else 0)  # far longer than anyone should wait
@@ -382,7 +382,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
                 tree = {"W": place(np.ones(3), replicated(make_mesh()))}
                 save = lambda step: checkpoints.save(step, tree, tree, {}, None)
                 save(5)
-                checkpoints._failure()
+                checkpoints._wait()
                 barrier()
                 if moment == "during the save" or is_main_process():
                     save(10)
@@ -390,7 +390,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
                     1 / 0
                 barrier()
 
-        CheckpointManager._write_sums, train._main = slow, job
+        CheckpointManager._write_checksums, train._main = slow, job
         sys.exit(train.main([]))
     """
     moments = ("before the save", "during the save")

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"contract", "errors", "files", "signals", "terminal"},
-    {"fields"},
+    {"fields", "integrity", "run_lock"},
     {"config"},
     {"data"},
     {"ops"},

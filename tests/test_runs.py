@@ -39,17 +39,6 @@ def test_a_config_comes_back_as_it_was(tmp_path, model):
     assert read_config(tmp_path) == config
 
 
-def test_a_run_from_when_all_data_was_text_still_opens(tmp_path):
-    config = Config("x", DecoderConfig(), data=TextConfig(path="books"), steps=7)
-    config = replace(config, train=replace(config.train, eval_examples=8))
-    write_config(tmp_path, config)
-    values = json.loads((tmp_path / "config.json").read_text())
-    del values["data"]["kind"]
-    values["train"]["eval_windows"] = values["train"].pop("eval_examples")
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert read_config(tmp_path) == config
-
-
 def test_a_missing_run_names_those_that_are_there(tmp_path):
     (tmp_path / "quick").mkdir()
     write_config(tmp_path / "quick", Config("x", DecoderConfig(), data=TextConfig(), steps=1))
@@ -58,7 +47,7 @@ def test_a_missing_run_names_those_that_are_there(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty is no run: it has no config\.json"):
         load_run(tmp_path / "empty")
-    with pytest.raises(UserError, match="has no whole checkpoint yet"):
+    with pytest.raises(UserError, match="has no complete checkpoint yet"):
         load_run(tmp_path / "quick")
     with pytest.raises(UserError, match="no run below"):
         latest_run(tmp_path / "empty")

@@ -41,7 +41,8 @@ def with_run(options: RunOptions) -> RunOptions:
     """
     if options.run is not None:
         return options
-    from jaxformer.checkpoints import CheckpointReader, is_run_locked
+    from jaxformer.checkpoints import CheckpointReader
+    from jaxformer.run_lock import is_run_locked
     from jaxformer.runs import read_config  # orbax takes a second to import
 
     folder = run_folder(options)

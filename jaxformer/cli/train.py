@@ -125,7 +125,7 @@ def _main(arguments: list[str]) -> int:
     n_processes = asked.distributed.processes or count_processes(os.environ)
     machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh, n_processes)
     connect(asked.distributed)
-    from jaxformer.checkpoints import hold_run_lock
+    from jaxformer.run_lock import hold_run_lock
     from jaxformer.runs import check_writable_parent
 
     with exit_on_lost_process("training has not begun."), contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def _is_finished(folder: Path, config: Config, same_data: bool, from_step: int |
     """Return whether a run has nothing left to train, before its data is read and the step compiled.
 
     Raises:
-      UserError: there is no such checkpoint to roll back to, or all are damaged.
+      UserError: there is no such checkpoint to roll back to, or all are corrupt.
     """
     from jaxformer.checkpoints import CheckpointReader
 

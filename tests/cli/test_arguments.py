@@ -12,7 +12,6 @@ import pytest
 
 from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
-from jaxformer.checkpoints import LOCK
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import _OneLine, load_config, run_command, with_image_size
 from jaxformer.cli.options import help_text
@@ -23,6 +22,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
+from jaxformer.run_lock import LOCK
 from jaxformer.runs import create_run
 from tests.helpers import ROOT, changed, tiny, write_books
 

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
-from jaxformer.checkpoints import CheckpointReader, find_corruption
+from jaxformer.checkpoints import CheckpointReader
 from jaxformer.cli import sample
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
+from jaxformer.integrity import find_corruption
 from jaxformer.train.log import read_metrics
 from tests.helpers import (
     ROOT,
@@ -163,16 +164,16 @@ def test_kill_9_at_random_moments_changes_nothing(here, finished):
     assert_same_run(here / "runs/quick", here / "killed")
 
 
-def copy_damaged(here, name: str, harm):
+def copy_corrupt(here, name: str, harm):
     """A copy of the run whose last parameters are harmed."""
     copy = shutil.copytree(here / "runs/quick", here / name)
     harm(max((copy / "checkpoints/20/params").rglob("d/*"), key=lambda file: file.stat().st_size))
 
 
-def test_sampling_passes_over_a_damaged_last_checkpoint(here, finished):
-    copy_damaged(here, "half", flip_a_bit)
+def test_sampling_passes_over_a_corrupt_last_checkpoint(here, finished):
+    copy_corrupt(here, "half", flip_a_bit)
     said, speed = run("sample.py", "--run", "half", "--max-new-tokens", "5", cwd=here).stderr.splitlines()
-    assert said.startswith("WARNING: checkpoint 20 of half is damaged: params/")
+    assert said.startswith("WARNING: checkpoint 20 of half is corrupt: params/")
     assert "is not what was saved; 15 is used instead" in said and speed.startswith("time to first token")
     with pytest.raises(UserError, match="the nearest good one is 15"):
         load_run(here / "half", 20)
@@ -186,12 +187,12 @@ def test_sampling_passes_over_a_damaged_last_checkpoint(here, finished):
         exhaustive("missing", lambda file: file.unlink()),
     ],
 )
-def test_a_damaged_last_checkpoint_is_passed_over_and_changes_nothing(here, finished, name, harm):
-    copy_damaged(here, name, harm)
+def test_a_corrupt_last_checkpoint_is_passed_over_and_changes_nothing(here, finished, name, harm):
+    copy_corrupt(here, name, harm)
     result = run("train.py", "--resume", "--run", name, cwd=here)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.startswith(f"WARNING: checkpoint 20 of {name} is damaged: params/")
-    assert result.stderr.endswith("; put aside as 20.damaged, 15 is used instead\n")
+    assert result.stderr.startswith(f"WARNING: checkpoint 20 of {name} is corrupt: params/")
+    assert result.stderr.endswith("; quarantined as 20.corrupt, 15 is used instead\n")
     assert result.stderr.count("\n") == 1
     assert_same_run(here / "runs/quick", here / name)
 

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from jaxformer.checkpoints import run_lock
 from jaxformer.cli.load import RunOptions, with_run
 from jaxformer.errors import UserError
+from jaxformer.run_lock import run_lock
 from tests.helpers import small_run, write_books
 
 

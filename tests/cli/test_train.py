@@ -174,5 +174,5 @@ def test_a_run_without_steps_left_or_without_whole_checkpoints_is_noticed_early(
     (tmp_path / "checkpoints/20/sha256.json").unlink()
     assert not _is_finished(tmp_path, config, True, None)
     (tmp_path / "checkpoints/10/sha256.json").unlink()
-    with pytest.raises(UserError, match=r"every checkpoint of .* is damaged"):
+    with pytest.raises(UserError, match=r"every checkpoint of .* is corrupt"):
         _is_finished(tmp_path, config, True, None)

@@ -1,0 +1,68 @@
+"""Integrity of checkpoints: SHA-256 checksums of their files."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxformer.errors import parse_json
+from jaxformer.files import sha256
+
+CHECKSUMS = "sha256.json"
+"""File of checksums, by file name: in a checkpoint of the files of its items, in a run of its tokenizer and classes."""
+METADATA = "_CHECKPOINT_METADATA"
+"""Orbax's file, written after the checksums."""
+ARRAYS = ("params/", "opt_state/")
+"""Items with nearly all bytes of a checkpoint."""
+ALL_ARRAYS, NO_ARRAYS = slice(None), slice(0)
+MISSING = " is missing"
+HASHING_THREADS = 4
+
+
+def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
+    """Return a description of the corruption of a checkpoint, or None if it is intact.
+
+    Orbax detects a missing or truncated file, but restores flipped bits.
+
+    Args:
+      checkpoint: the folder of the checkpoint.
+      arrays: of the sorted files with arrays, those whose content is verified; the others must exist.
+    """
+    try:
+        expected = parse_json((checkpoint / CHECKSUMS).read_bytes())
+        parse_json((checkpoint / METADATA).read_bytes())
+        if not (isinstance(expected, dict) and expected and all(map(_is_inside, expected))):
+            raise ValueError
+        for name in expected:
+            if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # reading a device may not end
+                return f"{name} is not a file"
+        array_files = [name for name in expected if name.startswith(ARRAYS)]
+        actual = hash_files(checkpoint, sorted({*expected} - {*array_files} | {*array_files[arrays]}))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(checkpoint)}{MISSING}"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    except ValueError:
+        return f"{CHECKSUMS} or {METADATA} is not what was saved"
+    return next((f"{name} is not what was saved" for name in actual if actual[name] != expected[name]), None)
+
+
+def _is_inside(name: str) -> bool:
+    """Return True for a relative path without '..'."""
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
+def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the SHA-256 of files below a folder, in hexadecimal, by their names."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: sha256(folder / name), names), strict=True))
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Write the checksums of the files of a checkpoint's items."""
+    files = sorted(p for item in checkpoint.iterdir() if item.is_dir() for p in item.rglob("*") if p.is_file())
+    checksums = hash_files(checkpoint, [file.relative_to(checkpoint).as_posix() for file in files])
+    (checkpoint / CHECKSUMS).write_text(json.dumps(checksums, indent=0), encoding="utf-8")
