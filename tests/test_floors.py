@@ -19,7 +19,7 @@ FLOORS = [
     {"checkpoints", "memory", "parameters", "sharding"},
     {"runs"},
     {"train", "decode", "inspect", "interop"},
-    {"comparison", "ladder", "plan"},
+    {"comparison", "ladder", "plan", "training_report"},
     {"cli"},
     {"__main__"},
 ]

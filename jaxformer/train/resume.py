@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxformer.checkpoints import CheckpointManager
+from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.config import Config
 from jaxformer.data.dataset import Dataset
 from jaxformer.distributed import is_main_process
 from jaxformer.errors import UserError
+from jaxformer.fields import differences
 from jaxformer.runs import write_config
 from jaxformer.sharding import place, replicated
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
 from jaxformer.train.log import truncate_log
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.sinks import discard_wandb_run
+
+RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "mesh"}
+"""Fields that may differ on resuming, besides `compute` and most of `train`; data is compared by its content."""
+LEARNING_FIELDS = {"train.batch_size", "train.label_smoothing", "train.skip_batches"}
+"""Fields of `train` that change the parameters; the others set reports, their intervals, and when to stop."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +123,43 @@ def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> 
     if removed:
         parts.append(f"checkpoints removed: {', '.join(map(str, removed))}")
     return "; ".join(filter(None, parts))
+
+
+def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool) -> str:
+    """Return the optimizer's options that differ from those of a run; they may only on rolling back.
+
+    Raises:
+      UserError: another option differs that must not.
+    """
+    changes = []
+    for name, old, new in differences(stored, config):
+        if name in RESUMABLE_FIELDS or (name.startswith(("compute.", "train.")) and name not in LEARNING_FIELDS):
+            continue
+        of_optimizer = name.startswith("optimizer.") and name != "optimizer.name"
+        old, new = (type(x).__name__ if is_dataclass(x) else repr(x) for x in (old, new))
+        if not (rolls_back and of_optimizer):
+            hint = ", roll back with --from-step" if of_optimizer else ""
+            if name == "train.skip_batches":
+                hint = ", skip batches with --from-step and --skip-batches"
+            raise UserError(
+                f"{folder} was trained with {name} {old}, not {new}; leave --config and that option out to resume "
+                f"it{hint}, or start a new run."
+            )
+        changes.append(f"{name} {new} instead of {old}")
+    return ", ".join(changes)
+
+
+def is_finished(folder: Path, config: Config, same_data: bool, from_step: int | None) -> bool:
+    """Return whether a run has no step left to train, before its data is read and the step is compiled.
+
+    Raises:
+      UserError: there is no checkpoint of `from_step`, or all are corrupt.
+    """
+    if jax.process_count() > 1:  # processes read the checkpoints together
+        return False
+    checkpoints = CheckpointReader(folder)
+    if from_step is None:
+        return checkpoints.last_intact_step() == config.steps and same_data
+    if from_step:
+        checkpoints.step(from_step)
+    return False

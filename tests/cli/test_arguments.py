@@ -251,7 +251,7 @@ def test_help_says_of_an_option_its_type_its_text_and_its_default():
     assert shown.startswith("usage: sample.py [OPTIONS]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
     assert "  --cache-dtype {float32,bfloat16,int8}\n" in shown and "  --explain, --no-explain\n" in shown
     assert "  --num-beams INT\n      Beams of a beam search" in shown and "(default: 1)" in shown
-    assert "  --top-k INT|none\n      Draw among the k likeliest.\n" in shown
+    assert "  --top-k INT|none\n      Number of likeliest tokens to draw among.\n" in shown
     assert shown.count("--logit-bias") == 1  # what `Sampling` calls so is given as text
 
 

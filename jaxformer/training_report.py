@@ -1,0 +1,154 @@
+"""Lines of the terminal that begin and end a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxformer.config import Config
+from jaxformer.contract import Task
+from jaxformer.data.dataset import Dataset
+from jaxformer.data.pairs import PairDataset
+from jaxformer.decode.fill_mask import MASK
+from jaxformer.distributed import is_main_process
+from jaxformer.inspect import first_non_finite, save_autopsy
+from jaxformer.nn.execution import Execution
+from jaxformer.runs import count_parameters
+from jaxformer.sharding import local_copy
+from jaxformer.train.divergence import head_entropy
+from jaxformer.train.kernels import FusedAttention
+from jaxformer.train.log import final_line
+from jaxformer.train.loop import Outcome
+from jaxformer.train.optimizer import gradient_point
+from jaxformer.train.remedies import optimizer_remedies, remedies
+from jaxformer.train.setup import TrainSetup
+
+
+def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> list[str]:
+    """Return the lines with the run, its devices, data, model and budget."""
+    config, mesh = setup.config, setup.mesh
+    axes = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+    split = f", mesh {axes}" if axes else ""
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    kind, parameters = type(setup.model).__name__, count_parameters(setup.abstract_state.params)
+    tokens = f" ({data.per_step:,.0f} tokens)" if data.unit == "tokens" else ""
+    lines = [
+        f"run {folder}{' (resumed)' if resumed else ''}",
+        f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}{split}{processes}, jax {jax.__version__}",
+        f"data: {data.describe()}",
+        *(f"note: {note}" for note in data.notes),
+        f"model: {kind}, {parameters:,} parameters; matmuls in {setup.compute_dtype}; {setup.attention_line}",
+        f"training: {config.steps:,} steps of {config.train.batch_size:,} examples{tokens}, "
+        f"{config.steps / data.steps_per_epoch:.2f} epochs; "
+        f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}",
+    ]
+    if (warmup := config.optimizer.warmup_steps) > config.steps:
+        lines.append(
+            f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "
+            f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
+        )
+    return lines
+
+
+def footer(
+    setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, rows: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return the lines with the outcome and the next command; of a non-finite step, also save the autopsy.
+
+    Args:
+      rows: of the run's log.
+    """
+    config, quoted, step = setup.config, shlex.quote(str(folder)), outcome.step
+    help_line = f"What usually helps: {remedies(config)}."
+    if outcome.status == "interrupted":
+        return [f"interrupted at step {step:,} and saved; go on with: python train.py --resume --run {quoted}"]
+    if outcome.status == "non_finite":
+        culprit, evidence = _autopsy(setup, folder, outcome)
+        return [
+            f"step {step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.",
+            f"Everything up to step {step - 1:,} is saved in {folder}. {help_line}",
+            rollback_line(config, outcome, quoted),
+        ]
+    if outcome.status == "diverged":
+        mover = outcome.mover
+        moved = [] if mover is None else [f"First to move: {mover}{head_entropy(mover.name, rows)}."]
+        cause = f"stopped at step {step:,}: {outcome.divergence}."
+        return [cause, *moved, help_line, rollback_line(config, outcome, quoted)]
+    lines = []
+    if (warning := no_improvement(rows, outcome)) is not None:
+        lines.append(f"warning: {warning}: nothing was learned that lasts. {help_line}")
+    if outcome.diverging_since and config.train.divergence == "warn":
+        lines.append(
+            f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not come back "
+            f"near its minimum. {help_line}"
+        )
+    last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
+    lines.append(final_line(step, outcome.evaluation.as_row() if outcome.evaluation else last))
+    if (prompt := example_prompt(config, data)) is not None:
+        lines.append(f"sample from it: python sample.py --run {quoted} --prompt {shlex.quote(prompt)}")
+    return lines
+
+
+def no_improvement(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
+    """Return a sentence for a run whose loss ended no lower than it began; None for any other.
+
+    The loss is that of the same held-out examples; without evaluations, that of a training batch.
+    """
+    if outcome.evaluation is not None:
+        split, first = "on held-out data", [row["val_loss"] for row in rows if "val_loss" in row]
+        last = [] if outcome.val_loss is None else [outcome.val_loss]
+        since = "before the first step"
+    else:  # a skipped step has no loss
+        losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+        split, first = "on the last training batch", [loss for _, loss in losses[:1]]
+        last = [loss for _, loss in losses[1:]]
+        since = f"at step {losses[0][0]:,}" if losses else ""
+    if not first or not last or first[0] is None or last[-1] < first[0]:
+        return None
+    return f"the loss {split} is {last[-1]:.4f}, no better than {first[0]:.4f} {since}"
+
+
+def example_prompt(config: Config, data: Dataset) -> str | None:
+    """Return a prompt for `sample.py`; None for a model without one."""
+    task = config.model.contract.task
+    if task is Task.CAUSAL_LM:
+        return config.train.sample_prompt
+    if task is Task.MASKED_LM:
+        return f"The {MASK} of"
+    return data.val[0].source if isinstance(data, PairDataset) else None
+
+
+def rollback_line(config: Config, outcome: Outcome, folder: str) -> str:
+    """Return the checkpoint from before a divergence, and the command that rolls back to it."""
+    command = (
+        f"python train.py --resume --run {folder} --from-step {outcome.healthy} {optimizer_remedies(config)[0][1]}"
+    )
+    if not outcome.healthy:
+        return f"No checkpoint is from before the divergence; begin again with: {command}"
+    return f"Checkpoint {outcome.healthy:,} is from before the divergence and is kept; roll back to it with: {command}"
+
+
+def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Path]:
+    """Repeat the step that was not finite; return its first non-finite value and the path of the evidence."""
+    config, mesh, attention = setup.config, setup.mesh, setup.attention
+    if isinstance(attention, FusedAttention):
+        attention = dataclasses.replace(attention, tensor=1)  # one device has all heads here
+    params = local_copy(gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state), mesh)
+    keys_B = setup.example_keys(outcome.step - 1)
+    batch = local_copy(outcome.batch, mesh)
+    model = config.model.build(Execution(attention=attention))
+    report = first_non_finite(model, params, batch, keys_B, setup.compute_dtype)
+    evidence = folder / "autopsy"
+    if is_main_process():
+        evidence = save_autopsy(
+            folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
+            f"{setup.attention_line}, precision: {setup.compute_dtype}",
+        )  # fmt: skip
+    overflow = "the norm of the gradient, though each of its numbers is finite"
+    return overflow if report is None else report.culprit, evidence

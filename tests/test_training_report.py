@@ -1,0 +1,74 @@
+"""Lines that end a training run."""
+
+from dataclasses import replace
+from math import nan
+
+import pytest
+
+from jaxformer.cli.arguments import load_config
+from jaxformer.data.dates import DatesConfig
+from jaxformer.train.evaluate import Evaluation
+from jaxformer.train.loop import Outcome
+from jaxformer.training_report import example_prompt, no_improvement, rollback_line
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize(
+    ("spec", "prompt"),
+    [("quick.py", "The"), ("mlm.py", "The [MASK] of"), ("vision.py:vit", None), ("clip.py", None)],
+)
+def test_the_example_prompt_fits_the_task(spec, prompt):
+    config = load_config(f"{ROOT}/configs/{spec}")
+    assert example_prompt(config, data=None) == prompt  # the data matters only where it is pairs
+
+
+def test_the_example_prompt_of_pairs_is_a_held_out_source():
+    config = load_config(f"{ROOT}/configs/dates.py:bahdanau")
+    data = DatesConfig(n_pairs=2, n_held_out=1, locales=("sv",), forms=("short",)).load(config.model, 2, seed=0)
+    prompt = example_prompt(config, data)
+    assert prompt == data.val[0].source and prompt.startswith("sv ")
+
+
+def done(val_loss: float | None, evaluation: Evaluation | None) -> Outcome:
+    return Outcome("done", 20, None, None, evaluation, val_loss)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outcome", "warning"),
+    [
+        (
+            [7.0, 5.0],
+            done(7.5, Evaluation(6.0, targets=1)),
+            "on held-out data is 7.5000, no better than 7.0000 before the f",
+        ),
+        (
+            [7.0, 5.0],
+            done(nan, Evaluation(nan, targets=1)),
+            "on held-out data is nan, no better than 7.0000 before the first",
+        ),
+        ([7.0, 9.0], done(6.9, Evaluation(7.1, targets=1)), None),  # of all that is held out, the loss is another
+        ([7.0, 9.0], done(None, Evaluation(7.1, targets=1)), None),  # it was at its end before
+        ([None, 9.0], done(9.0, Evaluation(7.1, targets=1)), None),
+        ([7.0, 7.2], done(None, None), "on the last training batch is 7.2000, no better than 7.0000 at step 10"),
+        ([7.0, 6.8, None], done(None, None), None),
+        ([7.0], done(None, None), None),
+    ],
+)
+def test_a_run_without_improvement_is_reported(rows, outcome, warning):
+    name = "loss" if outcome.evaluation is None else "val_loss"
+    log = [{"step": 10 * number, name: loss} for number, loss in enumerate(rows, start=1)]
+    said = no_improvement(log, outcome)
+    assert said is None if warning is None else warning in said
+
+
+def test_the_rollback_command_has_values():
+    config = load_config(f"{ROOT}/configs/quick.py")
+    config = replace(config, optimizer=replace(config.optimizer, clip_norm=None, learning_rate=1.0))
+    outcome = Outcome("diverged", 121, None, None, healthy=100)
+    assert rollback_line(config, outcome, "runs/quick") == (
+        "Checkpoint 100 is from before the divergence and is kept; roll back to it with: python train.py --resume "
+        "--run runs/quick --from-step 100 --optimizer.clip-norm 1"
+    )
+    assert rollback_line(config, replace(outcome, healthy=0), "r").startswith(
+        "No checkpoint is from before the divergence; begin again with: python train.py --resume --run r --from-step 0 "
+    )
