@@ -1,4 +1,4 @@
-"""A transformer built up from first principles in JAX: train it, look inside it, take pieces of it."""
+"""Transformers from first principles in JAX and Flax: training, inspection, and reusable parts."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["Run", "load_run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that taking one piece does not load all of them."""
+    """Import a name on first use, so that importing one module does not load all."""
     if name in __all__:
         from jaxformer import runs
 

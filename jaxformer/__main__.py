@@ -1,4 +1,4 @@
-"""`python -m jaxformer COMMAND`: everything that the command line offers."""
+"""`python -m jaxformer COMMAND`: the command line."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from jaxformer.terminal import echo, echo_status
 COMMANDS = {
     "train": ("jaxformer.cli.train", "train a model; the same as train.py"),
     "sample": ("jaxformer.cli.sample", "sample from a model; the same as sample.py"),
-    "eval": ("jaxformer.cli.eval", "measure how well a model predicts a text"),
-    "inspect": ("jaxformer.cli.inspect", "write a page that shows a trained model from within"),
-    "plan": ("jaxformer.cli.plan", "compile a training step for devices one need not have, and say what it takes"),
-    "ladder": ("jaxformer.cli.ladder", "train the ladder, rung after rung, and set the outcomes side by side"),
-    "verify": ("jaxformer.cli.verify", "hold a trained model against what every model promises"),
-    "diff": ("jaxformer.cli.diff", "tell where two runs part"),
-    "verify-resume": ("jaxformer.cli.verify_resume", "kill a run, resume it, and compare it with one left in peace"),
+    "eval": ("jaxformer.cli.eval", "evaluate a model on held-out data or a text"),
+    "inspect": (
+        "jaxformer.cli.inspect",
+        "write a page of attention maps and activations of a trained model",
+    ),
+    "plan": ("jaxformer.cli.plan", "compile a training step for any devices, and report memory, time and MFU"),
+    "ladder": ("jaxformer.cli.ladder", "train the ladder, rung by rung, and compare the results"),
+    "verify": ("jaxformer.cli.verify", "check the invariants of a trained model"),
+    "diff": ("jaxformer.cli.diff", "report where two runs diverge"),
+    "verify-resume": ("jaxformer.cli.verify_resume", "kill a run, resume it, and compare it with an uninterrupted one"),
 }
-"""By name: the module whose `main` it is, and what it does."""
+"""Module and description of each command; the module's `main` runs it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call a command with the arguments after its name; the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in COMMANDS:
-        module, _ = COMMANDS[given[0]]
+    """Run a command with the arguments after its name; return the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in COMMANDS:
+        module, _ = COMMANDS[arguments[0]]
         echo_status("loading JAX ...")
-        return importlib.import_module(module).main(given[1:])
-    return run_command(_help, given)
+        return importlib.import_module(module).main(arguments[1:])
+    return run_command(_help, arguments)
 
 
 def _help(arguments: list[str]) -> int:
@@ -42,8 +45,8 @@ def _help(arguments: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise UserError(f"unknown command {arguments[0]}; {hint}")
     echo("usage: python -m jaxformer COMMAND [OPTIONS]\n")
-    for name, (_, what) in COMMANDS.items():
-        echo(f"  {name:<15} {paragraphs(what, 18).lstrip()}")
+    for name, (_, description) in COMMANDS.items():
+        echo(f"  {name:<15} {paragraphs(description, 18).lstrip()}")
     echo("\nCOMMAND --help lists the options of one.")
     return 0
 

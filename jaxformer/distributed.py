@@ -1,4 +1,4 @@
-"""Several processes that train one model: `jax.distributed` and what they must agree on."""
+"""Multi-process training with `jax.distributed`: start, end, and communication between the processes."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.errors import UserError
-from jaxformer.fields import check_fields
+from jaxformer.fields import at_least, check_fields
 
-PATIENCE = 60
-"""Seconds that the processes have to find each other: they do not start together to the second."""
-LOST = re.compile(
+CONNECT_SECONDS = 60
+"""Time for all processes to start and connect."""
+LOST_PROCESS = re.compile(
     "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat|devices failed", re.IGNORECASE
 )
-"""What the runtime's errors say when another process is gone."""
+"""Errors of the runtime when another process has ended."""
 SKIP_METADATA = "TPU_SKIP_MDS_QUERY"
-"""JAX sets this variable where it sees no TPU. Where it sees one, it asks Google's metadata server for other hosts."""
-NOT_AROUND = "coordinator_address"
-"""What JAX's error names if nothing tells it of other processes."""
-LONGEST_TEXT = 4096
-"""Bytes of a text that one process tells the others."""
+"""Variable that JAX sets where there is no TPU; without it, JAX asks Google's metadata server for other hosts."""
+NO_CLUSTER = "coordinator_address"
+"""Part of JAX's error where it detects no cluster."""
+MAX_TEXT_BYTES = 4096
+"""Maximum size in UTF-8 of a text in `all_gather`."""
 
 
 @dataclass(frozen=True)
 class DistributedOptions:
-    """Where the processes find each other; found out by itself under SLURM, Open MPI and on TPU pods."""
+    """Addresses of the processes; detected under SLURM, Open MPI and on TPU pods."""
 
     coordinator: str | None = None
     """HOST:PORT on which process 0 listens."""
     processes: int | None = None
-    """How many there are."""
+    """Number of processes."""
     process: int | None = None
-    """The number of this one, from 0."""
+    """Index of this process, from 0."""
     heartbeat_seconds: int = 30
-    """A process that is silent for so long is given up, and the run ends."""
+    """Seconds without a heartbeat after which a process counts as lost, and the run ends."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,11 +63,10 @@ class DistributedOptions:
                 host.encode("idna")  # as the resolver does
             except UnicodeError as error:
                 raise UserError(
-                    f"distributed.coordinator is {self.coordinator!r}, whose host is no name: its parts are of 1 to 63 "
+                    f"distributed.coordinator is {self.coordinator!r}, whose host is no name: its parts have 1 to 63 "
                     "characters; correct it."
                 ) from error
-        if self.heartbeat_seconds < 1:
-            raise UserError(f"distributed.heartbeat_seconds is {self.heartbeat_seconds}; it must be at least 1.")
+        at_least(self, 1, "distributed.heartbeat_seconds")
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
             raise UserError(
                 f"distributed.process is {self.process}; of {self.processes} processes it must be at least 0 and "
@@ -76,32 +75,31 @@ class DistributedOptions:
 
 
 def connect(options: DistributedOptions, environment: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes, if there are any, and wait for them up to `PATIENCE`; to be called before the first
-    array is made.
+    """Connect to the other processes, if there are any, within `CONNECT_SECONDS`; to be called before any JAX array is
+    created.
 
     Raises:
       UserError: process 0 cannot be reached, or its port is taken.
     """
-    by_metadata = options.coordinator is None and count_processes(environment) == 1
-    if by_metadata and SKIP_METADATA in environment:
+    use_metadata = options.coordinator is None and count_processes(environment) == 1
+    if use_metadata and SKIP_METADATA in environment:
         return
     bound = None if options.coordinator is None else bind_address(options.coordinator)
     if options.coordinator is not None:
         _check_address(options.coordinator, bound, options.process == 0)
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself; `AsyncMax` serves here
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM; `AsyncMax` does that here
+    timeout = f"error: not all processes of this run came together within {CONNECT_SECONDS} s; start all of them."
     try:
-        with exit_on_abort(
-            f"error: not all processes of this run came together within {PATIENCE} s; start all of them."
-        ):
+        with exit_on_abort(timeout):
             jax.distributed.initialize(
                 options.coordinator, options.processes, options.process, coordinator_bind_address=bound,
-                initialization_timeout=PATIENCE, heartbeat_timeout_seconds=options.heartbeat_seconds,
+                initialization_timeout=CONNECT_SECONDS, heartbeat_timeout_seconds=options.heartbeat_seconds,
                 shutdown_timeout_seconds=options.heartbeat_seconds,
             )  # fmt: skip
     except (RuntimeError, ValueError, OSError) as error:
-        if by_metadata and NOT_AROUND in str(error):
+        if use_metadata and NO_CLUSTER in str(error):
             return
-        hint = f"; to train on this machine alone, set {SKIP_METADATA}=1" if by_metadata else ""
+        hint = f"; to train on this machine alone, set {SKIP_METADATA}=1" if use_metadata else ""
         raise UserError(f"the processes of this run do not find each other: {_first_line(error)}{hint}") from error
 
 
@@ -116,40 +114,41 @@ def bind_address(coordinator: str) -> str | None:
     return coordinator if is_loopback else None
 
 
-def _check_address(coordinator: str, bound: str | None, first: bool) -> None:
-    """Say in a sentence what the runtime would die of."""
+def _check_address(coordinator: str, bound: str | None, is_main: bool) -> None:
+    """Raise `UserError` where process 0 cannot listen, or does not answer within `CONNECT_SECONDS`; the runtime would
+    abort."""
     host, _, port = coordinator.rpartition(":")
-    if first:
+    if is_main:
         try:
             family = socket.AF_INET6 if bound and ":" in host else socket.AF_INET
             socket.create_server((host.strip("[]") if bound else "", int(port)), family=family).close()
         except OSError as error:
             raise UserError(f"process 0 cannot listen on port {port} ({error}); choose another one.") from error
         return
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UserError(
-                    f"process 0 does not answer at {coordinator} after {PATIENCE} s ({error}); start it, or correct "
-                    "distributed.coordinator."
+                    f"process 0 does not answer at {coordinator} after {CONNECT_SECONDS} s ({error}); start it, or "
+                    "correct distributed.coordinator."
                 ) from error
             time.sleep(0.2)
 
 
 @contextmanager
-def exit_on_abort(sentence: str, status: int = 1) -> Iterator[None]:
-    """Inside, end with a sentence and a status where the runtime aborts this process.
+def exit_on_abort(message: str, status: int = 1) -> Iterator[None]:
+    """Exit with a message and a status where the runtime aborts this process inside the context.
 
-    It does so from a thread of its own, where no Python code can catch it, once another process is gone or silent.
+    The runtime aborts in a thread of its own, beyond the reach of Python's exceptions, once another process is lost.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def end(_: int) -> None:
-        os.write(2, f"{sentence}\n".encode() if sentence else b"")
+        os.write(2, f"{message}\n".encode() if message else b"")
         os._exit(status)
 
     set_handler = ctypes.CDLL(None).signal
@@ -163,37 +162,35 @@ def exit_on_abort(sentence: str, status: int = 1) -> Iterator[None]:
 
 @contextmanager
 def exit_on_lost_process(advice: str) -> Iterator[None]:
-    """Inside, end with status 1 and a sentence, and without waiting for anyone, where another process is gone.
+    """Exit at once with status 1 and a message where another process is lost inside the context.
 
-    Whoever waits for it in a collective is told so at once, or after `heartbeat_seconds`.
+    A collective that waits for it fails at once, or after `heartbeat_seconds`.
     """
     if not jax.distributed.is_initialized():
         yield
         return
-    sentence = f"error: another process of this run has ended or does not answer, its own output says why; {advice}"
-    with exit_on_abort(sentence):
+    message = f"error: another process of this run has ended or does not answer, its own output says why; {advice}"
+    with exit_on_abort(message):
         try:
             yield
         except (jax.errors.JaxRuntimeError, multihost_utils.ProcessFailureError, ValueError) as error:
-            if not LOST.search(str(error)):
+            if not LOST_PROCESS.search(str(error)):
                 raise
             _flush()
-            os.write(2, f"{_first_line(error)}\n{sentence}\n".encode())
+            os.write(2, f"{_first_line(error)}\n{message}\n".encode())
             os._exit(1)
 
 
 def shutdown(status: int) -> int:
-    """The status to exit with; one of several processes ends here with it, once all have come to leave.
+    """Return the exit status; one of several processes exits here with it, once all call this function, or after
+    `heartbeat_seconds`, in which case the others exit by `exit_on_lost_process`.
 
-    If they do not within `heartbeat_seconds`, it ends all the same, and the others as `exit_on_lost_process` has it.
-
-    It ends without what the interpreter would wait for: the threads of a save that nobody finishes, and devices that
-    still are at a collective with others that are gone. A result is read from one device as soon as that has it; the
-    other devices may not have begun.
+    It exits without the interpreter's clean-up, which would wait for the threads of an unfinished save, and for devices
+    in a collective with lost processes: a result is read from one device, whose others may not have started.
     """
     if jax.distributed.is_initialized():
         _flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # all is said; the runtime would add pages
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silences the runtime's errors
         with exit_on_abort("", status), contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
         os._exit(status)
@@ -210,12 +207,10 @@ def _first_line(error: Exception) -> str:
 
 
 def barrier() -> None:
-    """Wait until all processes have come to this point, as long as they live.
-
-    A collective is less patient: on CPUs the first one among the same devices waits for 30 s.
+    """Wait for all processes, without a timeout while they live; on CPUs a collective waits for 30 s at most.
 
     Raises:
-      ProcessFailureError: one of them does not live any more.
+      ProcessFailureError: a process is lost.
     """
     if jax.process_count() > 1:
         with multihost_utils.live_devices(jax.devices()) as alive:
@@ -225,7 +220,7 @@ def barrier() -> None:
 
 
 def count_processes(environment: Mapping[str, str]) -> int:
-    """How many processes SLURM, Open MPI or, on TPUs, Kubernetes started with this one; 1 without any of them."""
+    """Return the number of processes that SLURM, Open MPI or, on TPUs, Kubernetes started; 1 without any of them."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if environment.get(name, "").isdecimal():
             return int(environment[name])
@@ -235,41 +230,40 @@ def count_processes(environment: Mapping[str, str]) -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that writes logs."""
+    """Return True for process 0, which writes the logs."""
     return jax.process_index() == 0
 
 
 def broadcast(text: str) -> str:
-    """The text that process 0 gives, for all of them."""
+    """Return the text of process 0 on all processes."""
     return all_gather(text)[0]
 
 
 def all_gather(text: str) -> list[str]:
-    """The texts that all processes give, of at most `LONGEST_TEXT` bytes, for all of them."""
+    """Return the texts of all processes, each of at most `MAX_TEXT_BYTES`, on all of them."""
     if jax.process_count() == 1:
         return [text]
-    coded = np.zeros(LONGEST_TEXT, np.uint8)
-    told = np.frombuffer(text.encode(), np.uint8)
-    coded[: len(told)] = told
+    encoded = text.encode()
+    padded = np.zeros(MAX_TEXT_BYTES, np.uint8)
+    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     barrier()
-    return [bytes(each).rstrip(b"\0").decode() for each in multihost_utils.process_allgather(coded)]
+    return [bytes(row).rstrip(b"\0").decode() for row in multihost_utils.process_allgather(padded)]
 
 
 class AsyncMax:
-    """The largest of a small number that each process gives, without waiting for it.
+    """An asynchronous all-reduce of the maximum of one small integer per process.
 
     A signal reaches one process, but all must stop after the same step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        whole = NamedSharding(mesh, PartitionSpec())
-        self._largest = jax.jit(lambda numbers: numbers.max(), out_shardings=whole)
-        self._alone, self._n = jax.process_count() == 1, mesh.size
+        self._sharded = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._max = jax.jit(lambda numbers: numbers.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._n_processes, self._n_devices = jax.process_count(), mesh.size
 
-    def ask(self, number: int) -> jax.Array | int:
-        """What `int` will give once all have said theirs."""
-        if self._alone:
+    def reduce(self, number: int) -> jax.Array | int:
+        """Return the maximum over all processes; `int` of it waits for their calls."""
+        if self._n_processes == 1:
             return number
-        mine = lambda index: np.full(len(range(self._n)[index[0]]), number, np.int32)  # noqa: E731
-        return self._largest(jax.make_array_from_callback((self._n,), self._everywhere, mine))
+        shard = lambda index: np.full(len(range(self._n_devices)[index[0]]), number, np.int32)  # noqa: E731
+        return self._max(jax.make_array_from_callback((self._n_devices,), self._sharded, shard))

@@ -1,77 +1,72 @@
-"""Signals that end a program in good order."""
+"""Handlers for signals that end a program in good order."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SECOND: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
-"""Response to the second of several signals; the default one of the system to others."""
+AFTER_FIRST: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
+"""Handlers after a first signal; the system's default for others."""
 
 
 class ReceivedSignal:
-    """The signal that came, or 0."""
+    """The first received signal."""
 
     number: int = 0
+    """Number of the signal; 0 for none."""
 
     def is_set(self) -> bool:
-        """Whether one came."""
+        """Return True if a signal was received."""
         return bool(self.number)
 
 
 @contextmanager
 def record_signals(*numbers: signal.Signals) -> Iterator[ReceivedSignal]:
-    """Note the first of these signals instead of dying of it; a second one acts as it does by default.
+    """Record the first of these signals; a second one has its default effect.
 
-    But SIGHUP, of a terminal that is closed, may come twice and ends nothing that a signal has begun to end; and it
-    stays ignored where it was, as by nohup.
+    SIGHUP, of a terminal that is closed, may come twice: the second is ignored, and both are where it was ignored
+    before, as by nohup.
     """
-    caught = ReceivedSignal()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught  # only the main thread may set handlers
-        return
-    before = _handlers(numbers)
+    received = ReceivedSignal()
 
-    def note(number: int, _: object) -> None:
-        caught.number = number
-        for each in before:
-            signal.signal(each, SECOND.get(each, signal.SIG_DFL))
+    def record(number: int, _: object) -> None:
+        received.number = number
+        for other in numbers:
+            if signal.getsignal(other) is not signal.SIG_IGN:
+                signal.signal(other, AFTER_FIRST.get(other, signal.SIG_DFL))
 
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _handle_signals(numbers, record):
+        yield received
 
 
 @contextmanager
 def raise_on_signals(*numbers: signal.Signals, message: str) -> Iterator[None]:
     """Raise `KeyboardInterrupt(message, number)` at each of these signals; SIGHUP stays ignored where it was."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = _handlers(numbers)
 
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(message, number)
 
+    with _handle_signals(numbers, interrupt):
+        yield
+
+
+@contextmanager
+def _handle_signals(numbers: tuple[signal.Signals, ...], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Set a handler, but not for an ignored SIGHUP, and restore the handlers at the end; outside of the main thread,
+    which alone may set handlers, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        del before[signal.SIGHUP]
     for number in before:
-        signal.signal(number, interrupt)
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _handlers(numbers: Iterable[signal.Signals]) -> dict[signal.Signals, Any]:
-    """Return the present handlers, without that of SIGHUP where it is ignored."""
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    if handlers.get(signal.SIGHUP) is signal.SIG_IGN:
-        del handlers[signal.SIGHUP]
-    return handlers
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -44,7 +44,7 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
         "losses": losses,
         "rows": held.tolist(),
         "text": broadcast(f"from {jax.process_index()}"),
-        "largest": int(AsyncMax(mesh).ask(jax.process_index())),
+        "largest": int(AsyncMax(mesh).reduce(jax.process_index())),
     }
     barrier()
     print(json.dumps(told))

@@ -439,7 +439,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        said = r"cannot be written to .*: Read-only file system; see to it"
+        said = r"cannot be written to .*: Read-only file system; make the folder writable"
         with pytest.raises(UserError, match=said), CheckpointManager(disk):
             pass
         assert_step(disk, 5)

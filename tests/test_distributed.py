@@ -84,7 +84,7 @@ def test_alone_nothing_is_asked_of_others():
     connect(DistributedOptions())
     assert not jax.distributed.is_initialized()
     assert broadcast("runs/quick") == "runs/quick"
-    assert AsyncMax(make_mesh()).ask(15) == 15
+    assert AsyncMax(make_mesh()).reduce(15) == 15
     assert shutdown(3) == 3
 
 
@@ -149,11 +149,11 @@ ON_A_TPU = """if True:
 
     sys.modules["requests"] = SimpleNamespace(get=get)  # JAX asks through it; only jax[tpu] brings it
     del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX has not seen a TPU
-    from jaxformer.distributed import DistributedOptions, connect, from_all, leave
+    from jaxformer.distributed import DistributedOptions, all_gather, connect, shutdown
     connect(DistributedOptions())
-    told = from_all(f"process {jax.process_index()}")
+    told = all_gather(f"process {jax.process_index()}")
     print(f"\\n{jax.distributed.is_initialized()} {told}", flush=True)  # Gloo prints, too
-    leave(0)
+    shutdown(0)
 """
 
 
@@ -190,7 +190,7 @@ def test_a_tpu_that_is_no_pod_trains_alone_and_a_silent_metadata_server_is_named
 
 
 def test_a_process_0_that_does_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr(distributed, "PATIENCE", 0)
+    monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0)
     port = free_port()
     with pytest.raises(UserError, match=f"process 0 does not answer at 127.0.0.1:{port} after 0 s"):
         connect(DistributedOptions(f"127.0.0.1:{port}", 2, 1))
@@ -342,15 +342,17 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
 def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_leaving(tmp_path):
     program = """if True:
         import sys
-        from jaxformer.distributed import Agreement, DistributedOptions, bind_address, connect, is_main_process, leave
+        from jaxformer.distributed import (
+            AsyncMax, DistributedOptions, bind_address, connect, is_main_process, shutdown
+        )
         from jaxformer.sharding import make_mesh
         _, coordinator, _, processes, _, process = sys.argv[1:]
         connect(DistributedOptions(coordinator, int(processes), int(process)))
-        agreement = Agreement(make_mesh())
-        assert int(agreement.ask(0)) == 0  # the devices are connected
+        agreement = AsyncMax(make_mesh())
+        assert int(agreement.reduce(0)) == 0  # the devices are connected
         if is_main_process():
-            unanswered = agreement.ask(1)  # with one device, JAX would wait for it here
-        leave(0)
+            unanswered = agreement.reduce(1)  # with one device, JAX would wait for it here
+        shutdown(0)
     """
     for process in start_all(2, 2, lambda where: ["-c", program, *where], tmp_path):
         out, err = process.communicate(timeout=60)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jaxformer.signals import record_signals
-from jaxformer.terminal import _Outliving, echo, echo_status, escape_control
+from jaxformer.terminal import _ClosableOutput, echo, echo_status, escape_control
 from tests.helpers import ROOT
 
 HOSTILE = "a\x1b]0;title\x07\r\x9b2J\u202e\u2066\x7f\tb\n\udcff"
@@ -107,9 +107,9 @@ def test_a_full_disk_is_still_an_error():
 
 def test_only_a_terminal_is_hung_up_by_eio(monkeypatch):
     parent, child = pty.openpty()
-    terminal = _Outliving(child)
+    terminal = _ClosableOutput(child)
     monkeypatch.setattr(os, "isatty", lambda _: False)
-    disk = _Outliving(child)
+    disk = _ClosableOutput(child)
     os.close(parent)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         disk.write(b"x")

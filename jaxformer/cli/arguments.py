@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from jaxformer.cli.options import help_text, option_groups
 from jaxformer.config import Config
 from jaxformer.data.infer_config import infer_patch_size
-from jaxformer.errors import FULL, UserError
+from jaxformer.errors import DISK_FULL_ERRORS, UserError
 from jaxformer.fields import check_fields
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
@@ -72,7 +72,7 @@ def run_command(
         return 128 + signal.SIGPIPE
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
-        remedy = "; free some space" if error.errno in FULL else ""
+        remedy = "; free some space" if error.errno in DISK_FULL_ERRORS else ""
         echo_error(f"error: {path}{error.strerror or error}{remedy}.")
         return 2
 

@@ -117,7 +117,7 @@ def train(
         agreement = AsyncMax(setup.mesh)
         loop = TrainLoop(
             setup, data, start, train_step, evaluate, callbacks, checkpoints, log,
-            lambda: agreement.ask(signals.number),
+            lambda: agreement.reduce(signals.number),
         )  # fmt: skip
         return loop.run()
 
