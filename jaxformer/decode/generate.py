@@ -144,8 +144,29 @@ def check_seeds(seeds: Sequence[int], n_prompts: int, n_samples: int) -> None:
             raise UserError(f"seed is {seed}; it must be at least 0 and below 2**32.")
 
 
+class PieceIterator:
+    """An iterator over the pieces of B rows, whose subclass implements `_generate`."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.ended_B = np.zeros(n_rows, bool)
+        self._pieces = self._generate()
+
+    def _generate(self) -> Iterator[Piece]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def end(self, row: int) -> None:
+        """Deliver no more tokens of a row."""
+        self.ended_B[row] = True
+
+
 @dataclass
-class Generation:
+class Generation(PieceIterator):
     """An iterator over the pieces of a batch; the first has the first token of each row.
 
     It ends when all rows are done, by a stop token or by `end`, or have `max_new_tokens`. While a piece is read, the
@@ -172,19 +193,8 @@ class Generation:
     """Time at which the previous call was done."""
 
     def __post_init__(self) -> None:
-        self.ended_B = np.zeros(len(self.seeds_R), bool)
+        super().__init__(len(self.seeds_R))
         self.put = placement(self.params)
-        self._pieces = self._generate()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def end(self, row: int) -> None:
-        """Deliver no more tokens of a row."""
-        self.ended_B[row] = True
 
     def _generate(self) -> Iterator[Piece]:
         """Yield the pieces; where a text reaches the end of the context, restart from the context's last half."""

@@ -12,7 +12,7 @@ all tokens that are left is not applied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
+from math import log, ulp
 from typing import NamedTuple
 
 import jax
@@ -21,6 +21,9 @@ import numpy as np
 
 from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
+
+ABOVE_ZERO = ulp(0.0)
+"""Smallest positive float."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +60,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Bounds on what would otherwise overflow float32 or int32, far beyond what is of use.
-        self._require(
-            "temperature", 0 <= self.temperature <= 1e6, "at least 0 (0 takes the likeliest token) and at most 1e6"
-        )
-        self._require("top_k", self.top_k is None or self.top_k >= 1, "at least 1; leave it out to keep all")
-        for name in ("top_p", "typical_p"):
-            p = getattr(self, name)
-            self._require(name, p is None or 0 < p <= 1, "above 0 and at most 1; leave it out to keep all")
-        self._require("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1; leave it out to keep all")
-        self._require(
-            "repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6; 1 changes nothing"
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 changes nothing")
-        self._require("min_new_tokens", 0 <= self.min_new_tokens < 2**31, "at least 0 and below 2**31")
-        self._require("top_logprobs", self.top_logprobs >= 0, "at least 0")
+        for name, least, most, limit in (
+            ("temperature", 0, 1e6, "at least 0 (0 takes the likeliest token) and at most 1e6"),
+            ("top_k", 1, None, "at least 1; leave it out to keep all"),
+            ("top_p", ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
+            ("min_p", 0, 1, "from 0 to 1; leave it out to keep all"),
+            ("typical_p", ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
+            ("repetition_penalty", 1e-6, 1e6, "from 1e-6 to 1e6; 1 changes nothing"),
+            ("presence_penalty", -2, 2, "from -2 to 2; 0 changes nothing"),
+            ("frequency_penalty", -2, 2, "from -2 to 2; 0 changes nothing"),
+            ("min_new_tokens", 0, 2**31 - 1, "at least 0 and below 2**31"),
+            ("top_logprobs", 0, None, "at least 0"),
+        ):
+            value = getattr(self, name)
+            self._require(name, value is None or (value >= least and (most is None or value <= most)), limit)
         for token, bias in self.logit_bias:
             if not -1e6 <= bias <= 1e6:
                 raise UserError(
@@ -198,11 +200,15 @@ def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -
     """Apply the logits processors, which read the text so far."""
     s = sampling
     if s.logit_bias:
-        logits_V = add_bias(logits_V, s.logit_bias)
-    if s.repetition_penalty != 1:
-        logits_V = penalise_repetition(logits_V, history.occurs_V, s.repetition_penalty)
-    if s.presence_penalty or s.frequency_penalty:
-        logits_V = penalise_counts(logits_V, history.counts_V, s.presence_penalty, s.frequency_penalty)
+        tokens, biases = zip(*s.logit_bias, strict=True)
+        logits_V = logits_V.at[np.array(tokens)].add(np.array(biases, np.float32))
+    if s.repetition_penalty != 1:  # Keskar et al. 2019, section 4.1, who divide all; the sign is Hugging Face's
+        penalty = s.repetition_penalty
+        penalised_V = jnp.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+        logits_V = jnp.where(history.occurs_V, penalised_V, logits_V)
+    if s.presence_penalty or s.frequency_penalty:  # OpenAI's definition
+        counts_V = history.counts_V
+        logits_V = logits_V - s.frequency_penalty * counts_V - s.presence_penalty * (counts_V > 0)
     if s.bad_words:
         logits_V = ban(logits_V, bad_word_ends(logits_V.shape[-1], history.recent_N, s.bad_words))
     if s.min_new_tokens:
@@ -225,23 +231,6 @@ def apply_filters(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
     if s.typical_p is not None:
         logits_V = filter_typical(logits_V, s.typical_p)
     return logits_V
-
-
-def add_bias(logits_V: jax.Array, bias: tuple[tuple[int, float], ...]) -> jax.Array:
-    """Add a bias to the logits of the tokens named."""
-    tokens, biases = zip(*bias, strict=True)
-    return logits_V.at[np.array(tokens)].add(np.array(biases, np.float32))
-
-
-def penalise_repetition(logits_V: jax.Array, occurs_V: jax.Array, penalty: float) -> jax.Array:
-    """Divide positive logits of tokens that occur by the penalty, and multiply negative ones (Keskar et al. 2019,
-    section 4.1, who divide all; the sign is Hugging Face's)."""
-    return jnp.where(occurs_V, jnp.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
-
-
-def penalise_counts(logits_V: jax.Array, counts_V: jax.Array, presence: float, frequency: float) -> jax.Array:
-    """Subtract `frequency` times a token's count, and `presence` once where it is above 0 (OpenAI's definition)."""
-    return logits_V - frequency * counts_V - presence * (counts_V > 0)
 
 
 def bad_word_ends(vocab_size: int, recent_N: jax.Array, words: tuple[tuple[int, ...], ...]) -> jax.Array:

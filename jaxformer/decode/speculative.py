@@ -22,6 +22,7 @@ import numpy as np
 from jaxformer.contract import contract_of
 from jaxformer.decode.generate import (
     Piece,
+    PieceIterator,
     check_prompts,
     check_seeds,
     doubled,
@@ -160,7 +161,7 @@ class SpeculativeState(NamedTuple):
     done: jax.Array
 
 
-class Speculation:
+class Speculation(PieceIterator):
     """An iterator over pieces, as `generate.Generation`; the rows are generated one after another.
 
     Attributes:
@@ -170,23 +171,13 @@ class Speculation:
 
     def __init__(self, n_rows: int, rows: Iterable[Iterator[tuple[int, Piece]]]) -> None:
         self.n_passes = self.n_tokens = 0
-        self._ended_B = np.zeros(n_rows, bool)
-        self._pieces = self._one_after_another(rows)
+        self._rows = rows
+        super().__init__(n_rows)
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def end(self, row: int) -> None:
-        """Deliver no more tokens of a row."""
-        self._ended_B[row] = True
-
-    def _one_after_another(self, rows: Iterable[Iterator[tuple[int, Piece]]]) -> Iterator[Piece]:
-        B = len(self._ended_B)
-        for number, outputs in enumerate(rows):
-            while not self._ended_B[number] and (output := next(outputs, None)):
+    def _generate(self) -> Iterator[Piece]:
+        B = len(self.ended_B)
+        for number, outputs in enumerate(self._rows):
+            while not self.ended_B[number] and (output := next(outputs, None)):
                 n_passes, piece = output
                 self.n_passes += n_passes
                 self.n_tokens += piece.tokens_BN.shape[1]

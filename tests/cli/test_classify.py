@@ -72,7 +72,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_classes_are_told_by_name_with_what_the_model_gives_them(
+def test_classes_are_printed_by_name_with_the_probabilities_of_the_model(
     runs: dict[str, str], capsys: pytest.CaptureFixture
 ) -> None:
     assert sample.main(["--run", runs["images"], "--images", "fits.png", "large.jpg", "--jsonl"]) == 0
@@ -90,7 +90,7 @@ def test_classes_are_told_by_name_with_what_the_model_gives_them(
     assert capsys.readouterr().out == "fits.png: " + ", ".join(f"{n} {p:.3f}" for n, p in first["shows"]) + "\n"
 
 
-def test_a_video_is_an_animated_picture_and_classes_without_names_are_numbers(
+def test_a_video_is_an_animated_image_and_unnamed_classes_are_numbers(
     runs: dict[str, str], capsys: pytest.CaptureFixture
 ) -> None:
     np.testing.assert_array_equal(
@@ -102,7 +102,9 @@ def test_a_video_is_an_animated_picture_and_classes_without_names_are_numbers(
 
 
 @pytest.mark.slow
-def test_texts_are_matched_as_by_all_their_cosines(runs: dict[str, str], capsys: pytest.CaptureFixture) -> None:
+def test_zero_shot_probabilities_equal_those_of_all_cosines(
+    runs: dict[str, str], capsys: pytest.CaptureFixture
+) -> None:
     texts = ["red", "a blue one", "teal"]
     assert sample.main(["--run", runs["captions"], "--images", "small.png", "--prompt", *texts, "--jsonl"]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -118,7 +120,7 @@ def test_texts_are_matched_as_by_all_their_cosines(runs: dict[str, str], capsys:
     assert dict(row["shows"]) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_file_of_texts_keeps_those_that_fit(runs: dict[str, str], tmp_path: Path, capsys) -> None:
+def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, capsys) -> None:
     (tmp_path / "texts.txt").write_text("red\nmuch too long to be read\n")
     assert sample.main(["--run", runs["captions"], "--images", "small.png", "--prompts-file", "texts.txt"]) == 2
     printed = capsys.readouterr()
@@ -127,7 +129,7 @@ def test_a_file_of_texts_keeps_those_that_fit(runs: dict[str, str], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("images", [], "give --images"),
         (
@@ -144,10 +146,10 @@ def test_a_file_of_texts_keeps_those_that_fit(runs: dict[str, str], tmp_path: Pa
         ("text", ["--images", "fits.png"], "which has no image input; leave out --images"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(runs, name: str, options: list[str], said: str, capsys) -> None:
+def test_invalid_options_are_one_sentence_errors(runs, name: str, options: list[str], message: str, capsys) -> None:
     assert sample.main(["--run", runs[name], *options]) == 2
     printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def copied(runs: dict[str, str], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "[1]", "no", "[" * 100_000])
-def test_names_that_are_none_are_refused(copied: Path, text: str) -> None:
+def test_an_invalid_file_of_class_names_is_refused(copied: Path, text: str) -> None:
     replace_classes(copied, text)
     with pytest.raises(UserError, match="classes"):
         load_run(copied)
@@ -169,7 +171,7 @@ def replace_classes(run: Path, text: str) -> None:
     (run / "sha256.json").write_text(json.dumps({"classes.json": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-def test_names_of_classes_that_were_changed_are_refused_and_may_be_removed(copied: Path) -> None:
+def test_changed_class_names_are_refused_and_may_be_removed(copied: Path) -> None:
     (copied / "classes.json").write_text('["owl", "cat", "dog"]')
     with pytest.raises(UserError, match=r"classes\.json is not the one .* put that back, or remove it to have numbers"):
         load_run(copied)
@@ -177,13 +179,13 @@ def test_names_of_classes_that_were_changed_are_refused_and_may_be_removed(copie
     assert load_run(copied).classes == ()
 
 
-def test_names_of_other_classes_are_refused(copied: Path, capsys) -> None:
+def test_another_number_of_class_names_is_refused(copied: Path, capsys) -> None:
     replace_classes(copied, '["owl"]')
     assert sample.main(["--run", str(copied), "--images", "fits.png"]) == 2
     assert "has 1 names, but the model 3 classes" in capsys.readouterr().err
 
 
-def test_a_damaged_animation_is_one_sentence() -> None:
+def test_a_truncated_animation_is_a_one_sentence_error() -> None:
     """However much of it there is, Pillow's error or none is what one gets."""
     content = Path("moving.gif").read_bytes()
     wrong = 0
@@ -197,7 +199,7 @@ def test_a_damaged_animation_is_one_sentence() -> None:
     assert wrong > 10
 
 
-def test_a_picture_stands_as_the_camera_was_held() -> None:
+def test_an_image_is_turned_by_its_exif_orientation() -> None:
     """EXIF orientation 6: the camera lay on its side, so that the left column of what it saw comes first as the top."""
     pixels = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
     exif = Image.Exif()

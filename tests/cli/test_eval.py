@@ -56,30 +56,30 @@ def evaluate(here, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_without_a_stride_it_is_trainings_final_validation_on_any_batch_and_mesh(here, evaluate):
+def test_the_default_equals_the_final_validation_of_training_on_any_batch_and_mesh(here, evaluate):
     mesh = make_mesh()
     run = load_run(here / "runs/quick", mesh=mesh)
     data = TextConfig(path="other.txt", val_path="books").load(run.config.model, 4, 0, run.tokenizer)
     validation = Evaluator(TrainSetup(run.config, mesh), data)(run.params)
-    found = evaluate("--run", "runs/quick", "--data.path", "books")
-    assert found["targets"] == validation.targets == len(data.val.tokens) - 1
-    np.testing.assert_allclose(found["loss"], validation.loss, rtol=1e-6)
-    np.testing.assert_allclose(found["bpb"], validation.bits_per_byte, rtol=1e-6)
-    np.testing.assert_allclose(found["ppl"], validation.perplexity, rtol=1e-5)  # six digits are shown
+    results = evaluate("--run", "runs/quick", "--data.path", "books")
+    assert results["targets"] == validation.targets == len(data.val.tokens) - 1
+    np.testing.assert_allclose(results["loss"], validation.loss, rtol=1e-6)
+    np.testing.assert_allclose(results["bpb"], validation.bits_per_byte, rtol=1e-6)
+    np.testing.assert_allclose(results["ppl"], validation.perplexity, rtol=1e-5)  # six digits are shown
     for other in (["--batch-size", "1"], ["--batch-size", "3"], ["--mesh", "data=4,tensor=2"]):
         again = evaluate("--data.path", "books", *other)
-        np.testing.assert_allclose([again[k] for k in found], [found[k] for k in found], rtol=1e-5)
+        np.testing.assert_allclose([again[k] for k in results], [results[k] for k in results], rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_stride_changes_the_context_and_not_what_is_counted(here, evaluate):
+def test_a_stride_changes_the_loss_and_not_the_number_of_targets(here, evaluate):
     plain, wide = evaluate("--data.path", "books"), evaluate("--data.path", "books", "--stride", "4")
     assert plain["targets"] == wide["targets"]
     assert evaluate("--data.path", "books", "--stride", "16") == plain  # the context length
     assert wide["loss"] != plain["loss"]
 
 
-def test_a_model_of_one_prediction_a_window_has_a_stride_of_one(here, monkeypatch, capsys):
+def test_a_model_with_one_prediction_per_window_has_a_stride_of_one(here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     tokenizer = Tokenizer.train(["a b"], 257)
     model = MLPConfig(vocab_size=257, context_length=8, d_model=4, d_ff=(4,), concatenate=True)
@@ -96,7 +96,7 @@ def test_a_model_of_one_prediction_a_window_has_a_stride_of_one(here, monkeypatc
 
 
 @pytest.mark.slow
-def test_bits_per_byte_of_weights_of_8_bits_are_within_a_percent_of_the_trained_ones(evaluate, capsys):
+def test_bits_per_byte_of_int8_weights_are_within_one_percent(evaluate, capsys):
     exact = evaluate("--data.path", "books")["bpb"]
     assert exact < 2  # far from the 8 of a model that knows nothing
     rounded = evaluate("--data.path", "books", "--weights", "int8", "--mesh", "data=4,tensor=2")["bpb"]
@@ -106,18 +106,18 @@ def test_bits_per_byte_of_weights_of_8_bits_are_within_a_percent_of_the_trained_
 
 
 @pytest.mark.slow
-def test_characters_that_the_run_never_saw_count_as_their_bytes(here, evaluate):
-    found = evaluate("--data.path", "other.txt")
+def test_characters_unknown_to_the_tokenizer_count_as_their_bytes(here, evaluate):
+    results = evaluate("--data.path", "other.txt")
     run = load_run(here / "runs/quick")
     text = UNKNOWN.strip() + "\n"  # as documents are read
-    assert found["targets"] == len(run.tokenizer.encode(text)) + 1  # and the end of text
-    bits = found["loss"] / np.log(2) * found["targets"]
-    np.testing.assert_allclose(found["bpb"], bits / len(text.encode()), rtol=1e-5)
+    assert results["targets"] == len(run.tokenizer.encode(text)) + 1  # and the end of text
+    bits = results["loss"] / np.log(2) * results["targets"]
+    np.testing.assert_allclose(results["bpb"], bits / len(text.encode()), rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--data.path empty.txt", "the 1 file(s) at empty.txt hold no text"),
         ("--data.path nowhere", "no data at nowhere"),
@@ -132,15 +132,15 @@ def test_characters_that_the_run_never_saw_count_as_their_bytes(here, evaluate):
         ("--data.path books --mesh data=3", "the mesh needs data 3 = 3 devices, but there are 8"),
     ],
 )
-def test_what_cannot_be_evaluated_is_one_sentence(here, monkeypatch, capsys, options, said):
+def test_invalid_data_or_options_are_one_sentence_errors(here, monkeypatch, capsys, options, message):
     monkeypatch.chdir(here)
     assert command.main(options.split()) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--stride 4", "--stride and --data.unwrap are for a text; name one with --data.path"),
         ("--data.path x --stride 0", "stride is 0; it must be at least 1"),
@@ -149,16 +149,16 @@ def test_what_cannot_be_evaluated_is_one_sentence(here, monkeypatch, capsys, opt
         ("--data.path x --mesh batch=2", "names an axis 'batch'"),
     ],
 )
-def test_wrong_options_are_answered_without_a_run(tmp_path, monkeypatch, capsys, options, said):
+def test_invalid_options_are_refused_without_a_run(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     assert command.main(options.split()) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
-def test_help_says_exactly_what_is_counted(capsys):
+def test_help_defines_the_predicted_tokens(capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for told in ("every token but the first is predicted once", "at least context_length - N tokens before it"):
-        assert told in shown
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in ("every token but the first is predicted once", "at least context_length - N tokens before it"):
+        assert text in printed

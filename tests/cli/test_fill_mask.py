@@ -35,21 +35,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-def test_gaps_are_filled_and_the_likeliest_named(run: str, weights: str, capsys: pytest.CaptureFixture) -> None:
+def test_masks_are_filled_and_candidates_printed(run: str, weights: str, capsys: pytest.CaptureFixture) -> None:
     assert sample.main(["--run", run, "--weights", weights, "--prompt", "th [MASK]", "[MASK]a[MASK][MASK]"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "th " and said[2] == " a  "  # the space before a gap is the gap's own
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "th " and lines[2] == " a  "  # the space before a gap is the gap's own
     # Among 257 tokens, e^9 and e^8 of 11,339.
-    assert said[1].startswith("  ' ' 0.715, 'e' 0.263, ") and said[1].count(",") == 4
-    assert len(said) == 2 + 4
+    assert lines[1].startswith("  ' ' 0.715, 'e' 0.263, ") and lines[1].count(",") == 4
+    assert len(lines) == 2 + 4
 
 
-def test_rows_of_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_json_rows_have_the_filled_text_and_candidates(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "a[MASK]", "id": 7}\n{"prompt": "no gap"}\n{"prompt": "[MASK]", "seed": 1}\n'
     )
-    asked = ["--run", run, "--prompts-file", str(tmp_path / "prompts.jsonl"), "--jsonl", "--top-logprobs", "2"]
-    assert sample.main(asked) == 2
+    arguments = ["--run", run, "--prompts-file", str(tmp_path / "prompts.jsonl"), "--jsonl", "--top-logprobs", "2"]
+    assert sample.main(arguments) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {
         "line": 1, "id": 7, "prompt": "a[MASK]", "text": "a ", "gaps": [[[" ", 0.7146], ["e", 0.2629]]],
@@ -59,7 +59,7 @@ def test_rows_of_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ([], "the prompt has no [MASK]"),
         (["--prompt", "a[MASK]", "--temperature", "0.5"], "--temperature"),
@@ -69,6 +69,8 @@ def test_rows_of_json(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -
         (["--prompt", "[MASK]" * 17], "has 17 tokens; it may have at most the context's 16"),
     ],
 )
-def test_what_does_not_apply_is_refused(run: str, options: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+def test_options_of_other_tasks_are_refused(
+    run: str, options: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
     assert sample.main(["--run", run, *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -101,19 +101,19 @@ def test_prompts_of_a_file_are_completed_and_invalid_lines_named(here, rows, cap
     ]
     (here / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     made = rows("--prompts-file", "p.jsonl", "--batch-size", "3", "--seed", "9", status=2)
-    found = sorted(made, key=lambda row: row["line"])
-    assert [row["line"] for row in found] == [1, 2, 4, 6]
-    assert [row["id"] for row in found] == [1, {"x": 2}, "3", None]
-    assert [row["seed"] for row in found] == [4, 9, 9, 9]
-    for row in found[:2]:
+    results = sorted(made, key=lambda row: row["line"])
+    assert [row["line"] for row in results] == [1, 2, 4, 6]
+    assert [row["id"] for row in results] == [1, {"x": 2}, "3", None]
+    assert [row["seed"] for row in results] == [4, 9, 9, 9]
+    for row in results[:2]:
         (alone,) = rows("--prompt", row["prompt"], "--seed", str(row["seed"]))
         assert (alone["text"], alone["tokens"]) == (row["text"], row["tokens"])
         np.testing.assert_allclose(alone["logprobs"], row["logprobs"], atol=1e-4)  # the padding differs
 
     assert sample.main(["--prompts-file", "p.jsonl", "--max-new-tokens", "2", "--batch-size", "3"]) == 2
     out, err = capsys.readouterr()
-    shown = re.findall(r"^\[(\d)\] (The cat sees|A|The king)", out, re.MULTILINE)
-    assert shown == [("1", "The cat sees"), ("2", "A"), ("4", "The cat sees"), ("6", "The king")]
+    printed = re.findall(r"^\[(\d)\] (The cat sees|A|The king)", out, re.MULTILINE)
+    assert printed == [("1", "The cat sees"), ("2", "A"), ("4", "The cat sees"), ("6", "The king")]
     first, second, speed = err.splitlines()
     assert first == "error: p.jsonl, line 3, is empty; give it at least one character."
     assert re.fullmatch(r"error: p\.jsonl, line 5, has \d+ tokens; it may have at most the context's 16\.", second)
@@ -193,24 +193,24 @@ def test_bad_words_logit_bias_and_stop_tokens_are_applied(rows):
 
 @pytest.mark.slow
 def test_beam_search_prints_the_best_beams_with_their_scores(rows, logprobs):
-    found = rows("--prompt", "The", "A cat", "--num-beams", "3", "--num-samples", "2", "--max-new-tokens", "6")
-    assert [(row["prompt"], row["sample"]) for row in found] == [("The", 0), ("The", 1), ("A cat", 0), ("A cat", 1)]
-    for best, second in (found[:2], found[2:]):
+    results = rows("--prompt", "The", "A cat", "--num-beams", "3", "--num-samples", "2", "--max-new-tokens", "6")
+    assert [(row["prompt"], row["sample"]) for row in results] == [("The", 0), ("The", 1), ("A cat", 0), ("A cat", 1)]
+    for best, second in (results[:2], results[2:]):
         assert best["score"] >= second["score"] and best["tokens"] != second["tokens"]
         chosen = logprobs(best["prompt"], best["tokens"])[np.arange(len(best["tokens"])), best["tokens"]]
         np.testing.assert_allclose(best["score"], chosen.mean(), atol=1e-4)  # a length penalty of 1
-    assert "logprobs" not in found[0]
+    assert "logprobs" not in results[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [["lookup"], ["runs/quick", "--mesh", "data=8"]], ids=["lookup", "run"])
 def test_a_draft_changes_no_greedy_token(rows, capsys, draft):
     given = ("--prompt", "The cat", "A king", "--max-new-tokens", "8", *GREEDY)
-    wanted = [row["tokens"] for row in rows(*given, *ALONE)]
+    expected = [row["tokens"] for row in rows(*given, *ALONE)]
     assert sample.main(["--jsonl", *given, "--draft", *draft, "--draft-tokens", "3"]) == 0
     out, err = capsys.readouterr()
-    found = [json.loads(line)["tokens"] for line in out.splitlines()]
-    assert found == wanted and len(found) == 2 and len(found[0]) == 8
+    results = [json.loads(line)["tokens"] for line in out.splitlines()]
+    assert results == expected and len(results) == 2 and len(results[0]) == 8
     if "lookup" not in draft:
         assert "; 4.00 tokens per pass" in err  # a run agrees with itself
 
@@ -253,7 +253,7 @@ def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--logit-bias", "qz=1"], "--logit-bias 'qz' is 2 tokens of this run, 'q', 'z'; give one of them."),
         (["--logit-bias", "q=inf"], "it must be finite"),
@@ -268,10 +268,10 @@ def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows):
         ),
     ],
 )
-def test_an_option_that_does_not_fit_the_run_is_a_one_sentence_error(capsys, options, said):
+def test_an_option_that_does_not_fit_the_run_is_a_one_sentence_error(capsys, options, message):
     assert sample.main(options) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("error: ") and err.count("\n") == 1 and said in err and not out
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err and not out
 
 
 @pytest.mark.parametrize(
@@ -420,9 +420,9 @@ def test_a_number_that_json_lacks_is_null():
 def test_a_logit_bias_is_of_one_token():
     a, equals, space = (BYTES.encode(text)[0] for text in "a= ")
     assert encode_logit_bias(["a=1.5", "==-2", " =3"], BYTES) == ((a, 1.5), (equals, -2.0), (space, 3.0))
-    for option, said in (("a", "not of the form"), ("=1", "not of the form"), ("a=b", "not of the form"),
+    for option, message in (("a", "not of the form"), ("=1", "not of the form"), ("a=b", "not of the form"),
                          ("ab=1", "'ab' is 2 tokens of this run, 'a', 'b'"), ("\udcff=1", "not UTF-8")):  # fmt: skip
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             encode_logit_bias([option], BYTES)
 
 
@@ -444,9 +444,9 @@ def test_every_field_of_sampling_is_an_option(capsys):
 
     with pytest.raises(SystemExit):
         sample.main(["--help"])
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for field in dataclasses.fields(Sampling):
-        assert f"--{field.name.replace('_', '-')}" in shown
+        assert f"--{field.name.replace('_', '-')}" in printed
 
 
 def test_every_token_is_explained(here, rows, capsys):
@@ -460,9 +460,9 @@ def test_every_token_is_explained(here, rows, capsys):
         assert 0 < r["entropy"] < np.log(280)
 
     assert sample.main(["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "3"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    head = next(i for i, line in enumerate(shown) if line.split()[:3] == ["token", "chance", "entropy"])
-    assert len(shown[head + 1 :]) == 3 and all(line.startswith(("  '", '  "')) for line in shown[head + 1 :])
+    printed = capsys.readouterr().out.splitlines()
+    head = next(i for i, line in enumerate(printed) if line.split()[:3] == ["token", "chance", "entropy"])
+    assert len(printed[head + 1 :]) == 3 and all(line.startswith(("  '", '  "')) for line in printed[head + 1 :])
 
 
 def test_tokens_past_the_context_are_not_explained_and_counted(here, rows, capsys):

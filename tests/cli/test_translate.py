@@ -43,8 +43,8 @@ def made(here: Path) -> Callable:
     """What the run makes of texts."""
     run = load_run(here / "runs/pairs")
 
-    def call(texts: list[str], **how: object) -> list[str]:
-        return translate(run.model, run.params, run.tokenizer, texts, context_length=40, **how)
+    def call(texts: list[str], **options: object) -> list[str]:
+        return translate(run.model, run.params, run.tokenizer, texts, context_length=40, **options)
 
     return call
 
@@ -65,38 +65,38 @@ def test_each_prompt_is_translated(made: Callable, capsys: pytest.CaptureFixture
     assert [(row["line"], row["prompt"]) for row in rows] == [(1, SOURCES[0]), (2, SOURCES[1])]
 
 
-def test_what_was_made_is_shown_when_the_memory_ends(
+def test_translations_before_an_out_of_memory_error_are_printed(
     made: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text at a time, the second of which does not fit."""
-    wanted, n_calls = made(SOURCES[:1]), 0
+    expected, n_calls = made(SOURCES[:1]), 0
 
-    def ends(*given: object, **how: object) -> list[list[int]]:
+    def ends(*given: object, **options: object) -> list[list[int]]:
         nonlocal n_calls
         n_calls += 1
         if n_calls == 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
-        return translate_tokens(*given, **how)
+        return translate_tokens(*given, **options)
 
     monkeypatch.setattr(sys.modules["jaxformer.decode.translate"], "translate_tokens", ends)
     assert sample.main(["--batch-size", "1", "--prompt", *SOURCES]) == 2
-    told = capsys.readouterr()
-    assert told.out.splitlines() == wanted and "1 texts at once do not fit into the memory" in told.err
+    output = capsys.readouterr()
+    assert output.out.splitlines() == expected and "1 texts at once do not fit into the memory" in output.err
 
 
-def test_a_broken_line_of_a_file_is_named_and_the_others_translated(
+def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
     here: Path, made: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     (here / "texts.txt").write_text(f"{SOURCES[0]}\n{'x' * 41}\n{SOURCES[1]}\n")
     assert sample.main(["--prompts-file", "texts.txt", "--jsonl"]) == 2
-    told = capsys.readouterr()
-    assert "line 2, has 41 tokens; it may have at most the context's 40" in told.err
-    rows = [json.loads(line) for line in told.out.splitlines()]
+    output = capsys.readouterr()
+    assert "line 2, has 41 tokens; it may have at most the context's 40" in output.err
+    rows = [json.loads(line) for line in output.out.splitlines()]
     assert [(row["line"], row["text"]) for row in rows] == list(zip((1, 3), made(SOURCES), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             ["--prompt", "a", "--top-k", "3"],
@@ -111,22 +111,24 @@ def test_a_broken_line_of_a_file_is_named_and_the_others_translated(
     ],
     ids=str,
 )
-def test_what_does_not_apply_is_refused(
-    here: Path, capsys: pytest.CaptureFixture, options: list[str], said: str
+def test_options_of_other_tasks_are_refused(
+    here: Path, capsys: pytest.CaptureFixture, options: list[str], message: str
 ) -> None:
     (here / "seeds.jsonl").write_text('{"prompt": "a", "seed": 3}\n')
     assert sample.main(options) == 2
-    told = capsys.readouterr()
-    assert said in told.err and not told.out
+    output = capsys.readouterr()
+    assert message in output.err and not output.out
 
 
 @pytest.mark.slow
-def test_eval_scores_what_is_made_of_the_held_out_sources(made: Callable, capsys: pytest.CaptureFixture) -> None:
+def test_eval_scores_the_translations_of_the_held_out_sources(made: Callable, capsys: pytest.CaptureFixture) -> None:
     assert evaluation.main(["--batch-size", "8"]) == 0
     about, loss, quality = capsys.readouterr().out.splitlines()
     assert "dates in 2 locales" in about and "targets=66" in loss  # of six dates, ten characters and an end
     run = load_run("runs/pairs")
     val = run.config.data.load(run.config.model, 8, 0, run.tokenizer).val
     texts = made([pair.source for pair in val])
-    found = scores(texts, [pair.target for pair in val]) | {"exact": exact_match(texts, [pair.target for pair in val])}
-    assert quality == " ".join(f"{name}={value:.4f}" for name, value in found.items())
+    results = scores(texts, [pair.target for pair in val]) | {
+        "exact": exact_match(texts, [pair.target for pair in val])
+    }
+    assert quality == " ".join(f"{name}={value:.4f}" for name, value in results.items())

@@ -63,56 +63,56 @@ def unpadded(tokens_PT: np.ndarray) -> list[list[int]]:
     return [row[row != EMPTY].tolist() for row in tokens_PT]
 
 
-def test_the_model_is_hugging_faces(gpt2: tuple, hugging_face: dict) -> None:
+def test_logits_equal_hugging_face(gpt2: tuple, hugging_face: dict) -> None:
     prompt = unpadded(hugging_face["prompts"])[-1]
     assert_close(apply(*gpt2, jnp.array(prompt))[-1], hugging_face["logits"])
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.0, 2.0])
 @pytest.mark.parametrize("stops", STOPS)
-def test_the_beams_are_hugging_faces(gpt2: tuple, hugging_face: dict, stops: str, penalty: float) -> None:
+def test_beams_equal_hugging_face(gpt2: tuple, hugging_face: dict, stops: str, penalty: float) -> None:
     # Hugging Face was given one prompt at a time.
     tokens_PNT, scores_PN = (hugging_face[f"{stops}, {penalty}: {what}"] for what in ("tokens", "scores"))
-    found = beam_search(
+    results = beam_search(
         *gpt2, unpadded(hugging_face["prompts"]), n_beams=4, max_new_tokens=14, context_length=32,
         length_penalty=penalty, stop_tokens=STOPS[stops],
     )  # fmt: skip
-    np.testing.assert_array_equal(found.tokens_PNT, tokens_PNT)
-    assert_close(found.scores_PN, scores_PN)
+    np.testing.assert_array_equal(results.tokens_PNT, tokens_PNT)
+    assert_close(results.scores_PN, scores_PN)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, exhaustive(jnp.bfloat16)])
-def test_scores_are_those_of_full_passes_over_the_texts(rope: tuple, dtype: Any) -> None:
+def test_scores_equal_full_passes(rope: tuple, dtype: Any) -> None:
     # A cache that went on from another's would show here; bfloat16 rounds keys and values to 8 bits.
     n, penalty = 9, 0.7
-    found = beam_search(
+    results = beam_search(
         *rope, PROMPTS, n_beams=3, max_new_tokens=n, context_length=16, length_penalty=penalty, stop_tokens=(4, 20),
         cache_dtype=dtype,
     )  # fmt: skip
-    for prompt, tokens_NT, scores_N in zip(PROMPTS, found.tokens_PNT, found.scores_PN, strict=True):
+    for prompt, tokens_NT, scores_N in zip(PROMPTS, results.tokens_PNT, results.scores_PN, strict=True):
         assert len({tuple(tokens) for tokens in tokens_NT.tolist()}) == 3
         assert (np.diff(scores_N) <= 0).all()
-        for made, score in zip(unpadded(np.asarray(tokens_NT)), scores_N, strict=True):
-            assert len(made) == n or made[-1] in (4, 20)
-            assert not {4, 20} & set(made[:-1])
-            logprobs_TV = jax.nn.log_softmax(apply(*rope, jnp.array((prompt + made + [0] * n)[:16])))
-            sum_of_them = sum(logprobs_TV[len(prompt) - 1 + i, token] for i, token in enumerate(made))
-            assert_close(score, sum_of_them / len(made) ** penalty, 1e-5 if dtype == jnp.float32 else 1e-2)
-    ends = (found.tokens_PNT == EMPTY).any(axis=2)
+        for generated, score in zip(unpadded(np.asarray(tokens_NT)), scores_N, strict=True):
+            assert len(generated) == n or generated[-1] in (4, 20)
+            assert not {4, 20} & set(generated[:-1])
+            logprobs_TV = jax.nn.log_softmax(apply(*rope, jnp.array((prompt + generated + [0] * n)[:16])))
+            sum_of_them = sum(logprobs_TV[len(prompt) - 1 + i, token] for i, token in enumerate(generated))
+            assert_close(score, sum_of_them / len(generated) ** penalty, 1e-5 if dtype == jnp.float32 else 1e-2)
+    ends = (results.tokens_PNT == EMPTY).any(axis=2)
     assert ends.any() and not ends.all()
 
 
-def test_a_prompt_that_is_a_prefix_is_read_as_by_generate() -> None:
+def test_a_prefix_prompt_is_prefilled_as_by_generate() -> None:
     config = DecoderConfig(23, 16, 12, n_blocks=2, d_ff=(17,), norm="rmsnorm", positions="rope", prefix=True)
     model, params = build(config)
-    asked = {"max_new_tokens": 5, "context_length": 16}
-    found = beam_search(model, params, PROMPTS, n_beams=1, **asked)
-    pieces = list(generate(model, params, PROMPTS, Sampling(0), [0] * len(PROMPTS), **asked))
-    np.testing.assert_array_equal(found.tokens_PNT[:, 0], np.concatenate([p.tokens_BN for p in pieces], axis=1))
-    assert_close(found.scores_PN[:, 0], np.concatenate([p.logprobs_BN for p in pieces], axis=1).mean(axis=1))
+    options = {"max_new_tokens": 5, "context_length": 16}
+    results = beam_search(model, params, PROMPTS, n_beams=1, **options)
+    pieces = list(generate(model, params, PROMPTS, Sampling(0), [0] * len(PROMPTS), **options))
+    np.testing.assert_array_equal(results.tokens_PNT[:, 0], np.concatenate([p.tokens_BN for p in pieces], axis=1))
+    assert_close(results.scores_PN[:, 0], np.concatenate([p.logprobs_BN for p in pieces], axis=1).mean(axis=1))
 
 
-def markov(table_VV: jax.Array, starts: list[int], stops: tuple[int, ...] = (), **asked: Any) -> tuple[list, list]:
+def markov(table_VV: jax.Array, starts: list[int], stops: tuple[int, ...] = (), **options: Any) -> tuple[list, list]:
     """Search in a chain of tokens, where the cache is how many tokens were read."""
 
     def advance(i: jax.Array, tokens_R: jax.Array, read_R: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -120,23 +120,23 @@ def markov(table_VV: jax.Array, starts: list[int], stops: tuple[int, ...] = (), 
         return table_VV[tokens_R] + wrong_R[:, None], read_R + 1
 
     start = jnp.array(starts)
-    found = jax.jit(partial(search, advance, stop_tokens=stops, **asked))(0 * start, table_VV[start], 1.0)
-    return found.tokens_PNT.tolist(), found.scores_PN
+    results = jax.jit(partial(search, advance, stop_tokens=stops, **options))(0 * start, table_VV[start], 1.0)
+    return results.tokens_PNT.tolist(), results.scores_PN
 
 
 def test_one_beam_is_greedy() -> None:
     table_VV = 3 * normal(11, 11)
     tokens, scores = markov(table_VV, [4, 7], n_beams=1, max_new_tokens=6)
     logprobs_VV = np.asarray(jax.nn.log_softmax(table_VV))
-    for start, (made,), (score,) in zip([4, 7], tokens, scores, strict=True):
+    for start, (generated,), (score,) in zip([4, 7], tokens, scores, strict=True):
         token, total = start, 0.0
-        for got in made:
+        for got in generated:
             assert got == logprobs_VV[token].argmax()
             token, total = got, total + logprobs_VV[token, got]
         assert_close(score, total / 6)
 
 
-def test_a_beam_finds_what_greed_misses() -> None:
+def test_beam_search_scores_above_greedy() -> None:
     # From 0: 1 has 0.6 and 2 has 0.4; but 1 goes on evenly to four, and 2 surely to 3.
     chances = np.full((4, 4), 0.25)
     chances[0], chances[2] = [1e-9, 0.6, 0.4, 1e-9], [1e-9, 1e-9, 1e-9, 1]
@@ -147,14 +147,14 @@ def test_a_beam_finds_what_greed_misses() -> None:
     assert_close(scores[0][1], np.log(0.6 * 0.25) / 2)
 
 
-def test_one_new_token_is_one_of_the_likeliest(rope: tuple) -> None:
-    found = beam_search(*rope, PROMPTS, n_beams=2, max_new_tokens=1, context_length=16)
-    for prompt, tokens_N1 in zip(PROMPTS, found.tokens_PNT, strict=True):
+def test_one_new_token_is_among_the_likeliest(rope: tuple) -> None:
+    results = beam_search(*rope, PROMPTS, n_beams=2, max_new_tokens=1, context_length=16)
+    for prompt, tokens_N1 in zip(PROMPTS, results.tokens_PNT, strict=True):
         logits_V = apply(*rope, jnp.array(prompt + [0] * 10))[len(prompt) - 1]
         assert tokens_N1.ravel().tolist() == np.argsort(-logits_V)[:2].tolist()
 
 
-def test_writing_to_the_cache_is_no_scatter(rope: tuple) -> None:
+def test_cache_writes_are_no_scatter(rope: tuple) -> None:
     lengths = np.array([3, 4], np.int32)
     compiled = _beam_search.lower(
         *rope, np.zeros((2, 8), np.int32), lengths, np.float32(1), n_beams=3, max_new_tokens=5, stop_tokens=(1,),
@@ -165,7 +165,7 @@ def test_writing_to_the_cache_is_no_scatter(rope: tuple) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"n_beams": 0}, "n_beams is 0; it must be at least 1"),
         ({"n_beams": 31}, "n_beams is 31; for a vocabulary of 61 it must be at most 30"),
@@ -181,7 +181,7 @@ def test_writing_to_the_cache_is_no_scatter(rope: tuple) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_searched_is_refused(gpt2: tuple, changed: dict, said: str) -> None:
-    asked = {"prompts": [[1]], "n_beams": 2, "max_new_tokens": 3, "context_length": 32} | changed
-    with pytest.raises(UserError, match=said):
-        beam_search(*gpt2, asked.pop("prompts"), **asked)
+def test_invalid_arguments_are_refused(gpt2: tuple, changed: dict, message: str) -> None:
+    options = {"prompts": [[1]], "n_beams": 2, "max_new_tokens": 3, "context_length": 32} | changed
+    with pytest.raises(UserError, match=message):
+        beam_search(*gpt2, options.pop("prompts"), **options)

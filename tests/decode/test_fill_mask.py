@@ -16,7 +16,7 @@ MASK = V - 1
 CONFIG = EncoderConfig(V, T, 12, n_heads=3, d_ff=(17,), n_blocks=1)
 
 
-def test_the_surest_gap_is_filled_first_and_seen_by_the_next() -> None:
+def test_the_most_probable_mask_is_filled_first_and_is_input_to_the_next() -> None:
     model, params = build(CONFIG)
     text = [3, MASK, 5, MASK, MASK, 7]
     gaps = {gap.position: gap.candidates for gap in fill_masks(model, params, text, 4)}
@@ -32,7 +32,7 @@ def test_the_surest_gap_is_filled_first_and_seen_by_the_next() -> None:
         filled[surest] = int(order[0])
 
 
-def test_the_mask_itself_fills_nothing() -> None:
+def test_the_mask_token_is_no_candidate() -> None:
     model, params = build(CONFIG)
     params["b_out"] = params["b_out"].at[MASK].set(100.0)
     (gap,) = fill_masks(model, params, [MASK], MASK)
@@ -40,7 +40,7 @@ def test_the_mask_itself_fills_nothing() -> None:
     assert sorted(tokens) == list(range(MASK)) and sum(probabilities) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_text_without_gaps_has_none_and_one_too_long_is_refused() -> None:
+def test_a_text_without_masks_is_empty_and_one_too_long_is_refused() -> None:
     model, params = build(replace(CONFIG, context_length=4))
     assert fill_masks(model, params, [1, 2], 3) == []
     with pytest.raises(ValueError, match="5"):

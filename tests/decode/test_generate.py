@@ -81,9 +81,9 @@ def run(model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampli
 
 def distributions(piece: Piece) -> np.ndarray:
     """Log-probabilities `(B, N, V)` of a sampling that reports all."""
-    found = np.full(piece.top_logprobs_BNn.shape, np.nan)
-    np.put_along_axis(found, piece.top_tokens_BNn, piece.top_logprobs_BNn, axis=-1)
-    return found
+    results = np.full(piece.top_logprobs_BNn.shape, np.nan)
+    np.put_along_axis(results, piece.top_tokens_BNn, piece.top_logprobs_BNn, axis=-1)
+    return results
 
 
 def assert_equals_full_passes(
@@ -97,9 +97,11 @@ def assert_equals_full_passes(
     prefixes = [jnp.array([len(prompt) for prompt in prompts])] if contract_of(model[0]).has_prefix else []
     logits_BTV = jax.jit(jax.vmap(partial(model[0].apply, {"params": model[1]})))(tokens_BT, *prefixes)
     wanted_BTV = np.asarray(jax.nn.log_softmax(logits_BTV))
-    wanted = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
-    assert_close(distributions(piece), wanted, 1e-5 * max(1, float(jnp.abs(logits_BTV).max()) / np.abs(wanted).max()))
-    chosen = np.take_along_axis(wanted, piece.tokens_BN[..., None], axis=-1)[..., 0]
+    expected = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
+    assert_close(
+        distributions(piece), expected, 1e-5 * max(1, float(jnp.abs(logits_BTV).max()) / np.abs(expected).max())
+    )
+    chosen = np.take_along_axis(expected, piece.tokens_BN[..., None], axis=-1)[..., 0]
     assert_close(piece.logprobs_BN, chosen)
 
 
@@ -107,7 +109,7 @@ def assert_equals_full_passes(
 @pytest.mark.parametrize(
     "name", [exhaustive(name) if name.startswith(("sin", "no", "rope, final")) else name for name in CONFIGS]
 )
-def test_a_ragged_batch_equals_full_passes_also_past_the_context(name: str) -> None:
+def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> None:
     """Lengths 1 to the context in one batch. Learned positions end with the context."""
     config = CONFIGS[name]
     ends = not config.extrapolates
@@ -117,7 +119,7 @@ def test_a_ragged_batch_equals_full_passes_also_past_the_context(name: str) -> N
 
 
 @pytest.mark.slow
-def test_a_prompt_can_be_cut_into_chunks_anywhere() -> None:
+def test_a_chunked_prefill_equals_full_passes() -> None:
     """Chunks of 4: every length from 1 to the context ends a chunk at another place."""
     model = build(replace(ROPE, window=None))
     for length in range(1, CONTEXT + 1):
@@ -126,7 +128,7 @@ def test_a_prompt_can_be_cut_into_chunks_anywhere() -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_may_be_a_prefix_which_no_chunk_cuts() -> None:
+def test_a_prefix_prompt_is_prefilled_in_one_chunk() -> None:
     """Seen in both directions, as in training; what follows it is not. Past the context, its beginning is out of
     sight."""
     model = build(replace(ROPE, window=None, prefix=True, n_blocks=2))
@@ -134,7 +136,7 @@ def test_a_prompt_may_be_a_prefix_which_no_chunk_cuts() -> None:
 
 
 @pytest.mark.slow
-def test_a_ring_of_slots_is_gone_round_while_the_prompt_is_read() -> None:
+def test_a_prefill_longer_than_the_ring_of_slots_equals_full_passes() -> None:
     """A window of 3 and chunks of 4 have 8 slots, for a prompt of 29."""
     model = build(replace(ROPE, window=3, context_length=31))
     prompts = [random_tokens(V, length).tolist() for length in (29, 6)]
@@ -167,33 +169,33 @@ def test_any_shape_equals_full_passes(
 
 
 @pytest.mark.slow
-def test_a_row_that_has_ended_does_not_hold_the_others_at_the_contexts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_row_does_not_hold_the_others_at_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token beside the other's 11, then 10 up to 12, one past the context, and then 7 from the last 5 each time."""
     starts, start = [], programs.start
     monkeypatch.setattr(programs, "start", lambda *args, **kwargs: starts.append(args) or start(*args, **kwargs))
     model = build(LEARNED)
     generation = begin(model, [[3], [1] * CONTEXT], 32)
     generation.end(1)
-    made = whole(list(generation)).tokens_BN
+    generated = whole(list(generation)).tokens_BN
     assert len(starts) == 5
-    assert made[0].tolist() == run(model, [[3]], 32)[0]
+    assert generated[0].tolist() == run(model, [[3]], 32)[0]
 
 
 @pytest.mark.slow
-def test_learned_positions_go_on_from_the_last_half_of_the_context() -> None:
+def test_learned_positions_continue_from_the_last_half_of_the_context() -> None:
     model, params = build(LEARNED)
     forward = jax.jit(lambda tokens_T: model.apply({"params": params}, tokens_T))
-    wanted = []
+    expected = []
     for prompt in PROMPTS:
-        row, made = list(prompt), []
+        row, generated = list(prompt), []
         for _ in range(BEYOND):
             if len(row) > CONTEXT:
                 row = row[-(CONTEXT // 2) :]
-            made.append(int(forward(jnp.array(row + [0] * (CONTEXT - len(row))))[len(row) - 1].argmax()))
-            row.append(made[-1])
-        wanted.append(made)
-    assert run((model, params), PROMPTS, BEYOND) == wanted
-    assert len({tuple(row) for row in wanted}) > 1
+            generated.append(int(forward(jnp.array(row + [0] * (CONTEXT - len(row))))[len(row) - 1].argmax()))
+            row.append(generated[-1])
+        expected.append(generated)
+    assert run((model, params), PROMPTS, BEYOND) == expected
+    assert len({tuple(row) for row in expected}) > 1
 
 
 @pytest.mark.slow
@@ -214,7 +216,7 @@ def test_eight_devices_equal_one(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "bound"), [exhaustive(jnp.bfloat16, 0.03, id="bfloat16"), pytest.param(jnp.int8, 0.06, id="int8")]
 )
-def test_a_smaller_cache_moves_the_logits_a_little(dtype: Any, bound: float) -> None:
+def test_a_rounded_cache_moves_logits_within_a_bound(dtype: Any, bound: float) -> None:
     """Next to logits of up to about 5; keys and values are off by 2^-9 and by 1/254 of their largest."""
     model = build(replace(ROPE, n_kv_heads=3))
     full, small = (whole(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=d))) for d in (jnp.float32, dtype))
@@ -234,16 +236,14 @@ def test_a_batch_equals_its_rows_one_by_one(decoder: Model) -> None:
         assert_close(distributions(together)[i], distributions(alone)[0])
 
 
-def test_what_fills_the_prompts_up_changes_no_bit(decoder: Model) -> None:
+def test_padding_of_prompts_changes_no_bit(decoder: Model) -> None:
     zero, other = (whole(list(begin(decoder, PROMPTS, 17, ALL, fill_token=fill))) for fill in (0, 22))
     for a, b in zip(zero, other, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow
-def test_samples_of_a_prompt_equal_the_prompt_repeated_and_read_it_once(
-    decoder: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_equal_a_repeated_prompt_with_one_prefill(decoder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     read, start = [], programs.start_samples
     monkeypatch.setattr(
         programs, "start_samples", lambda *args, **kwargs: read.append(len(args[4])) or start(*args, **kwargs)
@@ -254,7 +254,7 @@ def test_samples_of_a_prompt_equal_the_prompt_repeated_and_read_it_once(
     assert samples[0] != samples[1]
 
 
-def test_seeds_decide_and_rows_draw_apart(decoder: Model) -> None:
+def test_a_row_depends_on_its_seed_alone(decoder: Model) -> None:
     same, seeds = [PROMPTS[1]] * 4, [0, 1, 2, 2**32 - 1]
     first, turned = (run(decoder, same, 17, RANDOM, seeds=s) for s in (seeds, [seeds[-1], *seeds[:-1]]))
     assert first == [*turned[1:], turned[0]]
@@ -262,10 +262,10 @@ def test_seeds_decide_and_rows_draw_apart(decoder: Model) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 10])  # one token of the prefill and a portion of 8
-def test_exactly_as_many_tokens_as_asked_for(decoder: Model, n: int) -> None:
-    made = run(decoder, PROMPTS, n)
-    assert [len(row) for row in made] == [n] * 4
-    assert all(0 <= token < V for row in made for token in row)
+def test_rows_have_max_new_tokens(decoder: Model, n: int) -> None:
+    generated = run(decoder, PROMPTS, n)
+    assert [len(row) for row in generated] == [n] * 4
+    assert all(0 <= token < V for row in generated for token in row)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_exactly_as_many_tokens_as_asked_for(decoder: Model, n: int) -> None:
     [(ROPE, 1e9, [1, 8, 8, 13]), (ROPE, 0.0, [1, 8, 8, 8, 5]), (MLP, 1e9, [1, 8, 8, 13])],
     ids=["fast", "slow", "window"],
 )
-def test_tokens_come_in_portions_the_first_alone(
+def test_the_first_piece_has_one_token_and_the_others_several(
     config: ModelConfig, moment: float, portions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["jaxformer.decode.generate"], "MAX_CALL_SECONDS", moment)
@@ -302,7 +302,7 @@ class SlowModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_portion_takes_no_more_than_a_moment() -> None:
+def test_a_call_is_no_longer_than_its_limit() -> None:
     """0.1 s are 25 tokens of 4 ms, whatever is compiled and whatever the reader does meanwhile."""
     portions = []
     for piece in begin((SlowModel(), {"w": jnp.zeros(1)}), [[1]], 120):
@@ -313,15 +313,15 @@ def test_a_portion_takes_no_more_than_a_moment() -> None:
 
 
 @pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
-def test_a_stop_token_is_delivered_and_ends_its_row_only(config: ModelConfig) -> None:
+def test_a_stop_token_is_delivered_and_ends_only_its_row(config: ModelConfig) -> None:
     model = build(config)
     free = run(model, PROMPTS, BEYOND, RANDOM)
     stop = free[1][4]
-    wanted = [row[: row.index(stop) + 1] if stop in row else row for row in free]
-    made = run(model, PROMPTS, BEYOND, replace(RANDOM, stop_tokens=(stop,)))
-    assert any(len(row) < BEYOND for row in wanted)
-    n = max(map(len, wanted))
-    assert made == [row + [EMPTY] * (n - len(row)) for row in wanted]
+    expected = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    generated = run(model, PROMPTS, BEYOND, replace(RANDOM, stop_tokens=(stop,)))
+    assert any(len(row) < BEYOND for row in expected)
+    n = max(map(len, expected))
+    assert generated == [row + [EMPTY] * (n - len(row)) for row in expected]
 
 
 def test_decoding_stops_when_all_rows_are_done(decoder: Model) -> None:
@@ -329,7 +329,7 @@ def test_decoding_stops_when_all_rows_are_done(decoder: Model) -> None:
     assert [piece.tokens_BN.shape for piece in begin(decoder, PROMPTS, BEYOND, stop_always)] == [(4, 1)]
 
 
-def test_a_row_can_be_ended_from_outside_also_before_it_begins() -> None:
+def test_a_row_can_be_ended_by_the_caller() -> None:
     model = build(ROPE)
     free = run(model, PROMPTS, 40)
     generation = begin(model, PROMPTS, 40)
@@ -338,25 +338,25 @@ def test_a_row_can_be_ended_from_outside_also_before_it_begins() -> None:
     n = sum(piece.tokens_BN.shape[1] for piece in pieces)
     generation.end(0)
     pieces += generation
-    made = whole(pieces).tokens_BN.tolist()
-    assert made == [free[0][:n] + [EMPTY] * (40 - n), free[1], free[2], [EMPTY] * 40]
+    generated = whole(pieces).tokens_BN.tolist()
+    assert generated == [free[0][:n] + [EMPTY] * (40 - n), free[1], free[2], [EMPTY] * 40]
     for row in range(4):
         generation.end(row)
     assert list(generation) == []
 
 
 @pytest.mark.parametrize("n", [7, BEYOND])
-def test_a_model_without_a_cache_slides_a_window_over_its_last_tokens(n: int) -> None:
+def test_a_model_without_a_cache_equals_passes_over_a_sliding_window(n: int) -> None:
     model, params = build(MLP)
     forward = jax.jit(lambda tokens_T: model.apply({"params": params}, tokens_T)[-1])
-    wanted = []
+    expected = []
     for prompt in PROMPTS:
         row = [0] * CONTEXT + list(prompt)
         for _ in range(n):
             row.append(int(forward(jnp.array(row[-CONTEXT:])).argmax()))
-        wanted.append(row[-n:])
-    assert run((model, params), PROMPTS, n) == wanted
-    assert run((model, params), PROMPTS[:2], n, n_samples=2) == [row for row in wanted[:2] for _ in range(2)]
+        expected.append(row[-n:])
+    assert run((model, params), PROMPTS, n) == expected
+    assert run((model, params), PROMPTS[:2], n, n_samples=2) == [row for row in expected[:2] for _ in range(2)]
 
 
 class GRULanguageModel(nn.Module):
@@ -386,14 +386,14 @@ class GRULanguageModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_ours_and_keeps_a_state_goes_on_for_ever() -> None:
+def test_a_foreign_recurrent_model_equals_full_passes() -> None:
     model = GRULanguageModel()
     params = random_params(model, jnp.zeros(3, jnp.int32))
     assert_equals_full_passes((model, params), PROMPTS[:2], 4, prefill_chunk=4)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "given", "said"),
+    ("prompts", "given", "message"),
     [
         ([[]], {}, "the prompt has 0 tokens"),
         ([[1], [0] * 12], {}, "prompt 2 has 12 tokens.*11"),
@@ -410,8 +410,8 @@ def test_a_model_that_is_not_ours_and_keeps_a_state_goes_on_for_ever() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
-def test_what_cannot_be_continued_is_refused(config: ModelConfig, prompts: list, given: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_arguments_are_refused(config: ModelConfig, prompts: list, given: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         begin(build(config), prompts, 3, **given)
 
 
@@ -425,7 +425,7 @@ def test_what_cannot_be_continued_is_refused(config: ModelConfig, prompts: list,
     ],
     ids=["chunk beyond the context", "window", "context", "long context"],
 )
-def test_there_are_no_more_slots_than_are_of_use(
+def test_the_cache_has_no_unused_slots(
     config: DecoderConfig, prompts: list, n: int, chunk: int, n_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Started(Exception):
@@ -445,7 +445,7 @@ def test_every_row_needs_a_seed(decoder: Model) -> None:
         begin(decoder, PROMPTS[:2], 3, n_samples=2, seeds=[1, 2, 3])
 
 
-def test_buckets_waste_at_most_half() -> None:
+def test_prompt_buckets() -> None:
     assert [prompt_bucket(n) for n in (1, 8, 9, 128, 129, 192, 193, 257, 385, 512)] == [
         8, 8, 16, 128, 192, 192, 256, 384, 512, 512
     ]  # fmt: skip
@@ -464,8 +464,8 @@ def test_a_mixed_workload_compiles_at_most_twelve_programs() -> None:
     try:
         for i in range(0, 200, 8):
             prompts = [[1] * length for length in lengths[i : i + 8]]
-            made = run(model, prompts, 64, context_length=1024, prefill_chunk=512)
-            assert np.shape(made) == (8, 64)
+            generated = run(model, prompts, 64, context_length=1024, prefill_chunk=512)
+            assert np.shape(generated) == (8, 64)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     # The longest of the batches, from 12 on, are read in 16, 32, 64, 128, 192, 256, 384 or 512 places, and decoding
@@ -474,7 +474,7 @@ def test_a_mixed_workload_compiles_at_most_twelve_programs() -> None:
 
 
 @pytest.mark.parametrize(("n_rows", "dtype"), [(1, jnp.float32), (3, jnp.int8)], ids=["1", "3, int8"])
-def test_the_loop_on_the_device_writes_slices_in_place(n_rows: int, dtype: Any) -> None:
+def test_the_decode_loop_updates_the_cache_in_place(n_rows: int, dtype: Any) -> None:
     """No scatter, and no copy of anything with as many slots as are read."""
     model, params = build(ROPE)
     n_read = 128
@@ -492,7 +492,7 @@ def test_the_loop_on_the_device_writes_slices_in_place(n_rows: int, dtype: Any) 
 
 
 @pytest.mark.slow
-def test_logits_past_the_context_have_the_context_as_their_window() -> None:
+def test_logits_past_the_context_attend_to_a_window_of_the_context() -> None:
     free = replace(ROPE, window=None)
     tokens_T = random_tokens(V, 3 * CONTEXT)
     params = build(free)[1]

@@ -12,18 +12,18 @@ def read(path, content: bytes) -> list:
 
 
 def test_a_line_is_a_prompt_with_its_spaces(tmp_path):
-    found = read(tmp_path / "p.txt", '\ufeffThe \r\n  a\tb\n{"prompt": 1}\né🙂'.encode())
-    assert found == [(text, None, None) for text in ("The ", "  a\tb", '{"prompt": 1}', "é🙂")]
+    results = read(tmp_path / "p.txt", '\ufeffThe \r\n  a\tb\n{"prompt": 1}\né🙂'.encode())
+    assert results == [(text, None, None) for text in ("The ", "  a\tb", '{"prompt": 1}', "é🙂")]
 
 
-def test_an_object_is_a_prompt_with_its_seed_and_id(tmp_path):
+def test_a_json_object_is_a_prompt_with_its_seed_and_id(tmp_path):
     content = b'{"prompt": "a\\nb", "id": [1, {"x": null}]}\n{"seed": 4294967295, "prompt": "\\u00e9", "id": "n"}\n'
     assert read(tmp_path / "p.jsonl", content) == [("a\nb", None, [1, {"x": None}]), ("é", 2**32 - 1, "n")]
     assert read(tmp_path / "p.jsonl", b'{"prompt": "a", "seed": null}') == [("a", None, None)]
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "said"),
+    ("name", "line", "message"),
     [
         ("p.txt", b"", "is empty; give it at least one character."),
         ("p.txt", b"caf\xe9", "is not UTF-8: byte 0xe9 at offset 3."),
@@ -47,29 +47,29 @@ def test_an_object_is_a_prompt_with_its_seed_and_id(tmp_path):
     ],
     ids=lambda x: None if isinstance(x, bytes) and len(x) > 100 else x,
 )
-def test_a_broken_line_is_named_and_the_others_stay(tmp_path, name, line, said):
+def test_an_invalid_line_is_an_error_and_the_others_are_prompts(tmp_path, name, line, message):
     good = b'{"prompt": "x"}'
     first, broken, last = read(tmp_path / name, b"\n".join([good, line, good]))
     assert first == last and isinstance(first, tuple)
-    assert broken.startswith(f"{tmp_path / name}, line 2, {said}") and "\n" not in broken
+    assert broken.startswith(f"{tmp_path / name}, line 2, {message}") and "\n" not in broken
 
 
-def test_a_file_without_a_line_or_no_file_is_one_sentence(tmp_path):
+def test_an_empty_or_missing_file_is_refused(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    for name, said in (
+    for name, message in (
         ("empty", "is empty"),
         ("nowhere", "be read: No such file"),
         (".", "be read: Is a"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             read_prompts(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])
-def test_a_prompt_is_text(text, said):
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("text", "message"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])
+def test_an_empty_or_undecodable_prompt_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
         Prompt(text, "the prompt")
 
 
-def test_the_seeds_of_samples_follow_each_other_within_32_bits():
+def test_seeds_of_samples_are_consecutive_modulo_32_bits():
     assert sample_seeds(7, 3) == [7, 8, 9] and sample_seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]

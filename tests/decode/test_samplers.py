@@ -52,10 +52,10 @@ LARGEST = jax.jit(top_mass, static_argnames="mass")
 EVERYTHING = Sampling(**CASES["all"])
 
 
-def history(sampling: Sampling, prompt: list[int], made: list[int], vocab_size: int = 5) -> History:
+def history(sampling: Sampling, prompt: list[int], generated: list[int], vocab_size: int = 5) -> History:
     """Of a row with these tokens; the prompt is padded with token 1, which must not count."""
     after = init_history(sampling, vocab_size, jnp.array([*prompt, 1, 1]), len(prompt))
-    for token in made:
+    for token in generated:
         after = update_history(after, jnp.int32(token), sampling)
     return after
 
@@ -84,7 +84,7 @@ def hugging_face() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_tokens_with_the_same_probabilities_as_hugging_face(name: str, hugging_face: dict) -> None:
+def test_probabilities_equal_hugging_face(name: str, hugging_face: dict) -> None:
     sampling = Sampling(**CASES[name])
     logits_BV, tokens_BT = hugging_face["logits"], hugging_face["tokens"]
 
@@ -102,7 +102,7 @@ def test_the_same_tokens_with_the_same_probabilities_as_hugging_face(name: str, 
 
 
 @pytest.mark.parametrize(
-    ("probs", "k", "wanted"),
+    ("probs", "k", "expected"),
     [
         (PROBS, 1, [1]),
         (PROBS, 2, [1, 3]),
@@ -112,15 +112,15 @@ def test_the_same_tokens_with_the_same_probabilities_as_hugging_face(name: str, 
         (TIED, 2, [0, 1, 2, 3]),
     ],
 )
-def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
+def test_top_k_by_hand(probs: np.ndarray, k: int, expected: list[int]) -> None:
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
     filtered = filter_top_k(logits, k)
-    assert kept_tokens(filtered) == wanted
-    assert_array_equal(filtered[jnp.array(wanted)], logits[jnp.array(wanted)])
+    assert kept_tokens(filtered) == expected
+    assert_array_equal(filtered[jnp.array(expected)], logits[jnp.array(expected)])
 
 
 @pytest.mark.parametrize(
-    ("probs", "p", "wanted"),
+    ("probs", "p", "expected"),
     [
         (PROBS, 1e-60, [1]),  # 0 in float32
         (PROBS, 0.01, [1]),
@@ -135,33 +135,33 @@ def test_top_k_by_hand(probs: np.ndarray, k: int, wanted: list[int]) -> None:
         (TIED, 0.3, [1]),
     ],
 )
-def test_top_p_by_hand(probs: np.ndarray, p: float, wanted: list[int]) -> None:
-    assert kept_tokens(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == wanted
+def test_top_p_by_hand(probs: np.ndarray, p: float, expected: list[int]) -> None:
+    assert kept_tokens(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == expected
 
 
 # Shares of the largest, 0.4: 0.25, 1, 0.125, 0.75, 0.375.
 @pytest.mark.parametrize(
-    ("p", "wanted"), [(1.0, [1]), (0.76, [1]), (0.74, [1, 3]), (0.3, [1, 3, 4]), (0.1, [0, 1, 2, 3, 4])]
+    ("p", "expected"), [(1.0, [1]), (0.76, [1]), (0.74, [1, 3]), (0.3, [1, 3, 4]), (0.1, [0, 1, 2, 3, 4])]
 )
-def test_min_p_by_hand(p: float, wanted: list[int]) -> None:
-    assert kept_tokens(filter_min_p(jnp.asarray(LOGITS), p)) == wanted
+def test_min_p_by_hand(p: float, expected: list[int]) -> None:
+    assert kept_tokens(filter_min_p(jnp.asarray(LOGITS), p)) == expected
 
 
 # Surprises 2.303, 0.916, 2.996, 1.204, 1.897; the entropy is 1.392, so distances are 0.910, 0.476, 1.604, 0.188, 0.505.
 @pytest.mark.parametrize(
-    ("p", "wanted"), [(0.29, [3]), (0.31, [1, 3]), (0.71, [1, 3, 4]), (0.86, [0, 1, 3, 4]), (1.0, [0, 1, 2, 3, 4])]
+    ("p", "expected"), [(0.29, [3]), (0.31, [1, 3]), (0.71, [1, 3, 4]), (0.86, [0, 1, 3, 4]), (1.0, [0, 1, 2, 3, 4])]
 )
-def test_typical_by_hand(p: float, wanted: list[int]) -> None:
-    assert kept_tokens(filter_typical(jnp.asarray(LOGITS), p)) == wanted
+def test_typical_by_hand(p: float, expected: list[int]) -> None:
+    assert kept_tokens(filter_typical(jnp.asarray(LOGITS), p)) == expected
 
 
 @pytest.mark.parametrize("filtered", [filter_top_p, filter_typical])
-def test_a_share_of_one_keeps_every_token_of_a_large_vocabulary(filtered) -> None:
+def test_a_mass_of_one_keeps_every_token_of_a_large_vocabulary(filtered) -> None:
     # Probabilities down to 1e-10, below what is left of 1 in float32.
     assert len(kept_tokens(filtered(3 * normal(2048), 1.0))) == 2048
 
 
-def test_top_p_keeps_out_what_top_k_took_away() -> None:
+def test_top_p_restores_no_token_that_top_k_removed() -> None:
     assert kept_tokens(filter_top_p(filter_top_k(jnp.asarray(LOGITS), 3), 1.0)) == [1, 3, 4]
 
 
@@ -170,31 +170,31 @@ def test_top_p_keeps_out_what_top_k_took_away() -> None:
     st.sampled_from([1e-60, 1 / 64, 0.1, 8 / 64, 0.3, 63 / 64]),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_largest_of_a_mass_are_those_a_sort_finds(pairs: list[tuple[int, int]], mass: float) -> None:
+def test_top_mass_equals_a_sort(pairs: list[tuple[int, int]], mass: float) -> None:
     # 64ths, so that sums have no rounding; up to 1.5 in all. Filled up with what weighs nothing, to one shape.
     x, weights = np.full(12, -inf, np.float32), np.zeros(12, np.float32)
     x[: len(pairs)], weights[: len(pairs)] = zip(*((value, weight / 64) for value, weight in pairs), strict=True)
-    wanted = np.zeros(12, bool)
+    expected = np.zeros(12, bool)
     for value in sorted(set(x), reverse=True):
-        if float(weights[wanted].sum()) >= mass:
+        if float(weights[expected].sum()) >= mass:
             break
-        wanted |= x == value
-    assert_array_equal(LARGEST(x, weights, mass=mass), wanted)
+        expected |= x == value
+    assert_array_equal(LARGEST(x, weights, mass=mass), expected)
 
 
-def test_the_two_zeros_of_floating_point_are_a_tie() -> None:
+def test_negative_and_positive_zero_are_a_tie() -> None:
     finite = LARGEST(jnp.array([-0.0, 0.0, -1.0]), jnp.array([0.3, 0.3, 0.4]), mass=0.1)
     assert finite.tolist() == [True, True, False]
 
 
-def test_penalties_of_repetition_by_hand() -> None:
+def test_repetition_penalty_by_hand() -> None:
     sampling = Sampling(repetition_penalty=2.0)
     logits = jnp.array([1.0, 1.0, -1.0, -1.0, 3.0])
     after = history(sampling, [2, 0], [4, 4])  # 1 stands only in the padding
     assert_array_equal(apply_penalties(logits, after, sampling), [0.5, 1, -2, -1, 1.5])
 
 
-def test_presence_and_frequency_penalties_ask_only_for_what_was_made() -> None:
+def test_presence_and_frequency_penalties_count_only_new_tokens() -> None:
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
     after = history(sampling, [0, 2, 2], [3, 4, 3, 3])
     assert_array_equal(apply_penalties(jnp.zeros(5), after, sampling), [0, 0, 0, -0.5 - 3 * 0.25, -0.5 - 0.25])
@@ -208,7 +208,7 @@ def test_biases_of_one_token_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "made", "wanted"),
+    ("prompt", "generated", "expected"),
     [
         ([0], [], [0, 2, 3, 4]),  # 1 alone is always banned
         ([4, 2], [], [0, 2, 4]),  # 2 stands before 3
@@ -220,19 +220,19 @@ def test_biases_of_one_token_add_up() -> None:
         ([4, 4, 2], [0], [0, 2, 3, 4]),
     ],
 )
-def test_bad_words_by_hand(prompt: list[int], made: list[int], wanted: list[int]) -> None:
+def test_bad_words_by_hand(prompt: list[int], generated: list[int], expected: list[int]) -> None:
     sampling = Sampling(bad_words=((1,), (2, 3), (4, 4, 0), (4, 4, 2, 4)))
-    assert kept_tokens(apply_penalties(jnp.asarray(LOGITS), history(sampling, prompt, made), sampling)) == wanted
+    assert kept_tokens(apply_penalties(jnp.asarray(LOGITS), history(sampling, prompt, generated), sampling)) == expected
 
 
-def test_stop_tokens_wait_for_the_minimum() -> None:
+def test_stop_tokens_are_banned_before_min_new_tokens() -> None:
     sampling = Sampling(min_new_tokens=2, stop_tokens=(1, 3))
     histories = [history(sampling, [0, 0], [0] * n) for n in range(4)]
     left = [kept_tokens(apply_penalties(jnp.asarray(LOGITS), after, sampling)) for after in histories]
     assert left == [[0, 2, 4], [0, 2, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
-def test_a_ban_of_all_that_is_left_is_not_applied() -> None:
+def test_a_ban_of_every_token_left_is_not_applied() -> None:
     every = Sampling(bad_words=tuple((token,) for token in range(5)))
     assert_array_equal(apply_penalties(jnp.asarray(LOGITS), history(every, [0], []), every), LOGITS)
     # Only the stop token is no bad word: the row may stop before its minimum.
@@ -240,7 +240,7 @@ def test_a_ban_of_all_that_is_left_is_not_applied() -> None:
     assert kept_tokens(apply_penalties(jnp.asarray(LOGITS), history(stop, [0], []), stop)) == [4]
 
 
-def test_a_bias_comes_before_the_penalty_and_a_ban_after_all() -> None:
+def test_the_order_is_bias_penalties_ban() -> None:
     sampling = Sampling(
         logit_bias=((0, 4.0), (1, 9.0)), repetition_penalty=2.0, presence_penalty=1.0, bad_words=((1,),)
     )
@@ -251,18 +251,18 @@ def test_a_bias_comes_before_the_penalty_and_a_ban_after_all() -> None:
 @pytest.mark.parametrize(
     "sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6), Sampling(1e-60)], ids=options
 )
-def test_greedy_takes_the_likeliest(sampling: Sampling) -> None:
+def test_greedy_returns_the_likeliest_token(sampling: Sampling) -> None:
     token = first(jnp.array([0.1, 2.0, -1.0, 1.9, 0.0]), jax.random.key(0), sampling).token
     assert token == 1
     assert token.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("logits", [[0.0, 3.0, 1.0, 3.0], [-inf, 2.0, 2.0], [5.0], [-1e30, -1e29]])
-def test_the_likeliest_is_the_first_of_equals(logits: list[float]) -> None:
+def test_argmax_is_the_first_of_equals(logits: list[float]) -> None:
     assert argmax(jnp.array(logits)) == np.argmax(logits)
 
 
-def test_greedy_heeds_penalties_and_bans() -> None:
+def test_greedy_applies_bans() -> None:
     sampling = Sampling(0, bad_words=((1,),))
     assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).token == 3
 
@@ -289,8 +289,8 @@ def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: n
     drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, sampling).token))(keys)
     counts, possible = np.bincount(drawn, minlength=5), probs > 0
     assert not counts[~possible].any()
-    wanted = probs / probs.sum() * n
-    assert chisquare(counts[possible], wanted[possible]).pvalue > SIGNIFICANCE
+    expected = probs / probs.sum() * n
+    assert chisquare(counts[possible], expected[possible]).pvalue > SIGNIFICANCE
 
 
 @pytest.mark.slow
@@ -299,14 +299,14 @@ def test_frequencies_over_several_blocks_of_the_vocabulary() -> None:
     logits = 2 * normal(V)
     keys = jax.random.split(jax.random.key(0), n)
     counts = np.bincount(jax.jit(jax.vmap(partial(draw, logits)))(keys), minlength=V)
-    wanted = np.asarray(jax.nn.softmax(logits), np.float64) * n
-    rare = wanted < 5  # too few each for the statistic's distribution: one class
-    counts, wanted = (np.append(x[~rare], x[rare].sum()) for x in (counts, wanted))
+    expected = np.asarray(jax.nn.softmax(logits), np.float64) * n
+    rare = expected < 5  # too few each for the statistic's distribution: one class
+    counts, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
     assert len(counts) > V / 2
-    assert chisquare(counts, wanted * n / wanted.sum()).pvalue > SIGNIFICANCE
+    assert chisquare(counts, expected * n / expected.sum()).pvalue > SIGNIFICANCE
 
 
-def test_the_chi_squared_test_would_see_a_temperature_off_by_a_fifth() -> None:
+def test_the_chi_squared_test_rejects_a_temperature_off_by_a_fifth() -> None:
     n = 10_007
     keys = jax.random.split(jax.random.key(0), n)
     drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, Sampling(1.2)).token))(keys)
@@ -314,7 +314,7 @@ def test_the_chi_squared_test_would_see_a_temperature_off_by_a_fifth() -> None:
 
 
 @pytest.mark.parametrize("V", [3, TOKENS_PER_BLOCK, 5 * TOKENS_PER_BLOCK + 1])
-def test_what_is_filtered_out_is_never_drawn(V: int) -> None:
+def test_a_filtered_token_is_never_drawn(V: int) -> None:
     # One token in 40 can be drawn, and some of these are e^60 times likelier than others.
     logits = np.where(np.arange(V) % 40 == min(V - 1, 33), 20 * np.asarray(normal(V)), -inf)
     drawn = jax.jit(jax.vmap(partial(draw, jnp.asarray(logits, jnp.float32))))(
@@ -323,19 +323,19 @@ def test_what_is_filtered_out_is_never_drawn(V: int) -> None:
     assert np.isfinite(logits[drawn]).all()
 
 
-@pytest.mark.parametrize(("u", "wanted"), [(0.0, 1), (0.24, 1), (0.25, 3), (1 - 2**-23, 3)])
-def test_the_first_and_the_last_share_fall_on_places_that_have_weight(u: float, wanted: int) -> None:
-    assert _invert(jnp.array([0.0, 1.0, 0.0, 3.0, 0.0]), jnp.float32(u)) == wanted
+@pytest.mark.parametrize(("u", "expected"), [(0.0, 1), (0.24, 1), (0.25, 3), (1 - 2**-23, 3)])
+def test_the_first_and_last_share_invert_to_nonzero_weights(u: float, expected: int) -> None:
+    assert _invert(jnp.array([0.0, 1.0, 0.0, 3.0, 0.0]), jnp.float32(u)) == expected
 
 
 @pytest.mark.parametrize("logits", [[-inf, -inf, -inf], [nan, nan, nan], [inf, 0.0, inf]])
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(top_p=0.5, min_p=0.1, top_k=2)], ids=options)
-def test_a_broken_model_still_gives_tokens_of_the_vocabulary(logits: list[float], sampling: Sampling) -> None:
+def test_non_finite_logits_give_tokens_of_the_vocabulary(logits: list[float], sampling: Sampling) -> None:
     assert 0 <= first(jnp.array(logits), jax.random.key(0), sampling).token < 3
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.3, top_k=2, logit_bias=((2, 50.0),))], ids=options)
-def test_log_probabilities_are_the_models_own(sampling: Sampling) -> None:
+def test_logprobs_are_of_the_unmodified_logits(sampling: Sampling) -> None:
     with_top = Sampling(**{**vars(sampling), "top_logprobs": 3})
     drawn = first(jnp.asarray(LOGITS) + 7, jax.random.key(0), with_top)
     assert_close(drawn.logprob, np.log(PROBS[drawn.token]))
@@ -365,13 +365,13 @@ def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
     logits = 3 * normal(101).astype(jnp.bfloat16)
     for sampling in (Sampling(0), EVERYTHING):
         drawn = jax.jit(partial(first, key=jax.random.key(0), sampling=sampling))
-        got, wanted = drawn(logits), drawn(logits.astype(jnp.float32))
-        assert got.token == wanted.token
+        got, expected = drawn(logits), drawn(logits.astype(jnp.float32))
+        assert got.token == expected.token
         assert got.logprob.dtype == jnp.float32
-        assert got.logprob == wanted.logprob
+        assert got.logprob == expected.logprob
 
 
-def test_only_what_is_asked_for_is_carried() -> None:
+def test_history_has_only_what_the_sampling_reads() -> None:
     sizes = {
         Sampling(0.7, 5, 0.9, 0.1, 0.9, logit_bias=((1, 1.0),), bad_words=((1,),)): (0, 0, 0),
         Sampling(stop_tokens=(1,), min_new_tokens=4): (0, 0, 0),
@@ -380,13 +380,13 @@ def test_only_what_is_asked_for_is_carried() -> None:
         Sampling(frequency_penalty=1.1): (0, 5, 0),
         Sampling(bad_words=((1, 2, 3), (4,))): (0, 0, 2),
     }
-    for sampling, wanted in sizes.items():
+    for sampling, expected in sizes.items():
         for after in (history(sampling, [0], []), history(sampling, [0], [3, 3, 3])):
-            assert (after.occurs_V.size, after.counts_V.size, after.recent_N.size) == wanted
+            assert (after.occurs_V.size, after.counts_V.size, after.recent_N.size) == expected
     assert history(Sampling(bad_words=((1, 2, 3, 4),)), [0], [3]).recent_N.tolist() == [EMPTY, 0, 3]
 
 
-def test_plain_sampling_neither_sorts_nor_loops_nor_draws_for_every_token() -> None:
+def test_plain_sampling_has_no_sort_no_loop_and_two_random_numbers() -> None:
     V = 2053
     program = str(jax.make_jaxpr(partial(first, sampling=Sampling()))(jnp.zeros(V), jax.random.key(0)))
     assert " sort[" not in program and " while[" not in program and " scan[" not in program
@@ -395,7 +395,7 @@ def test_plain_sampling_neither_sorts_nor_loops_nor_draws_for_every_token() -> N
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e6])
-def test_the_most_that_may_be_asked_for_is_still_a_distribution(size: float) -> None:
+def test_extreme_options_give_a_distribution(size: float) -> None:
     """With a banned token, too, whose -inf must not meet a factor of 0."""
     sampling = Sampling(size, repetition_penalty=size, logit_bias=((0, -1e6), (1, 1e6)), bad_words=((2,),))
     probs_V = jax.jit(distribution, static_argnums=2)(jnp.arange(5.0), history(sampling, [3], []), sampling)
@@ -404,7 +404,7 @@ def test_the_most_that_may_be_asked_for_is_still_a_distribution(size: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"temperature": -0.5}, "temperature is -0.5; it must be at least 0"),
         ({"temperature": nan}, "temperature is nan"),
@@ -433,13 +433,13 @@ def test_the_most_that_may_be_asked_for_is_still_a_distribution(size: float) -> 
     ],
     ids=str,
 )
-def test_a_sampling_that_cannot_be_is_refused_with_its_value(fields: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_options_are_refused_with_their_value(fields: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Sampling(**fields)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "said"),
+    ("sampling", "message"),
     [
         (Sampling(stop_tokens=(0, 5)), "a stop token is 5; it must be from 0 to 4"),
         (Sampling(logit_bias=((-1, 1.0),)), "a token of a logit bias is -1"),
@@ -448,6 +448,6 @@ def test_a_sampling_that_cannot_be_is_refused_with_its_value(fields: dict, said:
     ],
     ids=options,
 )
-def test_what_the_vocabulary_does_not_hold_is_refused(sampling: Sampling, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_token_beyond_the_vocabulary_is_refused(sampling: Sampling, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         history(sampling, [0], [])

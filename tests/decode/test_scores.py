@@ -17,8 +17,8 @@ def test_what_is_right_has_all_of_it() -> None:
 
 def test_bleu_is_the_papers() -> None:
     """Of 5 words 5 are in the reference, of 4 pairs 3, of 3 triples 2, of 2 quadruples 1; 5 words where 6 should be."""
-    found = scores(["the cat sat on mat"], REFERENCES[:1])
-    assert found["bleu"] == pytest.approx(100 * exp(1 - 6 / 5) * (1 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4))
+    results = scores(["the cat sat on mat"], REFERENCES[:1])
+    assert results["bleu"] == pytest.approx(100 * exp(1 - 6 / 5) * (1 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4))
 
 
 def test_chrf_is_the_papers() -> None:

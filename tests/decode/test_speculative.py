@@ -25,13 +25,13 @@ SHAPE = DecoderConfig(
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1]
 
 
-def made(config, seed):
+def built(config, seed):
     model = config.build()
     return model, random_params(model, np.zeros(4, np.int32), seed=seed)
 
 
-MODEL, PARAMS = made(SHAPE, 0)
-SMALL = made(DecoderConfig(VOCABULARY, CONTEXT, 8, d_ff=(8,), positions="rope"), 1)
+MODEL, PARAMS = built(SHAPE, 0)
+SMALL = built(DecoderConfig(VOCABULARY, CONTEXT, 8, d_ff=(8,), positions="rope"), 1)
 DRAFTS = {
     "look-up": (PromptLookup(VOCABULARY), None),
     "small": (DraftModel(SMALL[0]), SMALL[1]),
@@ -52,16 +52,16 @@ def plainly(sampling, seed=0, n=30, prompt=PROMPT):
     ("draft", "n_proposed", "prompt"),
     [("look-up", 4, PROMPT), exhaustive("look-up", 1, [7]), ("small", 3, [7]), exhaustive("itself", 4, PROMPT)],
 )
-def test_greedily_it_is_the_same_text(draft, n_proposed, prompt):
+def test_greedy_tokens_and_logprobs_equal_generate(draft, n_proposed, prompt):
     sampling = Sampling(temperature=0, top_logprobs=2)
-    wanted = list(plainly(sampling, n=40, prompt=prompt))
+    expected = list(plainly(sampling, n=40, prompt=prompt))
     speculation = speculate(
         MODEL, PARAMS, *DRAFTS[draft], [prompt], sampling, [0], max_new_tokens=40, context_length=CONTEXT,
         n_proposed=n_proposed,
     )  # fmt: skip
     got = list(speculation)
-    for field in wanted[0]._fields:
-        a, b = (np.concatenate([getattr(p, field)[0] for p in pieces]) for pieces in (wanted, got))
+    for field in expected[0]._fields:
+        a, b = (np.concatenate([getattr(p, field)[0] for p in pieces]) for pieces in (expected, got))
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=field)
     assert speculation.n_tokens == 40
     if draft == "itself":  # everything is taken
@@ -70,7 +70,7 @@ def test_greedily_it_is_the_same_text(draft, n_proposed, prompt):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("draft", "dtype"), [("look-up", "int8"), exhaustive("small", "bfloat16")])
-def test_whatever_is_asked_for_it_is_the_same_text_past_the_context_too(draft, dtype, monkeypatch):
+def test_greedy_tokens_with_penalties_equal_generate_past_the_context(draft, dtype, monkeypatch):
     """Of two samples, for which the prompt is read once. The stop token is the likeliest one, held back to the end."""
     free = tokens_of(plainly(Sampling(temperature=0), n=70))
     stop, banned = np.bincount(free).argmax(), free[:2]
@@ -78,19 +78,19 @@ def test_whatever_is_asked_for_it_is_the_same_text_past_the_context_too(draft, d
         temperature=0, stop_tokens=(int(stop),), min_new_tokens=69, bad_words=(tuple(banned.tolist()),),
         frequency_penalty=0.1,
     )  # fmt: skip
-    asked = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": dtype}
-    wanted = [piece.tokens_BN for piece in generate(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **asked)]
+    options = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": dtype}
+    expected = [piece.tokens_BN for piece in generate(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **options)]
     calls, init = [], speculative._init
     monkeypatch.setattr(speculative, "_init", lambda *args: calls.append(args) or init(*args))
-    got = [piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, [0, 1], **asked)]
+    got = [piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, [0, 1], **options)]
     rows = np.concatenate(got, axis=1)
-    assert [row[row != EMPTY].tolist() for row in rows] == np.concatenate(wanted, axis=1).tolist()
+    assert [row[row != EMPTY].tolist() for row in rows] == np.concatenate(expected, axis=1).tolist()
     assert len(calls) == 1
     assert rows[0, :2].tolist() != banned.tolist()
     assert stop not in rows[0, :69]
 
 
-def test_text_that_repeats_is_looked_up():
+def test_prompt_lookup_proposes_the_continuation_of_the_longest_match():
     draft = PromptLookup(VOCABULARY, longest=3)
     text = np.zeros(16, np.int32)
     known = [5, 1, 2, 3, 4, 9, 2, 3, 7, 1, 2, 3]
@@ -105,7 +105,7 @@ def test_text_that_repeats_is_looked_up():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [exhaustive("look-up"), "small"])
-def test_draws_are_distributed_as_without_a_draft(draft):
+def test_samples_are_distributed_as_those_of_generate(draft):
     """The joint distribution of three tokens, from many seeds, against the probabilities that the model gives."""
     sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
     n_draws, n = 1500, 3
@@ -132,7 +132,7 @@ def all_draws(sampling, n, n_draws):
 
 
 @pytest.mark.slow
-def test_a_stop_token_ends_it_and_is_the_last():
+def test_a_stop_token_is_the_last():
     greedy = tokens_of(plainly(Sampling(temperature=0), n=30))
     stop = int(greedy[11])
     first = greedy.tolist().index(stop)
@@ -145,7 +145,7 @@ def test_a_stop_token_ends_it_and_is_the_last():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"n_proposed": 0}, "would propose 0 tokens at a time; it can be 1 to 64"),
         ({"n_proposed": 65}, "would propose 65 tokens"),
@@ -159,23 +159,23 @@ def test_a_stop_token_ends_it_and_is_the_last():
         ({"draft": DraftModel(DecoderConfig(7, CONTEXT, 8, d_ff=(8,)).build())}, "the draft knows 7 tokens"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(changes, said):
+def test_invalid_arguments_are_refused(changes, message):
     arguments = {
         "draft": PromptLookup(VOCABULARY), "prompts": [PROMPT], "seeds": [0], "max_new_tokens": 5,
         "context_length": CONTEXT,
     }  # fmt: skip
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         speculate(MODEL, PARAMS, draft_params=None, sampling=Sampling(), **arguments | changes)
 
 
-def test_a_prompt_that_is_a_prefix_is_refused():
+def test_a_prefix_model_is_refused():
     model = replace(SHAPE, prefix=True).build()
-    asked = {"max_new_tokens": 5, "context_length": CONTEXT}
+    options = {"max_new_tokens": 5, "context_length": CONTEXT}
     with pytest.raises(UserError, match="sees its prompt in both directions"):
-        speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **asked)
+        speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **options)
 
 
-def test_a_draft_is_not_used_past_its_own_context():
+def test_a_text_past_the_context_of_the_draft_is_refused():
     small = DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,))
     drafts = [DraftModel(replace(small, positions=positions).build(), 16) for positions in ("learned", "rope")]
     run = partial(
@@ -191,7 +191,7 @@ def test_a_draft_is_not_used_past_its_own_context():
 
 
 @pytest.mark.slow
-def test_a_draft_sees_no_more_slots_than_the_model(monkeypatch):
+def test_the_draft_reads_as_many_slots_as_the_model(monkeypatch):
     """500 slots are asked for, of which the first 128 are in use."""
     seen, propose = [], DraftModel.propose
     monkeypatch.setattr(
@@ -206,20 +206,20 @@ def test_a_draft_sees_no_more_slots_than_the_model(monkeypatch):
     assert set(seen) == {(128, 128)}
 
 
-def test_a_context_with_an_end_is_not_outgrown():
-    model, params = made(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
+def test_a_text_past_the_context_of_the_model_is_refused():
+    model, params = built(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
     run = partial(speculate, model, params, PromptLookup(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])
     with pytest.raises(UserError, match=r"context of 16, .* ask for at most 7 new ones"):
         run(max_new_tokens=8, context_length=16)
     got = tokens_of(run(max_new_tokens=7, context_length=16))
-    wanted = generate(model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16)
-    assert got.tolist() == tokens_of(wanted).tolist()
+    expected = generate(model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16)
+    assert got.tolist() == tokens_of(expected).tolist()
 
 
 @pytest.mark.slow
-def test_rows_come_one_after_another_and_can_be_ended():
+def test_rows_are_generated_one_after_another_and_can_be_ended():
     sampling, prompts = Sampling(temperature=0), [PROMPT, [7], [2, 2]]
-    wanted = [tokens_of(plainly(sampling, n=20, prompt=prompt)).tolist() for prompt in prompts]
+    expected = [tokens_of(plainly(sampling, n=20, prompt=prompt)).tolist() for prompt in prompts]
     speculation = speculate(
         MODEL, PARAMS, *DRAFTS["look-up"], prompts, sampling, [0] * 3, max_new_tokens=20, context_length=CONTEXT
     )
@@ -227,4 +227,4 @@ def test_rows_come_one_after_another_and_can_be_ended():
     pieces = [piece.tokens_BN for piece in speculation]
     assert all((tokens_BN != EMPTY).any(axis=1).sum() == 1 for tokens_BN in pieces)
     rows = np.concatenate(pieces, axis=1)
-    assert [row[row != EMPTY].tolist() for row in rows] == [wanted[0], [], wanted[2]]
+    assert [row[row != EMPTY].tolist() for row in rows] == [expected[0], [], expected[2]]

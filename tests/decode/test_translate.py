@@ -50,17 +50,17 @@ class Case:
 
     def greedy(self, source: list[int], most: int) -> list[int]:
         """The likeliest token after each, one full pass a token."""
-        made: list[int] = []
-        while len(made) < most:
-            token = int(self.log_probabilities(source, [self.end, *made])[-1].argmax())
+        generated: list[int] = []
+        while len(generated) < most:
+            token = int(self.log_probabilities(source, [self.end, *generated])[-1].argmax())
             if token == self.end:
                 break
-            made.append(token)
-        return made
+            generated.append(token)
+        return generated
 
-    def score(self, source: list[int], made: list[int], penalty: float, most: int) -> float:
+    def score(self, source: list[int], generated: list[int], penalty: float, most: int) -> float:
         """As `decode.beam` has it, of a target without its end."""
-        whole = [*made, self.end][:most]
+        whole = [*generated, self.end][:most]
         logprobs_TV = self.log_probabilities(source, [self.end, *whole[:-1]])
         return logprobs_TV[np.arange(len(whole)), whole].sum() / len(whole) ** penalty
 
@@ -81,19 +81,19 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(config, random_params(config.build(), *map(jnp.asarray, config.example())), ENDS[request.param])
 
 
-def test_greedy_is_a_loop_over_full_passes(case: Case) -> None:
-    wanted = [case.greedy(source, LONGEST) for source in SOURCES]
-    assert case.translate(SOURCES) == wanted
-    lengths = set(map(len, wanted))
+def test_greedy_equals_full_passes(case: Case) -> None:
+    expected = [case.greedy(source, LONGEST) for source in SOURCES]
+    assert case.translate(SOURCES) == expected
+    lengths = set(map(len, expected))
     assert len(lengths) > 1 and min(lengths) < LONGEST  # some end by themselves
-    assert case.translate(SOURCES, batch_size=3) == wanted
+    assert case.translate(SOURCES, batch_size=3) == expected
 
 
-def test_targets_end_where_they_must(case: Case) -> None:
+def test_targets_end_at_max_new_tokens(case: Case) -> None:
     assert case.translate(SOURCES, max_new_tokens=2) == [case.greedy(source, 2) for source in SOURCES]
 
 
-def test_one_beam_is_greedy(case: Case) -> None:
+def test_one_beam_without_length_penalty_is_greedy(case: Case) -> None:
     """A target that has ended cannot be beaten by a longer one, if lengths count for nothing."""
     source_BS = np.array([[5, 1, 4, 0], [2, 6, 0, 0], [1, 1, 2, 3]], np.int32)
     lengths = [3, 2, 4]
@@ -103,46 +103,48 @@ def test_one_beam_is_greedy(case: Case) -> None:
         limit=LONGEST, dtype=jnp.dtype("float32"),
     )  # fmt: skip
     for source_S, n, target_T in zip(source_BS, lengths, np.asarray(found_BT), strict=True):
-        made = case.greedy(source_S[:n].tolist(), LONGEST)
-        assert target_T[: len(made) + 1].tolist() == [*made, case.end][:LONGEST]
+        generated = case.greedy(source_S[:n].tolist(), LONGEST)
+        assert target_T[: len(generated) + 1].tolist() == [*generated, case.end][:LONGEST]
 
 
-def test_as_many_beams_as_there_are_targets_find_the_best(case: Case) -> None:
+def test_beam_search_approaches_the_best_of_all_targets(case: Case) -> None:
     """Of at most two tokens, the end counted, there are 43: the end alone, or one of six and one of seven."""
     penalty, most = 0.7, 2
     tokens = [token for token in range(V) if token != case.end]
     targets = [[], *([a] for a in tokens), *([a, b] for a in tokens for b in tokens)]
-    wanted = [max(targets, key=lambda made: case.score(source, made, penalty, most)) for source in SOURCES]
+    expected = [max(targets, key=lambda generated: case.score(source, generated, penalty, most)) for source in SOURCES]
     exhaustive = case.translate(SOURCES, n_beams=3, length_penalty=penalty, max_new_tokens=most)
-    found = [case.score(source, made, penalty, most) for source, made in zip(SOURCES, exhaustive, strict=True)]
-    best = [case.score(source, made, penalty, most) for source, made in zip(SOURCES, wanted, strict=True)]
+    results = [
+        case.score(source, generated, penalty, most) for source, generated in zip(SOURCES, exhaustive, strict=True)
+    ]
+    best = [case.score(source, generated, penalty, most) for source, generated in zip(SOURCES, expected, strict=True)]
     greedy = [case.score(source, case.greedy(source, most), penalty, most) for source in SOURCES]
-    assert sum(np.isclose(found, best, atol=1e-5)) >= 6  # three of six beginnings are kept
-    assert (np.array(found) >= np.array(greedy) - 1e-5).all()
+    assert sum(np.isclose(results, best, atol=1e-5)) >= 6  # three of six beginnings are kept
+    assert (np.array(results) >= np.array(greedy) - 1e-5).all()
 
 
-def test_texts_go_in_and_out() -> None:
+def test_translate_encodes_and_decodes() -> None:
     tokenizer = Tokenizer.train([], 257)
     config = RecurrentConfig(257, LONGEST, d_embedding=6, d_model=8)
     model = config.build()
     params = random_params(model, *map(jnp.asarray, config.example()))
-    made = translate(model, params, tokenizer, ["ab", "é"], context_length=LONGEST)
+    generated = translate(model, params, tokenizer, ["ab", "é"], context_length=LONGEST)
     sources = [tokenizer.encode("ab"), list(tokenizer.encode("é"))]
     end = tokenizer.end_of_text
     tokens = translate_tokens(model, params, sources, end_of_text=end, context_length=LONGEST)
-    assert made == [tokenizer.decode(target) for target in tokens]
-    assert any(made)
+    assert generated == [tokenizer.decode(target) for target in tokens]
+    assert any(generated)
     assert translate(model, params, tokenizer, [], context_length=LONGEST) == []
-    for texts, said in (
+    for texts, message in (
         (["ab", ""], "text 2 has 0 tokens; it must have at least 1 and at most the context's 12"),
         (["é" * 7], "the text has 14 tokens"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             translate(model, params, tokenizer, texts, context_length=LONGEST)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ({"max_new_tokens": 13}, "max_new_tokens is 13; it must be at least 1 and at most the context's 12"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
@@ -153,6 +155,6 @@ def test_texts_go_in_and_out() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(case: Case, how: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_arguments_are_refused(case: Case, how: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         case.translate([[1]], **how)

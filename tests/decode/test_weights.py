@@ -34,7 +34,7 @@ TOKENS = np.random.default_rng(0).integers(0, 40, 16).astype(np.int32)
 
 
 @pytest.fixture(params=MODELS, scope="module")
-def made(request):
+def built(request):
     model = MODELS[request.param].build()
     return model, first_params(model, TOKENS)
 
@@ -50,8 +50,8 @@ def n_bytes(params):
 
 
 @pytest.mark.slow
-def test_int8_holds_every_matrix_in_a_quarter_and_changes_logits_little(made):
-    model, params = made
+def test_int8_quarters_every_matrix_and_moves_logits_within_a_bound(built):
+    model, params = built
     small = store(params, "int8")
     flat = jax.tree_util.tree_leaves_with_path(small, is_leaf=lambda x: isinstance(x, Quantized))
     for path, leaf in flat:
@@ -63,17 +63,17 @@ def test_int8_holds_every_matrix_in_a_quarter_and_changes_logits_little(made):
     assert 1e-4 < off < 0.03  # a step is 1/127 of a channel's largest, and errors average out
 
 
-def test_with_weights_that_8_bits_hold_nothing_changes_but_rounding(made):
+def test_int8_products_equal_those_of_the_restored_weights(built):
     """So nothing but the rounding of weights makes a difference: not the layout, not the scales."""
-    model, params = made
+    model, params = built
     small = store(params, "int8")
     exact = restored(small)
     a, b = (logits(model, p, TOKENS) for p in (exact, small))
     np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
 
 
-def test_bfloat16_is_half_and_close(made):
-    model, params = made
+def test_bfloat16_halves_the_bytes_and_moves_logits_within_a_bound(built):
+    model, params = built
     small = store(params, "bfloat16")
     assert n_bytes(small) == n_bytes(params) / 2
     exact, rounded = (logits(model, p, TOKENS) for p in (params, small))
@@ -82,7 +82,7 @@ def test_bfloat16_is_half_and_close(made):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [exhaustive("bfloat16"), "int8"])
-def test_it_generates(weights):
+def test_generation_with_rounded_weights_is_greedy_by_full_passes(weights):
     model = MODELS["learned, biases"].build()
     params = first_params(model, TOKENS)
     small = store(params, weights)
