@@ -19,7 +19,7 @@ from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
-from jaxformer.data.infer_config import ALL_FIELDS, describe_changes, infer_image_size, infer_vocab_size
+from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_vocab_size, is_fixed
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -74,7 +74,7 @@ class CaptionsConfig(DataConfig):
                 f"the data is images with captions, but {type(model).__name__} does not describe a model of both; "
                 "change one."
             )
-        return CaptionDataset(self, model, batch_size, seed, tokenizer, ALL_FIELDS if fixed is None else fixed)
+        return CaptionDataset(self, model, batch_size, seed, tokenizer, fixed)
 
 
 @runtime_checkable
@@ -112,7 +112,7 @@ class CaptionDataset(Dataset):
 
     def __init__(
         self, config: CaptionsConfig, model: Any, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] = ALL_FIELDS,
+        fixed: Container[str] | None = None,
     ) -> None:  # fmt: skip
         """Read all images and captions; images of another size than the model's are resized.
 
@@ -136,7 +136,7 @@ class CaptionDataset(Dataset):
         sizes = sorted(read_image_sizes(folder / IMAGES, files))
         size, patch = infer_image_size(
             model.vision.image_size, model.vision.patch_size, sizes[0] if len(sizes) == 1 else None,
-            "vision.image_size" in fixed, "vision.patch_size" in fixed,
+            is_fixed("vision.image_size", fixed), is_fixed("vision.patch_size", fixed),
         )  # fmt: skip
         original, model = model, replace(model, vision=replace(model.vision, image_size=size, patch_size=patch))
         shape = model.example()[0].shape

@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, epoch_uniforms, evenly_spaced, padded_batches
 from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_sizes
-from jaxformer.data.infer_config import ALL_FIELDS, describe_changes, infer_image_size
+from jaxformer.data.infer_config import describe_changes, infer_image_size, is_fixed
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least, check_range
 
@@ -55,7 +55,7 @@ class ImagesConfig(ImageFolderConfig):
         model_input_shape(model)
         assert isinstance(model, ImageModelConfig)
         folder = open_image_folder(self.path)
-        inferred = infer_image_config(model, folder, ALL_FIELDS if fixed is None else fixed)
+        inferred = infer_image_config(model, folder, fixed)
         if inferred.n_classes != len(folder.classes):
             raise UserError(f"{class_count_error(inferred, len(folder.classes), self.path)}.")
         splits = folder.read(self.val_fraction, inferred.image_size, inferred.channels)
@@ -66,31 +66,32 @@ class ImagesConfig(ImageFolderConfig):
         return data
 
 
-def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str]) -> ImageModelConfig:
+def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str] | None) -> ImageModelConfig:
     """Return the config with the size, channels and classes of a folder's images; see `infer_image_size`.
 
     Args:
-      fixed: names of fields that are not inferred.
+      fixed: names of fields that are not inferred; None for all.
     """
     patch = getattr(model, "patch_size", None)
     size, new_patch = infer_image_size(
-        model.image_size, patch or (1, 1), folder.size, "image_size" in fixed, patch is None or "patch_size" in fixed
-    )
+        model.image_size, patch or (1, 1), folder.size, is_fixed("image_size", fixed),
+        patch is None or is_fixed("patch_size", fixed),
+    )  # fmt: skip
     changes: dict[str, Any] = {"image_size": size} | ({} if patch is None else {"patch_size": new_patch})
-    if "n_classes" not in fixed:
+    if not is_fixed("n_classes", fixed):
         changes["n_classes"] = len(folder.classes)
     return infer_channels(model, folder.channels, fixed, changes)
 
 
 def infer_channels(
-    model: ImageModelConfig, channels: int, fixed: Container[str], changes: dict[str, Any]
+    model: ImageModelConfig, channels: int, fixed: Container[str] | None, changes: dict[str, Any]
 ) -> ImageModelConfig:
     """Return the config with other changes and `channels` channels; `mean` and `std` of another number of channels
     become their average over the channels."""
-    if "channels" not in fixed:
+    if not is_fixed("channels", fixed):
         changes["channels"] = channels
         for name in ("mean", "std"):
-            if name not in fixed and len(values := getattr(model, name, ())) not in (0, 1, channels):
+            if not is_fixed(name, fixed) and len(values := getattr(model, name, ())) not in (0, 1, channels):
                 changes[name] = (sum(values) / len(values),)
     return replace(model, **changes)
 
@@ -121,11 +122,14 @@ def class_count_error(model: ImageModelConfig, n_classes: int, path: str) -> str
 class PixelDataset(Dataset):
     """Base of datasets whose examples are each made from one labelled image."""
 
+    n_draws: ClassVar[int]
+    """Random numbers per example and epoch."""
+
     def __init__(
         self, splits: ImageSplits, path: str, model: ImageModelConfig, batch_size: int, seed: int,
         settings: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Keep the images and fingerprint them together with `settings`, all else that the examples depend on.
+        """Fingerprint the images together with `settings`, all else that the examples depend on.
 
         Raises:
           UserError: there are fewer training images than in a batch.
@@ -142,12 +146,17 @@ class PixelDataset(Dataset):
         self.fingerprint = digest.hexdigest()
 
     @abstractmethod
-    def train_examples(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return pixels and labels of training examples, augmented for an epoch."""
+    def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pixels and labels of training examples, by random numbers `(n, n_draws)` in [0, 1)."""
 
-    @abstractmethod
+    def train_examples(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return pixels and labels of training examples, transformed for an epoch."""
+        draws = epoch_uniforms(len(self.splits.train.images), self.n_draws, self.seed, epoch)[indices]
+        return self.transform(self.splits.train.images[indices], self.splits.train.labels[indices], draws)
+
     def val_examples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return pixels and labels of validation examples."""
+        return self.splits.val.images[indices], self.splits.val.labels[indices]
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         epoch, indices = batch_indices(len(self.splits.train.images), self.batch_size, self.seed, step)
@@ -160,9 +169,16 @@ class PixelDataset(Dataset):
             pixels[weights == 0], labels[weights == 0] = 0, 0
             yield Batch((pixels,), labels, weights)
 
+    def describe_classes(self) -> str:
+        """Return the names of the first classes and the size of the validation split."""
+        names = f"{', '.join(self.classes[:12])}{', …' if len(self.classes) > 12 else ''}"
+        return f"({names}); held out: {len(self.splits.val.images):,} images"
+
 
 class ImageDataset(PixelDataset):
     """Image classification."""
+
+    n_draws = 3
 
     def __init__(
         self, config: ImagesConfig, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int
@@ -170,26 +186,19 @@ class ImageDataset(PixelDataset):
         super().__init__(splits, config.path, model, batch_size, seed, [config.flip, config.shift])
         self.config = config
 
-    def train_examples(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        images, labels = (array[indices] for array in self.splits.train)
-        if self.config.flip or self.config.shift:
-            draws = epoch_uniforms(len(self.splits.train.images), 3, self.seed, epoch)[indices]
-            if self.config.flip:
-                images = np.where(draws[:, :1, None, None] < 0.5, images, images[:, :, ::-1])
+    def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.config.flip:
+            images = np.where(draws[:, :1, None, None] < 0.5, images, images[:, :, ::-1])
+        if self.config.shift:
             shifts = np.floor(draws[:, 1:] * (2 * self.config.shift + 1)).astype(np.int64) - self.config.shift
             images = shift_images(images, shifts)
         return images, labels
 
-    def val_examples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.splits.val.images[indices], self.splits.val.labels[indices]
-
     def describe(self) -> str:
-        train, val, classes = self.splits.train.images, self.splits.val.images, self.classes
-        _, *size, channels = train.shape
+        n, *size, channels = self.splits.train.images.shape
         return (
-            f"{self.path}: {len(train):,} images of {describe_sizes([tuple(size)])} {_describe_channels(channels)} in "
-            f"{len(classes)} classes ({', '.join(classes[:12])}{', …' if len(classes) > 12 else ''}); "
-            f"held out: {len(val):,} images"
+            f"{self.path}: {n:,} images of {describe_sizes([tuple(size)])} {_describe_channels(channels)} in "
+            f"{len(self.classes)} classes {self.describe_classes()}"
         )
 
 

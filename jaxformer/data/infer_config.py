@@ -15,14 +15,9 @@ MAX_INFERRED_SIDE_PIXELS = 256
 """Largest image side, in pixels, that a model's config adopts; larger images are resized to the model's size."""
 
 
-class AllFields(Container[str]):
-    """Container of every name: no field of the model is inferred."""
-
-    def __contains__(self, field: object) -> bool:
-        return True
-
-
-ALL_FIELDS = AllFields()
+def is_fixed(name: str, fixed: Container[str] | None) -> bool:
+    """Return True for a field that is not inferred; None fixes all."""
+    return fixed is None or name in fixed
 
 
 def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0) -> TokenModelConfig:

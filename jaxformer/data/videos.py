@@ -18,7 +18,7 @@ from jaxformer.data.images import (
     infer_channels,
     model_input_shape,
 )
-from jaxformer.data.infer_config import ALL_FIELDS, MAX_INFERRED_SIDE_PIXELS, describe_changes
+from jaxformer.data.infer_config import MAX_INFERRED_SIDE_PIXELS, describe_changes, is_fixed
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 
@@ -50,7 +50,6 @@ class MovingImagesConfig(ImageFolderConfig):
         fixed: Container[str] | None = None,
     ) -> MovingImageDataset:  # fmt: skip
         """Return the data as `DataConfig.load` does; the canvas must be large enough for the motion."""
-        fixed = ALL_FIELDS if fixed is None else fixed
         n_frames, *canvas, _ = model_input_shape(model, 4)
         assert isinstance(model, ImageModelConfig)
         if n_frames == 1 and self.label == "direction":
@@ -64,7 +63,7 @@ class MovingImagesConfig(ImageFolderConfig):
         errors: list[str] = []
         changes: dict[str, Any] = {}
         if any(side < length for side, length in zip(canvas, needed, strict=True)):
-            if "image_size" in fixed:
+            if is_fixed("image_size", fixed):
                 errors.append(
                     f"model.image_size is {canvas[0]} x {canvas[1]}, but images of {size[0]} x {size[1]} that move "
                     f"{distance} pixels in {n_frames} frames need {needed[0]} x {needed[1]}; set --model.image-size "
@@ -73,7 +72,7 @@ class MovingImagesConfig(ImageFolderConfig):
             patch = getattr(model, "patch_size", (1, 1))
             changes["image_size"] = tuple(-(-length // side) * side for length, side in zip(needed, patch, strict=True))
         n_classes = self.n_directions if self.label == "direction" else len(folder.classes)
-        if "n_classes" not in fixed:
+        if not is_fixed("n_classes", fixed):
             changes["n_classes"] = n_classes
         elif model.n_classes != n_classes:
             errors.append(class_count_error(model, n_classes, self.path))
@@ -94,6 +93,8 @@ class MovingImageDataset(PixelDataset):
     In training an image moves differently in each epoch; validation videos, of validation images, are always the same.
     """
 
+    n_draws = 4
+
     def __init__(
         self, config: MovingImagesConfig, model: ImageModelConfig, splits: ImageSplits, size: tuple[int, int, int],
         batch_size: int, seed: int,
@@ -105,31 +106,25 @@ class MovingImageDataset(PixelDataset):
         self.directions = tuple(DIRECTIONS)[:: len(DIRECTIONS) // config.n_directions]
         self.classes = self.directions if config.label == "direction" else splits.classes
 
-    def train_examples(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        draws = epoch_uniforms(len(self.splits.train.images), 4, self.seed, epoch)[indices]
-        return self._videos(self.splits.train.images[indices], self.splits.train.labels[indices], draws)
-
-    def val_examples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        draws = epoch_uniforms(len(self.splits.val.images), 4, HELD_OUT_SEED, 0)[indices]
-        return self._videos(self.splits.val.images[indices], self.splits.val.labels[indices], draws)
-
-    def describe(self) -> str:
-        train, val = (len(split.images) for split in (self.splits.train, self.splits.val))
-        frames, height, width = self.size
-        return (
-            f"{self.path}: videos made from {train:,} still images that move over black in {len(self.directions)} "
-            f"directions, {frames} frames of {height} x {width} pixels; classes: {self.config.label} "
-            f"({', '.join(self.classes[:12])}{', …' if len(self.classes) > 12 else ''}); held out: {val:,} images"
-        )
-
-    def _videos(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return videos and labels; `draws`, `(n, 4)` below 1, give direction, speed, and row and column of the
-        start."""
+    def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return videos and labels; the draws give direction, speed, and row and column of the start."""
         direction = np.floor(draws[:, 0] * len(self.directions)).astype(np.int32)
         speed = 1 + np.floor(draws[:, 1] * self.config.max_speed).astype(np.int64)
         velocities = speed[:, None] * np.array([DIRECTIONS[name] for name in self.directions])[direction]
         videos = render_motion(images, velocities, draws[:, 2:], self.size)
         return videos, direction if self.config.label == "direction" else labels
+
+    def val_examples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        draws = epoch_uniforms(len(self.splits.val.images), self.n_draws, HELD_OUT_SEED, 0)[indices]
+        return self.transform(*super().val_examples(indices), draws)
+
+    def describe(self) -> str:
+        frames, height, width = self.size
+        return (
+            f"{self.path}: videos made from {len(self.splits.train.images):,} still images that move over black in "
+            f"{len(self.directions)} directions, {frames} frames of {height} x {width} pixels; classes: "
+            f"{self.config.label} {self.describe_classes()}"
+        )
 
 
 def render_motion(
