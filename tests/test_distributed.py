@@ -378,7 +378,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
             time.sleep(600 if checkpoints._saving == 10 else 0)  # far longer than anyone should wait
             write_sums(checkpoints)
 
-        def job(_):
+        def job(*_):
             connect(DistributedOptions(coordinator, int(processes), int(process), 10))
             with exit_on_lost_process("advice"), CheckpointManager(Path(folder)) as checkpoints:
                 tree = {"W": place(np.ones(3), replicated(make_mesh()))}
@@ -392,7 +392,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
                     1 / 0
                 barrier()
 
-        CheckpointManager._write_checksums, train._main = slow, job
+        CheckpointManager._write_checksums, train._start = slow, job
         sys.exit(train.main([]))
     """
     moments = ("before the save", "during the save")

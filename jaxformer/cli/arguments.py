@@ -14,8 +14,8 @@ import traceback
 import types
 import typing
 from argparse import SUPPRESS
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -33,48 +33,67 @@ OPTION = re.compile(r"--[\w.-]*\w")
 KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
 
 
-def run_command(
-    command: Callable[[list[str]], int], arguments: Sequence[str] | None = None, ignore_closed: bool = False
-) -> int:
-    """Call a command; the exit status. What the user can mend becomes one sentence and status 2.
+@dataclass
+class CommandCall:
+    """A command that runs, and its exit status."""
+
+    arguments: list[str]
+    status: int = 0
+
+
+@contextlib.contextmanager
+def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -> Iterator[CommandCall]:
+    """Run the body as a command: an error that the user can fix becomes one sentence and exit status 2.
 
     `--debug` anywhere lets the traceback through.
 
     Args:
-      outlive: go on quietly once nobody reads what is written.
+      arguments: those of the command; None for those of the program.
+      ignore_closed: continue quietly once nobody reads the output.
     """
     prepare_streams(ignore_closed)
     warnings = logging.StreamHandler()
     warnings.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[warnings])  # before a library does, its own way
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if "--debug" in arguments:
-        return command([a for a in arguments if a != "--debug"])
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    call = CommandCall([argument for argument in given if argument != "--debug"])
+    if "--debug" in given:
+        yield call
+        return
     try:
-        options_given(arguments)
-        return command(arguments)
+        yield call
     except UserError as error:
         echo_error(f"error: {error}")
-        return 2
+        call.status = 2
     except (RuntimeError, AssertionError):
         if (platforms := os.environ.get("JAX_PLATFORMS")) is None or _finds_devices():
             raise
         remedy = "unset it, or set it to cpu"
         echo_error(f"error: JAX_PLATFORMS is {platforms!r}, but jax finds no such device; {remedy}.")
-        return 2
+        call.status = 2
     except KeyboardInterrupt as interruption:
         message, number = interruption.args or ("interrupted", signal.SIGINT)
         echo_error(message)
-        return 128 + number
+        call.status = 128 + number
     except BrokenPipeError:  # whoever read what we print has gone, as `| head` does
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
-        return 128 + signal.SIGPIPE
+        call.status = 128 + signal.SIGPIPE
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
         remedy = "; free some space" if error.errno in DISK_FULL_ERRORS else ""
         echo_error(f"error: {path}{error.strerror or error}{remedy}.")
-        return 2
+        call.status = 2
+
+
+def run_command(
+    command: Callable[[list[str]], int], arguments: Sequence[str] | None = None, ignore_closed: bool = False
+) -> int:
+    """Call a command as the body of `command_call`; return the exit status."""
+    with command_call(arguments, ignore_closed) as call:
+        options_given(call.arguments)
+        call.status = command(call.arguments)
+    return call.status
 
 
 def _finds_devices() -> bool:

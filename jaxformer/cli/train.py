@@ -9,15 +9,24 @@ import shlex
 import shutil
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import folder_named, load_config, model_fields, parse, peek, run_command, with_image_size
+from jaxformer.cli.arguments import (
+    command_call,
+    folder_named,
+    load_config,
+    model_fields,
+    options_given,
+    parse,
+    peek,
+    with_image_size,
+)
 from jaxformer.cli.options import MERGED
 from jaxformer.config import Config
 from jaxformer.distributed import (
@@ -84,16 +93,42 @@ class Arguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; return the exit status: 0 done, 1 diverged or not finite, 2 wrong input, 128 + signal if interrupted."""
     try:
-        status = run_command(_main, arguments, ignore_closed=True)
+        with command_call(arguments, ignore_closed=True) as call, contextlib.ExitStack() as stack:
+            if (prepared := _start(call.arguments, stack)) is not None:
+                from jaxformer.train.loop import train
+
+                setup, data, folder, early, options = prepared
+                with _discard_if_not_begun(folder, options["resume"]):
+                    outcome = train(setup, data, folder, **options)
+                early.close()
+                call.status = _conclude(setup, data, folder, outcome)
     except Exception:
         if not jax.distributed.is_initialized():
             raise
         traceback.print_exc()
-        status = 1
-    return shutdown(status)
+        call.status = 1
+    return shutdown(call.status)
 
 
-def _main(arguments: list[str]) -> int:
+class Prepared(NamedTuple):
+    """A run that is ready to train."""
+
+    setup: TrainSetup
+    data: Dataset
+    folder: Path
+    early: contextlib.ExitStack
+    """Contexts that end with the training loop."""
+    options: dict[str, Any]
+    """Other arguments of `train.loop.train`."""
+
+
+def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None:
+    """Read the options and prepare the run; return None for a run that is finished.
+
+    Args:
+      stack: contexts that end with the command.
+    """
+    options_given(arguments)
     value = {"nargs": "?"}
     known, _ = peek(arguments, {"--config": value, "--run": value, "--resume": {"action": "store_true"}})
 
@@ -126,30 +161,29 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.run_lock import hold_run_lock
     from jaxformer.runs import check_writable_parent
 
-    with exit_on_lost_process("training has not begun."), contextlib.ExitStack() as stack:
-        early = stack.enter_context(contextlib.ExitStack())
-        early.enter_context(raise_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, message=TOO_EARLY))
-        if is_main_process() and stored is None:  # before the data is read and the step is compiled
-            check_writable_parent(folder)
-        elif is_main_process():
-            stack.enter_context(hold_run_lock(folder))
-        if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
-            echo(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
-            return 0
-        return _train(config, folder, stored is not None, options, changes, model_fields(arguments), early)
+    stack.enter_context(exit_on_lost_process("training has not begun."))
+    early = stack.enter_context(contextlib.ExitStack())
+    early.enter_context(raise_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, message=TOO_EARLY))
+    if is_main_process() and stored is None:  # before the data is read and the step is compiled
+        check_writable_parent(folder)
+    elif is_main_process():
+        stack.enter_context(hold_run_lock(folder))
+    if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
+        echo(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
+        return None
+    return _prepare(config, folder, stored is not None, options, changes, model_fields(arguments), early)
 
 
-def _train(
+def _prepare(
     config: Config, folder: Path, resume: bool, options: Arguments, changes: str, fixed: set[str],
     early: contextlib.ExitStack,
-) -> int:  # fmt: skip
-    """Train; return the exit status. `early` is closed when the training loop has ended."""
+) -> Prepared:  # fmt: skip
+    """Read the data, create the folder of a new run, and print the header."""
     from jaxformer.cli.callbacks import make_callbacks
     from jaxformer.cli.report import reporter
-    from jaxformer.runs import METRICS, create_run, load_data
+    from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, say
-    from jaxformer.train.loop import train
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup, check_fit
     from jaxformer.train.sinks import prepare_sinks
@@ -180,18 +214,27 @@ def _train(
         say(line)
     callbacks = make_callbacks(setup, data, folder)
     sinks = [reporter(folder)] if config.train.report_every else []
+    step = options.from_step
+    arguments = {
+        "callbacks": callbacks, "resume": resume, "allow_changed_data": options.allow_changed_data, "sinks": sinks,
+        "rollback": None if step is None else Rollback(step, options.skip_batches, changes),
+    }  # fmt: skip
+    return Prepared(setup, data, folder, early, arguments)
+
+
+@contextlib.contextmanager
+def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
+    """Remove the folder of a new run that ends with an error before its first row."""
+    from jaxformer.runs import METRICS
+
+    command = f"python train.py --resume --run {shlex.quote(str(folder))}"
     try:
-        command = f"python train.py --resume --run {shlex.quote(str(folder))}"
         with exit_on_lost_process(f"go on from the last checkpoint with: {command}"):
-            step = options.from_step
-            rollback = None if step is None else Rollback(step, options.skip_batches, changes)
-            outcome = train(setup, data, folder, callbacks, resume, options.allow_changed_data, sinks, rollback)
+            yield
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not resume and not (folder / METRICS).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # it never began
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    early.close()
-    return _conclude(setup, data, folder, outcome)
 
 
 def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:

@@ -89,8 +89,9 @@ class CrossEntropy:
             nll = negative_log_likelihood(logits, targets)
             return nll, (1 - smoothing) * nll + smoothing * uniform_cross_entropy(logits) if smoothing else nll
 
-        costs_B, routing_B = per_target_loss(costs, model, params, batch, keys_B)
-        routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), routing_B))
+        outputs_B, sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
+        costs_B = per_target_loss(costs, model, params, outputs_B, batch.targets)
+        routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), sown.get(ROUTER, {})))
         if batch.weights is None:
             nll, smoothed = (jnp.mean(cost) / across.n for cost in costs_B)
         else:
@@ -110,7 +111,8 @@ class CrossEntropy:
         def costs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
             return negative_log_likelihood(logits, targets), top1_correct(logits, targets)
 
-        (nll_B, correct_B), _ = per_target_loss(costs, model, params, batch)
+        outputs_B, _ = batched_apply(model, params)(*batch.inputs)
+        nll_B, correct_B = per_target_loss(costs, model, params, outputs_B, batch.targets)
         weights_B = jnp.ones(nll_B.shape) if batch.weights is None else batch.weights
         total = lambda x_B: jnp.sum((x_B * weights_B).reshape(len(x_B), -1), axis=1)  # noqa: E731
         return {"nats": total(nll_B), "correct": total(correct_B), "weight": total(jnp.ones_like(nll_B))}
@@ -211,37 +213,36 @@ def mean_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
     return nats if batch.weights is None else nats / jnp.sum(batch.weights)
 
 
+def batched_apply(model: nn.Module, params: Params) -> Callable[..., tuple[Any, Any]]:
+    """Return `(*inputs_B, rngs)` to features or, of a model without, logits; and the collection `ROUTER`."""
+    method = "features" if contract_of(model).has_features else None
+    return jax.vmap(partial(model.apply, {"params": params}, mutable=[ROUTER], method=method))
+
+
 def per_target_loss(
-    function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, batch: Batch,
-    keys_B: jax.Array | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
-    """`function(logits, targets)` of each example, with about `MAX_LOGITS_PER_CHUNK` logits at a time where the model
-    has `features` and `unembed`, as `Decoder`; and of each what `nn.experts` sows into the collection `ROUTER`.
+    function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, outputs_B: Any, targets: Any
+) -> Any:
+    """Return `function(logits, targets)` of each example, a tree of arrays of the targets' shape; of a model with
+    features, with about `MAX_LOGITS_PER_CHUNK` logits at a time.
 
     Args:
       function: of logits `(…, V)` and int32 targets `(…,)`, for each target by itself.
-
-    Returns:
-      A tree of arrays of the targets' shape, with B first, and another with B first; `{}` where there are no experts.
+      outputs_B: outputs of `batched_apply`.
+      targets: with B first.
     """
-    contract, targets_B = contract_of(model), jnp.asarray(batch.targets)
-    pieces = n_chunks(targets_B.size, contract.n_classes) if contract.has_features and contract.n_classes else 1
-    call = partial(model.apply, {"params": params}, mutable=[ROUTER])
+    contract, targets_B = contract_of(model), jnp.asarray(targets)
+    if not contract.has_features:
+        return jax.vmap(function)(outputs_B, targets_B)
+    pieces = n_chunks(targets_B.size, contract.n_classes) if contract.n_classes else 1
 
-    def of_one(inputs: tuple, targets: jax.Array, key: jax.Array | None) -> tuple[Any, Any]:
-        logits, sown = call(*inputs, rngs=_rngs(key))
-        return function(logits, targets), sown.get(ROUTER, {})
+    def unembedded(params: Params, x: jax.Array, targets: jax.Array) -> Any:
+        logits: Any = model.apply({"params": params}, x, method="unembed")
+        return function(logits, targets)
 
     if pieces == 1:
-        return jax.vmap(of_one)(batch.inputs, targets_B, keys_B)
-
-    def features(inputs: tuple, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        x_TD, sown = call(*inputs, method="features", rngs=_rngs(key))
-        return x_TD, sown.get(ROUTER, {})
-
+        return jax.vmap(partial(unembedded, params))(outputs_B, targets_B)
     # From here on each token is for itself, whatever sequence it is of.
-    x_BTD, routing_B = jax.vmap(features)(batch.inputs, keys_B)
-    x_ND, targets_N = x_BTD.reshape(targets_B.size, -1), targets_B.reshape(-1)
+    x_ND, targets_N = outputs_B.reshape(targets_B.size, -1), targets_B.reshape(-1)
     filling = -len(x_ND) % pieces  # what is predicted from it is cut off again
     x_ND, targets_N = jnp.pad(x_ND, ((0, filling), (0, 0))), jnp.pad(targets_N, (0, filling))
     # What the pieces add up to, the gradient of these parameters, is summed in float32.
@@ -249,12 +250,10 @@ def per_target_loss(
 
     @jax.checkpoint
     def one(piece: tuple[jax.Array, jax.Array]) -> Any:
-        narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, params)
-        logits: Any = model.apply({"params": narrow}, piece[0], method="unembed")
-        return function(logits, piece[1])
+        return unembedded(jax.tree.map(lambda w, like: w.astype(like.dtype), wide, params), *piece)
 
-    found = jax.lax.map(one, (x_ND.reshape(pieces, -1, x_ND.shape[-1]), targets_N.reshape(pieces, -1)))
-    return jax.tree.map(lambda x: x.reshape(-1)[: targets_B.size].reshape(targets_B.shape), found), routing_B
+    losses = jax.lax.map(one, (x_ND.reshape(pieces, -1, x_ND.shape[-1]), targets_N.reshape(pieces, -1)))
+    return jax.tree.map(lambda x: x.reshape(-1)[: targets_B.size].reshape(targets_B.shape), losses)
 
 
 def n_chunks(n_tokens: int, vocab_size: int) -> int:

@@ -74,7 +74,7 @@ class MultiHeadAttention(nn.Module):
         """
         T, D = x_TD.shape
         H, K = self.n_heads, self.head_dim
-        q_HTK = self._project(x_TD, "Q", H)
+        q_HTK = self._add_bias(to_heads(x_TD, self._projection("Q", D, H)), "Q")
         if isinstance(source, LayerCache):
             k_GTK, v_GTK = read_layer(source, x_TD.dtype)
         elif source is not None:
@@ -98,15 +98,19 @@ class MultiHeadAttention(nn.Module):
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What there is to attend to in a sequence, each `(G, S, K)`."""
-        k_GSK, v_GSK = (self._project(x_SD, name, self.n_kv_heads) for name in "KV")
+        D, G = x_SD.shape[-1], self.n_kv_heads
+        k_GSK, v_GSK = (self._add_bias(to_heads(x_SD, self._projection(name, D, G)), name) for name in "KV")
         return self._place(k_GSK, "K", positions_S), v_GSK
 
-    def _project(self, x_TD: jax.Array, name: str, n_heads: int) -> jax.Array:
-        """Queries, keys or values."""
-        D, K = x_TD.shape[-1], self.head_dim
-        W_DHK = self._parameter(f"W_{name}", self._init(D), D, n_heads, K)
-        y_HTK = to_heads(x_TD, W_DHK)
-        return y_HTK + self._parameter(f"b_{name}", nn.initializers.zeros, n_heads, 1, K) if self.bias else y_HTK
+    def _projection(self, name: str, d_model: int, n_heads: int) -> jax.Array:
+        """Return `W_Q`, `W_K` or `W_V`, `(D, H, K)`."""
+        return self._parameter(f"W_{name}", self._init(d_model), d_model, n_heads, self.head_dim)
+
+    def _add_bias(self, y_HTK: jax.Array, name: str) -> jax.Array:
+        """Return queries, keys or values with `b_Q`, `b_K` or `b_V`, where there are biases."""
+        if not self.bias:
+            return y_HTK
+        return y_HTK + self._parameter(f"b_{name}", nn.initializers.zeros, len(y_HTK), 1, self.head_dim)
 
     def _place(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
         """Queries or keys, normalised and then turned, where that is asked for."""

@@ -102,7 +102,9 @@ def train(
         cannot be written, or another process trains in it.
     """
     rows = local_rows(batch_split(setup.mesh), setup.config.train.batch_size)
-    train_step = CompiledStep(setup, data.batch(0, rows), say)
+    train_step = CompiledStep(setup, say)
+    say("compiling the training step ...")
+    say(train_step.compile(data.batch(0, rows)))
     evaluate = Evaluator(setup, data)
     barrier()  # some may have found the compiled step in their cache
     with ExitStack() as stack:

@@ -39,15 +39,15 @@ class StepMetrics(NamedTuple):
     """Norms of gradient, update, and weights before it, for each parameter and head; see `parameters.row_names`."""
 
 
-def make_gradient(setup: TrainSetup) -> Callable[[TrainState, Batch, Any], tuple[jax.Array, Params]]:
-    """Return `(state, batch, step)` to the mean loss, a float32 scalar, and the gradient, sharded as the parameters.
+def make_gradient(setup: TrainSetup) -> Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params]]:
+    """Return `(params, batch, keys_B)` to the mean loss, a float32 scalar, and the gradient, sharded as `params`.
 
     Both are of the whole batch, whatever the devices and microbatches it is split into: each differentiates what it
     adds to the mean. (The gradient of a sum, divided at the end, would overflow sooner.)
     """
-    config, specs, n_microbatches = setup.config, setup.param_specs, setup.config.compute.grad_accumulation_steps
+    specs, n_microbatches = setup.param_specs, setup.config.compute.grad_accumulation_steps
     model, reduction = setup.sharded_model, batch_reduction(setup.mesh, n_microbatches)
-    objective, smoothing = objective_of(model), config.train.label_smoothing
+    objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
     def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What one device's microbatch adds to what is minimised, and to the mean loss."""
@@ -68,13 +68,7 @@ def make_gradient(setup: TrainSetup) -> Callable[[TrainState, Batch, Any], tuple
             (grads, loss), _ = jax.lax.scan(accumulate, zeros, microbatches)
         return sum_over_batch(loss), sum_over_batch(grads, specs)
 
-    sharded_grads = on_each_shard(device_grads, setup.mesh, (specs, *2 * [PartitionSpec(BATCH)]), (REPLICATED, specs))
-
-    def gradient(state: TrainState, batch: Batch, step: Any) -> tuple[jax.Array, Params]:
-        point = gradient_point(config.optimizer, state.params, state.opt_state)
-        return sharded_grads(point, batch, setup.example_keys(step))
-
-    return gradient
+    return on_each_shard(device_grads, setup.mesh, (specs, *2 * [PartitionSpec(BATCH)]), (REPLICATED, specs))
 
 
 def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:
@@ -92,11 +86,12 @@ def make_train_step(setup: TrainSetup) -> Any:
 
     A step whose loss or gradient norm is not finite is skipped; see `TrainState`.
     """
-    gradient, optimizer, schedule = make_gradient(setup), setup.optimizer, setup.schedule
+    sharded_grads, optimizer, schedule = make_gradient(setup), setup.optimizer, setup.schedule
     allowed = allowed_failures(setup.config)
 
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
-        loss, grads = gradient(state, batch, step)
+        point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
+        loss, grads = sharded_grads(point, batch, setup.example_keys(step))
         learning_rate = jnp.float32(schedule(updates_taken(state.opt_state)))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grads_R, updates_R, weights_R = (row_norms(tree) for tree in (grads, updates, state.params))
@@ -114,46 +109,41 @@ def make_train_step(setup: TrainSetup) -> Any:
 
 
 class CompiledStep:
-    """Train step that is compiled for one batch on construction, so that its memory is known before it runs, and again
-    for each batch of another shape."""
+    """Train step that is compiled for each shape of a batch, so that its memory is known before it runs."""
 
-    def __init__(self, setup: TrainSetup, batch: Batch, say: Callable[[str], None]) -> None:
-        """Compile for `train.batch_size` examples of the shapes and dtypes in `batch`.
+    def __init__(self, setup: TrainSetup, say: Callable[[str], None]) -> None:
+        """Compile nothing yet.
 
         Args:
           say: receives the memory that a step needs, and the batches that it is compiled again for.
+        """
+        self._setup, self._step, self._say = setup, make_train_step(setup), say
+        self._compiled: dict[Any, Any] = {}
+
+    def compile(self, batch: Batch) -> str:
+        """Compile for `train.batch_size` examples of the shapes and dtypes in `batch`; return a line about memory.
 
         Raises:
           UserError: the step does not fit into memory.
         """
-        self._step, self._state, self._say = make_train_step(setup), setup.abstract_state, say
-        self._split, self._device = batch_split(setup.mesh), setup.mesh.local_devices[0]
-        self._compiled: dict[Any, Any] = {}
-        B = setup.config.train.batch_size
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype), batch)
-        say("compiling the training step ...")
-        say(check_memory(self._compile(shapes), self._device))
-
-    def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
-        """Apply `make_train_step`."""
-        compiled = self._compiled.get(_shapes(batch))
-        if compiled is None:
-            sizes = " and ".join(dict.fromkeys(str(x.shape) for x in jax.tree.leaves(batch)))
-            self._say(f"step {step + 1:,} is compiled again, for a batch of {sizes}")
-            compiled = self._compile(batch)
-            check_memory(compiled, self._device)
-        return compiled(state, batch, np.int32(step))
-
-    def _compile(self, batch: Batch) -> Any:
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._split), batch)
-        lowered = self._step.lower(self._state, placed, jax.ShapeDtypeStruct((), jnp.int32))
+        B, split = self._setup.config.train.batch_size, batch_split(self._setup.mesh)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype, sharding=split), batch)
+        lowered = self._step.lower(self._setup.abstract_state, shapes, jax.ShapeDtypeStruct((), jnp.int32))
         try:
-            compiled = self._compiled[_shapes(batch)] = lowered.compile()
+            compiled = self._compiled[_shapes(shapes)] = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise UserError(f"a step needs more memory than a device has; {REMEDY}.") from error
-        return compiled
+        return check_memory(compiled, self._setup.mesh.local_devices[0])
+
+    def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
+        """Apply `make_train_step`."""
+        if _shapes(batch) not in self._compiled:
+            sizes = " and ".join(dict.fromkeys(str(x.shape) for x in jax.tree.leaves(batch)))
+            self._say(f"step {step + 1:,} is compiled again, for a batch of {sizes}")
+            self.compile(batch)
+        return self._compiled[_shapes(batch)](state, batch, np.int32(step))
 
 
 def _shapes(batch: Batch) -> tuple:

@@ -2,11 +2,12 @@
 
 import os
 import signal
+from contextlib import ExitStack
 
 import pytest
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.train import _conclude, _main, main
+from jaxformer.cli.train import _conclude, _start, main
 from jaxformer.errors import UserError
 from jaxformer.sharding import make_mesh
 from jaxformer.train.loop import Outcome
@@ -24,7 +25,7 @@ from tests.helpers import ROOT
 )
 def test_rollback_options_need_resume(options, said):
     with pytest.raises(UserError, match=said):
-        _main(["--config", f"{ROOT}/configs/quick.py", *options])
+        _start(["--config", f"{ROOT}/configs/quick.py", *options], ExitStack())
 
 
 def test_closing_the_terminal_at_the_end_stops_no_report(monkeypatch, tmp_path, capfd):

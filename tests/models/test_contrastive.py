@@ -16,7 +16,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import OBJECTIVES, BatchReduction, Contrastive, objective_of, recall
 from jaxformer.sharding import batch_split, make_mesh, place
-from jaxformer.train.setup import TrainSetup, TrainState
+from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import assert_close, normal, random_params, random_tokens
 from tests.helpers import exhaustive
@@ -135,8 +135,7 @@ def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
     mesh = make_mesh("data=2,fsdp=2,tensor=2")
     setup = TrainSetup(config, mesh)
     params = jax.device_put(PARAMS, setup.state_shardings.params)
-    state = TrainState(params, (), np.int32(0))
-    loss, grads = jax.jit(make_gradient(setup))(state, place(PAIRS, batch_split(mesh)), 0)
+    loss, grads = jax.jit(make_gradient(setup))(params, place(PAIRS, batch_split(mesh)), setup.example_keys(0))
     wanted, wanted_grads = whole(PARAMS, PAIRS)
     assert_close(loss, wanted, 1e-6)
     jax.tree.map(assert_close, grads, wanted_grads)
@@ -148,7 +147,8 @@ def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
     compute = ComputeConfig(grad_accumulation_steps=2)
     config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B), compute=compute)
     mesh = make_mesh("", jax.devices()[:1])
-    loss, _ = jax.jit(make_gradient(TrainSetup(config, mesh)))(TrainState(PARAMS, (), np.int32(0)), PAIRS, 0)
+    setup = TrainSetup(config, mesh)
+    loss, _ = jax.jit(make_gradient(setup))(PARAMS, PAIRS, setup.example_keys(0))
     halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
     assert_close(loss, sum(whole(PARAMS, half)[0] for half in halves) / 2, 1e-6)
 
