@@ -17,7 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import Activation
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.masks import Causal, Mask, zero_padding
@@ -216,7 +216,7 @@ class CLIP(nn.Module):
 
     def _through(self, blocks: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:
         """The residual stream `(T, D)` after a tower's blocks."""
-        x_TD, keys = dropped_first(self, dropout, x_TD, len(blocks))
+        x_TD, keys = input_dropout(self, dropout, x_TD, len(blocks))
         return run_blocks(blocks, self.execution, x_TD, jnp.arange(len(x_TD)), mask, keys=keys)
 
 

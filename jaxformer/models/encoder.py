@@ -13,7 +13,7 @@ from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
@@ -115,7 +115,7 @@ class Encoder(nn.Module):
             raise ValueError("segments for a model whose n_segments is 0")
         if c.embedding_norm:
             x_TD = self.embedding_norm(x_TD)
-        x_TD, keys = dropped_first(self, self.embedding_dropout, x_TD, c.n_blocks)
+        x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks)
         seen_TT = masks.tokens(len(tokens_T), valid_T)
         x_TD = run_blocks(self.blocks, self.execution, x_TD, positions_T, seen_TT, keys=keys)
         if c.final_norm:

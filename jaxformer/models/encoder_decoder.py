@@ -14,7 +14,7 @@ from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
 from jaxformer.ops.masks import Causal
@@ -146,4 +146,4 @@ class EncoderDecoder(nn.Module):
 
     def _embed(self, tokens_T: jax.Array, positions_T: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:
         """The residual stream before the first block, and a dropout key for each block, if dropout is on."""
-        return dropped_first(self, self.embedding_dropout, self.embedding(tokens_T, positions_T), n_blocks)
+        return input_dropout(self, self.embedding_dropout, self.embedding(tokens_T, positions_T), n_blocks)

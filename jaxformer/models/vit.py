@@ -15,7 +15,7 @@ from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig
-from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import Activation, uniform_fan_in
 from jaxformer.nn.parameters import parameter
 from jaxformer.nn.patches import PatchEmbedding, Placement
@@ -116,6 +116,6 @@ class ViT(nn.Module):
         c = self.config
         patches_NP = patchify(standardised(pixels, c.mean, c.std), c.patch_shape)
         x_TD = self.placement(self.patch_embedding(patches_NP))
-        x_TD, keys = dropped_first(self, self.embedding_dropout, x_TD, c.n_blocks)
+        x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks)
         x_TD = run_blocks(self.blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=keys)
         return c.pool(self.final_norm(x_TD) if c.final_norm else x_TD)

@@ -14,7 +14,7 @@ from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.models.vit import ViT, ViTConfig
-from jaxformer.nn.execution import PLAIN, Execution, dropped_first, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.patches import PatchEmbedding
 from jaxformer.ops import masks
 from jaxformer.ops.attention import in_segments
@@ -98,7 +98,7 @@ class FactorisedViViT(ViT):
         patches_NP = patchify(standardised(pixels, c.mean, c.std), c.patch_shape)
         x_ND = self.patch_embedding(patches_NP)
         x_TD = self.spatial_placement(x_ND.reshape(n_times, -1, c.d_model)).reshape(-1, c.d_model)
-        x_TD, keys = dropped_first(self, self.embedding_dropout, x_TD, c.n_blocks + c.n_temporal_blocks)
+        x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks + c.n_temporal_blocks)
         spatial_keys, temporal_keys = (None, None) if keys is None else jnp.split(keys, [c.n_blocks])
         time_T = jnp.repeat(jnp.arange(n_times), len(x_TD) // n_times)
         seen_TT = masks.segment(time_T, time_T)

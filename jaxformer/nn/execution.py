@@ -1,8 +1,8 @@
-"""How a model is computed, apart from what it computes."""
+"""Execution of a model's blocks: activation checkpointing, loops over blocks and gathering of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,117 +15,120 @@ from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
 
 Remat = Literal["none", "dots", "block"]
-"""What the backward pass finds stored: everything; the results of products with weights; the input of each block. What
-a kernel for long sequences gave is stored in each case: it costs little memory, and most to compute again."""
+"""Activations that are saved for the backward pass: all; the outputs of products with weights; the input of each block.
+The output of an attention kernel for long sequences is always saved: it needs little memory, and much to recompute."""
 
-ATTENDED = jax.checkpoint_policies.save_only_these_names(SAVED)
-DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(DOTS, ATTENDED), "block": ATTENDED}
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
+SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, SAVE_ATTENTION), "block": SAVE_ATTENTION}
 
 
 ROUTER = "router"
-"""The collection into which mixtures of experts sow what their routers did; see `nn.experts`."""
+"""Collection into which mixtures of experts sow the statistics of their routers; see `nn.experts`."""
 
 
-def unchanged(name: str, params: Any) -> Any:
-    """The parameters as they are."""
+def no_gather(name: str, params: Any) -> Any:
+    """Return the parameters unchanged."""
     return params
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Choices that cost or save time and memory. No shape, no name and, but for rounding, no number depends on them.
+    """Choices of time and memory. No shape, no name and, but for rounding, no number depends on them.
 
     Attributes:
-      attention: what computes attention: any function with the signature of `ops.attention.attention`.
-      remat: what the backward pass computes again instead of finding it stored (Chen et al. 2016).
-      scan: compile one block and run it in a loop, for deep models. Parameters keep their names and are
-        stacked on the way in.
-      gather: given a block's name and its parameters where the block begins, and with remat once more in the
-        backward pass: what is stored in shards is put together here.
-      expert_shards: over how many devices experts are split; see `nn.experts.Experts`.
+      attention: implementation of attention, with the signature of `ops.attention.attention`.
+      remat: activation checkpointing (Chen et al. 2016).
+      scan: compile one block and loop over it, for deep models. Parameters keep their names; they are stacked on the
+        way in.
+      gather: function of a block's name and its parameters that gathers their shards when the block begins and, with
+        remat, once more in the backward pass.
+      expert_shards: devices that experts are split over; see `nn.experts.Experts`.
     """
 
     attention: Callable[..., jax.Array] = attention
     remat: Remat = "none"
     scan: bool = False
-    gather: Callable[[str, Any], Any] = unchanged
+    gather: Callable[[str, Any], Any] = no_gather
     expert_shards: int = 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether blocks are simply called one after the other."""
-        return self.remat == "none" and not self.scan and self.gather is unchanged
 
 
 PLAIN = Execution()
 
 
-def dropped_first(module: nn.Module, dropout: nn.Module, x: jax.Array, n: int) -> tuple[jax.Array, jax.Array | None]:
-    """What blocks begin with, after dropout, and a dropout key for each of `n` blocks; the same and None where `module`
-    has been given none."""
+def input_dropout(
+    module: nn.Module, dropout: nn.Module, x: jax.Array, n_blocks: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the blocks' first input after dropout, and one dropout key per block, `(n_blocks,)`.
+
+    Where `module` has no dropout key, these are `x` and None.
+    """
     if not module.has_rng("dropout"):
         return x, None
-    keys = jax.random.split(module.make_rng("dropout"), n + 1)
+    keys = jax.random.split(module.make_rng("dropout"), n_blocks + 1)
     return dropout(x, rng=keys[0]), keys[1:]
 
 
 def run_blocks(
     blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, *inputs: Any, keys: jax.Array | None = None
 ) -> jax.Array:
-    """The residual stream `(T, D)` after all blocks; each is called as `block(x_TD, *inputs, key=…)`.
-
-    What a block sows into the collection `ROUTER`, if that is mutable, stands in it as if blocks were simply called.
+    """Return the residual stream `(T, D)` after all blocks; each is called as `block(x_TD, *inputs, key=…)`.
 
     Args:
-      blocks: bound modules of one shape, whose calls give `(x_TD, cache)`.
-      inputs: what all of them get beside the stream.
-      keys: a dropout key a block.
+      blocks: bound modules whose calls return `(x_TD, cache)`.
+      inputs: further inputs, the same for all blocks.
+      keys: one dropout key per block.
 
     Raises:
-      UserError: the blocks are to be scanned, and differ.
+      UserError: the blocks differ in shape and cannot be scanned.
     """
-    if execution.is_plain or blocks[0].is_initializing():
-        for i, block in enumerate(blocks):
-            x_TD, _ = block(x_TD, *inputs, key=None if keys is None else keys[i])
-        return x_TD
-
-    # A transformation of JAX must not see bound modules: take their parameters out, and apply them as functions.
-    params = [block.variables["params"] for block in blocks]
-    mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
-
-    def function(block: nn.Module) -> Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]:
-        unbound = block.clone(parent=None, name=None)
-
-        def run(x_TD: jax.Array, params: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
-            gathered = execution.gather(str(block.name), params)
-            rngs = None if key is None else {"dropout": key}
-            out: Any = unbound.apply({"params": gathered}, x_TD, *inputs, key=key, rngs=rngs, mutable=mutable)
-            (x_TD, _), sown = out
-            return x_TD, sown.get(ROUTER, {})
-
-        if execution.remat == "none":
-            return run
-        # A loop already keeps the compiler from merging the second computation with the first.
-        return jax.checkpoint(run, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
-
-    if not execution.scan:
-        for i, block in enumerate(blocks):
-            x_TD, sown = function(block)(x_TD, params[i], None if keys is None else keys[i])
-            _sow(block, sown)
-        return x_TD
-    shapes = [jax.tree.map(jnp.shape, p) for p in params]
-    if any(shape != shapes[0] for shape in shapes):
-        raise UserError("the blocks differ in shape and cannot be scanned; set compute.scan_blocks to false.")
-    run = function(blocks[0])
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
-    x_TD, sown_L = jax.lax.scan(lambda x_TD, xs: run(x_TD, *xs), x_TD, (stacked, keys))
+    if execution.scan and not blocks[0].is_initializing():
+        return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys)
     for i, block in enumerate(blocks):
-        _sow(block, jax.tree.map(lambda leaf, i=i: leaf[i], sown_L))
+        x_TD = _run_block(block, execution, x_TD, *inputs, key=None if keys is None else keys[i])
     return x_TD
 
 
-def _sow(block: nn.Module, sown: Mapping[str, Any]) -> None:
-    """Put what a block sowed where it was applied as a function into the block."""
-    for name, value in sown.items():
-        block.put_variable(ROUTER, name, value)
+def _run_block(
+    block: nn.Module, execution: Execution, x_TD: jax.Array, *inputs: Any, key: jax.Array | None
+) -> jax.Array:
+    """Return the residual stream `(T, D)` after one block, gathered and rematerialised as `execution` says."""
+
+    def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
+        return block(x_TD, *inputs, key=key)[0]
+
+    if not block.is_initializing():
+        if execution.gather is not no_gather:
+            gather = lambda variables: {"params": execution.gather(str(block.name), variables["params"])}  # noqa: E731
+            run = nn.map_variables(run, "params", trans_in_fn=gather)
+        if execution.remat != "none":
+            # A loop already keeps the compiler from merging the second computation with the first.
+            run = nn.checkpoint(run, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
+    return run(block, x_TD, key)
+
+
+def _scan_blocks(
+    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, *inputs: Any, keys: jax.Array | None
+) -> jax.Array:
+    """Return the residual stream `(T, D)` after all blocks from a loop over their stacked parameters."""
+    # A transformation of JAX must not see bound modules: take their parameters out, and apply the first with each.
+    params = [block.variables["params"] for block in blocks]
+    shapes = [jax.tree.map(jnp.shape, p) for p in params]
+    if any(shape != shapes[0] for shape in shapes):
+        raise UserError("the blocks differ in shape and cannot be scanned; set compute.scan_blocks to false.")
+    unbound = blocks[0].clone(parent=None)
+    mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
+
+    def body(x_TD: jax.Array, params_and_key: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
+        params, key = params_and_key
+        run: Any = lambda block: _run_block(block, execution, x_TD, *inputs, key=key)  # noqa: E731
+        rngs = None if key is None else {"dropout": key}
+        out: Any = unbound.apply({"params": params}, rngs=rngs, mutable=mutable, method=run)
+        return out[0], out[1].get(ROUTER, {})
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    x_TD, sown_L = jax.lax.scan(body, x_TD, (stacked, keys))
+    for i, block in enumerate(blocks):
+        for name, value in sown_L.items():
+            block.put_variable(ROUTER, name, jax.tree.map(lambda leaf, i=i: leaf[i], value))
+    return x_TD
