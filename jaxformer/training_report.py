@@ -69,9 +69,9 @@ def footer(
     if outcome.status == "interrupted":
         return [f"interrupted at step {step:,} and saved; go on with: python train.py --resume --run {quoted}"]
     if outcome.status == "non_finite":
-        culprit, evidence = _autopsy(setup, folder, outcome)
+        origin, evidence = _autopsy(setup, folder, outcome)
         return [
-            f"step {step:,} is not finite: first {culprit}; what it takes to repeat it is in {evidence}.",
+            f"step {step:,} is not finite: first {origin}; what it takes to repeat it is in {evidence}.",
             f"Everything up to step {step - 1:,} is saved in {folder}. {help_line}",
             rollback_line(config, outcome, quoted),
         ]
@@ -151,4 +151,4 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
             f"{setup.attention_line}, precision: {setup.compute_dtype}",
         )  # fmt: skip
     overflow = "the norm of the gradient, though each of its numbers is finite"
-    return overflow if report is None else report.culprit, evidence
+    return overflow if report is None else report.origin, evidence

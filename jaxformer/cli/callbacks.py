@@ -21,7 +21,7 @@ from jaxformer.distributed import is_main_process
 from jaxformer.errors import user_error_on_write
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
 from jaxformer.inspect.gradients import update_grid
-from jaxformer.inspect.heads import counts_of
+from jaxformer.inspect.heads import target_mask
 from jaxformer.memory import memory_capacity
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, is_causal_lm
@@ -76,12 +76,12 @@ def _can_be_copied(setup: TrainSetup) -> bool:
 
 def _probe(setup: TrainSetup, data: Dataset) -> Any:
     model, probe = setup.model, next(data.held_out(PROBED, PROBED))
-    inputs_B, counts_BT = jax.tree.map(lambda x: x[_whole(probe)], (probe.inputs, counts_of(probe)))
+    inputs_B, mask_BT = jax.tree.map(lambda x: x[_whole(probe)], (probe.inputs, target_mask(probe)))
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(state.params, setup.mesh)
         entropy = [
-            np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B, counts_BT=counts_BT)
+            np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B, target_mask_BT=mask_BT)
         ]
         found = {"entropy": entropy, "router": router_report(model, params, inputs_B)}
         return {name: value for name, value in found.items() if value}

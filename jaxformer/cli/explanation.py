@@ -26,8 +26,8 @@ def make_explain(run: Run) -> Explain:
         return [
             {
                 "token": name(row.token), "probability": json_float(row.probability),
-                "entropy": json_float(row.entropy), "rivals": [(name(token), json_float(p)) for token, p in row.rivals],
-                "looked_at": [(position, name(tokens[position]), json_float(w)) for position, w in row.looked_at],
+                "entropy": json_float(row.entropy), "alternatives": [(name(token), json_float(p)) for token, p in row.alternatives],
+                "attended": [(position, name(tokens[position]), json_float(w)) for position, w in row.attended],
             }
             for row in explain(run.model, restored(run.params), tokens, len(prompt))
         ]  # fmt: skip
@@ -42,8 +42,8 @@ def explanation_table(completion: Completion) -> str:
         return ""
     pairs = lambda row: ", ".join(f"{text!r} {p:.2f}" for *_, text, p in row)  # noqa: E731
     rows = [
-        (repr(row["token"]), f"{row['probability']:.3f}", f"{row['entropy']:.2f}", pairs(row["rivals"]),
-         pairs(row["looked_at"])) for row in explained
+        (repr(row["token"]), f"{row['probability']:.3f}", f"{row['entropy']:.2f}", pairs(row["alternatives"]),
+         pairs(row["attended"])) for row in explained
     ]  # fmt: skip
     rows.insert(0, ("token", "chance", "entropy", "instead of", "looked at"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]

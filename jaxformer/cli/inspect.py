@@ -23,8 +23,8 @@ from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translate import encode_source
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
-from jaxformer.inspect import trace_names, views
-from jaxformer.inspect.curves import training
+from jaxformer.inspect import capture_shapes, model_sections
+from jaxformer.inspect.training_sections import training_sections
 from jaxformer.inspect.page import Section, write_page
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.terminal import echo
@@ -90,21 +90,21 @@ def _main(arguments: list[str]) -> int:
     words = lambda token: _word(run, token)  # noqa: E731
     if example is not None:
         mask = run.text_model()[0].vocab_size - 1 if contract_of(run.model).task is Task.MASKED_LM else None
-        sections += [views.reading(run.model, run.params, example, words, mask)]
-        sections += views.stream(run.model, run.params, example, words)
+        sections += [model_sections.attention_section(run.model, run.params, example, words, mask)]
+        sections += model_sections.residual_stream_sections(run.model, run.params, example, words)
         if probe is None:
             probe = _alone(run, example)
     if probe is not None:
-        measured = views.heads(run.model, run.params, probe)
-        measured += views.gradients_over_entropy(run.model, run.params, probe)
-        measured += views.examples(run.model, run.params, probe, words if run.tokenizer else None)
+        measured = model_sections.head_sections(run.model, run.params, probe)
+        measured += model_sections.saturation_sections(run.model, run.params, probe)
+        measured += model_sections.gradient_sections(run.model, run.params, probe, words if run.tokenizer else None)
         sections += measured
     if probe is not None and measured:
         on = "the prompt alone" if lacking else f"held-out data: {len(probe.inputs[0]):,} examples"
         facts.append(f"Heads and gradients are measured on {on}.")
     if lacking:
         facts.append(f"The data of the run cannot be read: {lacking}")
-    sections += training(read_metrics(run.path), read_samples(run.path))
+    sections += training_sections(read_metrics(run.path), read_samples(run.path))
     write_page(place.resolve(), f"{run.path.resolve().name}: inside", facts, sections)
     echo(f"{place}: {place.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
@@ -161,7 +161,7 @@ def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ..
         example = _unpadded(jax.tree.map(lambda x: jnp.asarray(x[0]), probe), MOST_TOKENS)
     else:
         raise UserError("the run's data is not here to take a text from; give one with --prompt.")
-    n = sum(x.size for x in trace_names(run.model, run.params, *example, names=views.WEIGHTS).values())
+    n = sum(x.size for x in capture_shapes(run.model, run.params, *example, names=model_sections.MAPS, missing_ok=True).values())
     if n <= MOST_WEIGHTS:
         return example
     longest = max(len(x) for x in example if jnp.ndim(x))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxformer.inspect.curves import Row, training
 from jaxformer.inspect.page import write_page
+from jaxformer.inspect.training_sections import Row, training_sections
 from jaxformer.runs import read_config
 from jaxformer.train.log import Sink, read_metrics, read_samples, say
 
@@ -47,7 +47,7 @@ def write_report(folder: Path, rows: Sequence[Row]) -> bool:
     fact = f"{type(config.model.build()).__name__}, step {last['step']:,} of {config.steps:,}{loss}."
     title = f"{folder.resolve().name}: training"
     try:
-        write_page(folder / REPORT, title, [fact], training(rows, read_samples(folder)))
+        write_page(folder / REPORT, title, [fact], training_sections(rows, read_samples(folder)))
     except OSError as error:
         say(f"{REPORT} cannot be written: {error.strerror or error}; all else goes on")
         return False

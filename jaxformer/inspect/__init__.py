@@ -3,44 +3,44 @@
 from jaxformer.inspect.alignment import alignment, draw_alignment
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
-from jaxformer.inspect.explain import Explained, explain
-from jaxformer.inspect.gradients import ExampleGradients, GradientReport, example_gradients, gradient_report
-from jaxformer.inspect.heads import ablate_heads, head_statistics, loss_without
+from jaxformer.inspect.capture import capture, capture_gradients, capture_shapes, intervene
+from jaxformer.inspect.explain import TokenExplanation, explain
+from jaxformer.inspect.gradients import GradientReport, PerExampleGradients, gradient_report, per_example_gradients
+from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics
 from jaxformer.inspect.init_check import check_init
-from jaxformer.inspect.residual_stream import logit_attribution, logit_lens, patch
+from jaxformer.inspect.residual_stream import logit_attribution, logit_lens, patch_activations
 from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.saturation import saturation
-from jaxformer.inspect.trace import editing, trace, trace_gradients, trace_names
 from jaxformer.inspect.verify import Check, verify
 
 __all__ = [
     "Autopsy",
     "Check",
-    "ExampleGradients",
-    "Explained",
     "GradientReport",
+    "PerExampleGradients",
+    "TokenExplanation",
     "ablate_heads",
+    "ablation_loss",
     "alignment",
     "attention_entropy",
     "attention_maps",
+    "capture",
+    "capture_gradients",
+    "capture_shapes",
     "check_init",
     "draw_alignment",
-    "editing",
-    "example_gradients",
     "explain",
     "first_non_finite",
     "gradient_report",
     "head_statistics",
+    "intervene",
     "logit_attribution",
     "logit_lens",
-    "loss_without",
     "named_attention_maps",
-    "patch",
+    "patch_activations",
+    "per_example_gradients",
     "router_report",
     "saturation",
     "save_autopsy",
-    "trace",
-    "trace_gradients",
-    "trace_names",
     "verify",
 ]

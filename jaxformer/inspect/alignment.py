@@ -1,4 +1,4 @@
-"""Where a sequence-to-sequence model looks in its source while it writes."""
+"""Alignment of a target with its source in sequence-to-sequence models."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from jaxformer.models.recurrent import Recurrent
 
 
 def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: jax.Array) -> jax.Array | None:
-    """How much each place of the source counts for what follows each token of the target, `(T, S)` float32, rows that
-    sum to 1: the weights of a recurrent model's attention (Bahdanau et al. 2015, figure 3), or those of a transformer's
-    last cross-attention, the mean over its heads. None for a model that has one vector of the source.
+    """Return the attention to the source with which each next token of the target is predicted, `(T, S)` float32, rows
+    that sum to 1.
+
+    For a recurrent model it is that of its decoder (Bahdanau et al. 2015, figure 3), None if it has a single vector of
+    the source; for a transformer, the mean over heads of the last cross-attention.
 
     Args:
-      source_S: int32 tokens, all of them.
+      source_S: int32 tokens, without padding.
       target_T: int32 tokens, of which the first starts the target.
     """
     valid_S = jnp.ones(len(source_S), bool)
@@ -31,18 +33,21 @@ def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: j
     if isinstance(model, Recurrent):
         if model.config.attention == "none":
             return None
-        found = model.apply({"params": params}, source_S, valid_S, target_T, method="alignment")
-        assert isinstance(found, jax.Array)
-        return found
+        weights_TS = model.apply({"params": params}, source_S, valid_S, target_T, method="alignment")
+        assert isinstance(weights_TS, jax.Array)
+        return weights_TS
     maps = named_attention_maps(model, params, source_S, valid_S, target_T)
-    return [weights for name, weights in maps.items() if name.endswith(CROSS)][-1].mean(axis=0)
+    return [weights_HTS for name, weights_HTS in maps.items() if name.endswith(CROSS)][-1].mean(axis=0)
 
 
 def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequence[str], file: Path) -> None:
-    """Draw weights as a picture, a row for each token of the target as it is written, dark where it looks.
+    """Draw an alignment as a PNG, a row per token of the target, dark where its weight is.
 
     Args:
-      source, target: what stands for each token; spaces and line breaks are shown as signs.
+      weights_TS: see `alignment`.
+      source: text of each source token; spaces and line breaks are shown as symbols.
+      target: text of each target token that is predicted; an empty one is the end of the text.
+      file: the picture.
     """
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
@@ -50,12 +55,11 @@ def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequen
     figure = Figure(figsize=(1.5 + 0.22 * S, 1.5 + 0.22 * T), layout="constrained")
     axes = figure.subplots()
     axes.imshow(weights_TS, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-    signs = str.maketrans({" ": "␣", "\n": "⏎", "$": r"\$"})
-    axes.set_xticks(
-        range(S), [text.translate(signs) for text in source], rotation=90 if max(map(len, source)) > 1 else 0
-    )
-    axes.set_yticks(range(T), [text.translate(signs) or "(end)" for text in target])
-    axes.set(xlabel="source", ylabel="target, as it is written")
+    symbols = str.maketrans({" ": "␣", "\n": "⏎", "$": r"\$"})
+    rotation = 90 if max(map(len, source)) > 1 else 0
+    axes.set_xticks(range(S), [text.translate(symbols) for text in source], rotation=rotation)
+    axes.set_yticks(range(T), [text.translate(symbols) or "(end)" for text in target])
+    axes.set(xlabel="source", ylabel="target")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a script that the font lacks is drawn as boxes
         figure.savefig(file, dpi=120)

@@ -1,4 +1,4 @@
-"""What the heads look at."""
+"""Attention maps and their entropy."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.inspect.trace import trace
+from jaxformer.inspect.capture import capture
 from jaxformer.models.objective import Params
 from jaxformer.ops.attention import row_entropy
 
+CROSS = "cross_attention"
+"""Part of the name of layers that attend to another sequence."""
+
 
 def attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> list[jax.Array]:
-    """The attention weights of one example, `(H, T, S)` float32 a layer of attention, in the order of the computation:
-    for a `Decoder`, a map a block."""
+    """Return the attention map of each layer for one example, `(H, T, S)` float32, in the order of the computation."""
     return list(named_attention_maps(model, params, *inputs).values())
 
 
 def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> dict[str, jax.Array]:
-    """The same by the layers' names: `decoder_blocks.0.cross_attention` is where an `EncoderDecoder` looks at its
-    source.
+    """Return the attention maps of one example, `(H, T, S)` float32, by layer, such as `blocks.0.attention`.
 
     Args:
-      inputs: what the model is called with, such as tokens.
+      model: any model; one without attention gives `{}`.
+      inputs: what the model is called with, such as tokens `(T,)`.
     """
-    found = trace(model, params, *inputs, names="*attention.weights")
-    return {name.removesuffix(".weights"): weights_HTS for name, weights_HTS in found.items()}
+    weights = capture(model, params, *inputs, names="*attention.weights", missing_ok=True)
+    return {name.removesuffix(".weights"): weights_HTS for name, weights_HTS in weights.items()}
 
 
-CROSS = "cross_attention"
-"""In the name of a layer that looks at another sequence than its rows are of."""
-
-
-def text_of(
-    layer: str, inputs: tuple[Any, ...], counts_T: jax.Array | None = None
+def row_tokens_and_mask(
+    layer: str, inputs: tuple[Any, ...], target_mask_T: jax.Array | None = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The tokens that the rows of a layer are of, where it looks at them, and which rows are no padding; None where
-    there is none, or all are.
+    """Return the tokens `(T,)` that the rows of a layer's attention map stand for, and a mask `(T,)` of those that are
+    not padding.
+
+    The tokens are None for cross-attention and for images, the mask is None where there is no padding.
 
     Args:
-      inputs: of one example.
-      counts_T: True where its target is no padding, which only a layer that reads the target goes by.
+      layer: name of the layer.
+      inputs: what the model is called with, for one example.
+      target_mask_T: True where the target is not padding, for layers that read the target.
     """
     if CROSS in layer:
-        return None, counts_T
+        return None, target_mask_T
     if layer.startswith("decoder_blocks"):
-        return inputs[2], counts_T
+        return inputs[2], target_mask_T
     tokens, *rest = inputs[int(layer.startswith("text_blocks")) :]
     if tokens.ndim != 1 or tokens.dtype == jnp.uint8:
         return None, None
@@ -56,22 +57,24 @@ def text_of(
 
 
 @partial(jax.jit, static_argnums=0)
-def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, counts_BT: Any = None) -> list[jax.Array]:
-    """Entropy of the rows of attention in nats, `(H,)` a layer of attention: the mean over examples of each one's mean
-    over rows that are no padding. Empty for a model without attention.
+def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, target_mask_BT: Any = None) -> list[jax.Array]:
+    """Return the attention entropy in nats of each head, `(H,)` per layer: the mean over examples of the mean over rows
+    that are not padding.
 
-    log t is the most that row t can have, 0 means that every query looks at one place.
+    Row t is at most log t, and 0 where a query attends to one position. A model without attention gives `[]`.
 
     Args:
-      inputs_B: what the model is called with, of several examples.
-      counts_BT: True where a target of theirs is no padding.
+      inputs_B: what the model is called with, for several examples.
+      target_mask_BT: True where a target is not padding.
     """
 
-    def one(example: tuple[tuple[Any, ...], Any]) -> list[jax.Array]:
-        inputs, counts_T = example
-        maps = named_attention_maps(model, params, *inputs)
-        return [row_entropy(w_HTS).mean(axis=-1, where=text_of(at, inputs, counts_T)[1]) for at, w_HTS in maps.items()]
+    def example_entropy(example: tuple[tuple[Any, ...], Any]) -> list[jax.Array]:
+        inputs, mask_T = example
+        return [
+            row_entropy(weights_HTS).mean(axis=-1, where=row_tokens_and_mask(layer, inputs, mask_T)[1])
+            for layer, weights_HTS in named_attention_maps(model, params, *inputs).items()
+        ]
 
-    # One example after the other: the weights are as large as the square of its length.
-    found = jax.lax.map(one, jax.tree.map(jnp.asarray, (inputs_B, counts_BT)))
-    return [entropy_BH.mean(axis=0) for entropy_BH in found]
+    # One example after the other: attention maps are as large as the square of the length.
+    entropies = jax.lax.map(example_entropy, jax.tree.map(jnp.asarray, (inputs_B, target_mask_BT)))
+    return [entropy_BH.mean(axis=0) for entropy_BH in entropies]

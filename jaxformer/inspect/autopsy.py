@@ -53,7 +53,7 @@ class Row:
 class Autopsy:
     """What broke first; `str` of it is a table of what happened around there."""
 
-    culprit: str
+    origin: str
     """'the output of blocks.1.mlp', 'the gradient that blocks.1.mlp passes back to blocks.1.mlp_norm', 'the gradient of
     blocks.1.mlp.W_1', 'the loss', or 'the parameter blocks.1.mlp.W_1'."""
     direction: Literal["forward", "backward"]
@@ -67,7 +67,7 @@ class Autopsy:
         first, last = max(0, self.at - AROUND), self.at + AROUND + 1
         broken = self.modules[self.at].name
         own = [p for p in self.parameters if _owner(p.name, self.modules) == self.at]
-        lines = [f"{self.culprit}, {self.direction}"]
+        lines = [f"{self.origin}, {self.direction}"]
         lines += ["", *_table("output of", self.modules[first:last], broken)]
         if own:
             lines += ["", *_table("parameter", own)]
@@ -104,8 +104,8 @@ def first_non_finite(
     broken += [(_owner(p.name, modules), f"the gradient of {p.name}") for p in parameters if p.gradient.non_finite]
     if not broken:
         return None
-    at, culprit = max(broken, key=lambda pair: pair[0])
-    return found(culprit, "backward", at)
+    at, origin = max(broken, key=lambda pair: pair[0])
+    return found(origin, "backward", at)
 
 
 def replay(

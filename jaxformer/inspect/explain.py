@@ -1,5 +1,4 @@
-"""Why a text went on as it did: for each of its tokens the chance that it had, what else there was, and where the model
-looked."""
+"""Explanation of a text token by token: probabilities, alternatives, and the positions attended to."""
 
 from __future__ import annotations
 
@@ -13,87 +12,86 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.contract import contract_of
-from jaxformer.inspect.trace import LOGITS, trace
+from jaxformer.inspect.capture import LOGITS, capture
 from jaxformer.models.inputs import check_tokens
 from jaxformer.models.objective import Params
 from jaxformer.ops.attention import row_entropy
 
-BUCKET = 64
-"""Texts are padded at their end to a multiple of it, so that few programs are compiled; no token sees what follows."""
+LENGTH_MULTIPLE = 64
+"""Tokens that texts are right-padded to a multiple of, so that few programs are compiled; attention is causal."""
 
 
 @dataclass(frozen=True)
-class Explained:
+class TokenExplanation:
     """One token of a text. Probabilities are the model's own, before any sampler."""
 
     token: int
     probability: float
     entropy: float
-    """Of all that could have stood here, in nats."""
-    rivals: tuple[tuple[int, float], ...]
-    """The likeliest others with their probabilities."""
-    looked_at: tuple[tuple[int, float], ...]
-    """The places in the text with the most weight for whoever wrote this token, the mean over all heads of all blocks;
-    empty for a model without attention."""
+    """Entropy of the model's prediction here, in nats."""
+    alternatives: tuple[tuple[int, float], ...]
+    """The likeliest other tokens and their probabilities."""
+    attended: tuple[tuple[int, float], ...]
+    """Positions with the most attention from the position that predicts this token, and their weights: the mean over
+    all heads of all blocks; empty for a model without attention."""
 
 
 def explain(
-    model: nn.Module, params: Params, tokens: Sequence[int], start: int, n_rivals: int = 3, n_places: int = 3
-) -> list[Explained]:
-    """Explain the tokens of a text from place `start` on, which must be 1 or more.
+    model: nn.Module, params: Params, tokens: Sequence[int], start: int, n_alternatives: int = 3, n_positions: int = 3
+) -> list[TokenExplanation]:
+    """Explain the tokens of a text from position `start` on.
 
     Args:
-      model: one that gives the logits of each next token, such as `Decoder`.
-      tokens: all of the text.
+      model: a causal language model, such as `Decoder`.
+      tokens: the text.
+      start: first position to explain, 1 or more.
+      n_alternatives: alternatives per token.
+      n_positions: attended positions per token.
 
     Raises:
       UserError: a token is not in the vocabulary.
-      ValueError: the text is longer than the model's positions, or gives logits only after a full window.
+      ValueError: the text is longer than the model's positions, or the model has logits only after a full window.
     """
     check_tokens(tokens, model.config.vocab_size)
     T = len(tokens)
-    padded = -(-T // BUCKET) * BUCKET
-    if not contract_of(model).extrapolates:  # it has no positions past its context
+    padded = -(-T // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    if not contract_of(model).extrapolates:  # it has no positions beyond its context
         padded = min(padded, model.config.context_length)
     if padded < T:
         raise ValueError(f"{T} tokens, but the model has {padded} positions")
     if contract_of(model).fixed_length:
-        raise ValueError("the model gives logits after a full window alone")
+        raise ValueError("the model has logits after a full window only")
     text_T = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - T)))
     prefix = (jnp.int32(start),) if contract_of(model).has_prefix else ()
-    found = _explain(model, params, text_T, prefix, n_rivals + 1, min(n_places, padded))
-    chance_T, entropy_T, best_TN, best_p_TN, place_TN, weight_TN = (np.asarray(x) for x in found)
-    rows = []
-    for at in range(start, T):
-        by = at - 1  # the place that this token was written from
-        token = int(tokens[at])
-        likeliest = zip(best_TN[by].tolist(), best_p_TN[by].tolist(), strict=True)
-        rivals = [(other, p) for other, p in likeliest if other != token][:n_rivals]
-        places = zip(place_TN[by].tolist(), weight_TN[by].tolist(), strict=True)
-        rows.append(
-            Explained(
-                token, float(chance_T[by]), float(entropy_T[by]), tuple(rivals),
-                tuple((place, weight) for place, weight in places if weight > 0),
+    outputs = _explain(model, params, text_T, prefix, n_alternatives + 1, min(n_positions, padded))
+    p_T, entropy_T, top_TN, top_p_TN, position_TN, weight_TN = (np.asarray(x)[start - 1 : T - 1] for x in outputs)
+    explanations = []
+    for i, token in enumerate(map(int, tokens[start:])):
+        top = zip(top_TN[i].tolist(), top_p_TN[i].tolist(), strict=True)
+        attended = zip(position_TN[i].tolist(), weight_TN[i].tolist(), strict=True)
+        explanations.append(
+            TokenExplanation(
+                token, float(p_T[i]), float(entropy_T[i]),
+                tuple((other, p) for other, p in top if other != token)[:n_alternatives],
+                tuple((position, weight) for position, weight in attended if weight > 0),
             )
         )  # fmt: skip
-    return rows
+    return explanations
 
 
-@partial(jax.jit, static_argnames=("model", "n_best", "n_places"))
+@partial(jax.jit, static_argnames=("model", "n_top", "n_positions"))
 def _explain(
-    model: nn.Module, params: Params, tokens_T: jax.Array, prefix: tuple, n_best: int, n_places: int
+    model: nn.Module, params: Params, tokens_T: jax.Array, prefix: tuple, n_top: int, n_positions: int
 ) -> tuple[jax.Array, ...]:
-    """Of the token after each place: its probability, the entropy, the likeliest and their probabilities; and where was
-    looked most, with the weights."""
-    found = trace(model, params, tokens_T, *prefix, names=(LOGITS, "*.attention.weights"))
-    logits_TV = found.pop(LOGITS).astype(jnp.float32)
-    p_TV = jax.nn.softmax(logits_TV)
-    next_T = jnp.roll(tokens_T, -1)
-    chance_T = jnp.take_along_axis(p_TV, next_T[:, None], axis=1)[:, 0]
-    best_p_TN, best_TN = jax.lax.top_k(p_TV, n_best)
-    if found:
-        mean_TT = sum(weights_HTT.sum(axis=0) for weights_HTT in found.values()) / sum(map(len, found.values()))
-        weight_TN, place_TN = jax.lax.top_k(mean_TT, n_places)
+    """Return per position: probability of the next token, entropy, top tokens `(T, n_top)` and their probabilities,
+    attended positions `(T, n_positions)` and their weights."""
+    maps = capture(model, params, tokens_T, *prefix, names=(LOGITS, "*.attention.weights"), missing_ok=True)
+    p_TV = jax.nn.softmax(maps.pop(LOGITS).astype(jnp.float32))
+    next_p_T = jnp.take_along_axis(p_TV, jnp.roll(tokens_T, -1)[:, None], axis=1)[:, 0]
+    top_p_TN, top_TN = jax.lax.top_k(p_TV, n_top)
+    if maps:
+        mean_TT = sum(weights_HTT.sum(axis=0) for weights_HTT in maps.values()) / sum(map(len, maps.values()))
+        weight_TN, position_TN = jax.lax.top_k(mean_TT, n_positions)
     else:
-        place_TN, weight_TN = (jnp.zeros((len(tokens_T), 0), t) for t in (jnp.int32, jnp.float32))
-    return chance_T, row_entropy(p_TV), best_TN, best_p_TN, place_TN, weight_TN
+        position_TN, weight_TN = (jnp.zeros((len(tokens_T), 0), dtype) for dtype in (jnp.int32, jnp.float32))
+    return next_p_T, row_entropy(p_TV), top_TN, top_p_TN, position_TN, weight_TN

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.inspect.trace import trace
+from jaxformer.inspect.capture import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.mlp import ACTIVATIONS
@@ -149,7 +149,7 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
     """The fields of `Moments`, a block."""
 
     def one(tokens_T: jax.Array) -> list[Any]:
-        found = trace(model, params, tokens_T)
+        found = capture(model, params, tokens_T)
         blocks: list[Any] = []
         for i in range(model.config.n_blocks):
             weights = found[f"blocks.{i}.attention.weights"]

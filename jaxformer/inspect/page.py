@@ -1,4 +1,4 @@
-"""Pages that look at a run: each is one file, which opens from disk, needs no network, and suits light and dark."""
+"""HTML pages about a run: each is one file that opens from disk, needs no network, and suits light and dark schemes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
-SHELL = """<!doctype html>
+TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src {sums};
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src {hashes};
  style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'; base-uri 'none'">
 <title>{title}</title>
 <style>
@@ -32,7 +32,7 @@ SHELL = """<!doctype html>
 <header>
 <h1>{title}</h1>
 {facts}
-<nav>{contents}</nav>
+<nav>{links}</nav>
 </header>
 <main>
 {sections}
@@ -43,14 +43,14 @@ SHELL = """<!doctype html>
 </body>
 </html>
 """
-"""The policy knows no script but the page's two, and forbids every request, whatever a page's texts say."""
+"""The policy allows the page's two scripts alone and forbids every request, whatever the texts of a page contain."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot of Plotly's, as its JSON: dicts of traces and of the layout, which the page adds its colours to.
+    """A Plotly figure as JSON: dicts of traces and of the layout, which the page's script completes with its colours.
 
-    A colour scale is called `sequential` or `diverging`. Texts of Plotly are HTML: see `plain`.
+    A colour scale is named `sequential` or `diverging`. Texts of Plotly are HTML: see `plain`.
     """
 
     title: str
@@ -58,36 +58,36 @@ class Figure:
     layout: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
     width: int = 0
-    """Pixels that it needs; where a screen has fewer, it is scrolled."""
+    """Least width in pixels; a narrower screen scrolls."""
 
     def body(self, key: str) -> str:
-        """Its place in the page."""
+        """Return the HTML that the page's script draws into."""
         return f'<div class="wide"><div class="figure" data-of="{key}" style="min-width: {self.width}px"></div></div>'
 
     def data(self) -> dict[str, Any]:
-        """What the page's script makes of it."""
+        """Return the JSON for the page's script."""
         return {"traces": list(self.traces), "layout": dict(self.layout)}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts and numbers; a click on a column's head sorts by it."""
+    """Rows of texts and numbers; a click on a column's heading sorts by it."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str | float]]
-    """Numbers are shown with four digits, texts as they are; a missing one is NaN."""
+    """Numbers are shown with four digits; a missing one is NaN."""
     about: str = ""
 
     def body(self, key: str) -> str:
-        """The table."""
+        """Return the table's HTML."""
         numeric = [any(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.head))]
 
         def cell(value: str | float, i: int) -> str:
             if isinstance(value, str):
                 return f"<td{' class=number' if numeric[i] else ''}>{html.escape(value)}</td>"
-            shown = "-" if np.isnan(value) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-            return f'<td class=number data-value="{value!r}">{shown}</td>'
+            text = "-" if np.isnan(value) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+            return f'<td class=number data-value="{value!r}">{text}</td>'
 
         head = "".join(
             f"<th{' class=number' if right else ''}><button>{html.escape(name)}</button></th>"
@@ -97,57 +97,56 @@ class Table:
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
 
     def data(self) -> None:
-        """Nothing beside the table itself."""
+        """Return None: the page's script needs no data."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts as they are."""
+    """Preformatted texts."""
 
     title: str
     texts: Sequence[str]
     about: str = ""
 
     def body(self, key: str) -> str:
-        """A block a text."""
+        """Return the HTML of all texts."""
         return "\n".join(f"<pre>{html.escape(text)}</pre>" for text in self.texts)
 
     def data(self) -> None:
-        """Nothing beside the texts themselves."""
+        """Return None: the page's script needs no data."""
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What the heads of one layer of attention look at in the texts of a `Reading`."""
+class AttentionLayer:
+    """Attention map of one layer over the texts of an `AttentionSection`."""
 
     name: str
     rows: str
-    """Which text looks, by name."""
+    """Name of the text of the queries."""
     columns: str
-    """Which is looked at."""
+    """Name of the text of the keys."""
     weights_HTS: np.ndarray
     """Rows that sum to 1."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Texts as tokens, to be pointed at: each shows where a head looks from it."""
+class AttentionSection:
+    """Texts as tokens to point at, each of which shows the attention of a head from it."""
 
     title: str
     texts: Mapping[str, Sequence[str]]
     """Tokens by the text's name."""
-    layers: Sequence[Layer]
+    layers: Sequence[AttentionLayer]
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What else there is to say of each token, by the text's name."""
+    """A sentence for each token, by the text's name."""
     about: str = ""
 
     def body(self, key: str) -> str:
-        """Its place in the page."""
-        return f'<div class="reading" data-of="{key}"></div>'
+        """Return the HTML that the page's script draws into."""
+        return f'<div class="attention" data-of="{key}"></div>'
 
     def data(self) -> dict[str, Any]:
-        """What the page's script makes of it; the roots of weights as bytes, of which 255 is all of a
-        row: small ones keep their digits."""
+        """Return the JSON for the page's script, weights as base64 bytes round(255·√w), which keep small ones."""
         layers = [
             {
                 "name": layer.name, "rows": layer.rows, "columns": layer.columns, "heads": len(layer.weights_HTS),
@@ -159,38 +158,38 @@ class Reading:
         return {"texts": {name: list(tokens) for name, tokens in self.texts.items()}, "notes": notes, "layers": layers}
 
 
-Section = Figure | Table | Texts | Reading
+Section = Figure | Table | Texts | AttentionSection
 
 
 def plain(text: str) -> str:
-    """A text as Plotly shows it, which reads HTML in titles and labels."""
+    """Return a text escaped for Plotly, whose titles and labels are HTML."""
     return html.escape(text, quote=False)
 
 
-def page(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
-    """The page's HTML.
+def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
+    """Return the HTML of a page.
 
     Args:
+      title: heading of the page.
       facts: sentences below the title.
-      sections: each becomes a heading with what it shows.
+      sections: each with a heading and a link.
     """
     from plotly.offline import get_plotlyjs  # slow to import, and only needed here
 
-    keys = [f"section-{number}" for number in range(len(sections))]
-    made = [_section(section, key) for section, key in zip(sections, keys, strict=True)]
-    data = {key: found for section, key in zip(sections, keys, strict=True) if (found := section.data()) is not None}
-    links = (f'<a href="#{key}">{html.escape(s.title)}</a>' for s, key in zip(sections, keys, strict=True))
-    scripts = get_plotlyjs(), (ASSETS / "page.js").read_text(encoding="utf-8")
-    return SHELL.format(
+    keyed = {f"section-{number}": section for number, section in enumerate(sections)}
+    data = {key: json_data for key, section in keyed.items() if (json_data := section.data()) is not None}
+    plotly, js = get_plotlyjs(), (ASSETS / "page.js").read_text(encoding="utf-8")
+    return TEMPLATE.format(
         title=html.escape(title), facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
-        contents="\n".join(links), sections="\n".join(made), data=_json(data), plotly=scripts[0], js=scripts[1],
-        css=(ASSETS / "page.css").read_text(encoding="utf-8"), sums=" ".join(map(_sum, scripts)),
+        links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),
+        sections="\n".join(_section(section, key) for key, section in keyed.items()), data=_json(data), plotly=plotly,
+        js=js, css=(ASSETS / "page.css").read_text(encoding="utf-8"), hashes=f"{_hash(plotly)} {_hash(js)}",
     )  # fmt: skip
 
 
 def write_page(file: Path, title: str, facts: Sequence[str], sections: Sequence[Section]) -> None:
-    """Write a page; whoever reloads it meanwhile gets the old or the new one."""
-    write_atomically(file, page(title, facts, sections))
+    """Write a page atomically: a reload gets the old one or the new one."""
+    write_atomically(file, render_page(title, facts, sections))
 
 
 def _section(section: Section, key: str) -> str:
@@ -198,11 +197,11 @@ def _section(section: Section, key: str) -> str:
     return f'<section id="{key}">\n<h2>{html.escape(section.title)}</h2>\n{about}{section.body(key)}\n</section>'
 
 
-def _sum(script: str) -> str:
-    """By which a content security policy knows a script."""
+def _hash(script: str) -> str:
+    """Return the hash of a script for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _json(value: Any) -> str:
-    """JSON that no parser of HTML takes for an end of the script; of numbers that are none, null."""
+    """Return JSON that contains no end of a script element; numbers that are not finite are null."""
     return json.dumps(nonfinite_to_none(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

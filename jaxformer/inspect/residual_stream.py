@@ -1,4 +1,4 @@
-"""The residual stream of a decoder: what it would say after each block, who wrote into it, and what depends on it."""
+"""Residual stream of a decoder: logit lens, direct logit attribution, activation patching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import UserError
-from jaxformer.inspect.trace import editing, trace, trace_names
+from jaxformer.inspect.capture import capture, capture_shapes, intervene
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -19,157 +19,154 @@ from jaxformer.nn.norms import epsilon
 from jaxformer.ops.precision import widened
 
 STREAM = ("embedding", "blocks.*.after")
-AFTER_HEADS = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
-"""What has an axis of heads before that of places."""
+HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
+"""Endings of activations whose axis of positions comes after one of heads."""
 
 
 def logit_lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Array]:
-    """The logits `(T, V)` that the stream would give at each point, were it the last (nostalgebraist 2020): after the
-    embedding and after each block, by the names of `trace`; the last are the model's own.
+    """Return the logits `(T, V)` of the residual stream after the embedding and after each block, unembedded as if it
+    were the last (nostalgebraist 2020); the last are the model's own.
 
     Args:
       inputs: what the model is called with: tokens, and the length of a prefix where it has one.
+
+    Raises:
+      UserError: the model has no residual stream, or normalises it after each part.
     """
-    _check(model)
+    _check_stream(model)
     check_example(model, *inputs)
-    found = _lens(model, params, *inputs)
-    return {name: found[name] for name in trace_names(model, params, *inputs, names=STREAM)}
+    lens = _lens(model, params, *inputs)
+    return {name: lens[name] for name in capture_shapes(model, params, *inputs, names=STREAM)}
 
 
 @partial(jax.jit, static_argnames="model")
 def _lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Array]:
     unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
-    return {name: unembed(x_TD) for name, x_TD in trace(model, params, *inputs, names=STREAM).items()}
+    return {name: unembed(x_TD) for name, x_TD in capture(model, params, *inputs, names=STREAM).items()}
 
 
 def logit_attribution(
-    model: Decoder, params: Params, *inputs: Any, wanted_T: jax.Array, other_T: jax.Array | None = None
+    model: Decoder, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """What each part wrote into the stream in favour of a token: direct logit attribution (Elhage et al. 2021), `(T,)`
-    by name, for heads `(H, T)`. All of them add up to the logit of the last stream.
+    """Return what each part adds to the logit of a token at each position, `(T,)` by name, `(H, T)` for heads: direct
+    logit attribution (Elhage et al. 2021). The sum of all is the logit.
 
-    A norm before the logits is taken with the scale that it has for the whole stream, and is then linear.
+    The norm before the logits is linear with its scale fixed to that of the stream.
 
     Args:
       inputs: what the model is called with.
-      wanted_T: whose logit, at each place.
-      other_T: whose logit is taken off; without it, none.
+      target_T: token per position.
+      baseline_T: token per position whose logit is subtracted.
 
     Raises:
-      UserError: the parts of its blocks are not added up (no residual, or norms after them).
+      UserError: the model has no residual stream, or normalises it after each part.
     """
-    _check(model)
+    _check_stream(model)
     check_example(model, *inputs)
-    found = _attribute(model, params, inputs, wanted_T, other_T)
+    parts = _attribute(model, params, inputs, target_T, baseline_T)
     blocks = range(model.config.n_blocks)
-    parts = [f"blocks.{i}.{part}" for i in blocks for part in ("attention.heads", "attention.b_O", "mlp")]
-    return {name: found[name] for name in ("embedding", *parts, "final_norm.beta") if name in found}
+    order = [f"blocks.{i}.{part}" for i in blocks for part in ("attention.heads", "attention.b_O", "mlp")]
+    return {name: parts[name] for name in ("embedding", *order, "final_norm.beta") if name in parts}
 
 
 @partial(jax.jit, static_argnames="model")
 def _attribute(
-    model: Decoder, params: Params, inputs: tuple[Any, ...], wanted_T: jax.Array, other_T: jax.Array | None
+    model: Decoder, params: Params, inputs: tuple[Any, ...], target_T: jax.Array, baseline_T: jax.Array | None
 ) -> dict[str, jax.Array]:
     c = model.config
-    found = trace(model, params, *inputs)
-    last_TD = found[f"blocks.{c.n_blocks - 1}.after"]
-    out_DV = params["embedding"]["W_E"].T if c.unembedding == "tied" else params["W_out"]
-    direction_TD = out_DV.T[wanted_T]
-    if other_T is not None:
-        direction_TD -= out_DV.T[other_T]
+    values = capture(model, params, *inputs)
+    last_TD = values[f"blocks.{c.n_blocks - 1}.after"]
+    out_VD = params["embedding"]["W_E"] if c.unembedding == "tied" else params["W_out"].T
+    direction_TD = out_VD[target_T]
+    if baseline_T is not None:
+        direction_TD -= out_VD[baseline_T]
     constant: dict[str, jax.Array] = {}
     if c.final_norm:
-        direction_TD, constant = _before_norm(model, params, last_TD, direction_TD)
-    along = lambda x_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
-    parts = {"embedding": along(found["embedding"])}
+        direction_TD, constant = _through_norm(model, params, last_TD, direction_TD)
+    project = lambda x_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
+    parts = {"embedding": project(values["embedding"])}
     for i in range(c.n_blocks):
-        attention = f"blocks.{i}.attention"
-        weights = params[f"blocks_{i}"]["attention"]
-        heads_HTK = found[f"{attention}.heads"]
+        layer, weights = f"blocks.{i}.attention", params[f"blocks_{i}"]["attention"]
+        heads_HTK = values[f"{layer}.heads"]
         if c.output_projection:
-            of_heads = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], direction_TD)
+            parts[f"{layer}.heads"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], direction_TD)
         else:
             H, T, K = heads_HTK.shape
-            of_heads = jnp.einsum("htk,thk->ht", heads_HTK, direction_TD.reshape(T, H, K))
-        parts[f"{attention}.heads"] = of_heads
+            parts[f"{layer}.heads"] = jnp.einsum("htk,thk->ht", heads_HTK, direction_TD.reshape(T, H, K))
         if "b_O" in weights:
-            parts[f"{attention}.b_O"] = along(jnp.broadcast_to(weights["b_O"], last_TD.shape))
-        parts[f"blocks.{i}.mlp"] = along(found[f"blocks.{i}.mlp"])
+            parts[f"{layer}.b_O"] = project(jnp.broadcast_to(weights["b_O"], last_TD.shape))
+        parts[f"blocks.{i}.mlp"] = project(values[f"blocks.{i}.mlp"])
     return parts | constant
 
 
-def _before_norm(
+def _through_norm(
     model: Decoder, params: Params, x_TD: jax.Array, direction_TD: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The direction before the last norm that is a given one after it, for a stream of which it is known; and what the
-    norm adds by itself."""
-    centres = model.config.norm == "layernorm"
+    """Return the direction before the final norm that corresponds to one after it, for the stream `x_TD`; and the part
+    of the norm's own bias."""
+    is_layernorm = model.config.norm == "layernorm"
     norm, wide_TD = params["final_norm"], widened(x_TD)
-    if centres:
+    if is_layernorm:
         wide_TD -= wide_TD.mean(axis=-1, keepdims=True)
     eps = epsilon(model.config.norm, model.config.norm_eps)
     scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + eps)
     before_TD = direction_TD * norm["gamma"] * scale_T1
-    if not centres:
+    if not is_layernorm:
         return before_TD, {}
-    # What centring takes off a part, it takes off its product with this.
+    # Centring is symmetric: (x - mean x) · d = x · (d - mean d).
     return before_TD - before_TD.mean(axis=-1, keepdims=True), {"final_norm.beta": direction_TD @ norm["beta"]}
 
 
-def patch(
-    model: nn.Module, params: Params, run: Sequence[jax.Array], source: Sequence[jax.Array], names: str | Sequence[str],
-    metric: Callable[[jax.Array], jax.Array],
+def patch_activations(
+    model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
+    names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """Activation patching: what a metric of the logits becomes where, at one place of a text, one thing is put in that
-    the model computed of another text (Meng et al. 2022, section 2); `(T,)` by name, a number a place.
+    """Return a metric of the logits where an activation at one position is replaced by that of another input, `(T,)` by
+    name, a number per position: activation patching (Meng et al. 2022, section 2).
 
     Args:
-      run: inputs of the model, whose logits are measured.
-      source: inputs of the same shapes, which what is put in comes from.
-      names: patterns of what is put in, as of `trace`: whose first axis is the text's, such as `blocks.*.before`; or
-        the second, after the heads.
-      metric: of the logits, to a scalar: the difference of two tokens' at the last place, say. One function for many
-        calls: each new one is compiled again.
+      inputs: inputs of the model, whose logits are measured.
+      source: inputs of the same shapes, whose activations are put in.
+      names: patterns of activations with an axis of positions, first or after that of heads, such as `blocks.*.before`.
+      metric: logits to a scalar, such as the difference of two tokens' at the last position. Pass the same function
+        object in each call: a new one is compiled again.
+
+    Raises:
+      UserError: the inputs are those of a batch, or a pattern matches nothing.
     """
-    for inputs in (run, source):
-        check_example(model, *inputs)
+    for example in (inputs, source):
+        check_example(model, *example)
     patterns = (names,) if isinstance(names, str) else tuple(names)
-    found = _patch(model, params, tuple(run), tuple(source), patterns, metric)
-    return {name: found[name] for name in trace_names(model, params, *run, names=patterns)}
+    metrics = _patch(model, params, tuple(inputs), tuple(source), patterns, metric)
+    return {name: metrics[name] for name in capture_shapes(model, params, *inputs, names=patterns)}
 
 
 @partial(jax.jit, static_argnames=("model", "names", "metric"))
 def _patch(
-    model: nn.Module, params: Params, run: tuple, source: tuple, names: tuple[str, ...], metric: Callable
+    model: nn.Module, params: Params, inputs: tuple, source: tuple, names: tuple[str, ...], metric: Callable
 ) -> dict[str, jax.Array]:
-    theirs = trace(model, params, *source, names=names)
+    replacements = capture(model, params, *source, names=names)
 
-    def with_one(which: str) -> jax.Array:
-        axis = int(which.endswith(AFTER_HEADS))
-        T = theirs[which].shape[axis]
+    def patch_each_position(name: str) -> jax.Array:
+        replacement, axis = replacements[name], int(name.endswith(HEADS_FIRST))
+        T = replacement.shape[axis]
 
-        def at(place: jax.Array) -> jax.Array:
-            def put(name: str, value: jax.Array) -> jax.Array:
-                if name != which:
-                    return value
-                here = jnp.arange(T) == place
-                return jnp.where(
-                    jnp.expand_dims(here, [a for a in range(value.ndim) if a != axis]), theirs[name], value
-                )
+        def patched_metric(position: jax.Array) -> jax.Array:
+            at_position = jnp.expand_dims(jnp.arange(T) == position, [a for a in range(replacement.ndim) if a != axis])
+            with intervene(name, lambda _, value: jnp.where(at_position, replacement, value)):
+                return metric(model.apply({"params": params}, *inputs))
 
-            with editing(put):
-                return metric(model.apply({"params": params}, *run))
+        return jax.lax.map(patched_metric, jnp.arange(T))
 
-        return jax.lax.map(at, jnp.arange(T))
-
-    return {name: with_one(name) for name in theirs}
+    return {name: patch_each_position(name) for name in replacements}
 
 
-def _check(model: nn.Module) -> None:
+def _check_stream(model: nn.Module) -> None:
     """Raise `UserError` where blocks do not add to a stream that becomes logits at the end."""
     if not isinstance(model, Decoder) or not model.config.residual:
         raise UserError(
-            f"this {type(model).__name__} has no residual stream that becomes logits; there is none to read."
+            f"this {type(model).__name__} has no residual stream that becomes logits; use a decoder with "
+            "model.residual true."
         )
     if model.config.norm != "none" and model.config.norm_placement == "post":
         raise UserError("norms after a block's parts change what was written before them; only pre-norm adds up.")

@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts do with tokens."""
+"""Load of the experts in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -18,30 +18,27 @@ from jaxformer.parameters import dotted
 
 
 def router_report(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
-    """Of each layer of experts, the share of choices that fall on each, and of those that find no room in training.
+    """Return per layer of experts the share of choices that each expert gets, and the share dropped in training.
 
     Args:
+      model: any model; one without experts gives `{}`.
       inputs: what the model is called with, each array with B first.
 
     Returns:
-      For the log, `{'blocks.0.mlp': {'share': [0.3, …], 'dropped': 0.02}}`, numbers of Python; `{}` for a model without
-      experts.
+      JSON for the log: `{'blocks.0.mlp': {'share': [0.3, …], 'dropped': 0.02}}`.
     """
-    found = jax.device_get(_statistics(model, params, inputs))
-    return {
-        name: {"share": statistics.share_E.tolist(), "dropped": float(statistics.dropped)}
-        for name, statistics in found.items()
-    }
+    layers = jax.device_get(_statistics(model, params, inputs))
+    return {name: {"share": s.share_E.tolist(), "dropped": float(s.dropped)} for name, s in layers.items()}
 
 
 @partial(jax.jit, static_argnums=0)
 def _statistics(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, RouterStatistics]:
-    """By layer, averaged over the batch."""
+    """Return router statistics by layer, averaged over the batch."""
 
-    def one(inputs: tuple[Any, ...]) -> Mapping[str, Any]:
-        # As in training, where room is limited: that is what a key for dropout says.
+    def example_statistics(inputs: tuple[Any, ...]) -> Mapping[str, Any]:
+        # A dropout key selects training, where the capacity of experts is limited.
         _, sown = model.apply({"params": params}, *inputs, mutable=[ROUTER], rngs={"dropout": jax.random.key(0)})
         return sown.get(ROUTER, {})
 
-    mean = jax.tree.map(lambda x_B: jnp.mean(x_B, axis=0), jax.vmap(one)(inputs))
-    return {dotted(name.split(".")): statistics for name, statistics in routers(mean).items()}
+    means = jax.tree.map(lambda x_B: jnp.mean(x_B, axis=0), jax.vmap(example_statistics)(inputs))
+    return {dotted(name.split(".")): statistics for name, statistics in routers(means).items()}

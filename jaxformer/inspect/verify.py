@@ -1,4 +1,4 @@
-"""What a model promises, held against what it does."""
+"""Property checks: invariants that every model has, measured on a trained one."""
 
 from __future__ import annotations
 
@@ -15,82 +15,82 @@ import numpy as np
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.trace import editing, trace_names
+from jaxformer.inspect.capture import capture_shapes, intervene
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.precision import widened
 
 ROUNDING = 1e-5
-"""What float32 may differ by, of the largest value or of 1, where the same is summed in another order."""
+"""Relative tolerance of float32, of the largest value or of 1, where sums are taken in another order."""
 FINITE_DIFFERENCE = 1e-5
-"""What a derivative in float64 may differ by from a difference quotient, of its own size."""
+"""Relative tolerance of a float64 derivative to a difference quotient."""
 
-NO_NEXT = "it gives no logits of next tokens"
+NOT_CAUSAL = "it has no logits of next tokens"
 
 Inputs = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise of a model."""
+    """Result of one property check."""
 
-    promise: str
-    said: str
-    """What was measured; or why nothing was."""
-    measured: float | None
-    """The largest deviation; None where there is nothing to measure."""
+    name: str
+    detail: str
+    """Description of the measurement, or the reason for none."""
+    deviation: float | None
+    """Largest deviation; None where the property does not apply."""
     limit: float
 
     @property
     def holds(self) -> bool:
-        """Also where there is nothing to measure; not where the deviation is NaN."""
-        return self.measured is None or self.measured <= self.limit
+        """True within the limit or where the property does not apply; False for NaN."""
+        return self.deviation is None or self.deviation <= self.limit
 
 
 def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Array) -> Iterator[Check]:
-    """Hold a model against all that it promises, one promise after the other; against the first alone, finite results,
-    where it does not keep that.
+    """Yield a check of each property of one model; the first alone, finite outputs, where that fails.
 
-    It runs as it is built, which must be plainly (not scanned), in float32 and without dropout; gradients alone are
-    those of the plain formula for attention. What is not a matter of one model, several devices,
-    `python -m jaxformer verify` looks at.
+    The model runs in float32 without dropout; gradients are those of the plain attention formula.
 
     Args:
-      inputs_B: what the model is called with, of several examples; see `random_inputs`.
-      targets_B: classes that it could be trained to give, int32.
+      model: built plainly, not scanned.
+      inputs_B: what the model is called with, for several examples; see `random_inputs`.
+      targets_B: int32 classes that it could be trained on.
     """
     params = jax.tree.map(widened, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
     for check in (
         lambda: finite(model, params, inputs_B),
         lambda: causality(model, params, first),
-        lambda: visible_places(model, params, first),
-        lambda: rows_of_attention(model, params, first),
+        lambda: attention_mask(model, params, first),
+        lambda: attention_rows(model, params, first),
         lambda: padding(model, params, inputs_B),
         lambda: decoding(model, params, first),
         lambda: batching(model, params, inputs_B),
         lambda: no_dropout(model, params, first),
         lambda: gradients(model, params, Batch(first, targets_B[0])),
     ):
-        with jax.default_matmul_precision("highest"):  # an accelerator would round more than this looks for
-            found = check()
-        yield found
-        if found.promise == "finite" and not found.holds:
+        with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default
+            result = check()
+        yield result
+        if result.name == "finite" and not result.holds:
             return
 
 
-def random_inputs(config: ModelConfig, n: int, seed: int = 0, most_tokens: int = 64) -> Inputs:
-    """`n` examples of anything: tokens and pixels of all kinds, texts of several lengths, the first of them as long as
-    it goes and the last shorter.
+def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 64) -> Inputs:
+    """Return inputs of `n` random examples: pixels, tokens, and texts of several lengths; the first is the longest.
 
     Args:
-      most_tokens: of a text, where the model reads any length; where it has a window, a few more than that.
+      config: of the model.
+      n: examples.
+      seed: of the random numbers.
+      max_tokens: longest text; a model of full windows gets these, one with an attention window at least 8 more tokens
+        than it.
     """
-    rng, size = np.random.default_rng(seed), _vocabulary(config)
+    rng, vocab_size = np.random.default_rng(seed), _vocab_size(config)
     if (window := getattr(config, "window", None)) is not None:
-        most_tokens = max(most_tokens, window + 8)
-    fixed = config.contract.fixed_length  # it reads full windows
+        max_tokens = max(max_tokens, window + 8)
     T = 0
 
     def fill(x: np.ndarray) -> np.ndarray:
@@ -98,151 +98,158 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, most_tokens: int =
         if x.dtype == np.uint8:
             return rng.integers(0, 256, (n, *x.shape), np.uint8)
         if x.ndim:
-            T = len(x) if fixed else min(len(x), most_tokens)
+            T = len(x) if config.contract.fixed_length else min(len(x), max_tokens)
         if x.dtype == bool:
             lengths = np.append(T, rng.integers(1, max(2, T), n - 1))
             return np.arange(T) < lengths[:, None]
-        if not x.ndim:  # how long a prefix is
+        if not x.ndim:  # the length of a prefix
             return rng.integers(1, T, n).astype(x.dtype)
-        return rng.integers(0, size, (n, T)).astype(x.dtype)
+        return rng.integers(0, vocab_size, (n, T)).astype(x.dtype)
 
     return tuple(jnp.asarray(fill(x)) for x in config.example())
 
 
 def finite(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
-    """No result is infinite or NaN: else nothing can be compared."""
-    forward = lambda params, inputs: model.apply({"params": params}, *inputs)  # noqa: E731
-    results = jax.jit(jax.vmap(forward, in_axes=(None, 0)))(params, inputs_B)
-    broken = [int(jnp.sum(~jnp.isfinite(x))) for x in jax.tree.leaves(results)]
-    numbers = sum(x.size for x in jax.tree.leaves(results))
-    return Check("finite", f"numbers that are infinite or NaN, of {numbers:,} that it gives", float(sum(broken)), 0.0)
+    """Check that no output is infinite or NaN, without which nothing else can be compared."""
+    outputs = _batched(model, params, inputs_B)
+    n_broken = sum(int(jnp.sum(~jnp.isfinite(x))) for x in outputs)
+    detail = f"infinite or NaN numbers of {sum(x.size for x in outputs):,} in the outputs"
+    return Check("finite", detail, float(n_broken), 0.0)
 
 
 def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """No logit depends on a later token: its derivative with respect to what stands for that token is exactly 0."""
-    ask = partial(Check, "causality", limit=0.0)
+    """Check that no logit depends on a later token: its derivative by that token's embedding is exactly 0."""
+    check = partial(Check, "causality", limit=0.0)
     if not _is_causal(model):
-        return ask(NO_NEXT, None)
-    tokens_T = inputs[_target(model)]
-    embedded = trace_names(model, params, *inputs, names=("*embedding", "*embedding (call 2)"))
-    at = list(embedded)[-1]
+        return check(NOT_CAUSAL, None)
+    tokens_T = inputs[_text_index(model)]
+    T = len(tokens_T)
+    names = ("*embedding", "*embedding (call 2)")
+    embeddings = capture_shapes(model, params, *inputs, names=names, missing_ok=True)
+    name = list(embeddings)[-1]
     direction_V = None
 
-    def along(moved_TD: jax.Array, params: Params) -> jax.Array:
+    def projected_logits(shift_TD: jax.Array, params: Params) -> jax.Array:
         nonlocal direction_V
-        with editing(lambda name, x: x + moved_TD if name == at else x):
-            logits_TV = _apply(model, params, *inputs)
+        with intervene(name, lambda _, x_TD: x_TD + shift_TD):
+            logits_TV = _call(model, params, *inputs)
         if direction_V is None:
             direction_V = np.random.default_rng(0).normal(size=logits_TV.shape[-1]).astype(np.float32)
         return logits_TV @ direction_V
 
-    still_TD = jnp.zeros(embedded[at].shape)
-    if len(jax.eval_shape(along, still_TD, params)) != len(tokens_T):
-        return ask("it gives logits after a full window alone", None)
-    size_TS = jnp.linalg.norm(jax.jit(jax.jacrev(along))(still_TD, params), axis=-1)
-    allowed_TS = jnp.tril(jnp.ones(size_TS.shape, bool))
-    if len(inputs) == 2:  # a prefix, which all see
-        allowed_TS |= jnp.arange(len(tokens_T)) < inputs[1]
-    T = len(tokens_T)
-    finite = bool(jnp.isfinite(size_TS).all())
-    if finite and not bool((size_TS > 0).any()):
-        return ask("no logit depends on any token, as where W_out is 0", None)
-    measured = jnp.max(jnp.where(allowed_TS, 0, size_TS)) if finite else jnp.nan
-    # A derivative does not see what is chosen, such as an expert's place: other tokens from half way on do.
+    zeros_TD = jnp.zeros(embeddings[name].shape)
+    if len(jax.eval_shape(projected_logits, zeros_TD, params)) != T:
+        return check("it has logits only after a full window", None)
+    slope_TS = jnp.linalg.norm(jax.jit(jax.jacrev(projected_logits))(zeros_TD, params), axis=-1)
+    allowed_TS = jnp.tril(jnp.ones(slope_TS.shape, bool))
+    if len(inputs) == 2:  # a prefix is visible to all
+        allowed_TS |= jnp.arange(T) < inputs[1]
+    is_finite = bool(jnp.isfinite(slope_TS).all())
+    if is_finite and not bool((slope_TS > 0).any()):
+        return check("no logit depends on any token, as where W_out is 0", None)
+    by_slope = jnp.max(jnp.where(allowed_TS, 0, slope_TS)) if is_finite else jnp.nan
+    # Derivatives miss discrete choices, such as an expert's capacity: also change all tokens of the second half.
     half, changed = T // 2, list(inputs)
-    changed[_target(model)] = tokens_T.at[half:].set((tokens_T[half:] + 1) % _vocabulary(model.config))
-    forward = jax.jit(partial(_apply, model))
-    before = [forward(params, *x)[: half if len(inputs) != 2 else 0] for x in (inputs, changed)]
-    measured = worst_of((measured, jnp.max(jnp.abs(before[0] - before[1]), initial=0.0)))
-    return ask(f"derivatives of logits by later tokens, and other tokens from {half} on, of {T}", measured)
+    changed[_text_index(model)] = tokens_T.at[half:].set((tokens_T[half:] + 1) % _vocab_size(model.config))
+    forward = jax.jit(partial(_call, model))
+    logits, others = (forward(params, *x)[: half if len(inputs) != 2 else 0] for x in (inputs, changed))
+    deviation = largest_of((by_slope, jnp.max(jnp.abs(logits - others), initial=0.0)))
+    return check(f"derivatives of logits by later tokens, and other tokens from {half} on, of {T}", deviation)
 
 
-def visible_places(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Where all scores are alike, every query of causal self-attention gives the same weight to each place that it is
-    to see, itself and as many before it as the model reaches, and none to the others."""
-    ask = partial(Check, "visible places", limit=ROUNDING)
+def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
+    """Check that with equal scores causal self-attention is uniform over the visible positions: the query's own and
+    those before it within the attention window."""
+    check = partial(Check, "attention mask", limit=ROUNDING)
     if not _is_causal(model):
-        return ask(NO_NEXT, None)
-    found: dict[str, jax.Array] = {}
+        return check(NOT_CAUSAL, None)
+    maps: dict[str, jax.Array] = {}
 
-    def level(name: str, value: jax.Array) -> jax.Array:
-        if name.endswith(".attention.weights") and "encoder_blocks" not in name:
-            found[name] = value
-        return jnp.zeros_like(value) if name.endswith(".scores") else value
+    def equalise(name: str, value: jax.Array) -> jax.Array:
+        if name.endswith(".scores"):
+            return jnp.zeros_like(value)
+        if "encoder_blocks" not in name:
+            maps[name] = value
+        return value
 
-    def look(params: Params) -> dict[str, jax.Array]:
-        found.clear()
-        with editing(level):
-            _apply(model, params, *inputs)
-        return dict(found)
+    def uniform_maps(params: Params) -> dict[str, jax.Array]:
+        with intervene(("*.scores", "*.attention.weights"), equalise, missing_ok=True):
+            _call(model, params, *inputs)
+        return maps
 
-    maps = jax.jit(look)(params)
+    maps = jax.jit(uniform_maps)(params)
     if not maps:
-        return ask("it has no attention to its own tokens", None)
-    T = len(inputs[_target(model)])
-    reach = contract_of(model).attention_window or T
+        return check("it has no self-attention", None)
+    T = len(inputs[_text_index(model)])
+    window = contract_of(model).attention_window or T
     age_TT = jnp.arange(T)[:, None] - jnp.arange(T)
-    seen_TT = (age_TT >= 0) & (age_TT < reach)
+    visible_TT = (age_TT >= 0) & (age_TT < window)
     if len(inputs) == 2:
-        seen_TT |= (jnp.arange(T) < inputs[1]) & (age_TT < reach)
-    wanted_TT = seen_TT / seen_TT.sum(-1, keepdims=True)
-    deviation = worst_of(jnp.max(jnp.abs(weights - wanted_TT)) for weights in maps.values())
-    unseen = "" if reach < T or getattr(model.config, "window", None) is None else f", a window of {reach} unseen"
-    return ask(f"weights where all scores are alike, {len(maps)} layers, {T} tokens{unseen}", deviation)
+        visible_TT |= (jnp.arange(T) < inputs[1]) & (age_TT < window)
+    expected_TT = visible_TT / visible_TT.sum(-1, keepdims=True)
+    deviation = largest_of(jnp.max(jnp.abs(weights_HTT - expected_TT)) for weights_HTT in maps.values())
+    untested = getattr(model.config, "window", None) is not None and window >= T
+    detail = f"weights where all scores are equal, {len(maps)} layers, {T} tokens"
+    return check(f"{detail}, a window of {window} untested" if untested else detail, deviation)
 
 
-def rows_of_attention(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Weights of attention add up to one: where all values are 1, so is every head's output."""
-    heads: list[jax.Array] = []
+def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
+    """Check that attention weights sum to 1: with all values 1, so is every head's output."""
+    outputs: list[jax.Array] = []
 
-    def ones(name: str, value: jax.Array) -> jax.Array:
-        if name.endswith("attention.heads"):
-            heads.append(value)
-        return jnp.ones_like(value) if name.endswith("attention.values") else value
+    def set_values(name: str, value: jax.Array) -> jax.Array:
+        if name.endswith("values"):
+            return jnp.ones_like(value)
+        outputs.append(value)
+        return value
 
-    def look(params: Params) -> list[jax.Array]:
-        heads.clear()
-        with editing(ones):
-            model.apply({"params": params}, *inputs)
-        return list(heads)
+    def row_sums(params: Params) -> list[jax.Array]:
+        with intervene(("*attention.values", "*attention.heads"), set_values, missing_ok=True):
+            _call(model, params, *inputs)
+        return outputs
 
-    ask = partial(Check, "rows of attention", limit=ROUNDING)
-    found = jax.jit(look)(params)
-    if not found:
-        return ask("it has no heads", None)
-    return ask(f"their sums less 1, {len(found)} layers", worst_of(jnp.max(jnp.abs(y - 1)) for y in found))
+    check = partial(Check, "attention rows", limit=ROUNDING)
+    sums = jax.jit(row_sums)(params)
+    if not sums:
+        return check("it has no attention heads", None)
+    return check(f"sums of weights minus 1, {len(sums)} layers", largest_of(jnp.max(jnp.abs(y - 1)) for y in sums))
 
 
 def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
-    """What stands in padded places never changes a result, nor does it how many there are."""
-    ask = partial(Check, "padding", limit=ROUNDING)
+    """Check that outputs depend neither on the content nor on the amount of padding."""
+    check = partial(Check, "padding", limit=ROUNDING)
     if is_causal_lm(model) and contract_of(model).has_cache:
-        return ask("a prompt with and without padding in its cache", _padded_prompt(model, params, inputs_B))
-    flags = [i for i, x in enumerate(inputs_B) if x.dtype == bool]
-    if not flags:
-        return ask("it is given nothing that is padded", None)
-    at = flags[0]
-    deviations: list[float] = []
-    forward = partial(jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)), params)
-    size = _vocabulary(model.config)
+        return check("a prompt with and without padding in its cache", _padded_prompt(model, params, inputs_B))
+    masks = [i for i, x in enumerate(inputs_B) if x.dtype == bool]
+    if not masks:
+        return check("its inputs have no padding", None)
+    at, deviations = masks[0], list[float]()
+    forward = partial(jax.jit(partial(_call, model)), params)
+    contract = contract_of(model)
+    has_position_axis = contract.has_features and contract.task is not Task.SEQUENCE_TO_SEQUENCE
     for b in range(len(inputs_B[at])):
         inputs = [x[b] for x in inputs_B]
         n = int(inputs[at].sum())
         if n == len(inputs[at]):
             continue
-        filled, cut = list(inputs), list(inputs)
-        filled[at - 1] = jnp.where(inputs[at], inputs[at - 1], (inputs[at - 1] + 1) % size)
+        refilled, cut = list(inputs), list(inputs)
+        refilled[at - 1] = jnp.where(inputs[at], inputs[at - 1], (inputs[at - 1] + 1) % _vocab_size(model.config))
         cut[at - 1], cut[at] = inputs[at - 1][:n], inputs[at][:n]
-        results = [_leaves(forward(*x), n if _by_place(model) else None) for x in (inputs, filled, cut)]
-        if any(bool((one != other).any()) for one, other in zip(*results[:2], strict=True)):
-            return ask("what stands in a padded place changes a result", worst_of(map(apart, *results[:2])), limit=0.0)
-        deviations += map(apart, results[0], results[2])
+        rows = slice(n) if has_position_axis else ...
+        outputs, of_refilled, of_cut = (
+            [y[rows] for y in jax.tree.leaves(forward(*x))] for x in (inputs, refilled, cut)
+        )
+        if any(bool((a != b).any()) for a, b in zip(outputs, of_refilled, strict=True)):
+            deviation = largest_of(map(relative_error, outputs, of_refilled))
+            return check("the content of padding changes an output", deviation, limit=0.0)
+        deviations += map(relative_error, outputs, of_cut)
     if not deviations:
-        return ask("no example has any", None)
-    return ask("texts with and without padding", worst_of(deviations))
+        return check("no example has any", None)
+    return check("texts with and without padding", largest_of(deviations))
 
 
 def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
+    """Return the relative error of the logits after a padded prompt, decoded with a cache."""
     tokens_T = inputs_B[0][0]
     T = len(tokens_T)
     n = max(1, T // 2)
@@ -250,30 +257,28 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
 
     @jax.jit
     def padded(params: Params, tokens_T: jax.Array) -> jax.Array:
-        """A prompt of n tokens in T slots, then one more in the slot after them."""
+        """Return the logits of a token in the slot after a prompt of n tokens in T slots."""
         positions_T = jnp.where(jnp.arange(T) < n, jnp.arange(T), EMPTY)
-        cache = _call(model, params, "init_cache", T + 1)
-        _, cache = _call(model, params, "extend", tokens_T, positions_T, cache, 0, **prefix)
-        x_1D, _ = _call(model, params, "extend", tokens_T[n - 1 : n], jnp.array([n]), cache, T, **prefix)
-        return _call(model, params, "unembed", x_1D)
-
-    text = jnp.append(tokens_T[:n], tokens_T[n - 1])
+        cache = _call(model, params, T + 1, method="init_cache")
+        _, cache = _call(model, params, tokens_T, positions_T, cache, 0, **prefix, method="extend")
+        x_1D, _ = _call(model, params, tokens_T[n - 1 : n], jnp.array([n]), cache, T, **prefix, method="extend")
+        return _call(model, params, x_1D, method="unembed")
 
     @jax.jit
-    def alone(params: Params, text: jax.Array) -> jax.Array:
-        x_TD = _call(model, params, "features", text, *prefix.values())
-        return _call(model, params, "unembed", x_TD)[-1:]
+    def unpadded(params: Params, tokens: jax.Array) -> jax.Array:
+        x_TD = _call(model, params, tokens, *prefix.values(), method="features")
+        return _call(model, params, x_TD, method="unembed")[-1:]
 
-    return apart(padded(params, tokens_T), alone(params, text))
+    return relative_error(padded(params, tokens_T), unpadded(params, jnp.append(tokens_T[:n], tokens_T[n - 1])))
 
 
 def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """What is computed piece by piece with a cache, a prompt and then token by token, is what is computed at once."""
-    ask = partial(Check, "decoding", limit=ROUNDING)
+    """Check that prefill and decode steps with a cache give the logits of one full pass."""
+    check = partial(Check, "decoding", limit=ROUNDING)
     if not contract_of(model).has_cache:
-        return ask("it has no cache", None)
-    whole_TV = jax.jit(partial(_apply, model))(params, *inputs)
-    tokens_T = inputs[_target(model)]
+        return check("it has no cache", None)
+    full_TV = jax.jit(partial(_call, model))(params, *inputs)
+    tokens_T = inputs[_text_index(model)]
     T = len(tokens_T)
     n, prefix = max(1, T // 2), {}
     if len(inputs) == 2:
@@ -282,97 +287,98 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     @jax.jit
     def prefill(params: Params, *inputs: jax.Array) -> tuple[jax.Array, Any]:
         if contract_of(model).task is Task.SEQUENCE_TO_SEQUENCE:
-            cache = _call(model, params, "start", *inputs[:2], T)
+            cache = _call(model, params, *inputs[:2], T, method="start")
         else:
-            cache = _call(model, params, "init_cache", T)
-        x_TD, cache = _call(
-            model, params, "extend", inputs[_target(model)][:n], jnp.arange(n), cache, jnp.int32(0), **prefix
-        )
-        return _call(model, params, "unembed", x_TD), cache
+            cache = _call(model, params, T, method="init_cache")
+        prompt = inputs[_text_index(model)][:n]
+        x_TD, cache = _call(model, params, prompt, jnp.arange(n), cache, jnp.int32(0), **prefix, method="extend")
+        return _call(model, params, x_TD, method="unembed"), cache
 
     @jax.jit
-    def step(params: Params, token: jax.Array, i: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        x_1D, cache = _call(model, params, "extend", token[None], i[None], cache, i, **prefix)
-        return _call(model, params, "unembed", x_1D), cache
+    def decode_step(params: Params, token: jax.Array, i: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        x_1D, cache = _call(model, params, token[None], i[None], cache, i, **prefix, method="extend")
+        return _call(model, params, x_1D, method="unembed"), cache
 
-    rows, cache = prefill(params, *inputs)
-    pieces = [rows]
+    logits_1V, cache = prefill(params, *inputs)
+    rows = [logits_1V]
     for i in range(n, T):
-        row, cache = step(params, tokens_T[i], jnp.int32(i), cache)
-        pieces.append(row)
-    made_TV = jnp.concatenate(pieces)
-    scale = ROUNDING * jnp.maximum(1.0, jnp.abs(whole_TV).max())
-    wrong_T = np.asarray((jnp.abs(made_TV - whole_TV).max(-1) > scale) | ~jnp.isfinite(made_TV).all(-1))
-    first = f"; apart from token {wrong_T.argmax()} on" if wrong_T.any() else ""
-    said = f"{n} tokens at once and {T - n} one by one, with a cache{first}"
-    return ask(said, apart(made_TV, whole_TV))
+        logits_1V, cache = decode_step(params, tokens_T[i], jnp.int32(i), cache)
+        rows.append(logits_1V)
+    cached_TV = jnp.concatenate(rows)
+    limit = ROUNDING * jnp.maximum(1.0, jnp.abs(full_TV).max())
+    differs_T = np.asarray((jnp.abs(cached_TV - full_TV).max(-1) > limit) | ~jnp.isfinite(cached_TV).all(-1))
+    first = f"; they differ from token {differs_T.argmax()} on" if differs_T.any() else ""
+    detail = f"prefill of {n} tokens and {T - n} decode steps{first}"
+    return check(detail, relative_error(cached_TV, full_TV))
 
 
 def batching(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
-    """An example among others gives what it gives alone."""
-    forward = lambda params, inputs: model.apply({"params": params}, *inputs)  # noqa: E731
-    together = jax.tree.leaves(jax.jit(jax.vmap(forward, in_axes=(None, 0)))(params, inputs_B))
-    alone = partial(jax.jit(forward), params)
-    worst, n = 0.0, len(inputs_B[0])
-    for b in range(n):
-        for one, all_B in zip(jax.tree.leaves(alone(tuple(x[b] for x in inputs_B))), together, strict=True):
-            worst = worst_of((worst, apart(all_B[b], one)))
-    return Check("batching", f"{n} examples together and one by one", worst, ROUNDING)
+    """Check that an example in a batch has the outputs that it has alone."""
+    batched, forward, n = _batched(model, params, inputs_B), jax.jit(partial(_call, model)), len(inputs_B[0])
+    deviation = largest_of(
+        relative_error(y_B[b], y)
+        for b in range(n)
+        for y_B, y in zip(batched, jax.tree.leaves(forward(params, *(x[b] for x in inputs_B))), strict=True)
+    )
+    return Check("batching", f"{n} examples together and one by one", deviation, ROUNDING)
 
 
 def no_dropout(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Where no key is given, nothing is dropped: the same as of a model that knows no dropout."""
-    ask = partial(Check, "no dropout", limit=ROUNDING)
+    """Check that without a key the outputs are those of a model built without dropout."""
+    check = partial(Check, "no dropout", limit=ROUNDING)
     plain = _without_dropout(model.config)
     if plain == model.config:
-        return ask("it has none", None)
-    ours, theirs = (
-        jax.jit(lambda params, *inputs, m=m: jax.tree.leaves(m.apply({"params": params}, *inputs)))(params, *inputs)
-        for m in (model, plain.build())
-    )
-    return ask("without a key, and built without dropout", worst_of(map(apart, ours, theirs)))
+        return check("it has none", None)
+    outputs, expected = (jax.tree.leaves(jax.jit(partial(_call, m))(params, *inputs)) for m in (model, plain.build()))
+    return check("without a key, and built without dropout", largest_of(map(relative_error, outputs, expected)))
 
 
 def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
-    """In float64, the derivative of the loss in a random direction of all parameters is the loss's difference over a
-    small step; and so it is along the gradient itself."""
-    ask = partial(Check, "gradients", limit=FINITE_DIFFERENCE)
+    """Check the loss's gradient against finite differences in float64, along itself and a random direction."""
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        if contract_of(model).task is Task.CONTRASTIVE:  # beyond its largest scale the gradient goes on, on purpose
+        if contract_of(model).task is Task.CONTRASTIVE:  # beyond the largest scale the gradient is, on purpose, not that of the loss
             exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 1e-3)}
         plain = model.config.build()
         loss: Callable[[Params], jax.Array] = jax.jit(lambda p: objective_of(plain).example_loss(plain, p, example))
         grads = jax.device_get(jax.jit(jax.grad(loss))(exact))
         rng = np.random.default_rng(0)
         random = jax.tree.map(lambda p: rng.normal(size=p.shape), exact)
-        worst = worst_of(_slope_error(loss, exact, grads, way) for way in (random, grads))
-    return ask("along two directions, against differences in float64", worst)
+        deviation = largest_of(_slope_error(loss, exact, grads, direction) for direction in (random, grads))
+    return Check("gradients", "along two directions, against differences in float64", deviation, FINITE_DIFFERENCE)
 
 
-def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Params, way: Params) -> float:
-    """How far the slope in a direction, by the gradient, is from the difference quotient that is nearest to it, as a
-    share of it. Of several steps, as a large one may cross a kink of a ReLU, and a small one drowns in rounding."""
+def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Params, direction: Params) -> float:
+    """Return the relative error of a directional derivative to the nearest difference quotient of several step sizes: a
+    large one may cross a kink of a ReLU, a small one is lost in rounding."""
     norm = lambda tree: sum(float(np.vdot(x, x)) for x in jax.tree.leaves(tree)) ** 0.5  # noqa: E731
-    slope = sum(float(np.vdot(g, w)) for g, w in zip(*map(jax.tree.leaves, (grads, way)), strict=True))
-    at = lambda t: float(loss(jax.tree.map(lambda p, w: p + t * w, params, way)))  # noqa: E731
-    errors, here = [], abs(at(0))
+    slope = sum(float(np.vdot(g, d)) for g, d in zip(*map(jax.tree.leaves, (grads, direction)), strict=True))
+    loss_at = lambda t: float(loss(jax.tree.map(lambda p, d: p + t * d, params, direction)))  # noqa: E731
+    errors, magnitude = [], abs(loss_at(0))
     if not np.isfinite(slope):
         return float("nan")
     for relative in (1e-5, 1e-6, 1e-7):
-        step = relative * norm(params) / max(norm(way), 1e-300)
-        resolved = 1e-8 * here / step  # a slope of less than rounding shows is no slope
-        errors.append(abs((at(step) - at(-step)) / (2 * step) - slope) / max(abs(slope), resolved))
+        step = relative * norm(params) / max(norm(direction), 1e-300)
+        resolution = 1e-8 * magnitude / step  # smaller slopes are rounding
+        errors.append(abs((loss_at(step) - loss_at(-step)) / (2 * step) - slope) / max(abs(slope), resolution))
     return float(np.nanmin(errors)) if np.isfinite(errors).any() else float("nan")
 
 
-def worst_of(deviations: Iterable[Any]) -> float:
-    """The largest; NaN where one is, which `max` would pass over."""
+def largest_of(deviations: Iterable[Any]) -> float:
+    """Return the largest; NaN where one is, which `max` would ignore."""
     return float(np.max([float(x) for x in deviations]))
 
 
-def _vocabulary(config: Any) -> int:
-    """How many tokens there are; 0 where there are none."""
+def relative_error(values: jax.Array, expected: jax.Array) -> float:
+    """Return the largest difference over the largest expected value or 1; NaN where something is not finite."""
+    got, want = np.asarray(values, np.float32), np.asarray(expected, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scale = np.maximum(1.0, np.max(np.abs(want), initial=0.0))
+        return float(np.max(np.abs(got - want), initial=0.0) / scale)
+
+
+def _vocab_size(config: Any) -> int:
+    """Return the size of the vocabulary; 0 for a model without tokens."""
     return config.contract.vocab_size or 0
 
 
@@ -380,42 +386,23 @@ def _is_causal(model: nn.Module) -> bool:
     return contract_of(model).task in (Task.CAUSAL_LM, Task.SEQUENCE_TO_SEQUENCE)
 
 
-def _target(model: nn.Module) -> int:
-    """Which of the inputs is the text that the model writes."""
+def _text_index(model: nn.Module) -> int:
+    """Return the index of the input that holds the text that the model writes."""
     return 2 if contract_of(model).task is Task.SEQUENCE_TO_SEQUENCE else 0
 
 
-def _by_place(model: nn.Module) -> bool:
-    """Whether a model that is told what is padding gives something for each place of what may be padded."""
-    contract = contract_of(model)
-    return contract.has_features and contract.task is not Task.SEQUENCE_TO_SEQUENCE
+def _batched(model: nn.Module, params: Params, inputs_B: Inputs) -> list[jax.Array]:
+    """Return the outputs of a batch, each with B first."""
+    forward = jax.vmap(lambda params, inputs: _call(model, params, *inputs), in_axes=(None, 0))
+    return jax.tree.leaves(jax.jit(forward)(params, inputs_B))
 
 
-def _apply(model: nn.Module, params: Params, *inputs: Any) -> jax.Array:
-    logits = model.apply({"params": params}, *inputs)
-    assert isinstance(logits, jax.Array)
-    return logits
-
-
-def _call(model: nn.Module, params: Params, method: str, *args: Any, **kwargs: Any) -> Any:
-    return model.apply({"params": params}, *args, **kwargs, method=method)
-
-
-def _leaves(result: Any, n: int | None) -> list[jax.Array]:
-    """The arrays of a result; their first n rows, where a number is given."""
-    return [x if n is None else x[:n] for x in jax.tree.leaves(result)]
-
-
-def apart(one: jax.Array, other: jax.Array) -> float:
-    """The largest difference, of the largest value or of 1; NaN where something is not finite."""
-    ours, theirs = np.asarray(one, np.float32), np.asarray(other, np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):  # of infinities
-        scale = np.maximum(1.0, np.max(np.abs(theirs), initial=0.0))
-        return float(np.max(np.abs(ours - theirs), initial=0.0) / scale)
+def _call(model: nn.Module, params: Params, *inputs: Any, method: str | None = None, **kwargs: Any) -> Any:
+    return model.apply({"params": params}, *inputs, method=method, **kwargs)
 
 
 def _without_dropout(config: Any) -> Any:
-    """A config with every `dropout` in it set to 0."""
+    """Return a config with every `dropout` in it set to 0."""
     changes: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)

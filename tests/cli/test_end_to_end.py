@@ -334,9 +334,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
     stored = np.load(evidence / "batch.npz")
     batch = Batch((stored["inputs.0"],), stored["targets"])
     found = first_non_finite(broken.model, broken.params, batch, keys)
-    assert f"first {found.culprit};" in last[0]
+    assert f"first {found.origin};" in last[0]
     report = (evidence / "report.txt").read_text()
-    assert found.culprit in report and "with the step's attention: xla" in report and "float32" in report
+    assert found.origin in report and "with the step's attention: xla" in report and "float32" in report
 
 
 @pytest.mark.exhaustive

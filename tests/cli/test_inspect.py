@@ -57,7 +57,7 @@ def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pyte
         assert held["x"] == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 12]
         assert batch["y"] == [row["loss"] for row in rows if "loss" in row]
         heads = [[row["entropy"][0][head] for row in rows if "entropy" in row] for head in range(2)]
-        assert [trace["y"] for trace in traces(browser, "Entropy of attention")] == heads
+        assert [trace["y"] for trace in traces(browser, "Attention entropy")] == heads
         updates = {trace["hovertemplate"].split("<br>")[0]: trace for trace in traces(browser, "Update ratios")}
         tables = [(row["step"], row["gradients"]) for row in rows if "gradients" in row]
         assert {p["name"] for p in tables[0][1]} == set(updates)
@@ -65,11 +65,10 @@ def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pyte
         assert updates["embedding.W_E"]["y"] == wanted
         titles = [heading.text for heading in browser.find_elements("tag name", "h2")]
         assert titles[:7] == [
-            "What the heads look at", "Logit lens", "Who spoke for the next token", "The loss without each head",
-            "What each head does", "Gradients as attention becomes one-hot",
-            "What each example asks for",
+            "Attention maps", "Logit lens", "Direct logit attribution", "Head ablation",
+            "Head statistics", "Attention saturation", "Per-example gradients",
         ]  # fmt: skip
-        assert "Samples" in titles and "Before the first step" in titles
+        assert "Samples" in titles and "Initialisation check" in titles
         assert complaints(browser) == []
 
 
@@ -117,7 +116,7 @@ def test_a_prefix_is_told_from_what_is_predicted(tmp_path: Path):
     shown = data_of(place / "inspect.html")
     notes = shown["section-0"]["notes"]["text"]
     prefix = len(notes) // 2
-    assert notes[:prefix] == [""] * prefix and all(note.startswith("It had a chance") for note in notes[prefix:])
+    assert notes[:prefix] == [""] * prefix and all(note.startswith("Probability ") for note in notes[prefix:])
     lens = shown["section-1"]["traces"][0]
     assert len(lens["z"][0]) == len(notes) - prefix + 1  # also what the prefix's last token says
     weights = shown["section-0"]["layers"][0]

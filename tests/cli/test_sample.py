@@ -456,7 +456,7 @@ def test_every_token_is_explained(here, rows, capsys):
     assert [len(explained), len(row["tokens"])] == [12, 12] or row["ended"] == "stop token"
     np.testing.assert_allclose([np.log(r["probability"]) for r in explained], row["logprobs"], rtol=1e-3, atol=1e-4)
     for r in explained:
-        assert len(r["rivals"]) == 3 and len(r["looked_at"]) >= 1
+        assert len(r["alternatives"]) == 3 and len(r["attended"]) >= 1
         assert 0 < r["entropy"] < np.log(280)
 
     assert sample.main(["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "3"]) == 0

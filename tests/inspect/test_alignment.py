@@ -1,4 +1,4 @@
-"""Where sequence-to-sequence models look: weights by another way, and pictures of any text."""
+"""Alignments of sequence-to-sequence models, and pictures of them."""
 
 from functools import partial
 
@@ -24,22 +24,22 @@ def params_of(config: TokenModelConfig) -> Params:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [RECURRENT, TRANSFORMER], ids=["recurrent", "transformer"])
-def test_each_token_of_the_target_shares_its_look_over_the_source_and_knows_no_later_one(config):
-    look = jax.jit(partial(alignment, config.build(), params_of(config)))
-    weights_TS = look(SOURCE, TARGET)
+def test_alignment_rows_sum_to_one_and_are_causal(config):
+    align = jax.jit(partial(alignment, config.build(), params_of(config)))
+    weights_TS = align(SOURCE, TARGET)
     assert weights_TS.shape == (3, 5)
     np.testing.assert_allclose(weights_TS.sum(axis=1), 1, rtol=1e-6)
-    changed_TS = look(SOURCE, TARGET.at[2].set(9))
+    changed_TS = align(SOURCE, TARGET.at[2].set(9))
     np.testing.assert_allclose(changed_TS[:2], weights_TS[:2], rtol=1e-6)
-    assert not np.allclose(look(SOURCE.at[0].set(9), TARGET), weights_TS, rtol=1e-3)
+    assert not np.allclose(align(SOURCE.at[0].set(9), TARGET), weights_TS, rtol=1e-3)
 
 
-def test_a_model_with_one_vector_of_the_source_looks_nowhere():
+def test_model_without_attention_has_no_alignment():
     config = RecurrentConfig(11, 8, d_embedding=4, d_model=6, attention="none")
     assert alignment(config.build(), params_of(config), SOURCE, TARGET) is None
 
 
-def test_any_text_makes_a_picture_without_a_warning(tmp_path):
+def test_any_text_is_drawn_without_a_warning(tmp_path):
     # A script that the font lacks, a control character, what matplotlib takes for mathematics, and the end.
     source, target = ["\u4f60", "\x01", "a_$^{b"], [" \n", ""]
     draw_alignment(np.full((2, 3), 1 / 3), source, target, tmp_path / "a.png")

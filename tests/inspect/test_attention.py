@@ -31,7 +31,7 @@ def test_maps_are_the_softmax_of_queries_and_keys() -> None:
         assert_close(first[h], weights_TS / weights_TS.sum(-1, keepdims=True))
 
 
-def test_maps_are_causal_distributions_and_looking_changes_nothing() -> None:
+def test_maps_are_causal_distributions_and_do_not_change_the_logits() -> None:
     model, params = build(replace(CONFIG, window=3))
     tokens_T = random_tokens(V, T)
     logits = apply(model, params, tokens_T)
@@ -42,7 +42,7 @@ def test_maps_are_causal_distributions_and_looking_changes_nothing() -> None:
     np.testing.assert_array_equal(apply(model, params, tokens_T), logits)
 
 
-def test_entropy_is_the_mean_over_rows_and_sequences_and_within_its_bounds() -> None:
+def test_entropy_is_the_mean_over_rows_and_examples() -> None:
     model, params = build(CONFIG)
     tokens_BT = random_tokens(V, 5, T)
     entropies = attention_entropy(model, params, tokens_BT)
@@ -55,14 +55,14 @@ def test_entropy_is_the_mean_over_rows_and_sequences_and_within_its_bounds() -> 
         assert (entropy_H < most).all()
 
 
-def test_equal_scores_have_the_highest_entropy() -> None:
+def test_equal_scores_have_maximal_entropy() -> None:
     model, params = build(CONFIG)
     params["blocks_0"]["attention"]["W_Q"] = jnp.zeros((D, 3, 5))
     entropy_H = attention_entropy(model, params, random_tokens(V, 2, T))[0]
     assert_close(entropy_H, np.full(3, sum(map(log, range(1, T + 1))) / T))
 
 
-def test_a_model_without_attention_has_none() -> None:
+def test_model_without_attention_has_no_maps() -> None:
     model, params = build(MLPConfig(V, T, d_model=5, d_ff=(11,)))
     assert attention_maps(model, params, random_tokens(V, T)) == []
     assert attention_entropy(model, params, random_tokens(V, 2, T)) == []

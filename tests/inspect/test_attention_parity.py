@@ -1,4 +1,4 @@
-"""Attention weights as others show them: torch.nn.MultiheadAttention and flax.linen.MultiHeadDotProductAttention."""
+"""Attention maps agree with torch.nn.MultiheadAttention and flax.linen.MultiHeadDotProductAttention."""
 
 import flax.linen as nn
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.inspect import trace
+from jaxformer.inspect import capture
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.ops import masks
 from tests.helpers import ROOT
@@ -22,7 +22,7 @@ def test_weights_agree_with_torch(name):
     H, K, _ = params["W_O"].shape
     module = MultiHeadAttention(H, H, K, output_projection=True, bias=True)
     mask = masks.Causal() if name == "causal" else masks.tokens(T, jnp.arange(T) < FIXTURE["n_valid"])
-    found = trace(module, params, x_TD, jnp.arange(T), mask)
+    found = capture(module, params, x_TD, jnp.arange(T), mask)
     np.testing.assert_allclose(found["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
     np.testing.assert_allclose(found["output.0"], FIXTURE[f"{name}.out"], atol=1e-5)
 
@@ -41,6 +41,6 @@ def test_weights_agree_with_flax(causal):
     names = {"W_Q": "query", "W_K": "key", "W_V": "value", "W_O": "out"}
     params = {name: kernels[of].reshape(*((H, K, D) if name == "W_O" else (D, H, K))) for name, of in names.items()}
     module = MultiHeadAttention(H, H, K, output_projection=True)
-    found = trace(module, params, x_TD, jnp.arange(T), mask_TT)
+    found = capture(module, params, x_TD, jnp.arange(T), mask_TT)
     (weights,) = sown["intermediates"]["attention_weights"]
     np.testing.assert_allclose(found["weights"], weights, atol=1e-5)

@@ -180,7 +180,7 @@ def test_a_finite_model_has_nothing_to_name():
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_damaged_parameter_is_named(value):
     found = first_non_finite(*damaged(value, "blocks_1", "attention", "W_K"), BATCH)
-    assert found.culprit == "the parameter blocks.1.attention.W_K"
+    assert found.origin == "the parameter blocks.1.attention.W_K"
     assert found.modules[found.at].name == "blocks.1.attention"
 
 
@@ -198,7 +198,7 @@ def test_a_damaged_parameter_is_named(value):
 def test_the_first_module_to_overflow_is_named(path, module, dtype):
     model, params = damaged(3e38, *path)  # both dtypes end at 3.4e38
     found = first_non_finite(model, params, BATCH, compute_dtype=dtype)
-    assert (found.culprit, found.direction) == (f"the output of {module}", "forward")
+    assert (found.origin, found.direction) == (f"the output of {module}", "forward")
     before, here = found.modules[: found.at], found.modules[found.at]
     assert here.name == module and here.value.non_finite > 0
     assert all(row.value.non_finite == 0 for row in before)
@@ -211,11 +211,11 @@ def test_the_dtype_of_the_step_decides():
     params = {"square": {"W": jnp.full((11, 11), 200.0)}, "out": {"W": normal(11, 11) / 1e6}}
     assert first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.bfloat16) is None
     found = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
-    assert found.culprit == "the output of square (call 2)"  # 11 · 200²
+    assert found.origin == "the output of square (call 2)"  # 11 · 200²
     params["square"]["W"] *= 400  # now the matrix itself
     assert first_non_finite(model, params, next_token_batch(tokens)) is None
     found = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
-    assert found.culprit == "the parameter square.W"
+    assert found.origin == "the parameter square.W"
 
 
 class Table(nn.Module):
@@ -234,7 +234,7 @@ def test_a_loss_that_overflows_alone_is_named():
     model = Table(3e38)  # logits of ±3e38 are finite, their differences are not
     params = first_params(model, TOKENS[0])
     found = first_non_finite(model, params, BATCH)
-    assert (found.culprit, found.direction) == ("the loss", "forward")
+    assert (found.origin, found.direction) == ("the loss", "forward")
     np.testing.assert_allclose(found.modules[found.at - 1].value.largest, 3e38, rtol=1e-6)
 
 
@@ -242,7 +242,7 @@ def test_a_gradient_of_a_parameter_that_is_infinite_alone_is_named():
     model = Table(0.0, root=True)  # √0 is 0, its slope is infinite
     params = first_params(model, TOKENS[0])
     found = first_non_finite(model, params, BATCH)
-    assert (found.culprit, found.direction) == ("the gradient of W", "backward")
+    assert (found.origin, found.direction) == ("the gradient of W", "backward")
     assert found.modules[found.at].name == "the model (logits)"
 
 
@@ -282,7 +282,7 @@ def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
 def test_what_is_finite_forward_alone_is_named_with_the_module_whose_backward_pass_broke(dtype):
     model, params = layers(zeroed=int(TOKENS[1, 2]))
     found = first_non_finite(model, params, BATCH, compute_dtype=dtype)
-    assert (found.culprit, found.direction) == ("the gradient that norm passes back to first", "backward")
+    assert (found.origin, found.direction) == ("the gradient that norm passes back to first", "backward")
     assert found.modules[found.at].name == "norm"
     assert all(row.value.non_finite == 0 for row in found.modules)
     assert {row.name for row in found.modules if row.gradient.non_finite} == {"embedding", "first"}
@@ -306,7 +306,7 @@ def test_dropout_is_that_of_the_keys():
     good, bad = (keys[int(np.flatnonzero(whole == wanted)[0])][None] for wanted in (True, False))
     assert first_non_finite(model, params, FIRST) is None
     assert first_non_finite(model, params, FIRST, good) is None
-    assert first_non_finite(model, params, FIRST, bad).culprit == "the gradient that norm passes back to dropout"
+    assert first_non_finite(model, params, FIRST, bad).origin == "the gradient that norm passes back to dropout"
 
 
 def test_the_table_shows_rows_around_the_culprit_and_its_parameters():

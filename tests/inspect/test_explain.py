@@ -1,4 +1,4 @@
-"""Why a text went on as it did, against one full pass."""
+"""Token explanations agree with one full pass."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import pytest
 from jaxformer.inspect import attention_maps
 from jaxformer.inspect.explain import explain
 from tests.arrays import apply
-from tests.inspect.test_trace import MODELS, T, V, made
+from tests.inspect.test_capture import MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
 
@@ -17,13 +17,13 @@ TEXT = [int(x) for x in np.random.default_rng(4).integers(0, V, T)]
 
 
 @pytest.mark.parametrize("name", ["decoder", "grouped", "rowwise"])
-def test_rows_are_what_a_full_pass_gives(name):
-    model, params, _ = made(MODELS[name])
+def test_explanations_agree_with_a_full_pass(name):
+    model, params, _ = random_model(MODELS[name])
     logits_TV = apply(model, params, np.array(TEXT, np.int32))
     p_TV = np.asarray(jax.nn.softmax(logits_TV), np.float64)
     maps = attention_maps(model, params, np.array(TEXT, np.int32))
     mean_TT = np.mean(np.concatenate(maps), axis=0) if maps else None
-    rows = explain(model, params, TEXT, 2, n_rivals=4, n_places=2)
+    rows = explain(model, params, TEXT, 2, n_alternatives=4, n_positions=2)
     assert len(rows) == T - 2
     for at, row in enumerate(rows, start=2):
         p_V = p_TV[at - 1]
@@ -31,35 +31,35 @@ def test_rows_are_what_a_full_pass_gives(name):
         np.testing.assert_allclose(row.probability, p_V[TEXT[at]], rtol=1e-4)
         np.testing.assert_allclose(row.entropy, -(p_V * np.log(np.maximum(p_V, 1e-30))).sum(), rtol=1e-3, atol=1e-4)
         others = [token for token in np.argsort(-p_V, kind="stable") if token != TEXT[at]][:4]
-        np.testing.assert_allclose([p for _, p in row.rivals], p_V[others], rtol=1e-4, atol=1e-7)
-        assert TEXT[at] not in [token for token, _ in row.rivals]
+        np.testing.assert_allclose([p for _, p in row.alternatives], p_V[others], rtol=1e-4, atol=1e-7)
+        assert TEXT[at] not in [token for token, _ in row.alternatives]
         if mean_TT is None:
-            assert row.looked_at == ()
+            assert row.attended == ()
         else:
             weights = sorted(mean_TT[at - 1], reverse=True)[:2]
-            np.testing.assert_allclose([w for _, w in row.looked_at], weights, rtol=1e-4)
-            assert all(place < at for place, _ in row.looked_at)
+            np.testing.assert_allclose([w for _, w in row.attended], weights, rtol=1e-4)
+            assert all(place < at for place, _ in row.attended)
 
 
-def test_a_prompt_that_is_a_prefix_is_seen_as_one():
-    model, params, _ = made(MODELS["prefix"])
+def test_prompt_of_a_prefix_model_is_its_prefix():
+    model, params, _ = random_model(MODELS["prefix"])
     rows = explain(model, params, TEXT, 4)
     p_TV = jax.nn.softmax(apply(model, params, np.array(TEXT, np.int32), 4))
     np.testing.assert_allclose([r.probability for r in rows], np.asarray(p_TV)[range(3, T - 1), TEXT[4:]], rtol=1e-4)
 
 
-def test_what_cannot_be_explained_is_an_error():
-    model, params, _ = made(MODELS["decoder"])
+def test_text_beyond_the_positions_and_full_window_models_are_errors():
+    model, params, _ = random_model(MODELS["decoder"])
     with pytest.raises(ValueError, match="8 tokens, but the model has 7 positions"):
         explain(model, params, [*TEXT, 1], 1)
-    model, params, _ = made(MODELS["concatenated"])
+    model, params, _ = random_model(MODELS["concatenated"])
     with pytest.raises(ValueError, match="full window"):
         explain(model, params, TEXT, 1)
 
 
-def test_a_text_may_go_on_past_the_context_where_the_model_does():
+def test_text_may_exceed_the_context_of_an_extrapolating_model():
     config = replace(MODELS["decoder"], positions="rope", head_dim=4)
-    model, params, _ = made(config)
+    model, params, _ = random_model(config)
     rows = explain(model, params, TEXT * 3, 20)
     logits_TV = apply(model, params, np.array(TEXT * 3, np.int32))
     p_TV = jax.nn.softmax(logits_TV)

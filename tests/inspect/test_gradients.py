@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import example_gradients, gradient_report
-from jaxformer.inspect.gradients import EXAMPLES_AT_ONCE, Row, noise_scale, update_grid
+from jaxformer.inspect import gradient_report, per_example_gradients
+from jaxformer.inspect.gradients import EXAMPLES_PER_CHUNK, Row, noise_scale, update_grid
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.runs import parameter_order
 from tests.arrays import build, normal
 from tests.helpers import exhaustive
-from tests.inspect.test_trace import MODELS, T, V, made
+from tests.inspect.test_capture import MODELS, T, V, random_model
 
 CONFIG = DecoderConfig(
     23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm"
@@ -23,7 +23,7 @@ LR = 0.25
 
 
 def like(params: Params, seed: int) -> Params:
-    """The same structure with other numbers."""
+    """Return the same structure with other numbers."""
     leaves, structure = jax.tree.flatten(params)
     return structure.unflatten([normal(*leaf.shape, seed=seed + i) for i, leaf in enumerate(leaves)])
 
@@ -33,7 +33,7 @@ REPORT = gradient_report(PARAMS, GRADS, LR, UPDATES)
 ROWS = {row.name: row for row in REPORT.rows}
 
 
-def test_a_grid_has_a_line_per_block_and_columns_in_the_order_of_computation() -> None:
+def test_update_grid_has_a_line_per_block_and_columns_in_order() -> None:
     order = parameter_order(CONFIG.build(), CONFIG)
     lines = update_grid(REPORT.rows, order, 0.00012).splitlines()
     assert lines[0].startswith("update ratios at learning rate 0.00012: norm of update / ")
@@ -47,7 +47,7 @@ def test_a_grid_has_a_line_per_block_and_columns_in_the_order_of_computation() -
     assert cell == pytest.approx(1e3 * np.linalg.norm(moved) / np.linalg.norm(weights), rel=5e-3)
 
 
-def test_a_grid_says_what_stands_in_several_layers_wraps_and_takes_u_where_there_is_no_update() -> None:
+def test_update_grid_disambiguates_names_wraps_and_falls_back_to_u() -> None:
     names = [f"{stack}_blocks.0.{part}.W_Q" for stack in ("encoder", "decoder") for part in ("attention", "cross")]
     rows = [Row(name, 1.0, 1.0, u, None) for name, u in zip(names, (0.5, 1e-9, 0.0, inf), strict=True)]
     assert [line.split() for line in update_grid(rows, names, 1.0).splitlines()[1:]] == [
@@ -59,7 +59,7 @@ def test_a_grid_says_what_stands_in_several_layers_wraps_and_takes_u_where_there
     assert max(map(len, lines)) <= 100 and sum(line.count("2,000") for line in lines) == 9
 
 
-def test_every_parameter_has_a_row_and_heads_have_their_own() -> None:
+def test_report_has_a_row_per_parameter_and_head() -> None:
     per_block = {f"attention.heads.{h}.{name}" for h in range(3) for name in ("W_Q", "W_O")}
     per_block |= {"attention.heads.0.W_K", "attention.heads.0.W_V"}  # one key/value head
     per_block |= {f"mlp.{name}" for name in ("W_1", "b_1", "W_2", "b_2")} | {"attention_norm.gamma", "mlp_norm.gamma"}
@@ -88,19 +88,19 @@ def test_norms_and_ratios_agree_with_numpy(name: str, part: object) -> None:
     assert (row.g, row.w, row.u, row.update) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_without_updates_the_column_is_empty() -> None:
+def test_report_without_updates_has_an_empty_column() -> None:
     report = gradient_report(PARAMS, GRADS, LR)
     assert {row.update for row in report.rows} == {None}
     assert [row.name for row in report.rows] == [row.name for row in REPORT.rows]
 
 
-def test_zero_weights_give_no_division_error() -> None:
+def test_zero_weights_have_infinite_ratios() -> None:
     zero, one = {"W": jnp.zeros(3)}, {"W": jnp.ones(3)}
     assert gradient_report(zero, one, LR).rows == (Row("W", pytest.approx(3**0.5), 0.0, inf, None),)
     assert gradient_report(zero, zero, LR, zero).rows == (Row("W", 0.0, 0.0, 0.0, 0.0),)
 
 
-def test_the_table_has_a_line_for_each_row_under_a_heading() -> None:
+def test_report_prints_a_line_per_row_under_a_heading() -> None:
     heading, *lines = str(REPORT).splitlines()
     assert [line.split()[0] for line in lines] == [row.name for row in REPORT.rows]
     assert all(word in heading for word in ("parameter", "g", "w", "u = lr·g/w", "update/w"))
@@ -111,10 +111,10 @@ def test_the_table_has_a_line_for_each_row_under_a_heading() -> None:
 
 
 @pytest.mark.parametrize("name", ["decoder", exhaustive("masked"), exhaustive("experts"), exhaustive("vit")])
-def test_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
-    """Also where weights differ, and where more examples are there than are looked at together."""
-    model, params, inputs = made(MODELS[name])
-    n, rng = EXAMPLES_AT_ONCE + 2, np.random.default_rng(0)
+def test_per_example_gradients_agree_with_a_loop(name: str) -> None:
+    """With weights that differ, and more examples than one chunk."""
+    model, params, inputs = random_model(MODELS[name])
+    n, rng = EXAMPLES_PER_CHUNK + 2, np.random.default_rng(0)
 
     def others(x: jax.Array) -> jax.Array:
         if x.dtype == bool:
@@ -127,7 +127,7 @@ def test_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
     grads = []
     with jax.enable_x64(True):
         params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        found = example_gradients(model, params, batch)
+        found = per_example_gradients(model, params, batch)
         one = jax.jit(jax.value_and_grad(lambda p, example: objective_of(model).example_loss(model, p, example)))
         total_B = np.ones(n) if weights is None else weights.sum(axis=1)
         alone = [one(params, jax.tree.map(lambda x, b=b: x[b], batch)) for b in range(n)]
@@ -152,14 +152,14 @@ def test_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
     assert found.noise_scale == pytest.approx(wanted, rel=1e-3)
 
 
-def test_examples_that_are_alike_have_no_noise() -> None:
-    model, params, (tokens,) = made(MODELS["decoder"])
-    found = example_gradients(model, params, Batch((jnp.stack([tokens] * 3),), jnp.stack([tokens] * 3)))
+def test_equal_examples_have_zero_noise_scale() -> None:
+    model, params, (tokens,) = random_model(MODELS["decoder"])
+    found = per_example_gradients(model, params, Batch((jnp.stack([tokens] * 3),), jnp.stack([tokens] * 3)))
     np.testing.assert_allclose(found.cosine_B, np.ones(3), rtol=1e-5)
     assert found.noise_scale < 1e-4
 
 
-def test_a_noise_scale_by_hand() -> None:
+def test_noise_scale_by_hand() -> None:
     """Of gradients (1, 0) and (1, 1): their mean is (1, 1/2), the trace of their covariance 1/2, and so |G|² is
     5/4 - 1/4. Of (1, 0) and (0, 1) it is 1/2 - 1/2. One example alone says nothing of noise."""
     assert noise_scale(np.sqrt([1.0, 2.0]), 1.25**0.5) == pytest.approx(0.5)

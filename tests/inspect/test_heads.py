@@ -1,4 +1,4 @@
-"""What heads look at, by hand, and what silencing them does."""
+"""Head statistics by hand, and head ablation by changed weights."""
 
 from dataclasses import replace
 
@@ -9,20 +9,20 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.attention import attention_entropy
-from jaxformer.inspect.heads import ablate_heads, counts_of, gaze, head_statistics, loss_without
-from jaxformer.inspect.trace import editing, trace
+from jaxformer.inspect.capture import capture, intervene
+from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, layer_statistics, target_mask
 from jaxformer.models.objective import objective_of
-from tests.inspect.test_trace import MODELS, T, V, made
+from tests.inspect.test_capture import MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_gaze_by_hand():
+def test_layer_statistics_by_hand():
     tokens_T = jnp.array([5, 7, 5, 7])
     uniform = jnp.tril(jnp.ones((4, 4))) / jnp.arange(1, 5)[:, None]
     previous = jnp.eye(4, k=-1).at[0, 0].set(1)
-    induction = jnp.array([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])  # 5 after 5 came 7 (place 1)
-    found = gaze(jnp.stack([uniform, previous, induction]), jnp.tril(jnp.ones((4, 4), bool)), tokens_T)
+    induction = jnp.array([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])  # after 5 came 7 (position 1)
+    found = layer_statistics(jnp.stack([uniform, previous, induction]), jnp.tril(jnp.ones((4, 4), bool)), tokens_T)
     np.testing.assert_allclose(found.entropy, [np.log([1, 2, 3, 4]).mean(), 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found.share, [1, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found.distance, [(0 + 0.5 + 1 + 1.5) / 4, 0.75, (0 + 1 + 1 + 1) / 4], rtol=1e-6)
@@ -37,28 +37,27 @@ def test_rows_of_padding_do_not_count():
     valid = jnp.array([True, True, True, False, False])
     tokens = jnp.array([1, 2, 1, 1, 2])
     seen = jnp.ones((5, 5), bool)
-    padded = gaze(weights, seen, tokens, valid)
-    other = gaze(weights.at[:, 3:].set(1 / 5), seen, tokens.at[3:].set(9), valid)
+    padded = layer_statistics(weights, seen, tokens, valid)
+    other = layer_statistics(weights.at[:, 3:].set(1 / 5), seen, tokens.at[3:].set(9), valid)
     jax.tree.map(np.testing.assert_array_equal, padded, other)
 
 
-def test_gazes_are_the_mean_over_examples():
-    model, params, (tokens,) = made(MODELS["decoder"])
+def test_head_statistics_are_means_over_examples():
+    model, params, (tokens,) = random_model(MODELS["decoder"])
     tokens_BT = jnp.stack([tokens, (tokens * 3) % 7])
     found = head_statistics(model, params, tokens_BT)
     assert list(found) == ["blocks.0.attention", "blocks.1.attention"]
     from jaxformer.inspect import attention_maps
 
     seen = jnp.tril(jnp.ones((T, T), bool))
-    one = [gaze(attention_maps(model, params, tokens_T)[1], seen, tokens_T) for tokens_T in tokens_BT]
+    one = [layer_statistics(attention_maps(model, params, tokens_T)[1], seen, tokens_T) for tokens_T in tokens_BT]
     for name in ("entropy", "share", "distance", "previous", "duplicate"):
         wanted = np.nanmean([getattr(x, name) for x in one], axis=0)
         np.testing.assert_allclose(getattr(found["blocks.1.attention"], name), wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_padding_of_a_target_counts_nowhere():
-    """Neither what heads look at from it, nor what they give there."""
-    model, params, (source, valid, target) = made(MODELS["encoder-decoder"])
+def test_padding_of_the_target_changes_neither_statistics_nor_ablation():
+    model, params, (source, valid, target) = random_model(MODELS["encoder-decoder"])
     n = len(target) - 3
     found = []
     for filling in (1, 2):
@@ -66,8 +65,8 @@ def test_padding_of_a_target_counts_nowhere():
         weights = jnp.where(jnp.arange(len(target)) < n, 1.0, 0.0)
         batch = Batch(tuple(x[None] for x in (source, valid, padded)), jnp.roll(padded, -1)[None] % n, weights[None])
         batch = batch._replace(targets=batch.targets.at[:, n - 1 :].set(0))
-        looks = head_statistics(model, params, *batch.inputs, counts_BT=counts_of(batch))
-        entropy = attention_entropy(model, params, *batch.inputs, counts_BT=counts_of(batch))
+        looks = head_statistics(model, params, *batch.inputs, target_mask_BT=target_mask(batch))
+        entropy = attention_entropy(model, params, *batch.inputs, target_mask_BT=target_mask(batch))
         for look, of_log in zip(looks.values(), entropy, strict=True):
             np.testing.assert_allclose(look.entropy, of_log, rtol=1e-5)
         found.append((looks, ablate_heads(model, params, batch)))
@@ -77,10 +76,10 @@ def test_padding_of_a_target_counts_nowhere():
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", "masked", "clip", "vit"])
-def test_every_model_with_heads_has_gazes(name):
-    model, params, inputs = made(MODELS[name])
-    few = [x % 3 if x.dtype == jnp.int32 else x for x in inputs]  # so that tokens come again
-    found = head_statistics(model, params, *(x[None] for x in few))
+def test_every_model_with_attention_has_head_statistics(name):
+    model, params, inputs = random_model(MODELS[name])
+    inputs = [x % 3 if x.dtype == jnp.int32 else x for x in inputs]  # so that tokens repeat
+    found = head_statistics(model, params, *(x[None] for x in inputs))
     assert found
     for layer, of in found.items():
         has_tokens = name != "vit" and not layer.startswith("vision") and "cross" not in layer
@@ -92,14 +91,14 @@ def test_every_model_with_heads_has_gazes(name):
 
 def batch_of(name: str):
     config = replace(MODELS["decoder"], attention_bias=True) if name == "biased" else MODELS[name]
-    model, params, _ = made(config)
+    model, params, _ = random_model(config)
     rng = np.random.default_rng(3)
     tokens_BT = jnp.asarray(rng.integers(0, V, (2, T + 1)), jnp.int32)
     return model, params, Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
 
 
-def test_of_pairs_the_loss_among_all_of_them_is_what_a_head_is_worth():
-    model, params, inputs = made(MODELS["clip"])
+def test_ablation_of_clip_uses_the_contrastive_loss():
+    model, params, inputs = random_model(MODELS["clip"])
     rng = np.random.default_rng(0)
     image_B = jnp.asarray(rng.integers(0, 256, (3, *inputs[0].shape)), jnp.uint8)
     tokens_BT = jnp.asarray(rng.integers(0, V, (3, T)), jnp.int32)
@@ -113,7 +112,7 @@ def test_of_pairs_the_loss_among_all_of_them_is_what_a_head_is_worth():
     np.testing.assert_allclose(found.zero["text_blocks.0.attention"][1], rise, rtol=1e-3, atol=1e-5)
 
 
-def test_a_silent_head_is_a_head_without_its_output_weights():
+def test_zero_ablation_equals_zero_output_weights():
     model, params, batch = batch_of("decoder")
     found = ablate_heads(model, params, batch)
 
@@ -132,8 +131,7 @@ def test_a_silent_head_is_a_head_without_its_output_weights():
             )
 
 
-def test_estimates_are_exact_for_heads_that_matter_little():
-    """The first order is all there is where what a head gives is small."""
+def test_estimates_approach_ablation_for_small_heads():
     model, params, batch = batch_of("decoder")
     for block in ("blocks_0", "blocks_1"):
         params[block]["attention"]["W_O"] *= 1e-2
@@ -144,8 +142,8 @@ def test_estimates_are_exact_for_heads_that_matter_little():
     assert max(abs(x).max() for x in found.zero.values()) > 1e-4
 
 
-def test_a_head_that_gives_the_same_everywhere_is_not_missed_by_its_mean():
-    """Values that are a bias alone are the same at every place: silence is missed, and their mean is what they are."""
+def test_mean_ablation_of_a_constant_head_changes_nothing():
+    """Values that are a bias alone equal their mean at every position; zero ablation changes them."""
     model, params, batch = batch_of("biased")
     attention = params["blocks_1"]["attention"]
     params["blocks_1"]["attention"] = attention | {"W_V": attention["W_V"].at[:, 2].set(0)}
@@ -154,26 +152,26 @@ def test_a_head_that_gives_the_same_everywhere_is_not_missed_by_its_mean():
     assert abs(found.mean["blocks.1.attention"][0]) > 1e-4
 
 
-def test_heads_are_missed_together():
-    """None is the loss, one alone is what `ablate_heads` has, and a block's all are its output's mean, by hand."""
+def test_ablation_loss_of_no_one_and_all_heads():
+    """Without heads it is the loss, with one that of `ablate_heads`, with a block's all that of mean outputs."""
     model, params, batch = batch_of("decoder")
     found = ablate_heads(model, params, batch)
-    np.testing.assert_allclose(loss_without(model, params, batch, []), found.loss, rtol=1e-6)
-    one = loss_without(model, params, batch, [("blocks.0.attention", 1)])
+    np.testing.assert_allclose(ablation_loss(model, params, batch, []), found.loss, rtol=1e-6)
+    one = ablation_loss(model, params, batch, [("blocks.0.attention", 1)])
     np.testing.assert_allclose(one - found.loss, found.mean["blocks.0.attention"][1], rtol=1e-4, atol=1e-6)
-    at = "blocks.1.attention.heads"
-    means = np.mean([trace(model, params, x)[at].mean(1) for x in batch.inputs[0]], axis=0)
+    name = "blocks.1.attention.heads"
+    means = np.mean([capture(model, params, x)[name].mean(1) for x in batch.inputs[0]], axis=0)
     losses = []
     for i in range(2):
         example = jax.tree.map(lambda x, i=i: x[i], batch)
-        with editing(lambda name, x: jnp.broadcast_to(means[:, None], x.shape) if name == at else x):
+        with intervene(name, lambda _, x: jnp.broadcast_to(means[:, None], x.shape)):
             losses.append(objective_of(model).example_loss(model, params, example))
     all_of_it = [("blocks.1.attention", head) for head in range(3)]
-    np.testing.assert_allclose(loss_without(model, params, batch, all_of_it), np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(ablation_loss(model, params, batch, all_of_it), np.mean(losses), rtol=1e-5)
 
 
-def test_weights_say_what_counts_and_not_how_much_there_is():
-    """Nats a target, whether weights are 1 throughout, add up to 1 over the batch, or leave a target out."""
+def test_losses_are_normalised_by_the_weights():
+    """Losses are nats per weighted target, whatever the sum of the weights."""
     model, params, batch = batch_of("decoder")
     plain = ablate_heads(model, params, batch)
     for each in (1.0, 1 / batch.targets.size):
@@ -189,9 +187,8 @@ def test_weights_say_what_counts_and_not_how_much_there_is():
     np.testing.assert_allclose(ablate_heads(model, params, first).loss, wanted, rtol=1e-5)
 
 
-def test_means_leave_padding_out():
-    """Of a source: what stands in padded places changes no ablation."""
-    model, params, (tokens, _, target) = made(MODELS["encoder-decoder"])
+def test_mean_ablation_ignores_padding():
+    model, params, (tokens, _, target) = random_model(MODELS["encoder-decoder"])
     valid = jnp.arange(T) < 4
     rises = []
     for filling in (0, 9):
@@ -202,8 +199,8 @@ def test_means_leave_padding_out():
         np.testing.assert_allclose(rise, rises[1][layer], rtol=1e-5, atol=1e-6, err_msg=layer)
 
 
-def test_layers_come_in_the_order_of_the_computation():
+def test_layers_are_in_the_order_of_the_computation():
     config = replace(MODELS["decoder"], n_blocks=11)
-    model, params, (tokens,) = made(config)
+    model, params, (tokens,) = random_model(config)
     wanted = [f"blocks.{i}.attention" for i in range(11)]
     assert list(head_statistics(model, params, tokens[None])) == wanted

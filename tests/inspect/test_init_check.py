@@ -1,4 +1,4 @@
-"""What an initialisation should give, against what it gives, and against what the sources report."""
+"""Expected statistics of an initialisation agree with observed ones, and with those of the sources."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ CASES_BY_COST = [
 
 
 def fresh(config: DecoderConfig):
-    """With an MLP that is narrower than the sources', and random tokens."""
+    """Return an initialised model with an MLP narrower than the sources', and random tokens."""
     config = replace(config, d_ff=tuple(min(width, 256) for width in config.d_ff))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (8, config.context_length))
     model, tokens_BT = config.build(), jnp.asarray(tokens, jnp.int32)
@@ -43,7 +43,7 @@ def fresh(config: DecoderConfig):
 
 
 @pytest.mark.parametrize("name", CASES_BY_COST)
-def test_what_is_expected_is_observed(name):
+def test_expected_statistics_are_observed(name):
     found = check_init(*fresh(CASES[name]))
     assert len(found.expected) == len(found.observed) == CASES[name].n_blocks
     for i, (wanted, seen) in enumerate(zip(found.expected, found.observed, strict=True)):
@@ -57,7 +57,7 @@ def test_what_is_expected_is_observed(name):
     assert str(found).count("\n") == 1 + len(found.observed)
 
 
-def test_the_epsilon_of_a_layer_norm_counts_where_there_is_little():
+def test_epsilon_of_a_layer_norm_affects_small_streams():
     """Of mean squares of 4e-4, 1e-5 is 2.4 %: scores, products of two projections, have 4.8 % less variance."""
     config = replace(WIDE, norm="layernorm", positions="none", embedding_std=0.02)
     np.testing.assert_allclose(expected(config, 32)[0].scores, (4e-4 / 4.1e-4) ** 2, rtol=1e-6)
@@ -65,7 +65,7 @@ def test_the_epsilon_of_a_layer_norm_counts_where_there_is_little():
     np.testing.assert_allclose(of_rms, (4e-4 / 4.01e-4) ** 2, rtol=1e-6)
 
 
-def test_the_sources_first_entropy_is_the_expected_one():
+def test_initial_entropy_agrees_with_the_sources():
     (scaled,) = expected(ladder.attention_scaled.model, 32)
     assert abs(scaled.entropy - 1.492) < 0.05 and abs(scaled.scores - 4) < 1e-6  # embedding and position, each N(0, 1)
     (unscaled,) = expected(ladder.attention_unscaled.model, 32)
@@ -73,7 +73,7 @@ def test_the_sources_first_entropy_is_the_expected_one():
 
 
 @pytest.mark.slow
-def test_attention_that_will_be_one_hot_is_warned_of_with_its_rung_and_its_remedy():
+def test_one_hot_attention_is_warned_of_with_rung_and_remedy():
     (warning,) = check_init(*fresh(ladder.attention_unscaled.model)).warnings
     assert warning.startswith("scores of blocks.0 have variance 6") and "as on the rung attention_unscaled" in warning
     assert warning.endswith(
@@ -89,18 +89,18 @@ def test_attention_that_will_be_one_hot_is_warned_of_with_its_rung_and_its_remed
 
 
 @pytest.mark.slow
-def test_blocks_without_a_norm_are_warned_of():
+def test_deep_model_without_a_norm_is_warned_of():
     (warning,) = check_init(*fresh(replace(WIDE, n_blocks=4))).warnings
     assert warning.startswith("4 blocks without a norm, which make the stream ") and "four_blocks" in warning
     assert warning.endswith("set model.norm to rmsnorm.")
     assert not check_init(*fresh(replace(WIDE, n_blocks=4, norm="rmsnorm"))).warnings
 
 
-def test_one_token_has_nothing_to_choose_from():
+def test_single_token_has_no_one_hot_warning():
     model, params, tokens_BT = fresh(replace(WIDE, n_blocks=1, projection_std=1.0))
     assert not check_init(model, params, tokens_BT[:, :1]).warnings
 
 
-def test_a_stream_of_zeros_is_no_error():
+def test_zero_stream_is_no_error():
     found = check_init(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
     assert np.isnan(found.expected[0].growth) and found.expected[0].stream == 0

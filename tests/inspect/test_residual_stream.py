@@ -1,4 +1,4 @@
-"""Reading the residual stream: what adds up, adds up to the logits."""
+"""Logit lens, direct logit attribution and activation patching."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxformer.errors import UserError
-from jaxformer.inspect import logit_attribution, logit_lens, patch, trace
+from jaxformer.inspect import capture, logit_attribution, logit_lens, patch_activations
 from jaxformer.models.decoder import DecoderConfig
-from tests.inspect.test_trace import DECODER, MODELS, T, V, made
+from tests.inspect.test_capture import DECODER, MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
 
@@ -24,24 +24,24 @@ TOKENS = jnp.arange(T)[::-1]
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_what_parts_wrote_adds_up_to_the_logit(name):
-    model, params, _ = made(STREAMS[name])
+def test_attributions_sum_to_the_logit(name):
+    model, params, _ = random_model(STREAMS[name])
     logits_TV = model.apply({"params": params}, TOKENS)
-    wanted_T, other_T = (TOKENS * 3) % V, (TOKENS + 1) % V
+    target_T, baseline_T = (TOKENS * 3) % V, (TOKENS + 1) % V
     chosen = lambda tokens_T: np.take_along_axis(np.asarray(logits_TV), np.asarray(tokens_T)[:, None], 1)[:, 0]  # noqa: E731
     scale = np.abs(logits_TV).max()
-    parts = logit_attribution(model, params, TOKENS, wanted_T=wanted_T)
+    parts = logit_attribution(model, params, TOKENS, target_T=target_T)
     total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
-    np.testing.assert_allclose(total, chosen(wanted_T), atol=1e-5 * scale)
-    apart = logit_attribution(model, params, TOKENS, wanted_T=wanted_T, other_T=other_T)
+    np.testing.assert_allclose(total, chosen(target_T), atol=1e-5 * scale)
+    apart = logit_attribution(model, params, TOKENS, target_T=target_T, baseline_T=baseline_T)
     total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in apart.items())
-    np.testing.assert_allclose(total, chosen(wanted_T) - chosen(other_T), atol=1e-5 * scale)
+    np.testing.assert_allclose(total, chosen(target_T) - chosen(baseline_T), atol=1e-5 * scale)
     assert parts["blocks.1.attention.heads"].shape == (3, T)
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_the_lens_ends_with_the_models_own_logits(name):
-    model, params, _ = made(STREAMS[name])
+def test_logit_lens_ends_with_the_models_logits(name):
+    model, params, _ = random_model(STREAMS[name])
     found = logit_lens(model, params, TOKENS)
     assert list(found) == ["embedding", "blocks.0.after", "blocks.1.after"]
     logits_TV = model.apply({"params": params}, TOKENS)
@@ -60,11 +60,13 @@ def third_of_token_3(logits_TV: jax.Array) -> jax.Array:
     return logits_TV[2, 3]
 
 
-def test_what_is_patched_in_is_the_other_texts():
-    model, params, _ = made(DECODER)
+def test_patching_the_last_stream_gives_the_source_logits():
+    model, params, _ = random_model(DECODER)
     other = (TOKENS + 5) % V
     ours, theirs = (model.apply({"params": params}, tokens) for tokens in (TOKENS, other))
-    found = patch(model, params, [TOKENS], [other], ["embedding", "blocks.*.before", "blocks.1.after"], last_of_token_3)
+    found = patch_activations(
+        model, params, [TOKENS], [other], ["embedding", "blocks.*.before", "blocks.1.after"], last_of_token_3
+    )
     assert list(found) == ["embedding", "blocks.0.before", "blocks.1.before", "blocks.1.after"]
     # The stream at the end of the last block is all that its own place's logits come from.
     np.testing.assert_allclose(found["blocks.1.after"][-1], theirs[-1, 3], rtol=1e-5)
@@ -78,9 +80,9 @@ def test_what_is_patched_in_is_the_other_texts():
         )
 
 
-def test_a_patch_changes_nothing_before_it():
-    model, params, _ = made(DECODER)
-    found = patch(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.heads", third_of_token_3)
+def test_patching_a_later_position_changes_no_earlier_logit():
+    model, params, _ = random_model(DECODER)
+    found = patch_activations(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.heads", third_of_token_3)
     plain = model.apply({"params": params}, TOKENS)[2, 3]
     for by_place in found.values():
         np.testing.assert_allclose(by_place[3:], jnp.full(T - 3, plain), rtol=1e-5)
@@ -88,27 +90,29 @@ def test_a_patch_changes_nothing_before_it():
 
 
 @pytest.mark.parametrize("name", ["unscaled", "grouped", "vit"])
-def test_a_model_whose_stream_does_not_add_up_is_refused(name):
-    model, params, inputs = made(MODELS[name])
+def test_model_without_an_additive_stream_is_refused(name):
+    model, params, inputs = random_model(MODELS[name])
     with pytest.raises(UserError, match=r"stream|pre-norm"):
         logit_lens(model, params, *inputs)
 
 
-def test_patching_takes_any_model():
-    model, params, inputs = made(MODELS["encoder-decoder"])
+def test_patching_works_for_an_encoder_decoder():
+    model, params, inputs = random_model(MODELS["encoder-decoder"])
     source, valid, target = inputs
-    found = patch(model, params, inputs, ((source + 1) % V, valid, target), "encoder_blocks.0.before", last_of_token_3)
+    found = patch_activations(
+        model, params, inputs, ((source + 1) % V, valid, target), "encoder_blocks.0.before", last_of_token_3
+    )
     assert found["encoder_blocks.0.before"].shape == (T,)
-    same = patch(model, params, inputs, inputs, "encoder_blocks.0.before", last_of_token_3)
-    plain = trace(model, params, *inputs)["logits"][-1, 3]
+    same = patch_activations(model, params, inputs, inputs, "encoder_blocks.0.before", last_of_token_3)
+    plain = capture(model, params, *inputs)["logits"][-1, 3]
     np.testing.assert_allclose(same["encoder_blocks.0.before"], jnp.full(T, plain), rtol=1e-5)
 
 
-def test_a_prefix_is_read_as_one():
-    model, params, _ = made(MODELS["prefix"])
+def test_lens_and_attribution_of_a_prefix_model():
+    model, params, _ = random_model(MODELS["prefix"])
     logits_TV = model.apply({"params": params}, TOKENS, 4)
     np.testing.assert_allclose(logit_lens(model, params, TOKENS, 4)["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-4)
-    parts = logit_attribution(model, params, TOKENS, 4, wanted_T=TOKENS)
+    parts = logit_attribution(model, params, TOKENS, 4, target_T=TOKENS)
     total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
     np.testing.assert_allclose(total, np.take_along_axis(np.asarray(logits_TV), np.asarray(TOKENS)[:, None], 1)[:, 0],
                                atol=1e-5 * np.abs(logits_TV).max())  # fmt: skip
@@ -118,17 +122,17 @@ def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
     return logits_TV[0, 3]
 
 
-def test_places_are_patched_and_not_heads_also_where_there_are_as_many():
-    model, params, _ = made(DecoderConfig(V, T, 14, 1, T, d_ff=(16,), output_projection=True))
-    found = patch(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.heads", first_of_token_3)
+def test_positions_are_patched_even_with_as_many_heads():
+    model, params, _ = random_model(DecoderConfig(V, T, 14, 1, T, d_ff=(16,), output_projection=True))
+    found = patch_activations(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.heads", first_of_token_3)
     (by_place,) = found.values()
     plain = model.apply({"params": params}, TOKENS)[0, 3]
     np.testing.assert_allclose(by_place[1:], jnp.full(T - 1, plain), rtol=1e-5)  # no later place changes the first
 
 
-def test_what_an_image_is_patched_by_is_its_patches():
-    model, params, (pixels,) = made(MODELS["vit"])
-    found = patch(model, params, [pixels], [255 - pixels], "blocks.0.before", first_class)
+def test_positions_of_an_image_are_its_patches():
+    model, params, (pixels,) = random_model(MODELS["vit"])
+    found = patch_activations(model, params, [pixels], [255 - pixels], "blocks.0.before", first_class)
     assert found["blocks.0.before"].shape == (5,)  # two by two patches, and the token for the class
 
 

@@ -1,4 +1,4 @@
-"""What a report says of routers whose choices are known."""
+"""Router reports of known choices."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ CONFIG = DecoderConfig(
 )
 
 
-def test_shares_and_what_is_dropped_are_those_of_the_batch() -> None:
-    """A router that sends every token to one expert fills its room of T/E = 2, and drops 6 of 8."""
+def test_shares_and_dropped_tokens_are_means_over_the_batch() -> None:
+    """A router that sends every token to one expert fills its capacity T/E = 2, and drops 6 of 8."""
     model, params = build(CONFIG)
     params["blocks_0"]["mlp"]["W_router"] = jnp.zeros((D, E))  # of equals, the first
     tokens_BT = random_tokens(V, 3, T)
@@ -34,7 +34,7 @@ def test_shares_and_what_is_dropped_are_those_of_the_batch() -> None:
     assert len({tuple(x) for x in each}) > 1
 
 
-def test_nothing_is_dropped_where_there_is_room_and_a_scan_reports_the_same() -> None:
+def test_enough_capacity_drops_nothing_and_a_scan_agrees() -> None:
     config = replace(CONFIG, capacity_factor=None)
     model, params = build(config)
     inputs = (random_tokens(V, 3, T),)
@@ -44,6 +44,6 @@ def test_nothing_is_dropped_where_there_is_room_and_a_scan_reports_the_same() ->
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), report, scanned)
 
 
-def test_a_model_without_experts_has_no_routers() -> None:
+def test_model_without_experts_has_an_empty_report() -> None:
     model, params = build(replace(CONFIG, n_experts=None, capacity_factor=None))
     assert router_report(model, params, (random_tokens(V, 2, T),)) == {}

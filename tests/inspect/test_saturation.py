@@ -1,4 +1,4 @@
-"""The sources' exercise: what one-hot attention does to the gradients of its scores, and to that of W_Q."""
+"""Attention saturation: gradients of scores and of W_Q as attention becomes one-hot."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ import pytest
 
 from configs.ladder import attention_scaled, attention_unscaled
 from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
 from jaxformer.inspect import attention_entropy, saturation
 from jaxformer.models.objective import objective_of
 from tests.arrays import first_params
@@ -19,7 +20,7 @@ SOFT, HARD = [10.0, 1.0], [0.03, 0.01, 0.002]
 
 
 def untrained(config, n: int = 8):
-    """A rung at the sources' width, with a smaller MLP, and random tokens."""
+    """Return an untrained rung at the sources' width, with a smaller MLP, and random tokens."""
     model_config = replace(config.model, d_ff=(64,), vocab_size=256)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (n, model_config.context_length + 1)), jnp.int32)
     model = model_config.build()
@@ -31,12 +32,12 @@ def rows():
     return saturation(*untrained(attention_scaled), SOFT + HARD)
 
 
-def test_the_gradient_of_the_scores_is_that_of_the_formula(rows):
+def test_gradient_of_the_scores_agrees_with_the_formula(rows):
     for row in rows:
         np.testing.assert_allclose(row.scores_by_hand, row.scores, rtol=1e-4)
 
 
-def test_it_vanishes_as_attention_becomes_one_hot_and_for_half_of_the_rows_altogether(rows):
+def test_gradient_of_the_scores_vanishes_for_one_hot_attention(rows):
     assert [row.entropy for row in rows] == sorted((row.entropy for row in rows), reverse=True)
     scaled, hardest = rows[1], rows[-1]
     assert 1.3 < scaled.entropy < 1.7 and hardest.entropy < 0.005  # 1.492 and 0.003 in the sources
@@ -44,14 +45,14 @@ def test_it_vanishes_as_attention_becomes_one_hot_and_for_half_of_the_rows_altog
     assert scaled.median_row > 0 and hardest.median_row == 0
 
 
-def test_that_of_W_Q_rises_before_it_vanishes(rows):
+def test_gradient_of_W_Q_rises_before_it_vanishes(rows):
     assert rows[-1].W_Q > 3 * rows[1].W_Q and rows[-1].W_K > 3 * rows[1].W_K
     unscaled = saturation(*untrained(attention_unscaled), [3000.0, 100.0, 1.0, 0.1])
     assert unscaled[0].W_Q < unscaled[1].W_Q > unscaled[2].W_Q > unscaled[3].W_Q
     assert unscaled[3].W_Q < 1e-6 and unscaled[3].scores == 0
 
 
-def test_at_its_own_temperature_it_is_the_gradient_of_training():
+def test_temperature_one_gives_the_training_gradient():
     model, params, batch = untrained(attention_scaled, n=3)
     (row,) = saturation(model, params, batch, [1.0])
     loss = lambda params: jnp.mean(  # noqa: E731
@@ -62,6 +63,6 @@ def test_at_its_own_temperature_it_is_the_gradient_of_training():
     np.testing.assert_allclose(row.entropy, attention_entropy(model, params, *batch.inputs)[0].mean(), rtol=1e-5)
 
 
-def test_a_layer_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"no blocks\.1\.attention"):
+def test_unknown_layer_is_an_error():
+    with pytest.raises(UserError, match=r"no activation is called 'blocks\.1\.attention\.scores'"):
         saturation(*untrained(attention_scaled, n=1), [1.0], "blocks.1.attention")

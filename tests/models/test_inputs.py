@@ -13,7 +13,15 @@ import pytest
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.inspect import alignment, attention_maps, explain, logit_attribution, logit_lens, patch, trace
+from jaxformer.inspect import (
+    alignment,
+    attention_maps,
+    capture,
+    explain,
+    logit_attribution,
+    logit_lens,
+    patch_activations,
+)
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.mlp import MLPConfig
@@ -92,11 +100,11 @@ def test_every_probe_of_one_example_refuses_a_batch_and_ids_that_are_none() -> N
     wrong_T, batch = jnp.array([1, V, 2]), jnp.zeros((2, 3), jnp.int32)
     for tokens, said in ((wrong_T, "token 13 at position 1"), (batch, "use jax.vmap")):
         probes = (
-            lambda x: trace(model, params, x),
+            lambda x: capture(model, params, x),
             lambda x: attention_maps(model, params, x),
             lambda x: logit_lens(model, params, x),
-            lambda x: logit_attribution(model, params, x, wanted_T=x),
-            lambda x: patch(model, params, [x], [x], "blocks.*.before", jnp.sum),
+            lambda x: logit_attribution(model, params, x, target_T=x),
+            lambda x: patch_activations(model, params, [x], [x], "blocks.*.before", jnp.sum),
         )
         for probe in probes:
             with pytest.raises(UserError, match=said):

@@ -26,7 +26,7 @@ from jaxformer.train.optimizer import (
 )
 from tests.arrays import first_params, normal, random_tokens
 from tests.helpers import exhaustive, slow
-from tests.inspect.test_trace import MODELS
+from tests.inspect.test_capture import MODELS
 
 TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
 CONFIGS = {

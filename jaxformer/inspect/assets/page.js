@@ -10,7 +10,7 @@ const make = (tag, parent, text = "", kind = "") => {
   return element;
 };
 
-// Colours that stay apart for those who see fewer of them, on white and on black.
+// Colours that are distinguishable with colour blindness, on white and on black.
 const COLOURS = {
   light: ["#2a62c9", "#d1590a", "#16856b", "#b3368b", "#8a6d00", "#6b4fc4", "#b22a2a", "#4f6472"],
   dark: ["#8db4ff", "#ff9c57", "#5fcfae", "#f08cce", "#d9bd4a", "#b7a1ff", "#ff8a80", "#a9bcc9"],
@@ -22,8 +22,8 @@ const SCALES = {
 };
 
 function themed(layout) {
-  const axis = (given = {}) => ({
-    gridcolor: colour("--line"), linecolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true, ...given,
+  const axis = (options = {}) => ({
+    gridcolor: colour("--line"), linecolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true, ...options,
   });
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--text"), size: 13 },
@@ -33,23 +33,23 @@ function themed(layout) {
   };
 }
 
-function drawn(trace) {
+function styled(trace) {
   const theme = dark.matches ? "dark" : "light";
-  const given = { ...trace };
-  if (given.colorscale) given.colorscale = SCALES[theme][given.colorscale];
-  if (given.type === "heatmap") given.colorbar = { thickness: 10, outlinewidth: 0, ...given.colorbar };
-  if (given.line && "colour" in given.line) {
-    const { colour: number, ...line } = given.line;
-    const again = Math.floor(number / COLOURS[theme].length);
-    given.line = { dash: DASHES[again % DASHES.length], ...line, color: COLOURS[theme][number % COLOURS[theme].length] };
+  const plot = { ...trace };
+  if (plot.colorscale) plot.colorscale = SCALES[theme][plot.colorscale];
+  if (plot.type === "heatmap") plot.colorbar = { thickness: 10, outlinewidth: 0, ...plot.colorbar };
+  if (plot.line && "colour" in plot.line) {
+    const { colour: number, ...line } = plot.line;
+    const cycle = Math.floor(number / COLOURS[theme].length);
+    plot.line = { dash: DASHES[cycle % DASHES.length], ...line, color: COLOURS[theme][number % COLOURS[theme].length] };
   }
-  return given;
+  return plot;
 }
 
 const figures = new Map();
 function show(element, { traces, layout }) {
   figures.set(element, { traces, layout });
-  Plotly.react(element, traces.map(drawn), themed(layout), { responsive: true, displayModeBar: false });
+  Plotly.react(element, traces.map(styled), themed(layout), { responsive: true, displayModeBar: false });
 }
 dark.addEventListener("change", () => figures.forEach((figure, element) => show(element, figure)));
 
@@ -71,37 +71,37 @@ for (const header of document.querySelectorAll("th")) {
   });
 }
 
-// Pixels of a head's picture, and how strong the colour is behind the token that has all the weight.
-const [SIDE, STRONGEST] = [56, 0.5];
+// Pixels of a thumbnail, and opacity of the colour behind a token of weight 1.
+const [THUMBNAIL_PIXELS, MAX_OPACITY] = [56, 0.5];
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
-function reading(place, { texts, notes, layers }) {
+function attention(container, { texts, notes, layers }) {
   for (const layer of layers) {
     layer.bytes = Uint8Array.from(atob(layer.weights), (letter) => letter.charCodeAt(0));
     [layer.T, layer.S] = [texts[layer.rows].length, texts[layer.columns].length];
   }
   const weight = (layer, head, row, column) => (layer.bytes[(head * layer.T + row) * layer.S + column] / 255) ** 2;
-  const pictures = make("div", place, "", "layers");
+  const thumbnails = make("div", container, "", "layers");
   const strips = {};
   for (const [name, tokens] of Object.entries(texts)) {
-    if (Object.keys(texts).length > 1) make("p", place, name, "name");
-    const strip = make("div", place, "", "tokens");
+    if (Object.keys(texts).length > 1) make("p", container, name, "name");
+    const strip = make("div", container, "", "tokens");
     strips[name] = tokens.map((token, at) => {
       const button = make("button", strip, token);
       if (token.endsWith("⏎")) strip.append("\n");
-      for (const event of ["pointerenter", "focus"]) button.addEventListener(event, () => look(name, at));
-      button.addEventListener("click", () => { pinned = pinned === button ? null : button; look(name, at, true); });
+      for (const event of ["pointerenter", "focus"]) button.addEventListener(event, () => select(name, at));
+      button.addEventListener("click", () => { pinned = pinned === button ? null : button; select(name, at, true); });
       return button;
     });
   }
-  const said = make("p", place, "", "said");
-  said.setAttribute("aria-live", "polite");
-  const map = layers.length ? make("div", place, "", "figure map") : null;
-  let [chosen, pinned, here] = [null, null, null];
+  const note = make("p", container, "", "note");
+  note.setAttribute("aria-live", "polite");
+  const map = layers.length ? make("div", container, "", "figure map") : null;
+  let [chosen, pinned, current] = [null, null, null];
 
-  function look(name, at, certainly = false) {
-    if (pinned && !certainly) return;
-    here = [name, at];
+  function select(name, at, force = false) {
+    if (pinned && !force) return;
+    current = [name, at];
     for (const strip of Object.values(strips)) for (const token of strip) { token.style.background = ""; token.className = ""; }
     strips[name][at].className = "from";
     const about = [`${name} ${at}: “${texts[name][at]}”`];
@@ -110,38 +110,38 @@ function reading(place, { texts, notes, layers }) {
       const { layer, head } = chosen;
       const shares = texts[layer.columns].map((_, column) => weight(layer, head, at, column));
       shares.forEach((share, column) => {
-        strips[layer.columns][column].style.background = `rgba(${colour("--look")}, ${Math.sqrt(share) * STRONGEST})`;
+        strips[layer.columns][column].style.background = `rgba(${colour("--look")}, ${Math.sqrt(share) * MAX_OPACITY})`;
       });
       const most = shares.map((share, column) => [share, column]).sort((a, b) => b[0] - a[0]).slice(0, 4);
       const named = most.filter(([share]) => share > 0).map(([share, column]) => `“${texts[layer.columns][column]}” ${percent(share)}`);
-      about.push(`head ${head} of ${layer.name} looks at ${named.join(", ")}.`);
+      about.push(`head ${head} of ${layer.name} attends to ${named.join(", ")}.`);
     }
-    said.textContent = about.filter(Boolean).join(" ");
+    note.textContent = about.filter(Boolean).join(" ");
   }
 
   function choose(layer, head, button) {
-    for (const other of pictures.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button);
+    for (const other of thumbnails.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button);
     chosen = { layer, head };
     const ticks = (tokens) => ({
       tickvals: tokens.map((_, at) => at), tickfont: { size: 9 }, showgrid: false,
       ticktext: tokens.map((token, at) => `${at} ${token.replaceAll("&", "&amp;").replaceAll("<", "&lt;")}`),
     });
     const z = Array.from({ length: layer.T }, (_, row) => Array.from({ length: layer.S }, (_, column) => weight(layer, head, row, column)));
-    const seen = layer.T <= 48 && layer.S <= 48 ? ticks : () => ({ showgrid: false });
+    const axis = layer.T <= 48 && layer.S <= 48 ? ticks : () => ({ showgrid: false });
     show(map, {
-      traces: [{ type: "heatmap", z, zmin: 0, zmax: 1, colorscale: "sequential", hovertemplate: "from %{y} to %{x}: %{z:.3f}<extra></extra>" }],
+      traces: [{ type: "heatmap", z, zmin: 0, zmax: 1, colorscale: "sequential", hovertemplate: "query %{y}, key %{x}: %{z:.3f}<extra></extra>" }],
       layout: {
-        height: 460, xaxis: { ...seen(texts[layer.columns]), title: { text: `looked at (${layer.columns})` } },
-        yaxis: { ...seen(texts[layer.rows]), autorange: "reversed", title: { text: `from (${layer.rows})` } },
+        height: 460, xaxis: { ...axis(texts[layer.columns]), title: { text: `key (${layer.columns})` } },
+        yaxis: { ...axis(texts[layer.rows]), autorange: "reversed", title: { text: `query (${layer.rows})` } },
       },
     });
-    if (here && here[0] !== layer.rows) pinned = null;
-    look(layer.rows, here && here[0] === layer.rows ? here[1] : layer.T - 1, true);
+    if (current && current[0] !== layer.rows) pinned = null;
+    select(layer.rows, current && current[0] === layer.rows ? current[1] : layer.T - 1, true);
   }
 
   function paint(canvas, layer, head) {
-    // Where there are more tokens than pixels, a pixel has the largest weight of those that share it.
-    const side = Math.round(SIDE * devicePixelRatio);
+    // With more tokens than pixels, a pixel shows the largest of the weights that share it.
+    const side = Math.round(THUMBNAIL_PIXELS * devicePixelRatio);
     [canvas.width, canvas.height] = [Math.min(layer.S, side), Math.min(layer.T, side)];
     const context = canvas.getContext("2d");
     const image = context.createImageData(canvas.width, canvas.height);
@@ -159,7 +159,7 @@ function reading(place, { texts, notes, layers }) {
 
   const painted = [];
   for (const layer of layers) {
-    const line = make("div", pictures, "", "layer");
+    const line = make("div", thumbnails, "", "layer");
     make("span", line, layer.name);
     for (let head = 0; head < layer.heads; head++) {
       const button = make("button", line);
@@ -172,8 +172,8 @@ function reading(place, { texts, notes, layers }) {
   }
   const repaint = () => painted.forEach((again) => again());
   repaint();
-  dark.addEventListener("change", () => { repaint(); if (here) look(...here, true); });
-  pictures.querySelector("button")?.click();
+  dark.addEventListener("change", () => { repaint(); if (current) select(...current, true); });
+  thumbnails.querySelector("button")?.click();
 }
 
-for (const element of document.querySelectorAll(".reading")) reading(element, data[element.dataset.of]);
+for (const element of document.querySelectorAll(".attention")) attention(element, data[element.dataset.of]);

@@ -1,4 +1,4 @@
-"""What is seen on the way is what the model computes, and what is changed there is what it goes on from."""
+"""Captures are what the model computes, and interventions what it computes the rest from."""
 
 from typing import Any
 
@@ -10,8 +10,15 @@ import pytest
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import attention_entropy, attention_maps, trace, trace_gradients, trace_names
-from jaxformer.inspect.trace import editing
+from jaxformer.errors import UserError
+from jaxformer.inspect import (
+    attention_entropy,
+    attention_maps,
+    capture,
+    capture_gradients,
+    capture_shapes,
+    intervene,
+)
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
@@ -57,7 +64,7 @@ QUICK, MORE = ("decoder", "rowwise", "masked"), ("unscaled", "fixed", "encoder-d
 
 
 def random_inputs(config: ModelConfig) -> tuple[jax.Array, ...]:
-    """An example of the largest size; flags, where something stands, are true but for the last."""
+    """Return an example of the largest size, whose last position is padding where it has a mask."""
     rng = np.random.default_rng(0)
 
     def fill(x: np.ndarray) -> np.ndarray:
@@ -68,30 +75,30 @@ def random_inputs(config: ModelConfig) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(fill(x)) for x in config.example())
 
 
-def made(config: ModelConfig) -> tuple[nn.Module, Any, tuple[jax.Array, ...]]:
-    """A model with parameters that are all random, and an example."""
+def random_model(config: ModelConfig) -> tuple[nn.Module, Any, tuple[jax.Array, ...]]:
+    """Return a model, parameters that are all random, and an example."""
     model, inputs = config.build(), random_inputs(config)
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
     rng = np.random.default_rng(1)
     return model, jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), shapes), inputs
 
 
-def outputs(found: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple(value for name, value in found.items() if name == "logits" or name.startswith("output."))
+def outputs(captured: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(value for name, value in captured.items() if name == "logits" or name.startswith("output."))
 
 
 @pytest.mark.parametrize(
     "name", [slow(name) if name in MORE else name if name in QUICK else exhaustive(name) for name in MODELS]
 )
-def test_what_is_seen_is_what_the_model_computes_bit_for_bit(name):
-    model, params, inputs = made(MODELS[name])
+def test_captured_outputs_are_bit_identical_to_the_models(name):
+    model, params, inputs = random_model(MODELS[name])
     apply = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
-    seen = lambda params, *inputs: outputs(trace(model, params, *inputs))  # noqa: E731
-    for of_model, traced in ((apply, seen), (jax.jit(apply), jax.jit(seen))):
+    captured = lambda params, *inputs: outputs(capture(model, params, *inputs))  # noqa: E731
+    for of_model, traced in ((apply, captured), (jax.jit(apply), jax.jit(captured))):
         found, expected = traced(params, *inputs), of_model(params, *inputs)
         jax.tree.map(np.testing.assert_array_equal, found, expected if isinstance(expected, tuple) else (expected,))
 
-    found = jax.jit(lambda params, *inputs: trace(model, params, *inputs))(params, *inputs)
+    found = jax.jit(lambda params, *inputs: capture(model, params, *inputs))(params, *inputs)
     for key, value in found.items():
         assert jnp.isfinite(value.astype(jnp.float32)).all(), key
         if key.endswith(".weights"):
@@ -99,10 +106,10 @@ def test_what_is_seen_is_what_the_model_computes_bit_for_bit(name):
             np.testing.assert_allclose(sums, np.ones(sums.shape), rtol=1e-5, err_msg=key)
 
 
-def test_a_block_is_the_sum_of_what_is_seen_in_it():
-    """By hand, from what is seen before: the definitions of pre-norm and of attention."""
-    model, params, inputs = made(DECODER)
-    found = trace(model, params, *inputs)
+def test_captures_of_a_block_satisfy_its_equations():
+    """The definitions of pre-norm and of attention, by hand."""
+    model, params, inputs = random_model(DECODER)
+    found = capture(model, params, *inputs)
     x = found["embedding"]
     for i, block in enumerate(("blocks.0.", "blocks.1.")):
         own = {key.removeprefix(block): value for key, value in found.items() if key.startswith(block)}
@@ -113,8 +120,8 @@ def test_a_block_is_the_sum_of_what_is_seen_in_it():
         )
         scores = np.einsum("htk,hsk->hts", own["attention.queries"], own["attention.keys"]) / 2  # √4
         np.testing.assert_allclose(own["attention.scores"], scores, rtol=1e-4, atol=1e-5)
-        seen = np.tril(np.ones((T, T), bool))
-        weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+        visible = np.tril(np.ones((T, T), bool))
+        weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
         weights /= weights.sum(-1, keepdims=True)
         np.testing.assert_allclose(own["attention.weights"], weights, rtol=1e-4, atol=1e-6)
         mixed = np.einsum("hts,hsk->htk", weights, own["attention.values"])
@@ -128,17 +135,66 @@ def test_a_block_is_the_sum_of_what_is_seen_in_it():
     np.testing.assert_allclose(found["logits"], x @ params["W_out"], rtol=1e-4, atol=1e-4)
 
 
-def test_a_filter_takes_patterns():
-    model, params, inputs = made(DECODER)
-    assert list(trace(model, params, *inputs, names="blocks.1.*.weights")) == ["blocks.1.attention.weights"]
-    assert list(trace(model, params, *inputs, names=["logits", "embedding"])) == ["embedding", "logits"]
-    assert trace(model, params, *inputs, names="block") == {}
+def test_names_select_by_pattern():
+    model, params, inputs = random_model(DECODER)
+    assert list(capture(model, params, *inputs, names="blocks.1.*.weights")) == ["blocks.1.attention.weights"]
+    assert list(capture(model, params, *inputs, names=["logits", "embedding"])) == ["embedding", "logits"]
 
 
-def test_what_a_model_has_of_its_own_is_there():
+@pytest.mark.parametrize("probe", [capture, capture_shapes])
+def test_name_that_matches_nothing_is_an_error_with_the_nearest(probe):
+    model, params, inputs = random_model(DECODER)
+    near = r"is called 'blocks\.0\.atention\.\*'; near it are blocks\.0\.attention.*; capture_shapes lists all"
+    with pytest.raises(UserError, match=near):
+        probe(model, params, *inputs, names=["logits", "blocks.0.atention.*"])
+    assert list(probe(model, params, *inputs, names=["logits", "block"], missing_ok=True)) == ["logits"]
+
+
+def test_intervention_that_matches_nothing_is_an_error():
+    model, params, (tokens,) = random_model(DECODER)
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
+    with pytest.raises(UserError, match=r"called 'blocks\.7\.mlp'; near it are blocks\.\d\.mlp"):  # noqa: SIM117
+        with intervene("blocks.7.mlp", lambda _, x: 0 * x):
+            apply(tokens)
+    with pytest.raises(UserError, match=r"no model was called, or only one compiled before"):  # noqa: SIM117
+        with intervene("blocks.1.mlp", lambda _, x: 0 * x):
+            apply(tokens)
+
+
+@pytest.mark.parametrize(
+    ("edit", "got"),
+    [
+        (lambda x: x[:1], r"float32 \(1, 7, 7\)"),  # which would broadcast over the heads
+        (lambda x: x.astype(jnp.float16), r"float16 \(3, 7, 7\)"),
+        (lambda x: 0.0, r"float \(\)"),
+    ],
+)
+def test_edit_must_keep_shape_and_dtype(edit, got):
+    model, params, (tokens,) = random_model(DECODER)
+    wrong = rf"keep shape and dtype: blocks\.0\.attention\.weights is float32 \(3, 7, 7\), and its replacement is {got}"
+    with (
+        pytest.raises(UserError, match=wrong),
+        intervene("blocks.0.attention.weights", lambda _, x: edit(x)),
+    ):
+        model.apply({"params": params}, tokens)
+
+
+def test_batch_in_place_of_an_example_is_an_error():
+    model, params, (tokens,) = random_model(DECODER)
+    tokens_BT = jnp.stack([tokens, tokens])
+    batch = r"expected an input of shape \(T,\), got \(2, 7\); use jax\.vmap"
+    with pytest.raises(UserError, match=batch):
+        capture(model, params, tokens_BT)
+    with pytest.raises(UserError, match=batch), intervene("logits", lambda _, x: x):
+        model.apply({"params": params}, tokens_BT)
+    logits = jax.vmap(lambda tokens: capture(model, params, tokens, names="logits")["logits"])(tokens_BT)
+    assert logits.shape == (2, T, V)
+
+
+def test_every_kind_of_model_has_its_own_names():
     def names(kind: str) -> set[str]:
-        model, params, inputs = made(MODELS[kind])
-        return set(trace_names(model, params, *inputs))
+        model, params, inputs = random_model(MODELS[kind])
+        return set(capture_shapes(model, params, *inputs))
 
     assert {"reader.weights", "encoder_0", "backward_encoder_1", "decoder_0"} <= names("attending")
     assert {"encoder_blocks.0.attention.weights", "decoder_blocks.1.cross_attention.weights"} <= names(
@@ -150,67 +206,63 @@ def test_what_a_model_has_of_its_own_is_there():
 
 
 @pytest.mark.parametrize("name", ["decoder", *map(slow, ("grouped", "encoder-decoder", "vit", "experts", "attending"))])
-def test_gradients_are_those_of_a_small_change(name):
-    """A small step in any direction changes the loss by what the gradient says."""
-    model, params, inputs = made(MODELS[name])
+def test_captured_gradients_agree_with_finite_differences(name):
+    model, params, inputs = random_model(MODELS[name])
     example = Batch(inputs, jnp.int32(1) if name == "vit" else jnp.arange(T) % V)
     loss = lambda: objective_of(model).example_loss(model, params, example)  # noqa: E731
-    values, grads = jax.jit(lambda: trace_gradients(loss))()
+    values, grads = jax.jit(lambda: capture_gradients(loss))()
     assert set(values) >= set(grads) and len(grads) > 5
 
     @jax.jit
-    def moved(steps: dict[str, jax.Array]) -> jax.Array:
-        with editing(lambda at, value: value + steps[at] if at in steps else value):
+    def shifted_loss(shifts: dict[str, jax.Array]) -> jax.Array:
+        with intervene(list(shifts), lambda name, value: value + shifts[name]):
             return loss()
 
-    still = {at: jnp.zeros_like(g) for at, g in grads.items()}
+    zeros = {name: jnp.zeros_like(g) for name, g in grads.items()}
     rng = np.random.default_rng(2)
-    for at, g in grads.items():
-        way = np.asarray(g) + rng.normal(size=g.shape) * np.sqrt(np.mean(np.square(g)))  # not at right angles to it
-        size = 2e-3 / np.linalg.norm(way)
-        ahead, back = (moved(still | {at: jnp.asarray(sign * size * way, g.dtype)}) for sign in (1, -1))
-        np.testing.assert_allclose((ahead - back) / (2 * size), np.vdot(way, g), rtol=0.05, atol=1e-3, err_msg=at)
+    for name, g in grads.items():
+        direction = np.asarray(g) + rng.normal(size=g.shape) * np.sqrt(np.mean(np.square(g)))  # not orthogonal to it
+        step = 2e-3 / np.linalg.norm(direction)
+        plus, minus = (shifted_loss(zeros | {name: jnp.asarray(sign * step * direction, g.dtype)}) for sign in (1, -1))
+        slope = (plus - minus) / (2 * step)
+        np.testing.assert_allclose(slope, np.vdot(direction, g), rtol=0.05, atol=1e-3, err_msg=name)
 
 
-def test_the_model_goes_on_from_what_is_put_in_place():
-    """A stream that is taken from another text, before the last block, makes this text's logits those of that one."""
-    model, params, (tokens,) = made(DECODER)
+def test_model_continues_from_a_replaced_stream():
+    """The stream of another text before the last block gives the logits of that text."""
+    model, params, (tokens,) = random_model(DECODER)
     other = (tokens + 3) % V
-    theirs = trace(model, params, other)
+    source = capture(model, params, other)
 
-    def put(name: str, value: jax.Array) -> jax.Array:
-        return theirs[name] if name == "blocks.1.before" else value
-
-    with editing(put):
+    with intervene("blocks.1.before", lambda name, _: source[name]):
         patched = model.apply({"params": params}, tokens)
-    np.testing.assert_array_equal(patched, theirs["logits"])
-    assert not np.allclose(theirs["logits"], model.apply({"params": params}, tokens))
+    np.testing.assert_array_equal(patched, source["logits"])
+    assert not np.allclose(source["logits"], model.apply({"params": params}, tokens))
 
 
 @pytest.mark.slow
-def test_weights_that_are_put_in_place_are_those_that_mix():
-    """Every query looks at the first place alone, in one head: its output is the first value everywhere."""
-    model, params, (tokens,) = made(MODELS["grouped"])
+def test_replaced_attention_weights_mix_the_values():
+    """In a head that attends to the first position alone, the output is the first value everywhere."""
+    model, params, (tokens,) = random_model(MODELS["grouped"])
     found = {}
 
-    def put(name: str, value: jax.Array) -> jax.Array:
+    def attend_to_first(name: str, value: jax.Array) -> jax.Array:
         if name == "blocks.0.attention.weights":
             return value.at[1].set(jnp.zeros((T, T)).at[:, 0].set(1))
         found[name] = value
         return value
 
-    with editing(put):
+    with intervene("*", attend_to_first):
         model.apply({"params": params}, tokens)
     values = found["blocks.0.attention.values"]
     np.testing.assert_allclose(found["blocks.0.attention.heads"][1], jnp.broadcast_to(values[0, 0], (T, 4)), rtol=1e-6)
-    before = trace(model, params, tokens)["blocks.0.attention.heads"]
+    before = capture(model, params, tokens)["blocks.0.attention.heads"]
     np.testing.assert_allclose(found["blocks.0.attention.heads"][0], before[0], rtol=1e-5, atol=1e-6)
 
 
-def test_maps_and_entropy_are_those_of_scores_by_hand():
-    """Of the queries and keys that are traced, in float64."""
-    model, params, inputs = made(DECODER)
-    found = trace(model, params, *inputs, names=("*.queries", "*.keys"))
+def test_maps_and_entropy_agree_with_captured_queries_and_keys():
+    model, params, inputs = random_model(DECODER)
+    found = capture(model, params, *inputs, names=("*.queries", "*.keys"))
     maps = attention_maps(model, params, *inputs)
     entropy = attention_entropy(model, params, *(x[None] for x in inputs))
     for i, (weights, of_heads) in enumerate(zip(maps, entropy, strict=True)):

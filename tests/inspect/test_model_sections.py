@@ -1,4 +1,4 @@
-"""What a page shows of a model is what the probes give."""
+"""Sections of a page agree with the probes that they show."""
 
 from typing import Any
 
@@ -11,13 +11,19 @@ from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import (
     ablate_heads,
+    capture,
     explain,
     head_statistics,
     logit_attribution,
     logit_lens,
     saturation,
-    trace,
-    views,
+)
+from jaxformer.inspect.model_sections import (
+    TEMPERATURES,
+    attention_section,
+    head_sections,
+    residual_stream_sections,
+    saturation_sections,
 )
 from jaxformer.inspect.page import Figure, Table
 from jaxformer.models.decoder import DecoderConfig
@@ -31,12 +37,13 @@ DECODER = DecoderConfig(
     vocab_size=11, context_length=8, d_model=8, n_blocks=2, n_heads=2, output_projection=True, d_ff=(8,),
     norm="rmsnorm", residual=True, scaled=True,
 )  # fmt: skip
+ENCODER = EncoderConfig(vocab_size=11, context_length=8, d_model=8, n_heads=2, n_blocks=1, d_ff=(8,))
 TOKENS_T = np.array([3, 1, 4, 1, 5, 9], np.int32)
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
-def made(config: ModelConfig) -> tuple[Any, Any]:
-    """A model with parameters larger than fresh ones, so that it is sure of something."""
+def random_model(config: ModelConfig) -> tuple[Any, Any]:
+    """Return a model with twice its initial parameters, so that its predictions are less uniform."""
     model = config.build()
     params = jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
     return model, jax.tree.map(lambda x: 2.0 * x, params)
@@ -44,14 +51,14 @@ def made(config: ModelConfig) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def decoder() -> tuple[Any, Any]:
-    return made(DECODER)
+    return random_model(DECODER)
 
 
-def test_a_reading_has_the_weights_and_each_tokens_chance(decoder):
+def test_attention_section_has_maps_and_token_probabilities(decoder):
     model, params = decoder
-    found = views.reading(model, params, (jnp.array(TOKENS_T),), WORDS.__getitem__)
+    found = attention_section(model, params, (jnp.array(TOKENS_T),), WORDS.__getitem__)
     assert found.texts == {"text": ["three", "one", "four", "one", "five", "nine"]}
-    wanted = trace(model, params, jnp.array(TOKENS_T), names="*.weights")
+    wanted = capture(model, params, jnp.array(TOKENS_T), names="*.weights")
     assert [(layer.name, layer.rows, layer.columns) for layer in found.layers] == [
         (f"blocks.{i}.attention", "text", "text") for i in range(2)
     ]
@@ -60,17 +67,17 @@ def test_a_reading_has_the_weights_and_each_tokens_chance(decoder):
     told = explain(model, params, TOKENS_T.tolist(), 1)
     assert found.notes["text"][0] == ""
     for note, token in zip(found.notes["text"][1:], told, strict=True):
-        others = ", ".join(f"“{WORDS[other]}” {p:.1%}" for other, p in token.rivals)
-        assert note == f"It had a chance of {token.probability:.1%}; others: {others}."
+        others = ", ".join(f"“{WORDS[other]}” {p:.1%}" for other, p in token.alternatives)
+        assert note == f"Probability {token.probability:.1%}; alternatives: {others}."
 
 
-def test_a_source_is_looked_at_from_a_target():
+def test_attention_section_has_cross_attention():
     config = EncoderDecoderConfig(
         vocab_size=11, context_length=8, d_model=8, n_heads=2, d_ff=(8,), n_encoder_blocks=1, n_decoder_blocks=1
     )
-    model, params = made(config)
+    model, params = random_model(config)
     inputs = (jnp.array(TOKENS_T), jnp.ones(6, bool), jnp.array([0, 2, 7], jnp.int32))
-    found = views.reading(model, params, inputs, WORDS.__getitem__)
+    found = attention_section(model, params, inputs, WORDS.__getitem__)
     assert found.texts["target"] == ["zero", "two", "seven"]
     sides = {layer.name: (layer.rows, layer.columns, layer.weights_HTS.shape) for layer in found.layers}
     assert sides == {
@@ -79,37 +86,37 @@ def test_a_source_is_looked_at_from_a_target():
         "decoder_blocks.0.cross_attention": ("target", "source", (2, 3, 6)),
     }
     logits_TV = model.apply({"params": params}, *inputs)
-    assert found.notes["target"][1].startswith(f"It had a chance of {jax.nn.softmax(logits_TV[0])[2]:.1%};")
+    assert found.notes["target"][1].startswith(f"Probability {jax.nn.softmax(logits_TV[0])[2]:.1%};")
     assert "source" not in found.notes
 
 
 @pytest.mark.parametrize(("attention", "layers"), [("additive", ["reader"]), ("none", [])])
-def test_a_recurrent_reader_is_one_head(attention, layers):
-    model, params = made(
+def test_recurrent_attention_is_one_head(attention, layers):
+    model, params = random_model(
         RecurrentConfig(vocab_size=11, context_length=8, d_embedding=4, d_model=4, attention=attention)
     )
     inputs = (jnp.array(TOKENS_T), jnp.ones(6, bool), jnp.array([0, 2, 7], jnp.int32))
-    found = views.reading(model, params, inputs, WORDS.__getitem__)
+    found = attention_section(model, params, inputs, WORDS.__getitem__)
     assert [layer.name for layer in found.layers] == layers
     for layer in found.layers:
         assert (layer.rows, layer.columns, layer.weights_HTS.shape) == ("target", "source", (1, 3, 6))
         np.testing.assert_allclose(layer.weights_HTS.sum(-1), 1, atol=1e-5)
 
 
-def test_gaps_have_candidates():
-    model, params = made(EncoderConfig(vocab_size=11, context_length=8, d_model=8, n_heads=2, n_blocks=1, d_ff=(8,)))
+def test_masked_tokens_have_likeliest_tokens():
+    model, params = random_model(ENCODER)
     tokens_T = jnp.array([3, 10, 4], jnp.int32)
-    found = views.reading(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask=10)
+    found = attention_section(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask=10)
     p_V = jax.nn.softmax(model.apply({"params": params}, tokens_T, jnp.ones(3, bool))[1])
     first, *_ = np.argsort(-np.asarray(p_V))
     assert found.notes["text"][1].startswith(f"Likeliest here: “{WORDS[first]}” {p_V[first]:.1%}, ")
     assert found.notes["text"][0] == found.notes["text"][2] == ""
 
 
-def test_the_stream_is_read_out_and_adds_up(decoder):
+def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
     model, params = decoder
     inputs = (jnp.array(TOKENS_T),)
-    lens, spoke = views.stream(model, params, inputs, WORDS.__getitem__)
+    lens, spoke = residual_stream_sections(model, params, inputs, WORDS.__getitem__)
     assert isinstance(lens, Figure) and isinstance(spoke, Figure)
     logits = logit_lens(model, params, *inputs)
     [shown] = lens.traces
@@ -123,23 +130,23 @@ def test_the_stream_is_read_out_and_adds_up(decoder):
     next_T = np.append(TOKENS_T[1:], last_TV[-1].argmax())
     assert parts["customdata"][0] == [WORDS[token] for token in next_T]
     np.testing.assert_allclose(np.sum(parts["z"], axis=0), last_TV[np.arange(6), next_T], atol=1e-3)  # rounded to 1e-4
-    rows = logit_attribution(model, params, *inputs, wanted_T=jnp.array(next_T))
+    rows = logit_attribution(model, params, *inputs, target_T=jnp.array(next_T))
     assert len(parts["y"]) == len(parts["z"]) == 1 + 2 * (2 + 1)
     np.testing.assert_allclose(
         parts["z"][parts["y"].index("blocks.1.attention.head 1")], rows["blocks.1.attention.heads"][1], atol=1e-4
     )
 
 
-def test_a_model_whose_parts_do_not_add_up_has_no_lens():
-    model, params = made(EncoderConfig(vocab_size=11, context_length=8, d_model=8, n_heads=2, n_blocks=1, d_ff=(8,)))
-    assert views.stream(model, params, (jnp.array(TOKENS_T), jnp.ones(6, bool)), WORDS.__getitem__) == []
+def test_encoder_has_no_residual_stream_sections():
+    model, params = random_model(ENCODER)
+    assert residual_stream_sections(model, params, (jnp.array(TOKENS_T), jnp.ones(6, bool)), WORDS.__getitem__) == []
 
 
-def test_every_head_has_its_numbers(decoder):
+def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     model, params = decoder
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
     batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
-    figure, table = views.heads(model, params, batch)
+    figure, table = head_sections(model, params, batch)
     assert isinstance(figure, Figure) and isinstance(table, Table)
     looks, without = head_statistics(model, params, *batch.inputs), ablate_heads(model, params, batch)
     np.testing.assert_allclose(figure.traces[0]["z"], list(without.mean.values()), atol=1e-6)
@@ -158,13 +165,13 @@ def test_every_head_has_its_numbers(decoder):
     assert len(table.rows) == 4 and len(row) == len(table.head)
 
 
-def test_gradients_are_drawn_over_entropy(decoder):
+def test_saturation_section_draws_gradients_over_entropy(decoder):
     model, params = decoder
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
     batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
-    [figure] = views.gradients_over_entropy(model, params, batch)
+    [figure] = saturation_sections(model, params, batch)
     assert isinstance(figure, Figure)
-    rows = [row for row in saturation(model, params, batch, views.TEMPERATURES) if row.entropy > 0 and row.scores > 0]
+    rows = [row for row in saturation(model, params, batch, TEMPERATURES) if row.entropy > 0 and row.scores > 0]
     assert len(rows) >= 5
     for number, name in enumerate(("scores", "scores_by_hand", "W_Q", "W_K")):
         np.testing.assert_allclose(figure.traces[number]["y"], [getattr(row, name) for row in rows], rtol=1e-5)
