@@ -1,4 +1,4 @@
-"""Where the first number that is not finite came from: a step computed again, and what to keep of it."""
+"""Autopsy of a step that is not finite: the step is replayed, to find the first value that is infinite or NaN."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from jaxformer.models.objective import Params, n_chunks, objective_of
 from jaxformer.parameters import dotted
 
 MODEL, LOSS = "the model (logits)", "the loss"
-AT_ONCE = 8
-"""Examples that are computed together, fewer if their logits are many; what a replay holds in memory grows with these
-and not with the batch."""
-AROUND = 4
-"""Rows before and after the culprit that are printed."""
+EXAMPLES_PER_CHUNK = 8
+"""Examples that are replayed together, fewer if their logits are many; memory grows with these, not with the batch."""
+CONTEXT_ROWS = 4
+"""Rows before and after the origin that are printed."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """Of an array over the whole batch; what is not finite is counted, and left out of the rest."""
+class Magnitude:
+    """Magnitudes of an array over the whole batch, without its values that are not finite."""
 
     largest: float
     """Largest magnitude."""
     rms: float
     """Root mean square."""
     non_finite: int
-    """How many values are not finite."""
+    """Number of values that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -45,167 +44,153 @@ class Row:
     """A module's output or a parameter, and the gradient of the batch's mean loss with respect to it."""
 
     name: str
-    value: Size
-    gradient: Size
+    value: Magnitude
+    gradient: Magnitude
 
 
 @dataclass(frozen=True)
 class Autopsy:
-    """What broke first; `str` of it is a table of what happened around there."""
+    """The first value that is not finite; `str` of it is a table of the values around it."""
 
     origin: str
     """'the output of blocks.1.mlp', 'the gradient that blocks.1.mlp passes back to blocks.1.mlp_norm', 'the gradient of
     blocks.1.mlp.W_1', 'the loss', or 'the parameter blocks.1.mlp.W_1'."""
     direction: Literal["forward", "backward"]
-    at: int
-    """The row of the module in which it broke."""
+    index: int
+    """Index in `modules` of the module that it belongs to."""
     modules: tuple[Row, ...]
-    """Outputs in the order in which they were finished, so that a module follows its parts; the loss comes last."""
+    """Outputs in the order in which they were computed: a module follows its parts, and the loss is last."""
     parameters: tuple[Row, ...]
 
     def __str__(self) -> str:
-        first, last = max(0, self.at - AROUND), self.at + AROUND + 1
-        broken = self.modules[self.at].name
-        own = [p for p in self.parameters if _owner(p.name, self.modules) == self.at]
+        first, last = max(0, self.index - CONTEXT_ROWS), self.index + CONTEXT_ROWS + 1
+        own = [p for p in self.parameters if _module_index(p.name, self.modules) == self.index]
         lines = [f"{self.origin}, {self.direction}"]
-        lines += ["", *_table("output of", self.modules[first:last], broken)]
+        lines += ["", *_table("output of", self.modules[first:last], self.modules[self.index].name)]
         if own:
             lines += ["", *_table("parameter", own)]
         return "\n".join(lines)
 
 
 def first_non_finite(
-    model: nn.Module,
-    params: Params,
-    batch: Batch,
-    keys_B: jax.Array | None = None,
-    compute_dtype: Any = None,
+    model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, compute_dtype: Any = None
 ) -> Autopsy | None:
-    """Name the first thing that is not finite when a loss is computed and differentiated, or None if all is finite.
+    """Return the first value that is not finite when a loss is computed and differentiated, None if all are finite.
 
-    It is looked for in the order of the computation: the parameters, every module's output, the loss; then back
-    from the loss through the gradients with respect to the same outputs and, module by module, its parameters.
-    The arguments are those of `replay`.
+    The order is that of the computation: parameters, outputs of modules, loss; then the gradients backward from the
+    loss, with respect to the same outputs and, module by module, to its parameters. Arguments are those of `replay`.
     """
     modules, parameters = replay(model, params, batch, keys_B, compute_dtype)
-    found = partial(Autopsy, modules=modules, parameters=parameters)
+    autopsy = partial(Autopsy, modules=modules, parameters=parameters)
     for parameter in parameters:
         if parameter.value.non_finite:
-            return found(f"the parameter {parameter.name}", "forward", _owner(parameter.name, modules))
-    for at, module in enumerate(modules):
+            return autopsy(f"the parameter {parameter.name}", "forward", _module_index(parameter.name, modules))
+    for index, module in enumerate(modules):
         if module.value.non_finite:
-            return found(LOSS if module.name == LOSS else f"the output of {module.name}", "forward", at)
-    # Backward, what broke in a module shows in the output before it, or in a parameter of its own.
+            return autopsy(LOSS if module.name == LOSS else f"the output of {module.name}", "forward", index)
+    # A fault in a module's backward pass shows in the gradient of the output before it, or of a parameter of its own.
     broken = [
-        (at, f"the gradient that {modules[at].name} passes back to {before.name}")
-        for at, before in enumerate(modules[:-1], start=1)
+        (index, f"the gradient that {modules[index].name} passes back to {before.name}")
+        for index, before in enumerate(modules[:-1], start=1)
         if before.gradient.non_finite
     ]
-    broken += [(_owner(p.name, modules), f"the gradient of {p.name}") for p in parameters if p.gradient.non_finite]
+    broken += [
+        (_module_index(p.name, modules), f"the gradient of {p.name}") for p in parameters if p.gradient.non_finite
+    ]
     if not broken:
         return None
-    at, origin = max(broken, key=lambda pair: pair[0])
-    return found(origin, "backward", at)
+    index, origin = max(broken, key=lambda pair: pair[0])
+    return autopsy(origin, "backward", index)
 
 
 def replay(
-    model: nn.Module,
-    params: Params,
-    batch: Batch,
-    keys_B: jax.Array | None = None,
-    compute_dtype: Any = None,
+    model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, compute_dtype: Any = None
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Compute the mean loss of a batch and its gradient, and measure everything on the way.
+    """Measure all outputs, parameters and gradients of the mean loss of a batch.
 
-    The loss is that of each example by itself, see `example_loss` of an objective: what a step adds to it, for smooth
-    labels, routers, or the other pairs of a batch, is not looked at.
+    The loss is `example_loss` of the objective, without label smoothing, router losses, or the other pairs of a batch.
 
     Args:
-      model: unrolled; blocks that a scan runs would be added up into one row. Its attention should be the step's.
-      params: the parameters as the step was given them.
-      batch: what the step was given.
-      keys_B: a dropout key an example; dropout is off without them.
-      compute_dtype: what the parameters are cast to first; None for no cast.
+      model: unrolled: blocks in a scan would be added up into one row. Its attention should be the step's.
+      params: parameters that the step was given.
+      batch: batch that the step was given.
+      keys_B: dropout keys, one per example; no dropout without them.
+      compute_dtype: dtype that the parameters are cast to; None for no cast.
 
     Returns:
-      A row a module, in the order in which they finish, and a row a parameter.
+      A row per module, in the order in which they finish, and a row per parameter.
     """
     if compute_dtype is not None:
         params = jax.tree.map(lambda p: p.astype(compute_dtype), params)
     batch = jax.tree.map(jnp.asarray, batch)
-    # Once without numbers, for the names of the modules in their order.
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch, keys_B))
-    jax.eval_shape(lambda params, example: _tapped_loss(model, params, found, *example), params, example)
-    modules, parameters = jax.device_get(_measure_all(model, tuple(found), params, batch, keys_B))
+    jax.eval_shape(lambda params, example: _tapped_loss(model, params, record, *example), params, example)
+    names = tuple(record)
+    modules, parameters = jax.device_get(_measure_all(model, names, params, batch, keys_B))
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
-    return (
-        tuple(_row(name, measured) for name, measured in zip(found, modules, strict=True)),
-        tuple(_row(dotted(path), measured) for path, measured in leaves),
-    )
+    return tuple(map(_row, names, modules)), tuple(_row(dotted(path), measured) for path, measured in leaves)
 
 
 def save_autopsy(
-    folder: Path, step: int, batch: Batch, key_data: np.ndarray | None, report: Autopsy | None, how: str
+    folder: Path, step: int, batch: Batch, key_data: np.ndarray | None, report: Autopsy | None, execution: str
 ) -> Path:
-    """Keep what it takes to repeat a step that broke, in `autopsy/step-N/` below a run's folder; that place.
-
-    It appears whole, by a rename, in the place of what an earlier try at the same step left.
+    """Write what repeats a failed step atomically to `autopsy/step-N/` in a run's folder; return that path.
 
     Args:
-      step: N, counted from 1: the parameters it started from are checkpoint N - 1.
-      batch: what it was given.
-      key_data: `jax.random.key_data` of its dropout keys, one an example.
-      report: what `first_non_finite` found; None if all was finite when computed again.
-      how: with what it was computed again, such as 'attention: xla'.
+      folder: the run's folder.
+      step: N, counted from 1: its parameters are checkpoint N - 1.
+      batch: batch of the step.
+      key_data: `jax.random.key_data` of its dropout keys, one per example.
+      report: result of `first_non_finite`; None if the replay was finite.
+      execution: implementation of the replay, such as 'attention: xla'.
     """
     parent = folder / "autopsy"
     parent.mkdir(exist_ok=True)
-    place = parent / f"step-{step}"
-    told = "all was finite when computed again" if report is None else str(report)
+    path = parent / f"step-{step}"
+    result = "all was finite when computed again" if report is None else str(report)
     text = (
-        f"Step {step} gave a loss or a gradient that is not finite. First: {told}\n\n"
-        f"Computed again with the step's {how}. "
-        f"Largest magnitudes and root mean squares leave out what is not finite. The parameters from before the step "
-        f"are checkpoint {step - 1}, in checkpoints/{step - 1}. batch.npz holds what it was given"
-        + (".\n" if key_data is None else "; key.npy the data of the dropout keys, one an example.\n")
+        f"Step {step} gave a loss or a gradient that is not finite. First: {result}\n\n"
+        f"Computed again with the step's {execution}. "
+        f"Largest magnitudes and root mean squares leave out what is not finite. The parameters before the step are "
+        f"checkpoint {step - 1}, in checkpoints/{step - 1}. batch.npz holds the batch"
+        + (".\n" if key_data is None else "; key.npy the data of the dropout keys, one per example.\n")
     )
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
     try:
         scratch.chmod(0o755)
         leaves = jax.tree_util.tree_leaves_with_path(batch)
-        named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-        np.savez(scratch / "batch.npz", **named)
+        arrays = {jax.tree_util.keystr(key, simple=True, separator="."): leaf for key, leaf in leaves}
+        np.savez(scratch / "batch.npz", **arrays)
         if key_data is not None:
             np.save(scratch / "key.npy", key_data, allow_pickle=False)
         (scratch / "report.txt").write_text(text, encoding="utf-8")
-        values = {"step": step, "how": how, "autopsy": None if report is None else asdict(report)}
+        values = {"step": step, "execution": execution, "autopsy": None if report is None else asdict(report)}
         (scratch / "report.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        if place.exists():
-            shutil.rmtree(place)
-        scratch.rename(place)
+        if path.exists():
+            shutil.rmtree(path)
+        scratch.rename(path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return place
+    return path
 
 
 @partial(jax.jit, static_argnames=("model", "names"))
 def _measure_all(
     model: nn.Module, names: tuple[str, ...], params: Params, batch: Batch, keys_B: jax.Array | None
 ) -> tuple[jax.Array, Params]:
-    """`_measure` of outputs and their gradients, `(modules, 2, 4)`, and of each parameter and its, `(2, 4)`."""
-
+    """Return `_measure` of outputs and their gradients, `(modules, 2, 4)`, and of parameters and theirs, `(2, 4)`."""
     call = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
-    made = jax.eval_shape(call, params, *jax.tree.map(lambda x: x[0], batch.inputs))
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(made))  # logits, mostly
-    at_once = max(1, AT_ONCE // n_chunks(AT_ONCE, numbers))
-    # Weighted targets add up; without weights each example has its own mean.
-    together = jnp.mean if batch.weights is None else jnp.sum
+    outputs = jax.eval_shape(call, params, *jax.tree.map(lambda x: x[0], batch.inputs))
+    n_outputs = sum(leaf.size for leaf in jax.tree.leaves(outputs))  # logits, mostly
+    chunk = max(1, EXAMPLES_PER_CHUNK // n_chunks(EXAMPLES_PER_CHUNK, n_outputs))
+    # Weighted losses add up; without weights the loss is their mean.
+    reduce = jnp.mean if batch.weights is None else jnp.sum
 
     def mean_loss(params: Params, records_B: dict[str, jax.Array]) -> jax.Array:
-        # Recomputed going back, so that nothing of an example is kept but what it is computed from.
-        one = jax.checkpoint(lambda example: _tapped_loss(model, params, *example))
-        return together(jax.lax.map(one, (records_B, batch, keys_B), batch_size=at_once))
+        # Activations are recomputed in the backward pass, so that none is saved between chunks.
+        example_loss = jax.checkpoint(lambda example: _tapped_loss(model, params, *example))
+        return reduce(jax.lax.map(example_loss, (records_B, batch, keys_B), batch_size=chunk))
 
     records_B = dict.fromkeys(names, jnp.zeros((len(jax.tree.leaves(batch)[0]), *EMPTY.shape)))
     grads, measured_B = jax.grad(mean_loss, argnums=(0, 1))(params, records_B)
@@ -216,31 +201,31 @@ def _measure_all(
 def _tapped_loss(
     model: nn.Module, params: Params, record: dict[str, Any], example: Batch, key: jax.Array | None
 ) -> jax.Array:
-    """The loss of one example, with a tap at the output of every module; names that have no record get one."""
+    """Return the loss of one example, with a tap at the output of every module; names without a record get one."""
     calls: list[str] = []
 
-    def listen(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+    def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
         out = call(*args, **kwargs)
         if context.method_name != "__call__":
             return out
         path = dotted(context.module.path) or MODEL
         calls.append(path)
-        again = calls.count(path)
-        return tap(out, record.setdefault(path if again == 1 else f"{path} (call {again})", EMPTY))
+        n_calls = calls.count(path)
+        return tap(out, record.setdefault(path if n_calls == 1 else f"{path} (call {n_calls})", EMPTY))
 
-    with nn.intercept_methods(listen):
+    with nn.intercept_methods(intercept):
         loss = objective_of(model).example_loss(model, params, example, key)
     return tap(loss, record.setdefault(LOSS, EMPTY))
 
 
 EMPTY = np.zeros((2, 4), np.float32)
-"""A record of `tap` before anything is in it: `_measure` of the values, and of their gradients."""
+"""Empty record of `tap`: `_measure` of the values, and of their gradients."""
 
 
 @jax.custom_vjp
 def tap(values: Any, record: jax.Array) -> Any:
-    """The values (any tree), unchanged. The "gradient" with respect to the record is what `_measure` says of them and
-    of their gradients: so that measurements leave a loop, a `vmap` or a recomputed block as gradients do."""
+    """Return the values (any tree) unchanged. The "gradient" of the record is `_measure` of them and their gradients,
+    so that measurements leave a loop, a `vmap` or a checkpointed block as gradients do."""
     return values
 
 
@@ -256,18 +241,18 @@ tap.defvjp(_tap_forward, _tap_backward)
 
 
 def _measure(tree: Any) -> jax.Array:
-    """Largest magnitude, root mean square, how many are finite and how many are not, `(4,)` float32."""
+    """Return largest magnitude, root mean square, and numbers of finite and other values, `(4,)` float32."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     x = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(leaf).astype(jnp.float32) for leaf in floats)])
     finite = jnp.isfinite(x)
-    size = jnp.where(finite, jnp.abs(x), 0.0)
-    largest, n_finite = jnp.max(size, initial=0.0), jnp.sum(finite)
-    rms = _root_mean_square(size, 1.0, n_finite, largest)
+    magnitude = jnp.where(finite, jnp.abs(x), 0.0)
+    largest, n_finite = jnp.max(magnitude, initial=0.0), jnp.sum(finite)
+    rms = _root_mean_square(magnitude, 1.0, n_finite, largest)
     return jnp.stack([largest, rms, n_finite, x.size - n_finite]).astype(jnp.float32)
 
 
 def _over_batch(measured_B: jax.Array) -> jax.Array:
-    """`_measure` of all examples, `(…, 4)`, from that of each, `(B, …, 4)`."""
+    """Return `_measure` of all examples, `(…, 4)`, from that of each, `(B, …, 4)`."""
     largest_B, rms_B, n_finite_B, n_not_B = jnp.moveaxis(measured_B, -1, 0)
     largest, n_finite = jnp.max(largest_B, axis=0), jnp.sum(n_finite_B, axis=0)
     rms = _root_mean_square(rms_B, n_finite_B, n_finite, largest)
@@ -275,18 +260,17 @@ def _over_batch(measured_B: jax.Array) -> jax.Array:
 
 
 def _root_mean_square(x: jax.Array, weights: Any, total: jax.Array, largest: jax.Array) -> jax.Array:
-    """√(Σ w·x² / total) along the first axis, 0 for a total of 0, of numbers whose squares float32 may not hold."""
-    unit = jnp.clip(largest, 1e-30, 1e37)  # beyond these, one over it is no normal number
+    """Return √(Σ w·x² / total) along the first axis, 0 for a total of 0; the squares may overflow float32."""
+    unit = jnp.clip(largest, 1e-30, 1e37)  # beyond these, its reciprocal is subnormal
     return unit * jnp.sqrt(jnp.sum(weights * (x / unit) ** 2, axis=0) / jnp.maximum(total, 1))
 
 
 def _row(name: str, measured: np.ndarray) -> Row:
-    sizes = (Size(float(largest), float(rms), int(n)) for largest, rms, _, n in measured)
-    return Row(name, *sizes)
+    return Row(name, *(Magnitude(float(largest), float(rms), int(n)) for largest, rms, _, n in measured))
 
 
-def _owner(parameter: str, modules: tuple[Row, ...]) -> int:
-    """The row of the module that a parameter belongs to, or of the nearest around it that has a row."""
+def _module_index(parameter: str, modules: tuple[Row, ...]) -> int:
+    """Return the index of the innermost module with a row that contains a parameter."""
     names = [module.name for module in modules]
     path = parameter.rpartition(".")[0]
     while path and path not in names:
@@ -299,6 +283,6 @@ def _table(title: str, rows: Any, marked: str = "") -> list[str]:
     columns = f"{'largest':>9}  {'rms':>9}  {'not finite':>10}"
     lines = [f"  {'':<{width}}  {'value':^32}  {'gradient':^32}", f"  {title:<{width}}  {columns}  {columns}"]
     for row in rows:
-        sizes = "  ".join(f"{s.largest:9.2e}  {s.rms:9.2e}  {s.non_finite:10,}" for s in (row.value, row.gradient))
-        lines.append(f"{'>' if row.name == marked else ' '} {row.name:<{width}}  {sizes}")
+        numbers = "  ".join(f"{m.largest:9.2e}  {m.rms:9.2e}  {m.non_finite:10,}" for m in (row.value, row.gradient))
+        lines.append(f"{'>' if row.name == marked else ' '} {row.name:<{width}}  {numbers}")
     return lines

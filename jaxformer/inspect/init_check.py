@@ -1,4 +1,4 @@
-"""What a decoder's initialisation should give, by its config, beside what it gives; and what that leads to."""
+"""Initialisation check of a decoder: statistics expected from its config, observed ones, and warnings."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
 
 ONE_HOT = 0.1
-"""Below this share of the most that it can be, an entropy is that of attention that looks at one place."""
+"""Share of the maximal attention entropy below which attention counts as one-hot."""
 DEEP = 3
-"""From so many blocks on, a stream without a norm has been seen to grow until it is not finite."""
+"""Least number of blocks for which a stream without norms was observed to grow until it is not finite."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of one block before the first step; means over places, features and, where it applies, heads."""
+    """Statistics of one block at initialisation: means over positions, features and heads."""
 
     stream: float
     """Mean square of the residual stream before the block."""
     scores: float
-    """Variance of the scores in a row, of those that the mask shows; what all of a row share, no softmax sees."""
+    """Variance of the visible scores in a row; the softmax is invariant to their mean."""
     entropy: float
-    """Of a row of attention, in nats."""
+    """Attention entropy in nats."""
     growth: float
     """Mean square of the stream after the block over that before it."""
 
 
 @dataclass(frozen=True)
 class InitReport:
-    """A decoder before the first step; `str` of it is a table."""
+    """Statistics of each block of a decoder, and warnings; `str` of it is a table."""
 
     expected: tuple[Moments, ...]
     observed: tuple[Moments, ...]
@@ -55,29 +55,30 @@ class InitReport:
         ]
         for i, (p, o) in enumerate(zip(self.expected, self.observed, strict=True)):
             pairs = ((o.stream, p.stream, 28), (o.scores, p.scores, 26), (o.entropy, p.entropy, 23))
-            cells = [f"{f'{seen:.3g} ({wanted:.3g})':>{width}}" for seen, wanted, width in pairs]
+            cells = [f"{f'{observed:.3g} ({expected:.3g})':>{width}}" for observed, expected, width in pairs]
             lines.append("  ".join([f"  {i:>5}", *cells]))
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
 def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitReport:
-    """Compare what fresh parameters give with what they should, and warn of what is known to end badly."""
+    """Compare a decoder's initial statistics on tokens with those expected, and warn of unstable configurations."""
     n_tokens = tokens_BT.shape[1]
-    found = jax.device_get(_observe(model, params, tokens_BT))
-    observed = tuple(Moments(*map(float, block)) for block in found)
-    return InitReport(expected(model.config, n_tokens), observed, tuple(_warnings(model.config, observed, n_tokens)))
+    observed = tuple(Moments(*map(float, block)) for block in jax.device_get(_observe(model, params, tokens_BT)))
+    return InitReport(
+        expected_moments(model.config, n_tokens), observed, tuple(_warnings(model.config, observed, n_tokens))
+    )
 
 
-def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
-    """What a block should have at first, on average over initialisations and texts of distinct tokens.
+def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
+    """Return the statistics of each block, on average over initialisations and texts of distinct tokens.
 
-    Weights are independent of what they are multiplied with, so second moments multiply: a product with a matrix of n
-    rows and variance v makes n·v of a mean square. Scores of one query are then normal, with as much variance as is
-    said; entropy and how far values are averaged come from drawing such scores.
+    Weights are independent of their inputs, so second moments multiply: a product with a matrix of n rows and variance
+    v scales a mean square by n·v. Scores of one query are then normal; the entropy of their softmax, and by how much it
+    averages values, are means over random draws.
     """
     c = config
     std = 1 / sqrt(c.d_model) if c.projection_std is None else c.projection_std
-    stream, found = c.embedding_std**2, []
+    stream, moments = c.embedding_std**2, []
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
     for _ in range(c.n_blocks):
         before = stream
@@ -88,23 +89,23 @@ def expected(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
         attended = projected * averaged * (c.n_heads * c.width_of_head * std**2 if c.output_projection else 1)
         stream = _after(c, before, attended)
         read = _normed(c, stream) if c.norm != "none" and c.norm_placement == "pre" else stream
-        made = _mlp(c, read)
+        mlp = _mlp(c, read)
         if c.n_experts is not None:
-            made *= _chosen(read / 3, c.n_experts, c.experts_per_token) + c.shared_expert
-        stream = _after(c, stream, made)
-        found.append(Moments(before, scores, entropy, stream / before if before else nan))
-    return tuple(found)
+            mlp *= _router_weights(read / 3, c.n_experts, c.experts_per_token) + c.shared_expert
+        stream = _after(c, stream, mlp)
+        moments.append(Moments(before, scores, entropy, stream / before if before else nan))
+    return tuple(moments)
 
 
 def _normed(c: DecoderConfig, mean_square: float) -> float:
-    """Mean square after a norm, whose ε counts where there is little."""
+    """Return the mean square after a norm with its ε."""
     return mean_square / (mean_square + epsilon(c.norm, c.norm_eps))
 
 
-def _chosen(variance: float, n_experts: int, n_chosen: int) -> float:
-    """Mean of the sum of squares of the weights of those experts that are chosen, from normal logits."""
+def _router_weights(variance: float, n_experts: int, per_token: int) -> float:
+    """Return the mean sum of squares of the weights of the experts that a router with normal logits selects."""
     logits = sqrt(variance) * np.random.default_rng(0).normal(size=(1024, n_experts))
-    return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), n_chosen)[1]), axis=-1)))
+    return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token)[1]), axis=-1)))
 
 
 def _after(c: DecoderConfig, stream: float, part: float) -> float:
@@ -114,7 +115,7 @@ def _after(c: DecoderConfig, stream: float, part: float) -> float:
 
 
 def _mlp(c: DecoderConfig, mean_square: float) -> float:
-    """Mean square of what an MLP makes: its weights are uniform, of variance 1/(3·fan-in), and so are its biases."""
+    """Return the mean square of an MLP's output; weights and biases are uniform, of variance 1/(3·fan-in)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(64)
     weights = weights / weights.sum()
     width = c.d_model
@@ -130,8 +131,8 @@ def _mlp(c: DecoderConfig, mean_square: float) -> float:
 
 @lru_cache
 def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int, draws: int = 128) -> tuple[float, float]:
-    """Entropy, and sum of squares, of the softmax of independent normal numbers: means over the rows of causal
-    attention, row t of min(t, reach) numbers."""
+    """Return entropy, and sum of squares, of the softmax of independent normal scores: means over the rows of causal
+    attention, row t of min(t, attention_window) scores."""
     rng = np.random.default_rng(0)
     rows = np.unique(np.linspace(1, n_tokens, min(n_tokens, 64)).astype(int))
     entropies, squares = [], []
@@ -146,45 +147,47 @@ def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int, dr
 
 @partial(jax.jit, static_argnames="model")
 def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple[Any, ...]]:
-    """The fields of `Moments`, a block."""
+    """Return the fields of `Moments` for each block."""
 
-    def one(tokens_T: jax.Array) -> list[Any]:
-        found = capture(model, params, tokens_T)
+    def observe_example(tokens_T: jax.Array) -> list[Any]:
+        values = capture(model, params, tokens_T)
         blocks: list[Any] = []
         for i in range(model.config.n_blocks):
-            weights = found[f"blocks.{i}.attention.weights"]
-            before, after = (jnp.mean(jnp.square(found[f"blocks.{i}.{when}"])) for when in ("before", "after"))
-            visible = found[f"blocks.{i}.attention.visible"]
-            rows = jnp.var(found[f"blocks.{i}.attention.scores"], axis=-1, where=visible, ddof=1)
-            scores = jnp.mean(rows, where=jnp.broadcast_to(visible.sum(-1) > 1, rows.shape))
-            blocks.append((before, scores, jnp.mean(row_entropy(weights)), after))
+            before, after = (jnp.mean(jnp.square(values[f"blocks.{i}.{name}"])) for name in ("before", "after"))
+            scores, visible, weights = (
+                values[f"blocks.{i}.attention.{name}"] for name in ("scores", "visible", "weights")
+            )
+            rows = jnp.var(scores, axis=-1, where=visible, ddof=1)
+            variance = jnp.mean(rows, where=jnp.broadcast_to(visible.sum(-1) > 1, rows.shape))
+            blocks.append((before, variance, jnp.mean(row_entropy(weights)), after))
         return blocks
 
-    found = jax.tree.map(lambda x_B: jnp.mean(x_B), jax.lax.map(one, tokens_BT))
-    return [(before, scores, entropy, after / before) for before, scores, entropy, after in found]
+    means = jax.tree.map(jnp.mean, jax.lax.map(observe_example, tokens_BT))
+    return [(before, variance, entropy, after / before) for before, variance, entropy, after in means]
 
 
 def _warnings(c: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
-    """What is known to end badly, with the rung of the ladder that shows it, and what helps."""
-    said = []
-    most = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.attention_window))))
+    """Return warnings of unstable configurations, each with the rung of the ladder that shows it and a remedy."""
+    warnings = []
+    max_entropy = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.attention_window))))
     remedies = [] if c.scaled else ["model.scaled to true, which divides them by sqrt(head_dim)"]
     if (c.projection_std or 0) > 2 / sqrt(c.d_model):
         remedies.append(f"model.projection_std to {1 / sqrt(c.d_model):.3g}, 1/sqrt(d_model)")
     if not remedies:
         remedies.append("model.norm to rmsnorm" if c.norm == "none" else "model.qk_norm to true")
-    one_hot = next((i for i, block in enumerate(observed) if block.entropy < ONE_HOT * most), None)
+    one_hot = next((i for i, block in enumerate(observed) if block.entropy < ONE_HOT * max_entropy), None)
     if one_hot is not None:
         block = observed[one_hot]
-        said.append(
-            f"scores of blocks.{one_hot} have variance {block.scores:.3g}, so attention is one-hot (entropy "
-            f"{block.entropy:.3g} nats of at most {most:.3g}) and learns little, as on the rung attention_unscaled; "
+        warnings.append(
+            f"scores of blocks.{one_hot} have variance {block.scores:.3g}, so attention is one-hot ("
+            f"entropy {block.entropy:.3g} nats of at most {max_entropy:.3g}) and learns little, as on the rung "
+            f"attention_unscaled; "
             f"set {' and '.join(remedies)}."
         )
     if c.norm == "none" and c.residual and c.n_blocks >= DEEP:
         growth = float(np.prod([block.growth for block in observed]))
-        said.append(
+        warnings.append(
             f"{c.n_blocks} blocks without a norm, which make the stream {growth:.3g} times larger already, as on the "
             "rung four_blocks, where it grew until it was not finite; set model.norm to rmsnorm."
         )
-    return said
+    return warnings

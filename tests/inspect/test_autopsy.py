@@ -1,4 +1,4 @@
-"""The step computed again: what it measures, what it names, what it leaves."""
+"""Autopsies: measurements of a replay, the first value that is not finite, and the files written."""
 
 import json
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer.data.windows import next_token_batch
 from jaxformer.inspect import Autopsy, first_non_finite, save_autopsy
-from jaxformer.inspect.autopsy import AROUND, AT_ONCE, Row, Size, _measure_all, replay
+from jaxformer.inspect.autopsy import CONTEXT_ROWS, EXAMPLES_PER_CHUNK, Magnitude, Row, _measure_all, replay
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
@@ -30,31 +30,31 @@ each_dtype = pytest.mark.parametrize(
 
 
 def damaged(largest: float, *path: str) -> tuple[nn.Module, Params]:
-    """The small decoder with one parameter multiplied, so that its largest value becomes this."""
+    """Return the small decoder with one parameter scaled so that its largest magnitude is this."""
     model, params = build(CONFIG)
     *parents, name = path
-    place = params
+    tree = params
     for parent in parents:
-        place = place[parent]
-    place[name] = place[name] / jnp.abs(place[name]).max() * largest
+        tree = tree[parent]
+    tree[name] = tree[name] / jnp.abs(tree[name]).max() * largest
     return model, params
 
 
 def size_of(values: np.ndarray) -> list[float]:
-    """Largest magnitude and root mean square, in float64."""
+    """Return largest magnitude and root mean square, in float64."""
     values = np.asarray(values, np.float64)
     return [np.abs(values).max(), np.sqrt(np.mean(values**2))]
 
 
-def sizes(size: Size) -> list[float]:
+def sizes(size: Magnitude) -> list[float]:
     return [size.largest, size.rms]
 
 
 @pytest.mark.slow
-def test_rows_are_what_the_model_gives_with_the_same_dropout_keys_in_the_order_of_the_calls():
-    """More examples than are computed together, with some left over."""
+def test_replay_rows_agree_with_the_model_in_the_order_of_calls():
+    """With more examples than a chunk, and a remainder."""
     model, params = build(replace(CONFIG, n_blocks=1, dropout=0.5))
-    n = AT_ONCE + 3
+    n = EXAMPLES_PER_CHUNK + 3
     batch, keys = random_tokens(23, n, 8), jax.random.split(jax.random.key(5), n)
     modules, parameters = replay(model, params, next_token_batch(batch), keys)
 
@@ -84,25 +84,25 @@ def test_rows_are_what_the_model_gives_with_the_same_dropout_keys_in_the_order_o
 
 
 @pytest.mark.slow
-def test_examples_with_many_logits_are_computed_one_by_one(monkeypatch):
+def test_examples_with_many_logits_are_replayed_one_by_one(monkeypatch):
     model, params = build(replace(CONFIG, vocab_size=29, n_blocks=1))  # no other test has compiled this
     batch = next_token_batch(random_tokens(29, 3, 8))
     names = tuple(row.name for row in replay(model, params, batch)[0])
-    sizes_asked, lax_map = [], jax.lax.map
-    monkeypatch.setattr(jax.lax, "map", lambda *given, batch_size: sizes_asked.append(batch_size) or lax_map(*given))
+    chunk_sizes, lax_map = [], jax.lax.map
+    monkeypatch.setattr(jax.lax, "map", lambda *args, batch_size: chunk_sizes.append(batch_size) or lax_map(*args))
     found = []
     for limit in (objective.MAX_LOGITS_PER_CHUNK, 7 * 29):
         monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", limit)
         _measure_all.clear_cache()  # also of what other tests compile, therefore this one comes before them
         found.append(_measure_all(model, names, params, batch, None))
     together, alone = found
-    assert sizes_asked == [AT_ONCE, 1]
+    assert chunk_sizes == [EXAMPLES_PER_CHUNK, 1]
     assert "the model (logits)" in names and "final_norm" in names
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), alone, together)
 
 
 class Linear(nn.Module):
-    """A matrix, and a number that goes along."""
+    """A matrix product, and a number beside it."""
 
     width: int
 
@@ -123,7 +123,7 @@ class TwoLayers(nn.Module):
         return Linear(11, name="out")(x)[0]
 
 
-def test_gradients_of_outputs_are_those_of_the_mean_loss_of_the_batch():
+def test_gradients_of_outputs_agree_with_those_by_hand():
     """By hand: (softmax - one-hot) / (B·T) at the logits, and back through the matrices."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
     params = {name: {"W": normal(11, 11, seed=i) / 3} for i, name in enumerate(("square", "out"))}
@@ -145,7 +145,7 @@ def test_gradients_of_outputs_are_those_of_the_mean_loss_of_the_batch():
 
 
 @pytest.mark.slow
-def test_sizes_are_right_where_squares_overflow_and_what_is_not_finite_is_only_counted():
+def test_magnitudes_are_exact_where_squares_overflow():
     model, params = damaged(3e38, "blocks_1", "mlp", "W_1")
     rows = {row.name: row for row in replay(model, params, BATCH)[1]}
     W = np.asarray(params["blocks_1"]["mlp"]["W_1"])
@@ -158,30 +158,30 @@ def test_sizes_are_right_where_squares_overflow_and_what_is_not_finite_is_only_c
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_batch():
-    """But for the records: 2 · 4 numbers a module and example, and the tokens."""
+def test_memory_of_a_replay_is_independent_of_the_batch_size():
+    """Except for the records, 2 · 4 numbers per module and example, and the tokens."""
     model, params = TwoLayers(), {name: {"W": normal(11, 11)} for name in ("square", "out")}
     names = tuple(row.name for row in replay(model, params, next_token_batch(random_tokens(11, 4, 6)))[0])
     few, many = (
         _measure_all.lower(model, names, params, next_token_batch(random_tokens(11, n, 200)), None)
         .compile()
         .memory_analysis()
-        for n in (2 * AT_ONCE, 20 * AT_ONCE)
+        for n in (2 * EXAMPLES_PER_CHUNK, 20 * EXAMPLES_PER_CHUNK)
     )
-    records = 18 * AT_ONCE * (len(names) * 2 * 4 + 200) * 4
+    records = 18 * EXAMPLES_PER_CHUNK * (len(names) * 2 * 4 + 200) * 4
     assert many.temp_size_in_bytes - few.temp_size_in_bytes <= 2 * records
-    assert 2 * records < 18 * AT_ONCE * 199 * 11 * 4  # what one array of activations would take
+    assert 2 * records < 18 * EXAMPLES_PER_CHUNK * 199 * 11 * 4  # what one array of activations would take
 
 
-def test_a_finite_model_has_nothing_to_name():
+def test_finite_step_has_no_autopsy():
     assert first_non_finite(*build(CONFIG), BATCH) is None
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_damaged_parameter_is_named(value):
+def test_parameter_that_is_not_finite_is_the_origin(value):
     found = first_non_finite(*damaged(value, "blocks_1", "attention", "W_K"), BATCH)
     assert found.origin == "the parameter blocks.1.attention.W_K"
-    assert found.modules[found.at].name == "blocks.1.attention"
+    assert found.modules[found.index].name == "blocks.1.attention"
 
 
 @each_dtype
@@ -195,18 +195,18 @@ def test_a_damaged_parameter_is_named(value):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_first_module_to_overflow_is_named(path, module, dtype):
+def test_first_module_to_overflow_is_the_origin(path, module, dtype):
     model, params = damaged(3e38, *path)  # both dtypes end at 3.4e38
     found = first_non_finite(model, params, BATCH, compute_dtype=dtype)
     assert (found.origin, found.direction) == (f"the output of {module}", "forward")
-    before, here = found.modules[: found.at], found.modules[found.at]
+    before, here = found.modules[: found.index], found.modules[found.index]
     assert here.name == module and here.value.non_finite > 0
     assert all(row.value.non_finite == 0 for row in before)
 
 
 @pytest.mark.slow
-def test_the_dtype_of_the_step_decides():
-    """Beyond 65,504 float16 ends."""
+def test_overflow_depends_on_the_compute_dtype():
+    """The largest float16 is 65,504."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
     params = {"square": {"W": jnp.full((11, 11), 200.0)}, "out": {"W": normal(11, 11) / 1e6}}
     assert first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.bfloat16) is None
@@ -230,25 +230,25 @@ class Table(nn.Module):
         return jnp.sqrt(W[tokens_T]) if self.root else W[tokens_T] * jnp.where(jnp.arange(23) % 2, 1, -1)
 
 
-def test_a_loss_that_overflows_alone_is_named():
+def test_overflow_of_the_loss_alone_is_the_origin():
     model = Table(3e38)  # logits of ±3e38 are finite, their differences are not
     params = first_params(model, TOKENS[0])
     found = first_non_finite(model, params, BATCH)
     assert (found.origin, found.direction) == ("the loss", "forward")
-    np.testing.assert_allclose(found.modules[found.at - 1].value.largest, 3e38, rtol=1e-6)
+    np.testing.assert_allclose(found.modules[found.index - 1].value.largest, 3e38, rtol=1e-6)
 
 
-def test_a_gradient_of_a_parameter_that_is_infinite_alone_is_named():
+def test_infinite_gradient_of_a_parameter_alone_is_the_origin():
     model = Table(0.0, root=True)  # √0 is 0, its slope is infinite
     params = first_params(model, TOKENS[0])
     found = first_non_finite(model, params, BATCH)
     assert (found.origin, found.direction) == ("the gradient of W", "backward")
-    assert found.modules[found.at].name == "the model (logits)"
+    assert found.modules[found.index].name == "the model (logits)"
 
 
 class UnitNorm(nn.Module):
-    """A vector over its length, kept from dividing by zero by a bound on the length: sound forward, but not
-    backward, where the length of a zero vector has a slope of 0 / 0."""
+    """A vector over its norm, bounded below: finite forward for a zero vector, but 0 / 0 backward, as the norm's
+    derivative."""
 
     @nn.compact
     def __call__(self, x_TD: jax.Array) -> jax.Array:
@@ -269,7 +269,7 @@ class Layers(nn.Module):
 
 
 def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
-    """The model, with the vector of a token set to zero."""
+    """Return the model, with the embedding of a token set to zero."""
     model = Layers()
     params = first_params(model, TOKENS[0])
     if zeroed is not None:
@@ -279,11 +279,11 @@ def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
 
 
 @each_dtype
-def test_what_is_finite_forward_alone_is_named_with_the_module_whose_backward_pass_broke(dtype):
+def test_module_whose_backward_pass_broke_is_the_origin(dtype):
     model, params = layers(zeroed=int(TOKENS[1, 2]))
     found = first_non_finite(model, params, BATCH, compute_dtype=dtype)
     assert (found.origin, found.direction) == ("the gradient that norm passes back to first", "backward")
-    assert found.modules[found.at].name == "norm"
+    assert found.modules[found.index].name == "norm"
     assert all(row.value.non_finite == 0 for row in found.modules)
     assert {row.name for row in found.modules if row.gradient.non_finite} == {"embedding", "first"}
     assert {row.name for row in found.parameters if row.gradient.non_finite} == {
@@ -292,8 +292,8 @@ def test_what_is_finite_forward_alone_is_named_with_the_module_whose_backward_pa
 
 
 @pytest.mark.slow
-def test_dropout_is_that_of_the_keys():
-    """At 0.9 of 5 numbers a whole vector is dropped now and then, and its length has no slope."""
+def test_replay_uses_the_dropout_keys():
+    """At a rate of 0.9 some vectors of 5 numbers are dropped entirely, and their norm has no derivative."""
     model, params = layers(zeroed=None)
     keep = lambda key: jnp.any(  # noqa: E731
         model.apply({"params": params}, TOKENS[0, :-1], rngs={"dropout": key}, capture_intermediates=True)[1][
@@ -309,7 +309,7 @@ def test_dropout_is_that_of_the_keys():
     assert first_non_finite(model, params, FIRST, bad).origin == "the gradient that norm passes back to dropout"
 
 
-def test_the_table_shows_rows_around_the_culprit_and_its_parameters():
+def test_table_shows_rows_around_the_origin_and_its_parameters():
     found = first_non_finite(*damaged(3e38, "blocks_1", "mlp", "W_1"), BATCH)
     lines = str(found).splitlines()
     assert lines[0] == "the output of blocks.1.mlp, forward"
@@ -317,19 +317,25 @@ def test_the_table_shows_rows_around_the_culprit_and_its_parameters():
     assert len(marked) == 1 and marked[0].split()[1] == "blocks.1.mlp"
     at = lines.index(marked[0])
     names = [row.name for row in found.modules]
-    for i in range(-AROUND, 4):  # down to the loss
-        assert lines[at + i].lstrip("> ").startswith(names[found.at + i] + " ")
-    assert names[found.at - AROUND - 1] not in str(found)
+    for i in range(-CONTEXT_ROWS, 4):  # down to the loss
+        assert lines[at + i].lstrip("> ").startswith(names[found.index + i] + " ")
+    assert names[found.index - CONTEXT_ROWS - 1] not in str(found)
     assert [line.split()[0] for line in lines[-4:]] == [f"blocks.1.mlp.{name}" for name in ("W_1", "W_2", "b_1", "b_2")]
-    row = found.modules[found.at]
+    row = found.modules[found.index]
     assert f"{row.value.largest:.2e}" in marked[0] and f" {row.value.non_finite} " in marked[0]
 
 
-SIZE = Size(1.0, 0.5, 0)
-REPORT = Autopsy("the loss", "forward", 1, (Row("the model (logits)", SIZE, SIZE), Row("the loss", SIZE, SIZE)), ())
+MAGNITUDE = Magnitude(1.0, 0.5, 0)
+REPORT = Autopsy(
+    "the loss",
+    "forward",
+    1,
+    (Row("the model (logits)", MAGNITUDE, MAGNITUDE), Row("the loss", MAGNITUDE, MAGNITUDE)),
+    (),
+)
 
 
-def test_the_evidence_lies_whole_in_the_folder_of_the_step(tmp_path):
+def test_save_autopsy_writes_batch_keys_and_report(tmp_path):
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 3)))
     batch = jax.tree.map(np.asarray, BATCH)
     place = save_autopsy(tmp_path, 7, batch, keys, REPORT, "attention: xla")
@@ -344,14 +350,14 @@ def test_the_evidence_lies_whole_in_the_folder_of_the_step(tmp_path):
     assert "First: the loss, forward" in text and "checkpoint 6" in text and str(REPORT) in text
     assert "with the step's attention: xla." in text
     stored = json.loads((place / "report.json").read_text())
-    assert stored == {"step": 7, "how": "attention: xla", "autopsy": json.loads(json.dumps(asdict(REPORT)))}
+    assert stored == {"step": 7, "execution": "attention: xla", "autopsy": json.loads(json.dumps(asdict(REPORT)))}
 
 
-def test_a_second_try_at_a_step_replaces_the_first_and_one_that_fails_leaves_it(tmp_path, monkeypatch):
+def test_save_autopsy_replaces_an_earlier_one_atomically(tmp_path, monkeypatch):
     save_autopsy(tmp_path, 7, BATCH, np.zeros((3, 2), np.uint32), REPORT, "")
     place = save_autopsy(tmp_path, 7, jax.tree.map(lambda x: x + 1, BATCH), None, None, "")
     assert sorted(p.name for p in place.iterdir()) == ["batch.npz", "report.json", "report.txt"]
-    assert json.loads((place / "report.json").read_text()) == {"step": 7, "how": "", "autopsy": None}
+    assert json.loads((place / "report.json").read_text()) == {"step": 7, "execution": "", "autopsy": None}
 
     def full(*_, **__):
         raise OSError("no space left")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import ladder, quick
-from jaxformer.inspect.init_check import check_init, expected
+from jaxformer.inspect.init_check import check_init, expected_moments
 from jaxformer.models.decoder import DecoderConfig
 from tests.arrays import first_params
 from tests.helpers import exhaustive, slow
@@ -60,15 +60,15 @@ def test_expected_statistics_are_observed(name):
 def test_epsilon_of_a_layer_norm_affects_small_streams():
     """Of mean squares of 4e-4, 1e-5 is 2.4 %: scores, products of two projections, have 4.8 % less variance."""
     config = replace(WIDE, norm="layernorm", positions="none", embedding_std=0.02)
-    np.testing.assert_allclose(expected(config, 32)[0].scores, (4e-4 / 4.1e-4) ** 2, rtol=1e-6)
-    of_rms = expected(replace(config, norm="rmsnorm"), 32)[0].scores
+    np.testing.assert_allclose(expected_moments(config, 32)[0].scores, (4e-4 / 4.1e-4) ** 2, rtol=1e-6)
+    of_rms = expected_moments(replace(config, norm="rmsnorm"), 32)[0].scores
     np.testing.assert_allclose(of_rms, (4e-4 / 4.01e-4) ** 2, rtol=1e-6)
 
 
 def test_initial_entropy_agrees_with_the_sources():
-    (scaled,) = expected(ladder.attention_scaled.model, 32)
+    (scaled,) = expected_moments(ladder.attention_scaled.model, 32)
     assert abs(scaled.entropy - 1.492) < 0.05 and abs(scaled.scores - 4) < 1e-6  # embedding and position, each N(0, 1)
-    (unscaled,) = expected(ladder.attention_unscaled.model, 32)
+    (unscaled,) = expected_moments(ladder.attention_unscaled.model, 32)
     assert unscaled.entropy < 0.003
 
 

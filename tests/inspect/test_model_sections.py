@@ -106,7 +106,7 @@ def test_recurrent_attention_is_one_head(attention, layers):
 def test_masked_tokens_have_likeliest_tokens():
     model, params = random_model(ENCODER)
     tokens_T = jnp.array([3, 10, 4], jnp.int32)
-    found = attention_section(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask=10)
+    found = attention_section(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask_token=10)
     p_V = jax.nn.softmax(model.apply({"params": params}, tokens_T, jnp.ones(3, bool))[1])
     first, *_ = np.argsort(-np.asarray(p_V))
     assert found.notes["text"][1].startswith(f"Likeliest here: “{WORDS[first]}” {p_V[first]:.1%}, ")
