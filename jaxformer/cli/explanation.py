@@ -26,7 +26,8 @@ def make_explain(run: Run) -> Explain:
         return [
             {
                 "token": name(row.token), "probability": json_float(row.probability),
-                "entropy": json_float(row.entropy), "alternatives": [(name(token), json_float(p)) for token, p in row.alternatives],
+                "entropy": json_float(row.entropy),
+                "alternatives": [(name(token), json_float(p)) for token, p in row.alternatives],
                 "attended": [(position, name(tokens[position]), json_float(w)) for position, w in row.attended],
             }
             for row in explain(run.model, restored(run.params), tokens, len(prompt))

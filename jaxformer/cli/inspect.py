@@ -24,8 +24,8 @@ from jaxformer.decode.translate import encode_source
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.inspect import capture_shapes, model_sections
-from jaxformer.inspect.training_sections import training_sections
 from jaxformer.inspect.page import Section, write_page
+from jaxformer.inspect.training_sections import training_sections
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.terminal import echo
 
@@ -161,7 +161,10 @@ def _example(run: Run, prompt: str | None, probe: Batch | None) -> tuple[Any, ..
         example = _unpadded(jax.tree.map(lambda x: jnp.asarray(x[0]), probe), MOST_TOKENS)
     else:
         raise UserError("the run's data is not here to take a text from; give one with --prompt.")
-    n = sum(x.size for x in capture_shapes(run.model, run.params, *example, names=model_sections.MAPS, missing_ok=True).values())
+    n = sum(
+        x.size
+        for x in capture_shapes(run.model, run.params, *example, names=model_sections.MAPS, missing_ok=True).values()
+    )
     if n <= MOST_WEIGHTS:
         return example
     longest = max(len(x) for x in example if jnp.ndim(x))
