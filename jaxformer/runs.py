@@ -304,11 +304,19 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
 
 
 def _find_class(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
-    """Return the config class `file.Class` of a package; `ValueError` where there is none."""
+    """Return the config class `file.Class` of a package, or of another file that is imported already.
+
+    Raises:
+      ValueError: there is none. Nothing outside the package is imported.
+    """
     module_name, _, class_name = str(kind).partition(".")
-    if module_name not in {m.name for m in pkgutil.iter_modules(package.__path__)}:
-        raise ValueError(f"no file {abbreviate(module_name)} in {package.__name__}")
-    cls = getattr(importlib.import_module(f"{package.__name__}.{module_name}"), class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise ValueError(f"{abbreviate(kind)} is no {base.__name__}")
-    return cls
+    if module_name in {m.name for m in pkgutil.iter_modules(package.__path__)}:
+        importlib.import_module(f"{package.__name__}.{module_name}")
+    classes = [base]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    named = [c for c in classes if (c.__module__.rpartition(".")[2], c.__name__) == (module_name, class_name)]
+    if named:
+        own = [cls for cls in named if cls.__module__.startswith(f"{package.__name__}.")]
+        return (own or named)[-1]
+    raise ValueError(f"no {base.__name__} {abbreviate(kind)} is imported; import the file that defines it first")

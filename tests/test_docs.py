@@ -28,7 +28,8 @@ PAGES = {
 BLOCKS = [
     (kind, text) for page in PAGES.values() for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)
 ]
-SNIPPETS = [text for kind, text in BLOCKS if kind == "python"]
+SNIPPETS = [text for kind, text in BLOCKS if kind == "python" and not text.startswith("# ")]
+"""Without the files of CONTRIBUTING.md, which have a test of their own."""
 LINES = "".join(text for kind, text in BLOCKS if kind == "bash").replace("\\\n", "").splitlines()
 COMMANDS = list(dict.fromkeys(line for line in LINES if line))
 INLINE = sorted({code for page in PAGES.values() for code in re.findall(r"`([^`\n]+)`", page)})

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -182,9 +182,24 @@ class Elsewhere(ModelConfig):
     """A model of a user's own file."""
 
 
-def test_a_model_that_could_not_be_reopened_is_refused_before_training(tmp_path):
-    with pytest.raises(UserError, match=r"no file 'test_runs' in jaxformer\.models"):
-        create_run(
-            tmp_path / "x", Config("x", Elsewhere(), data=TextConfig(), steps=1), Tokenizer.train(["a"], 257), False
-        )
+def test_a_config_of_another_package_is_read_once_its_file_is_imported(tmp_path):
+    config = Config("x", Elsewhere(), data=TextConfig(), steps=1)
+    run = create_run(tmp_path / "x", config, Tokenizer.train(["a"], 257), False)
+    assert read_config(run) == config
+    text = (run / "config.json").read_text()
+    (run / "config.json").write_text(text.replace("test_runs.Elsewhere", "other.Elsewhere"))
+    with pytest.raises(UserError, match=r"no ModelConfig 'other.Elsewhere' is imported; import the file"):
+        read_config(run)
+
+
+@dataclass(frozen=True)
+class Lossy(ModelConfig):
+    """A model whose config does not survive JSON."""
+
+    sizes: list[int] = field(default_factory=lambda: [1])
+
+
+def test_a_config_that_does_not_survive_json_is_refused_before_training(tmp_path):
+    with pytest.raises(UserError):
+        create_run(tmp_path / "x", Config("x", Lossy(), data=TextConfig(), steps=1), None, False)
     assert list(tmp_path.iterdir()) == []

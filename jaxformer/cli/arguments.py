@@ -297,12 +297,12 @@ def load_module(path: str) -> ModuleType:
             f"there are {', '.join(near)}" if near else "give one that exists, or go where the project's configs/ is"
         )
         raise UserError(f"there is no config file {path}; {remedy}.")
-    found_spec = importlib.util.spec_from_file_location(f"configs.{file.stem}", file)
-    if found_spec is None or found_spec.loader is None:
+    spec = importlib.util.spec_from_file_location(f"config_files.{file.stem}", file)
+    if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")
-    module = importlib.util.module_from_spec(found_spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
     try:
-        found_spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{path} is not Python that can be read: {error}.") from error
     except UserError:

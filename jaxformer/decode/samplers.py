@@ -104,6 +104,10 @@ class Sampling:
                     raise UserError(f"{name} is {token}; it must be from 0 to {vocab_size - 1}, the vocabulary's last.")
         self._require("top_logprobs", self.top_logprobs <= vocab_size, f"at most the vocabulary's {vocab_size}")
 
+    def filter_logits(self, logits_V: jax.Array) -> jax.Array:
+        """Return the logits after the filters of a subclass; -inf excludes a token, and at least one must stay."""
+        return logits_V
+
     @property
     def n_recent(self) -> int:
         """Number of tokens of the longest bad word before its last."""
@@ -230,7 +234,7 @@ def apply_filters(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
         logits_V = filter_min_p(logits_V, s.min_p)
     if s.typical_p is not None:
         logits_V = filter_typical(logits_V, s.typical_p)
-    return logits_V
+    return s.filter_logits(logits_V)
 
 
 def bad_word_ends(vocab_size: int, recent_N: jax.Array, words: tuple[tuple[int, ...], ...]) -> jax.Array:

@@ -1,0 +1,94 @@
+"""The worked examples of CONTRIBUTING.md, in a package outside the project."""
+
+import importlib
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxformer import load_run
+from jaxformer.cli import train as command
+from jaxformer.cli.arguments import load_config, parse
+from jaxformer.contract import Role
+from jaxformer.decode import Sampling, generate
+from jaxformer.nn.parameters import parameter_axes
+from jaxformer.runs import create_run, load_data
+from jaxformer.sharding import make_mesh
+from jaxformer.train.log import read_metrics
+from jaxformer.train.loop import train
+from tests.helpers import ROOT, small_run, tiny, write_books
+
+EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
+FAST = [
+    "--train.report-every", "0", "--train.eval-every", "10", "--train.batch-size", "8", "--train.eval-examples", "8",
+    "--train.log-every", "5", "--train.checkpoint-every", "10",
+]  # fmt: skip
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write the examples into a folder of their own, on the path of imports and the current one."""
+    for name, source in EXAMPLES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    write_books(tmp_path / "books")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_there_are_four_examples():
+    assert set(EXAMPLES) == {"bigram", "top_a", "signum", "stripes"}
+
+
+def losses(run) -> list[float]:
+    return [row["val_loss"] for row in read_metrics(run) if "val_loss" in row]
+
+
+@pytest.mark.slow
+def test_a_model_is_one_file(package):
+    importlib.import_module("bigram")
+    options = ["--config", "bigram.py:bigram", "--data.path", "books", "--steps", "20", "--model.vocab-size", "280"]
+    assert command.main([*options, *FAST]) == 0
+    first, *_, last = losses(package / "runs/bigram")
+    assert last < first
+    run = load_run("runs/bigram")
+    assert parameter_axes(run.model)["W"].role is Role.EMBEDDING
+    pieces = generate(
+        run.model, run.params, [run.tokenizer.encode("The")], Sampling(), seeds=[0], max_new_tokens=4, context_length=64
+    )
+    assert np.concatenate([piece.tokens_BN for piece in pieces], axis=1).shape == (1, 4)
+
+
+def test_a_sampler_is_one_class(package):
+    sampler = importlib.import_module("top_a").TopASampling(temperature=1.0, top_a=1.0)
+    logits_V = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
+    kept_V = np.isfinite(sampler.filter_logits(logits_V))
+    assert kept_V.tolist() == [True, True, False, False]  # at least 0.25
+    run = load_run(small_run(package / "small", ["The cat sees."]))
+    arguments = {"seeds": [0], "max_new_tokens": 3, "context_length": 16}
+    pieces = generate(run.model, run.params, [[5, 6]], replace(sampler, top_a=0.0), **arguments)
+    plain = generate(run.model, run.params, [[5, 6]], Sampling(), **arguments)
+    for piece, other in zip(pieces, plain, strict=True):
+        np.testing.assert_array_equal(piece.tokens_BN, other.tokens_BN)
+
+
+@pytest.mark.slow
+def test_an_optimizer_is_one_class(package):
+    options = tiny(package / "books", 20, "--optimizer.learning-rate", "0.01", "--train.batch-size", "8")[2:]
+    config = parse(options, command.Arguments(load_config(f"{ROOT}/configs/quick.py")), "", "").fields
+    setup = importlib.import_module("signum").SignumSetup(config, make_mesh())
+    data = load_data(None, config)
+    run = create_run(package / "runs/signum", config, data.tokenizer, allow_suffix=False)
+    assert train(setup, data, run).status == "done"
+    first, *_, last = losses(run)
+    assert last < first
+
+
+@pytest.mark.slow
+def test_a_dataset_is_one_file(package):
+    assert command.main(["--config", "stripes.py:stripes", "--steps", "30", *FAST]) == 0
+    first, *_, last = losses(package / "runs/stripes")
+    assert last < first
