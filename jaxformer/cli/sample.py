@@ -83,7 +83,7 @@ class Arguments:
     prompt: tuple[str, ...] = ("The",)
     """Text to continue; several are continued together."""
     images: tuple[str, ...] = ()
-    """Files of images, for a model that classifies; of animated ones, where it takes videos."""
+    """Files of images, for a model that classifies; of animated ones, where its inputs are videos."""
     prompts_file: str | None = None
     """File with a prompt per line; a .jsonl file has objects with "prompt", and optionally "seed" and "id"."""
     explain: bool = False
@@ -164,27 +164,27 @@ def _check(options: Arguments, given: set[str]) -> None:
         "--interactive": options.interactive,
     }  # fmt: skip
     if len(used := [flag for flag, is_used in sources.items() if is_used]) > 1:
-        raise UserError(f"{' and '.join(used)} each say what to continue; give one of them.")
+        raise UserError(f"{' and '.join(used)} exclude each other; give one of them.")
     StopStrings(completion.stop)
     if completion.draft is None and "--draft-tokens" in given:
-        raise UserError("--draft-tokens is of use to a draft alone; leave it out, or give --draft.")
+        raise UserError("--draft-tokens has no effect without a draft; leave it out, or give --draft.")
     if completion.draft is not None and "--prefill-chunk" in given:
-        raise UserError("a draft's prompts are read at once; leave out --prefill-chunk, or --draft.")
+        raise UserError("--prefill-chunk has no effect on a draft; leave out --prefill-chunk, or --draft.")
     if options.opening.weights == "int8" and options.opening.mesh:
-        raise UserError("weights of int8 lie on one device; leave out --mesh, or use bfloat16.")
+        raise UserError("weights of int8 must be on one device; leave out --mesh, or use bfloat16.")
     n_beams, n_tokens = completion.num_beams, completion.max_new_tokens
     if n_beams == 1:
         if "--length-penalty" in given:
-            raise UserError("--length-penalty is of use to beam search alone; leave it out, or give --num-beams.")
+            raise UserError("--length-penalty has no effect without beam search; leave it out, or give --num-beams.")
     elif not abs(completion.length_penalty) <= (steepest := MAX_EXPONENT / max(1.0, log2(n_tokens))):
         raise UserError(
             f"--length-penalty is {completion.length_penalty}, and a float32 does not hold {n_tokens} tokens to "
             f"that power; it must be from {-steepest:.1f} to {steepest:.1f}."
         )
     elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
-        raise UserError(f"beam search draws nothing and knows no {clash[0]}; leave that out, or --num-beams.")
+        raise UserError(f"{clash[0]} has no effect on beam search; leave it out, or --num-beams.")
     elif completion.draft is not None:
-        raise UserError("beam search and a draft do not go together; leave out --draft or --num-beams.")
+        raise UserError("--draft and --num-beams exclude each other; leave out one of them.")
     elif completion.num_samples > n_beams:
         raise UserError(f"--num-samples is {completion.num_samples}; it must be at most --num-beams, {n_beams}.")
 
@@ -303,7 +303,7 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     if needs_cache and not contract_of(run.model).has_cache:
         raise UserError(f"{run.path} has a model without a cache, which {needs_cache[0]} needs; leave it out.")
     if "--prefill-chunk" in given and contract_of(run.model).has_prefix:
-        raise UserError(f"{run.path} reads a prompt at once, in both directions; leave out --prefill-chunk.")
+        raise UserError(f"{run.path} attends to a prompt in both directions, in one pass; leave out --prefill-chunk.")
     _, tokenizer = run.text_model()
     sampling = options.sampling.with_tokens(
         tokenizer.end_of_text, logit_bias=encode_logit_bias(completion.logit_bias, tokenizer),

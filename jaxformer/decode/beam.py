@@ -82,7 +82,7 @@ def beam_search(
 def check_length_penalty(length_penalty: float) -> None:
     """Raise `UserError` if a length penalty is not finite."""
     if not np.isfinite(length_penalty):
-        raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 takes the mean a token.")
+        raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 gives the mean per token.")
 
 
 @partial(jax.jit, static_argnames=("model", "n_beams", "max_new_tokens", "stop_tokens", "dtype"))

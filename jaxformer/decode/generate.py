@@ -36,7 +36,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import batch_shards, batch_split, replicated
 
 MIN_TOKENS_PER_CALL = 8
-"""Decode steps of a call, however slow: fewer calls are faster, but someone may be reading along."""
+"""Decode steps of a call, however slow: fewer calls are faster, but a user may be reading."""
 MAX_CALL_SECONDS = 0.1
 """Seconds of a call with more decode steps."""
 READY_SECONDS = 1e-3

@@ -89,10 +89,10 @@ def read_prompts(path: str) -> list[Prompt | UserError]:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give a file of prompts, one a line.") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}; give a file with one prompt per line.") from error
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
     if lines == [b""]:
-        raise UserError(f"{path} is empty; give it one prompt a line.")
+        raise UserError(f"{path} is empty; give it one prompt per line.")
     prompts: list[Prompt | UserError] = []
     for number, line in enumerate(lines, start=1):
         try:

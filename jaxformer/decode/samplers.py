@@ -61,7 +61,7 @@ class Sampling:
     def __post_init__(self) -> None:
         # Bounds on what would otherwise overflow float32 or int32, far beyond what is of use.
         for name, least, most, limit in (
-            ("temperature", 0, 1e6, "at least 0 (0 takes the likeliest token) and at most 1e6"),
+            ("temperature", 0, 1e6, "at least 0 (0 is greedy) and at most 1e6"),
             ("top_k", 1, None, "at least 1; leave it out to keep all"),
             ("top_p", ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
             ("min_p", 0, 1, "from 0 to 1; leave it out to keep all"),

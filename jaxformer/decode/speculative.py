@@ -63,10 +63,9 @@ class Draft(Protocol):
         """Return the state, any pytree, for a text of the first `length` tokens."""
 
     def propose(
-        self, params: Params, state: Any, text_S: jax.Array, length: jax.Array, n: int, sampling: Sampling,
-        history: History, key: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
-        """Return the next n tokens `(n,)`, the probabilities `(n, V)` that each was drawn from, and the state."""
+        self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Return the next n tokens `(n,)`, the distribution `(n, V)` of each, and the state of the draft."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,10 @@ class PromptLookup:
         return ()
 
     def propose(
-        self, params: Params, state: Any, text_S: jax.Array, length: jax.Array, n: int, sampling: Sampling,
-        history: History, key: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+        self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """Return n tokens `(n,)`, one-hot probabilities `(n, V)`, and the state."""
+        text_S, length = text.text_S, text.length
         index_S = jnp.arange(len(text_S))
         n_equal_S = jnp.zeros(len(text_S), jnp.int32)  # how many tokens up to this index equal the last ones
         equal_S = index_S < length - 1
@@ -98,7 +97,7 @@ class PromptLookup:
         # The longest occurrence, and of equals the last.
         match = jnp.argmax(jnp.where(n_equal_S > 0, n_equal_S * len(text_S) + index_S, 0))
         tokens_N = text_S[jnp.minimum(match + 1 + jnp.arange(n), length - 1)]
-        return tokens_N, jax.nn.one_hot(tokens_N, self.vocab_size), state
+        return tokens_N, jax.nn.one_hot(tokens_N, self.vocab_size), text.draft
 
 
 @dataclass(frozen=True)
@@ -122,21 +121,21 @@ class DraftModel:
         return prefill(self.model, params, tokens_P, length, n_slots, jnp.float32)
 
     def propose(
-        self, params: Params, state: Any, text_S: jax.Array, length: jax.Array, n: int, sampling: Sampling,
-        history: History, key: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+        self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """Return n tokens `(n,)` drawn by the draft, their distributions `(n, V)`, and the longer cache."""
 
         def step(carry: tuple[jax.Array, Any, History], i: jax.Array) -> tuple[tuple, tuple]:
             token, cache, history = carry
-            position = length - 1 + i
+            position = text.length - 1 + i
             logits_V, cache = decode_step(self.model, params, token, position, cache, position)
             probs_V = distribution(logits_V, history, sampling)
             token = draw(jnp.log(probs_V), jax.random.fold_in(key, i))
             return (token, cache, update_history(history, token, sampling)), (token, probs_V)
 
         # One step more than is used: the last token proposed must be in the cache, too, if all are accepted.
-        (_, state, _), (tokens, probs) = jax.lax.scan(step, (text_S[length - 1], state, history), jnp.arange(n + 1))
+        initial = text.text_S[text.length - 1], text.draft, text.history
+        (_, state, _), (tokens, probs) = jax.lax.scan(step, initial, jnp.arange(n + 1))
         return tokens[:n], probs[:n], state
 
 
@@ -220,11 +219,11 @@ def speculate(
     check_seeds(seeds, len(prompts), n_samples)
     if draft.vocab_size != vocab_size(model):
         raise UserError(
-            f"the draft knows {draft.vocab_size} tokens and the model {vocab_size(model)}; use a draft of its "
-            "vocabulary."
+            f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {vocab_size(model)}; use a "
+            "draft with the model's vocabulary."
         )
     if contract_of(model).has_prefix:
-        raise UserError("the model sees its prompt in both directions, which a draft is not made for; leave it out.")
+        raise UserError("the model attends to its prompt in both directions, which a draft cannot; leave it out.")
     contexts = [(model, context_length)]
     if isinstance(draft, DraftModel):
         contexts.append((draft.model, draft.context_length or context_length))
@@ -345,12 +344,11 @@ def _verify(
 ) -> tuple[SpeculativeState, Drawn]:
     """Run one pass of the model over the draft's proposals; return the state and the tokens, `(n_proposed + 1,)`, of
     which as many are valid as the text is longer."""
-    cache, draft_state, history, text_S, length, _ = state
+    cache, _, history, text_S, length, _ = state
     sampling, n_proposed = decoder.sampling, decoder.n_proposed
     key = jax.random.fold_in(jax.random.key(seed), history.n_new)
-    proposed_N, q_NV, draft_state = decoder.draft.propose(
-        params[1], draft_state, text_S, length, n_proposed, sampling, history, jax.random.fold_in(key, 0)
-    )
+    draft_key = jax.random.fold_in(key, 0)
+    proposed_N, q_NV, draft_state = decoder.draft.propose(params[1], state, n_proposed, sampling, draft_key)
     inputs = jnp.append(text_S[length - 1], proposed_N)
     positions = length - 1 + jnp.arange(n_proposed + 1)
     x, cache = call(decoder.model, params[0], "extend", inputs, positions, cache, length - 1)

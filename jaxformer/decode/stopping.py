@@ -1,4 +1,4 @@
-"""Stop strings, found in text that comes in pieces."""
+"""Stop strings in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StopStrings:
     pieces in which the text came. Text that may be the beginning of a stop string is withheld.
 
     Attributes:
-      met: True once a stop string was found, after which no text is returned.
+      met: True after a stop string, after which no text is returned.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

@@ -95,11 +95,15 @@ def test_prompt_lookup_proposes_the_continuation_of_the_longest_match():
     text = np.zeros(16, np.int32)
     known = [5, 1, 2, 3, 4, 9, 2, 3, 7, 1, 2, 3]
     text[: len(known)] = known
-    propose = partial(draft.propose, None, (), text, n=3, sampling=Sampling(), history=None, key=None)
-    assert propose(length=np.int32(12))[0].tolist() == [4, 9, 2]  # after "1 2 3", not after the later "2 3"
-    assert propose(length=np.int32(8))[0].tolist() == [4, 9, 2]  # "2 3"
-    assert propose(length=np.int32(11))[0].tolist() == [3, 4, 9]  # "1 2"; "2" alone stands later, too
-    tokens, probs_NV, _ = propose(length=np.int32(12))
+
+    def propose(length):
+        state = speculative.SpeculativeState(None, (), None, text, np.int32(length), None)
+        return draft.propose(None, state, n=3, sampling=Sampling(), key=None)
+
+    assert propose(12)[0].tolist() == [4, 9, 2]  # after "1 2 3", not after the later "2 3"
+    assert propose(8)[0].tolist() == [4, 9, 2]  # "2 3"
+    assert propose(11)[0].tolist() == [3, 4, 9]  # "1 2"; "2" alone stands later, too
+    tokens, probs_NV, _ = propose(12)
     np.testing.assert_array_equal(probs_NV, np.eye(VOCABULARY)[np.array(tokens)])
 
 
@@ -155,8 +159,11 @@ def test_a_stop_token_is_the_last():
         ({"prompts": []}, "there is no prompt to continue"),
         ({"prompts": [[13]]}, "the prompt has a token 13; it must be from 0 to 12"),
         ({"seeds": [-1]}, "seed is -1; it must be at least 0"),
-        ({"draft": PromptLookup(30)}, "the draft knows 30 tokens and the model 13"),
-        ({"draft": DraftModel(DecoderConfig(7, CONTEXT, 8, d_ff=(8,)).build())}, "the draft knows 7 tokens"),
+        ({"draft": PromptLookup(30)}, "the draft has a vocabulary of 30 tokens and the model one of 13"),
+        (
+            {"draft": DraftModel(DecoderConfig(7, CONTEXT, 8, d_ff=(8,)).build())},
+            "the draft has a vocabulary of 7 tokens",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(changes, message):
@@ -171,7 +178,7 @@ def test_invalid_arguments_are_refused(changes, message):
 def test_a_prefix_model_is_refused():
     model = replace(SHAPE, prefix=True).build()
     options = {"max_new_tokens": 5, "context_length": CONTEXT}
-    with pytest.raises(UserError, match="sees its prompt in both directions"):
+    with pytest.raises(UserError, match="attends to its prompt in both directions"):
         speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **options)
 
 
@@ -193,17 +200,18 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
 @pytest.mark.slow
 def test_the_draft_reads_as_many_slots_as_the_model(monkeypatch):
     """500 slots are asked for, of which the first 128 are in use."""
-    seen, propose = [], DraftModel.propose
+    sizes, propose = [], DraftModel.propose
     monkeypatch.setattr(
         DraftModel, "propose",
-        lambda self, *args: seen.append((len(args[2]), args[1].position_S.shape[0])) or propose(self, *args),
+        lambda self, params, text, *args: sizes.append((len(text.text_S), text.draft.position_S.shape[0]))
+        or propose(self, params, text, *args),
     )  # fmt: skip
     speculation = speculate(
         MODEL, PARAMS, *DRAFTS["small"], [PROMPT], Sampling(temperature=0), [0], max_new_tokens=490,
         context_length=CONTEXT, n_proposed=2,
     )  # fmt: skip
     next(speculation)
-    assert set(seen) == {(128, 128)}
+    assert set(sizes) == {(128, 128)}
 
 
 def test_a_text_past_the_context_of_the_model_is_refused():
