@@ -103,7 +103,7 @@ def _several_devices(run: Run, options: Arguments) -> Check:
     """Check that a batch has the same training loss and gradient, dropout included, on one device and on all."""
     from jaxformer.data.dataset import Batch
     from jaxformer.sharding import make_mesh, replicated
-    from jaxformer.train.setup import TrainSetup, TrainState
+    from jaxformer.train.setup import TrainSetup
     from jaxformer.train.step import make_gradient
 
     n, name = jax.local_device_count(), "several devices"
@@ -118,8 +118,7 @@ def _several_devices(run: Run, options: Arguments) -> Check:
     results = []
     for devices in (jax.local_devices()[:1], jax.local_devices()):
         setup = TrainSetup(config, make_mesh("", devices))
-        state = TrainState(run.params, setup.optimizer.init(run.params), jnp.int32(0))
-        state = jax.device_put(state, replicated(setup.mesh))
-        results.append(jax.device_get(jax.jit(make_gradient(setup))(state, batch, np.int32(0))))
+        params = jax.device_put(run.params, replicated(setup.mesh))
+        results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0))))
     detail = f"loss and gradient of {n} examples, on {n} devices and on one"
     return Check(name, detail, largest_of(map(relative_error, *map(jax.tree.leaves, results))), ROUNDING)
