@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -22,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.errors import UserError
+from jaxformer.ops import workarounds
 
 AXES = ("data", "fsdp", "expert", "tensor")
 """From the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
@@ -128,43 +128,14 @@ def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
 
     Differentiated, it sums the gradient over `fsdp` and leaves each device its shard: a reduce-scatter.
     """
-    groups = ring_groups(rings(mesh))
+    ring_lengths = workarounds.rings(mesh.devices[0, :, 0, 0].tolist())
 
-    def one(leaf: jax.Array, axes: PartitionSpec) -> jax.Array:
-        at = tuple(axes).index("fsdp") if "fsdp" in axes else None
-        if at is not None:
-            for group in groups:
-                leaf = jax.lax.all_gather(leaf, "fsdp", axis=at, tiled=True, axis_index_groups=group)
-        return leaf
+    def gather_leaf(leaf: jax.Array, axes: PartitionSpec) -> jax.Array:
+        if "fsdp" not in axes:
+            return leaf
+        return workarounds.all_gather(leaf, "fsdp", tuple(axes).index("fsdp"), ring_lengths)
 
-    return jax.tree.map(one, params, specs)
-
-
-def rings(mesh: Mesh) -> tuple[int, ...]:
-    """How the axis `fsdp` winds through the machine: the lengths of its straight lines, the fastest last.
-
-    On a TPU an axis of 256 devices may lie over a square of 16 by 16. The compiler sums over all of a square at once
-    only as a whole and then slices (an all-reduce, twice the traffic of a reduce-scatter), but over a line it scatters.
-    Elsewhere, and where lines have no regular length, the axis is one ring.
-    """
-    line = mesh.devices[0, :, 0, 0]
-    places = [tuple(device.coords) if device.platform == "tpu" else () for device in line]
-    found: list[int] = []
-    while len(places) > 1:
-        moves = [tuple(x != y for x, y in zip(a, b, strict=True)) for a, b in pairwise(places)]
-        n = next((i for i, move in enumerate(moves, 1) if move != moves[0]), len(places))
-        if sum(moves[0]) != 1 or len(places) % n:
-            return (len(line),)
-        found, places = [n, *found], places[::n]
-    return tuple(found) or (1,)
-
-
-def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
-    """For each ring, the fastest first, which devices of the axis form one; None for all of them."""
-    if len(lengths) == 1:
-        return [None]
-    index = np.arange(prod(lengths)).reshape(lengths)
-    return [np.moveaxis(index, i, -1).reshape(-1, n).tolist() for i, n in reversed(list(enumerate(lengths)))]
+    return jax.tree.map(gather_leaf, params, specs)
 
 
 def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
@@ -174,12 +145,11 @@ def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
       specs: one for all leaves, or a tree of them. `gather` has summed gradients over the axes they name already.
     """
 
-    def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-        # The partitioner dies of a sum over axes of one device each when `tensor` has more.
-        axes = tuple(a for a in BATCH if a not in spec and jax.lax.axis_size(a) > 1)
-        return jax.lax.psum(leaf, axes) if axes else leaf
+    def sum_part(spec: PartitionSpec, part: Any) -> Any:
+        axes = [axis for axis in BATCH if axis not in spec]
+        return jax.tree.map(lambda leaf: workarounds.psum(leaf, axes), part)
 
-    return jax.tree.map(lambda spec, part: jax.tree.map(lambda leaf: one(leaf, spec), part), specs, tree)
+    return jax.tree.map(sum_part, specs, tree)
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:

@@ -3,7 +3,6 @@
 import runpy
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.nn.parameters import parameter_axes
+from jaxformer.ops import workarounds
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import (
     assemble,
@@ -35,8 +35,6 @@ from jaxformer.sharding import (
     parse_mesh,
     place,
     replicated,
-    ring_groups,
-    rings,
     shardings,
     spec,
     sum_over_batch,
@@ -354,42 +352,10 @@ def test_a_state_is_the_same_type_for_type_on_every_mesh():
     )
 
 
-def line(places, platform="tpu"):
-    """What `rings` sees of a mesh: the devices along `fsdp`."""
-    devices = np.array([SimpleNamespace(coords=place, platform=platform) for place in places], object)
-    return SimpleNamespace(devices=devices.reshape(1, -1, 1, 1))
-
-
-@pytest.mark.parametrize(
-    ("places", "lengths"),
-    [
-        ([(x, y, 0) for x in range(4) for y in range(2)], (4, 2)),
-        ([(x, y, z) for z in range(2) for x in range(3) for y in range(2)], (2, 3, 2)),
-        ([(x, 0, 0) for x in range(5)], (5,)),
-        ([(0, 0, 0)], (1,)),
-        ([(0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 3, 0)], (4,)),  # no straight line
-        ([(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 2, 0)], (4,)),  # lines of three and of one
-        ([(0, 0, 0), (0, 0, 0)], (2,)),  # in two machines
-    ],
-)
-def test_an_axis_falls_into_straight_lines(places, lengths):
-    assert rings(line(places)) == lengths
-
-
-def test_devices_elsewhere_are_one_ring():
-    assert rings(line([(x, y, 0) for x in range(4) for y in range(2)], "gpu")) == (8,)
-    assert rings(make_mesh("fsdp=8")) == (8,)
-    assert ring_groups((8,)) == [None]
-
-
-def test_groups_of_rings_differ_in_one_place():
-    assert ring_groups((2, 3)) == [[[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]]
-
-
 @pytest.mark.parametrize("lengths", [(2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_gathering_ring_by_ring_is_gathering(monkeypatch, lengths, axis):
-    monkeypatch.setattr(sharding, "rings", lambda mesh: lengths)
+    monkeypatch.setattr(workarounds, "rings", lambda devices: lengths)
     mesh = make_mesh("fsdp=8")
     spec = P(*["fsdp" if i == axis else None for i in range(2)])
     w = jnp.arange(16 * 24, dtype=jnp.float32).reshape(16, 24)

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
+from jaxformer.ops.workarounds import kth_largest
 
 ABOVE_ZERO = ulp(0.0)
 """Smallest positive float."""
@@ -255,9 +256,7 @@ def ban(logits_V: jax.Array, banned_V: jax.Array) -> jax.Array:
 
 def filter_top_k(logits_V: jax.Array, k: int) -> jax.Array:
     """Set all to -inf but the k largest (Fan et al. 2018) and ties with the last of them."""
-    largest_K = jax.lax.top_k(logits_V, min(k, logits_V.shape[-1]))[0]
-    # The minimum, for the last: XLA's CPU compiler turns a slice of the k largest back into a sort of all.
-    return jnp.where(logits_V >= largest_K.min(), logits_V, -jnp.inf)
+    return jnp.where(logits_V >= kth_largest(logits_V, min(k, logits_V.shape[-1])), logits_V, -jnp.inf)
 
 
 def filter_top_p(logits_V: jax.Array, p: float) -> jax.Array:

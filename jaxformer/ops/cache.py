@@ -17,6 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.ops.attention import MASKED
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.precision import wide, widened
+from jaxformer.ops.workarounds import update_slice, zero_after
 
 
 class Stored(NamedTuple):
@@ -79,7 +80,7 @@ def decode_step(
     """What attention gives for one query once its own key and value are written at `slot`, and the layer with them.
 
     They take part from where they are, as storing rounds them, in place of the slot's score and weight, and are written
-    last: in a loop, the compiler copies a cache at every step in which it is read after it was written.
+    last; see `workarounds.zero_after`.
 
     Values in the cache must be finite, also at slots that the mask hides: 0 times NaN is NaN, in all that follows.
     """
@@ -100,41 +101,13 @@ def decode_step(
     mixed_GRK = einsum("grs,gsk->grk", weights_GRS.astype(dtype), layer.v_GSK.values.astype(dtype))
     mixed_GRK += own_weight_GR1.astype(dtype) * widened(_rounded(v_G1K, layer.v_GSK.values.dtype))
     y_H1K = mixed_GRK.reshape(H, 1, K).astype(dtype)
-    # The compiler sees what depends on what, and not in which order things stand here: it must not find that the write
-    # could come first. A sum with 0 times a floating-point number is one that it leaves alone.
-    after = 0 * y_H1K[:1, :, :1]
+    after = zero_after(y_H1K[:1, :, :1])
     return y_H1K, write_layer(layer, k_G1K + after, v_G1K + after, slot)
 
 
 def write_positions(position_S: jax.Array, positions_T: jax.Array, slot: jax.Array | int) -> jax.Array:
     """Put T positions at slots slot, …, slot + T - 1."""
-    return write(position_S, positions_T.astype(position_S.dtype), slot, 0)
-
-
-def write(whole: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
-    """A dynamic-update-slice along one axis, which it stays under `vmap` if the start is the same for all.
-
-    JAX's own rule makes a scatter of it, and the compiler of that a copy of the whole array at every step.
-    """
-
-    def update(whole: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)
-
-    put = jax.custom_batching.custom_vmap(update)
-
-    @put.def_vmap
-    def batched(
-        size: int, is_batched: list[bool], whole: jax.Array, part: jax.Array, start: jax.Array
-    ) -> tuple[jax.Array, bool]:
-        if is_batched[2]:
-            return jax.vmap(update, tuple(0 if b else None for b in is_batched))(whole, part, start), True
-        if not is_batched[0]:
-            whole = jnp.broadcast_to(whole, (size, *whole.shape))
-        if not is_batched[1]:
-            part = jnp.broadcast_to(part, (size, *part.shape))
-        return write(whole, part, start, axis + 1), True
-
-    return put(whole, part, jnp.asarray(start))
+    return update_slice(position_S, positions_T.astype(position_S.dtype), slot, 0)
 
 
 def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
@@ -158,7 +131,7 @@ def _rounded(x_GTK: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _write_stored(whole: Stored, part: Stored, slot: jax.Array | int, axis: int) -> Stored:
-    values = write(whole.values, part.values, slot, axis)
+    values = update_slice(whole.values, part.values, slot, axis)
     if whole.scale_GS is None or part.scale_GS is None:
         return Stored(values, None)
-    return Stored(values, write(whole.scale_GS, part.scale_GS, slot, 1))
+    return Stored(values, update_slice(whole.scale_GS, part.scale_GS, slot, 1))

@@ -23,6 +23,7 @@ from jaxformer.memory import check_parameters
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.parameters import parameter_axes
+from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import abstract, batch_shards, batch_split, gather, shardings
@@ -177,7 +178,7 @@ class TrainSetup:
         specs, mesh = self.param_specs, self.mesh
         params = jax.tree.map(lambda w: w.astype(self.compute_dtype), params)
         if mesh.devices.flat[0].platform == "cpu":
-            params = jax.tree.map(lambda w: separate_gradient_transpose(w) if w.ndim == 2 else w, params)
+            params = jax.tree.map(lambda w: workarounds.separate_gradient_transpose(w) if w.ndim == 2 else w, params)
         return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}
 
     def example_keys(self, step: jax.Array | int) -> jax.Array:
@@ -200,26 +201,13 @@ def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
     Raises:
       UserError: bfloat16 over a tensor axis of CPUs.
     """
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    platform = mesh.devices.flat[0].platform
     if config.precision == "auto":
-        return jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
-    if config.precision == "bfloat16" and on_cpu and mesh.shape["tensor"] > 1:
-        # XLA's CPU compiler dies of such a sum (all-reduce promotion, seen with jax 0.10).
+        return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+    no_sums = platform in workarounds.PLATFORMS_WITHOUT_BFLOAT16_SUMS
+    if config.precision == "bfloat16" and no_sums and mesh.shape["tensor"] > 1:
         raise UserError("compute.precision is bfloat16, which a CPU cannot sum over a tensor axis; use float32 there.")
     return jnp.dtype(config.precision)
-
-
-@jax.custom_vjp
-def separate_gradient_transpose(matrix: jax.Array) -> jax.Array:
-    """Return the matrix, whose gradient is computed in two steps: a product, and its transposition.
-
-    XLA's CPU compiler would make one product of them, with both factors transposed, and that takes its slow path:
-    a step of `quick` took 128 ms with it and 111 ms without.
-    """
-    return matrix
-
-
-separate_gradient_transpose.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.optimization_barrier(g.T).T,))
 
 
 def abstract_targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:

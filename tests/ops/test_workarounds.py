@@ -1,0 +1,52 @@
+"""Work-arounds compute what the plain form computes."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops.workarounds import kth_largest, ring_groups, rings, separate_gradient_transpose
+
+
+def line(coordinates, platform="tpu"):
+    """Return devices at these coordinates."""
+    return [SimpleNamespace(coords=coords, platform=platform) for coords in coordinates]
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "lengths"),
+    [
+        ([(x, y, 0) for x in range(4) for y in range(2)], (4, 2)),
+        ([(x, y, z) for z in range(2) for x in range(3) for y in range(2)], (2, 3, 2)),
+        ([(x, 0, 0) for x in range(5)], (5,)),
+        ([(0, 0, 0)], (1,)),
+        ([(0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 3, 0)], (4,)),  # no straight line
+        ([(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 2, 0)], (4,)),  # lines of three and of one
+        ([(0, 0, 0), (0, 0, 0)], (2,)),  # in two machines
+    ],
+)
+def test_tpus_form_straight_lines(coordinates, lengths):
+    assert rings(line(coordinates)) == lengths
+
+
+def test_devices_that_are_no_tpus_form_one_ring():
+    assert rings(line([(x, y, 0) for x in range(4) for y in range(2)], "gpu")) == (8,)
+    assert rings(jax.devices()) == (8,)
+    assert ring_groups((8,)) == [None]
+
+
+def test_groups_of_rings_differ_in_one_coordinate():
+    assert ring_groups((2, 3)) == [[[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]]
+
+
+def test_a_gradient_that_is_transposed_separately_is_the_gradient():
+    w, x = np.random.default_rng(0).normal(size=(2, 3, 3)).astype(np.float32)
+    loss = lambda w, f: jnp.sum(jnp.sin(x @ f(w)))  # noqa: E731
+    plain, separate = (jax.grad(loss)(w, f) for f in (lambda w: w, separate_gradient_transpose))
+    np.testing.assert_array_equal(plain, separate)
+
+
+def test_the_kth_largest_counts_equal_numbers():
+    assert [kth_largest(jnp.array([3.0, 7.0, 5.0, 7.0]), k) for k in (1, 2, 3, 4)] == [7, 7, 5, 3]
