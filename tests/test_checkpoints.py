@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted: what is corrupt is found and passed over, and a fault of the disk loses none."""
+"""Checkpoints: corruption is detected and skipped, and failures of the disk lose none."""
 
 import fcntl
 import gc
@@ -37,35 +37,35 @@ SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
 
 
 def state(step: int) -> dict:
-    """Parameters that tell the step."""
+    """Return parameters that depend on the step."""
     return jax.tree.map(lambda x: jnp.asarray(x + step), PARAMS)
 
 
 def write(folder: Path, *steps: int, losses: dict[int, float] | None = None) -> None:
-    """Save so many checkpoints."""
+    """Save checkpoints at these steps."""
     with CheckpointManager(folder) as checkpoints:
         for step in steps:
             checkpoints.save(step, state(step), (state(-step), None), {"step": step}, (losses or {}).get(step))
 
 
 def assert_step(folder: Path, step: int) -> None:
-    """The checkpoint holds what was saved at its step."""
+    """Assert that a checkpoint holds the parameters of its step."""
     restored = CheckpointReader(folder).restore_params(step, SHAPES)
     jax.tree.map(np.testing.assert_array_equal, restored, state(step))
 
 
 def array_file(checkpoint: Path) -> Path:
-    """The file that holds the parameters."""
+    """Return the largest file of the parameters."""
     return max((checkpoint / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
 
 
 def exchange(file: Path, target: str) -> None:
-    """Put a link in its place."""
+    """Replace a file by a link."""
     file.unlink()
     file.symlink_to(target)
 
 
-HARM = {
+CORRUPTIONS = {
     "truncated": lambda folder: array_file(folder).write_bytes(array_file(folder).read_bytes()[:-7]),
     "a bit flipped": lambda folder: flip_a_bit(array_file(folder)),
     "emptied": lambda folder: array_file(folder).write_text(""),
@@ -87,7 +87,7 @@ HARM = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with checkpoints 5, 10 and 15; the first is the best."""
+    """Return a run with checkpoints 5, 10 and 15; the first is the best."""
     folder = tmp_path_factory.mktemp("saved")
     write(folder, 5, 10, 15, losses={5: 1.0, 10: 2.0, 15: 3.0})
     return folder
@@ -95,15 +95,15 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of it for each test to harm."""
+    """Return a copy of the run, for a test to corrupt."""
     return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
-def test_what_was_saved_comes_back_each_leaf_where_it_was_asked_to_be(folder):
+def test_restore_has_requested_shardings(folder):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
-    asked = {**SHAPES, "W": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=split)}
-    params, (momentum, nothing), position = CheckpointReader(folder).restore(15, asked, (asked, None))
+    options = {**SHAPES, "W": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=split)}
+    params, (momentum, nothing), position = CheckpointReader(folder).restore(15, options, (options, None))
     jax.tree.map(np.testing.assert_array_equal, params, state(15))
     jax.tree.map(np.testing.assert_array_equal, momentum, state(-15))
     assert nothing is None and position == {"step": 15}
@@ -112,14 +112,14 @@ def test_what_was_saved_comes_back_each_leaf_where_it_was_asked_to_be(folder):
         assert tree["b"]["c"].sharding == SingleDeviceSharding(jax.devices()[0])
 
 
-def test_all_numbers_come_back_by_name(folder):
+def test_arrays_are_returned_by_path(folder):
     arrays = CheckpointReader(folder).arrays(15)
     assert arrays.keys() == {"params/W", "params/b/c", "opt_state/0/W", "opt_state/0/b/c"}
     np.testing.assert_array_equal(arrays["params/W"], PARAMS["W"] + 15)
     np.testing.assert_array_equal(arrays["opt_state/0/b/c"], PARAMS["b"]["c"] - 15)
 
 
-def test_plain_orbax_reads_a_checkpoint(folder):
+def test_orbax_reads_a_checkpoint(folder):
     with ocp.CheckpointManager(folder / "checkpoints") as manager:
         assert sorted(manager.all_steps()) == [5, 10, 15]
         restored = manager.restore(15)
@@ -127,20 +127,20 @@ def test_plain_orbax_reads_a_checkpoint(folder):
     assert restored["position"] == {"step": 15}
 
 
-def test_the_last_two_and_the_best_are_kept(tmp_path):
+def test_last_two_and_best_checkpoints_are_preserved(tmp_path):
     write(tmp_path, 5, 10, 15, 20, 25, losses={5: 3.0, 10: 1.0, 15: 2.0})
     stored = CheckpointReader(tmp_path)
     assert stored.steps() == [10, 20, 25]
     assert (stored.step("last"), stored.step("best"), stored.step(20), stored.step("20")) == (25, 10, 20, 20)
 
 
-def test_a_loss_that_is_none_is_not_the_best(tmp_path):
+def test_nonfinite_loss_is_not_the_best(tmp_path):
     write(tmp_path, 5, 10, 15, 20, losses={5: 1.0, 10: math.nan, 15: math.inf, 20: math.nan})
     stored = CheckpointReader(tmp_path)
     assert stored.steps() == [5, 15, 20] and stored.step("best") == 5
 
 
-def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):
+def test_every_flipped_bit_is_detected(folder):
     checkpoint = folder / "checkpoints/15"
     files = [file for file in checkpoint.rglob("*") if file.is_file() and file.stat().st_size]
     # Orbax dates and marks a checkpoint after its sums are made; these two say nothing of its content.
@@ -154,9 +154,9 @@ def test_no_bit_of_a_checkpoint_can_flip_unnoticed(folder):
     assert find_corruption(checkpoint) is None
 
 
-@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
-def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_is_used(folder, caplog, harm):
-    harm(folder / "checkpoints/15")
+@pytest.mark.parametrize("corrupt_file", CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_reader_skips_a_corrupt_checkpoint_with_a_warning(folder, caplog, corrupt_file):
+    corrupt_file(folder / "checkpoints/15")
     before = sorted(folder.rglob("*"))
     assert CheckpointReader(folder).step("last") == 10
     (record,) = caplog.records
@@ -169,9 +169,9 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_is_used(folder, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
-def test_on_going_on_a_corrupt_checkpoint_makes_way_for_a_new_one(folder, caplog, harm):
-    harm(folder / "checkpoints/15")
+@pytest.mark.parametrize("corrupt_file", CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_corrupt_checkpoint_is_quarantined_on_resume(folder, caplog, corrupt_file):
+    corrupt_file(folder / "checkpoints/15")
     with CheckpointManager(folder) as checkpoints:
         assert checkpoints.step("last") == 10
         assert len(caplog.records) == 1 and "quarantined as 15.corrupt, 10 is used" in caplog.text
@@ -181,7 +181,7 @@ def test_on_going_on_a_corrupt_checkpoint_makes_way_for_a_new_one(folder, caplog
     assert_step(folder, 15)
 
 
-def test_a_corrupt_best_is_passed_over_for_the_next_best(folder, caplog):
+def test_corrupt_best_checkpoint_is_skipped(folder, caplog):
     flip_a_bit(array_file(folder / "checkpoints/5"))
     assert CheckpointReader(folder).step("best") == 10
     assert "checkpoint 5 of" in caplog.text
@@ -191,8 +191,8 @@ def test_a_corrupt_best_is_passed_over_for_the_next_best(folder, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", [exhaustive(CHECKSUMS), "params", exhaustive("_CHECKPOINT_METADATA")])
-@pytest.mark.parametrize(("best", "told"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
-def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, caplog, gone, best, told):
+@pytest.mark.parametrize(("best", "targets_seen"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
+def test_rest_of_an_interrupted_deletion_is_removed_silently(tmp_path, caplog, gone, best, targets_seen):
     write(tmp_path, 5, 10, losses={5: 2.0, 10: 1.0 if best == 10 else 3.0})
     path = tmp_path / "checkpoints/5" / gone
     shutil.copytree(path.parent, tmp_path / "copy")
@@ -202,13 +202,13 @@ def test_what_a_kill_left_of_a_deletion_is_removed_without_a_word(tmp_path, capl
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.steps() == [10, 15]
-    assert len(caplog.records) == told
+    assert len(caplog.records) == targets_seen
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "15"]
 
 
 @pytest.mark.parametrize("name", ["file missing", "no checksums", "metrics cut off", "metadata cut off"])
-def test_an_older_checkpoint_that_is_not_all_there_is_named_and_removed(folder, caplog, name):
-    HARM[name](folder / "checkpoints/5")
+def test_incomplete_older_checkpoint_is_removed_with_a_warning(folder, caplog, name):
+    CORRUPTIONS[name](folder / "checkpoints/5")
     with CheckpointManager(folder) as checkpoints:
         assert checkpoints.steps() == [10, 15]
     (record,) = caplog.records
@@ -216,13 +216,13 @@ def test_an_older_checkpoint_that_is_not_all_there_is_named_and_removed(folder, 
     assert record.getMessage().endswith("; removed")
 
 
-def test_on_going_on_no_more_is_read_than_the_checkpoint_to_go_on_from(folder, caplog, monkeypatch):
+def test_resume_verifies_only_the_checkpoint_it_uses(folder, caplog, monkeypatch):
     read: list[str] = []
     hash_files = integrity.hash_files
 
-    def listen(place: Path, names: list[str]) -> dict[str, str]:
-        read.extend(f"{place.name}/{name}" for name in names)
-        return hash_files(place, names)
+    def listen(folder_path: Path, names: list[str]) -> dict[str, str]:
+        read.extend(f"{folder_path.name}/{name}" for name in names)
+        return hash_files(folder_path, names)
 
     monkeypatch.setattr(integrity, "hash_files", listen)
     flip_a_bit(array_file(folder / "checkpoints/15"))
@@ -235,22 +235,22 @@ def test_on_going_on_no_more_is_read_than_the_checkpoint_to_go_on_from(folder, c
     assert len(read) == len(set(read))  # and nothing twice
 
 
-def test_processes_that_share_the_reading_find_together_what_one_does(folder):
+def test_verification_shared_by_processes_detects_all_corruption(folder):
     checkpoint = folder / "checkpoints/15"
     arrays = sorted(p for item in ("params", "opt_state") for p in (checkpoint / item).rglob("*") if p.is_file())
     shares = [slice(i, None, 3) for i in range(3)]
     assert len(arrays) > 3 and not any(find_corruption(checkpoint, share) for share in shares)
     for file in arrays:
         flip_a_bit(file)
-        said = [find_corruption(checkpoint, share) for share in shares]
-        assert [verdict for verdict in said if verdict] == [find_corruption(checkpoint)]  # one of them has read it
+        message = [find_corruption(checkpoint, share) for share in shares]
+        assert [verdict for verdict in message if verdict] == [find_corruption(checkpoint)]  # one of them has read it
         flip_a_bit(file)
         file.rename(checkpoint / "elsewhere")
         assert None not in [find_corruption(checkpoint, share) for share in shares]
         (checkpoint / "elsewhere").rename(file)
 
 
-def test_a_step_that_was_put_aside_and_saved_again_is_judged_anew(folder, caplog):
+def test_step_saved_again_after_quarantine_is_verified_again(folder, caplog):
     flip_a_bit(array_file(folder / "checkpoints/15"))
     with CheckpointManager(folder) as checkpoints:
         assert checkpoints.step("last") == 10
@@ -260,7 +260,7 @@ def test_a_step_that_was_put_aside_and_saved_again_is_judged_anew(folder, caplog
     assert len(caplog.records) == 1
 
 
-def test_what_is_set_for_the_whole_process_is_as_before_at_the_end(tmp_path, caplog, monkeypatch):
+def test_process_wide_settings_are_restored(tmp_path, caplog, monkeypatch):
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     settings = lambda: (sys.unraisablehook, warnings.filters[:], logging.getLogger("asyncio").filters[:])  # noqa: E731
@@ -276,7 +276,7 @@ def test_what_is_set_for_the_whole_process_is_as_before_at_the_end(tmp_path, cap
     assert not heard and not caplog.records  # the parts of the save that failed have said what they had to say
 
 
-def test_if_every_checkpoint_is_corrupt_it_says_so_and_keeps_them(folder):
+def test_all_corrupt_checkpoints_are_refused_and_stay(folder):
     for step in (5, 10, 15):
         flip_a_bit(array_file(folder / "checkpoints" / str(step)))
     before = {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()}
@@ -289,7 +289,7 @@ def test_if_every_checkpoint_is_corrupt_it_says_so_and_keeps_them(folder):
     assert {file: file.read_bytes() for file in (folder / "checkpoints").rglob("*") if file.is_file()} == before
 
 
-def test_a_save_that_was_killed_leaves_no_trace(folder):
+def test_temporary_folder_of_a_killed_save_is_removed(folder):
     half = folder / "checkpoints/20.orbax-checkpoint-tmp"
     shutil.copytree(folder / "checkpoints/15", half)
     assert CheckpointReader(folder).step("last") == 15
@@ -300,7 +300,7 @@ def test_a_save_that_was_killed_leaves_no_trace(folder):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "said"),
+    ("shapes", "message"),
     [
         ({**SHAPES, "W": jax.ShapeDtypeStruct((8, 9), jnp.float32)},
          r"params/W is of shape \(8, 8\) in the checkpoint and of shape \(8, 9\) in the config"),
@@ -308,20 +308,20 @@ def test_a_save_that_was_killed_leaves_no_trace(folder):
         ({**SHAPES, "V": SHAPES["W"]}, r"params/V is absent in the checkpoint and of shape \(8, 8\) in the config"),
     ],
 )  # fmt: skip
-def test_a_config_that_does_not_fit_is_refused_by_the_first_array_that_differs(folder, shapes, said):
-    with pytest.raises(UserError, match=rf"checkpoint 15 of .* does not fit the config: {said}; put back the config"):
+def test_mismatched_array_shape_is_named(folder, shapes, message):
+    with pytest.raises(UserError, match=rf"checkpoint 15 of .* does not fit the config: {message}; put back"):
         CheckpointReader(folder).restore_params(15, shapes)
 
 
 @pytest.mark.parametrize("name", ["²", "٣", "007", "+7", "1e2"])
-def test_a_folder_called_by_no_step_is_none(folder, name):
+def test_folder_without_a_step_name_is_ignored(folder, name):
     (folder / "checkpoints" / name).mkdir()
     assert CheckpointReader(folder).steps() == [5, 10, 15]
     with pytest.raises(UserError, match="has no checkpoint"):
         CheckpointReader(folder).step(name)
 
 
-def test_a_folder_that_is_locked_early_is_not_locked_twice(tmp_path):
+def test_held_run_lock_serves_the_checkpoint_manager(tmp_path):
     with hold_run_lock(tmp_path):
         write(tmp_path, 5)
         lock = os.open(tmp_path / run_lock.LOCK, os.O_RDWR)
@@ -334,7 +334,7 @@ def test_a_folder_that_is_locked_early_is_not_locked_twice(tmp_path):
     assert (tmp_path / run_lock.LOCK).read_bytes() == b""  # also after an error
 
 
-def test_a_look_at_the_lock_does_not_refuse_training(tmp_path):
+def test_is_run_locked_does_not_block_training(tmp_path):
     lock = os.open(tmp_path / run_lock.LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_SH)  # as `is_run_locked` does
     threading.Timer(0.1, os.close, [lock]).start()
@@ -342,7 +342,7 @@ def test_a_look_at_the_lock_does_not_refuse_training(tmp_path):
         assert is_run_locked(tmp_path)
 
 
-def test_a_step_that_is_saved_again_while_diverging_is_healthy_no_more(tmp_path):
+def test_step_saved_again_while_diverging_is_unhealthy(tmp_path):
     with CheckpointManager(tmp_path) as saved:
         for step in (5, 10):
             saved.save(step, state(step), (state(-step), None), {"step": step}, None)
@@ -353,12 +353,12 @@ def test_a_step_that_is_saved_again_while_diverging_is_healthy_no_more(tmp_path)
         assert saved.last_healthy_step(20) == 5
 
 
-def test_a_missing_step_is_one_sentence(folder):
+def test_missing_step_is_named(folder):
     with pytest.raises(UserError, match=r"no checkpoint 12; it has \[5, 10, 15\], 'last' and 'best'"):
         CheckpointReader(folder).step(12)
 
 
-def test_one_process_writes_and_others_may_read(folder):
+def test_run_lock_excludes_writers_not_readers(folder):
     with CheckpointManager(folder):
         with (
             pytest.raises(UserError, match=r"process \d+ is training in .*; wait for it or stop it"),
@@ -374,7 +374,7 @@ def test_one_process_writes_and_others_may_read(folder):
 @pytest.mark.parametrize(
     "leave", [exhaustive(0, id="no folder"), exhaustive(16_384, id="no item"), pytest.param(65_536, id="half an item")]
 )
-def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
+def test_full_disk_is_a_user_error_and_loses_no_checkpoint(tmp_path, leave):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
         full = fill(disk, leave)
@@ -382,9 +382,9 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
             noise = jax.random.normal(jax.random.key(0), (64, 1024))  # 256 KiB that do not compress
             checkpoints.save(10, {"W": noise}, state(-10), {}, None)
             checkpoints.save(15, {"W": noise}, state(-15), {}, None)
-        said = str(caught.value)
-        assert said.startswith(f"checkpoint 15 (5 is intact) cannot be written to {disk}: No space left on device;")
-        assert said.endswith(f"free some space, then go on with: python train.py --resume --run {disk}")
+        message = str(caught.value)
+        assert message.startswith(f"checkpoint 15 (5 is intact) cannot be written to {disk}: No space left on device;")
+        assert message.endswith(f"free some space, then go on with: python train.py --resume --run {disk}")
         assert [p.name for p in (disk / "checkpoints").iterdir()] == ["5"]
         assert find_corruption(disk / "checkpoints/5") is None
         full.unlink()
@@ -393,7 +393,7 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, leave):
 
 
 @pytest.mark.slow
-def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
+def test_save_after_a_failed_one_succeeds_with_a_warning(tmp_path, caplog):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
         full = fill(disk, 16_384)
@@ -406,27 +406,27 @@ def test_a_save_that_failed_is_made_up_for_by_the_next(tmp_path, caplog):
             checkpoints.save(15, state(15), state(-15), {}, None)
             assert find_corruption(disk / "checkpoints/15") is None  # there already
         (record,) = caplog.records
-        said = f"checkpoint 10 of {disk} could not be written: No space left on device; 15 is saved instead"
-        assert record.getMessage() == said
+        message = f"checkpoint 10 of {disk} could not be written: No space left on device; 15 is saved instead"
+        assert record.getMessage() == message
         assert CheckpointReader(disk).steps() == [5, 15]
 
 
-def test_a_save_that_fails_at_the_end_is_one_sentence(tmp_path):
+def test_failed_last_save_is_a_user_error(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         fill(disk, 0)
-        said = r"checkpoint 10 \(there is none before it\) cannot"
-        with pytest.raises(UserError, match=said), CheckpointManager(disk) as checkpoints:
+        message = r"checkpoint 10 \(there is none before it\) cannot"
+        with pytest.raises(UserError, match=message), CheckpointManager(disk) as checkpoints:
             checkpoints.save(10, state(10), state(-10), {}, None)
         assert not CheckpointReader(disk)
 
 
-def test_a_mistake_of_the_caller_is_no_fault_of_the_disk(tmp_path):
+def test_error_of_the_caller_is_raised_unchanged(tmp_path):
     with pytest.raises(ValueError, match="Must provide item"), CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(10, state(10), None, {}, None)
 
 
 @pytest.mark.slow
-def test_an_error_on_the_way_is_not_hidden_by_one_of_saving(tmp_path):
+def test_error_takes_precedence_over_one_of_saving(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         fill(disk, 0)
         with pytest.raises(ZeroDivisionError), CheckpointManager(disk) as checkpoints:
@@ -435,17 +435,17 @@ def test_an_error_on_the_way_is_not_hidden_by_one_of_saving(tmp_path):
         write(shutil.copytree(disk, tmp_path / "elsewhere"), 5)  # nothing is left locked or open
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+def test_unwritable_folder_is_a_user_error(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        said = r"cannot be written to .*: Read-only file system; make the folder writable"
-        with pytest.raises(UserError, match=said), CheckpointManager(disk):
+        message = r"cannot be written to .*: Read-only file system; make the folder writable"
+        with pytest.raises(UserError, match=message), CheckpointManager(disk):
             pass
         assert_step(disk, 5)
 
 
-def test_a_folder_that_vanishes_is_one_sentence_and_is_not_made_again(tmp_path):
+def test_vanished_folder_is_a_user_error_and_not_recreated(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     with (
@@ -457,7 +457,7 @@ def test_a_folder_that_vanishes_is_one_sentence_and_is_not_made_again(tmp_path):
     assert not folder.exists()
 
 
-def test_sums_are_plain_sha256(folder):
+def test_checksums_are_sha256(folder):
     sums = json.loads((folder / "checkpoints/15" / CHECKSUMS).read_text())
     name = next(iter(sums))
     assert hashlib.sha256((folder / "checkpoints/15" / name).read_bytes()).hexdigest() == sums[name]

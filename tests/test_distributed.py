@@ -40,7 +40,7 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"coordinator": "host:1234"}, "go together"),
         ({"processes": 2, "process": 0}, "go together"),
@@ -56,8 +56,8 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
         ({"heartbeat_seconds": 0}, "heartbeat_seconds is 0; it must be at least 1"),
     ],
 )
-def test_options_that_cannot_be_are_the_users_error(fields, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_options_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
         DistributedOptions(**fields)
 
 
@@ -76,11 +76,11 @@ def test_options_that_cannot_be_are_the_users_error(fields, said):
         ({"MEGASCALE_NUM_SLICES": ""}, 1),
     ],
 )
-def test_processes_are_counted_by_what_started_them(environment, n):
+def test_processes_are_counted_from_the_environment(environment, n):
     assert count_processes(environment) == n
 
 
-def test_alone_nothing_is_asked_of_others():
+def test_single_process_needs_no_communication():
     connect(DistributedOptions())
     assert not jax.distributed.is_initialized()
     assert broadcast("runs/quick") == "runs/quick"
@@ -99,14 +99,14 @@ def test_alone_nothing_is_asked_of_others():
         ("node0:9", None),  # as a machine may know itself, while others reach it by another address
     ],
 )
-def test_only_a_coordinator_of_the_loopback_interface_is_not_heard_from_outside(monkeypatch, coordinator, bound):
+def test_loopback_coordinator_binds_to_loopback_only(monkeypatch, coordinator, bound):
     loopback = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [loopback])
     assert bind_address(coordinator) == bound
 
 
 def free_port() -> int:
-    """Not one that the system may give to a connection, which could then be the one that waits for this port."""
+    """Return a free port below those that the system assigns to connections."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         try:
             with socket.create_server(("127.0.0.1", port)):
@@ -117,14 +117,14 @@ def free_port() -> int:
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """What Google's metadata server tells a host of a TPU pod of two, which asks it by a path with its number."""
+    """Google's metadata server for a TPU pod of two hosts, each of which requests a path with its index."""
 
     def do_GET(self):
         number, key = self.path.split("/")[1], self.path.split("/")[-1]
-        told = {"agent-worker-number": number, "worker-network-endpoints": "127.0.0.1,127.0.0.1", "tpu-env": ""}
+        targets_seen = {"agent-worker-number": number, "worker-network-endpoints": "127.0.0.1,127.0.0.1", "tpu-env": ""}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(told[key].encode())
+        self.wfile.write(targets_seen[key].encode())
 
     def log_message(self, *_):
         pass
@@ -165,7 +165,7 @@ def start_on_a_tpu(**environment: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_hosts_of_a_tpu_pod_find_each_other_by_the_metadata_server(metadata_server):
+def test_tpu_pod_hosts_connect_by_the_metadata_server(metadata_server):
     port = str(free_port())
     processes = [
         start_on_a_tpu(JAX_FORCE_TPU_INIT="1", GCE_METADATA_IP=f"{metadata_server}/{number}", JAX_COORDINATOR_PORT=port)
@@ -177,7 +177,7 @@ def test_hosts_of_a_tpu_pod_find_each_other_by_the_metadata_server(metadata_serv
 
 
 @pytest.mark.slow
-def test_a_tpu_that_is_no_pod_trains_alone_and_a_silent_metadata_server_is_named():
+def test_single_tpu_trains_alone_and_unreachable_metadata_server_is_named():
     alone, silent = (
         start_on_a_tpu(),  # JAX knows no cluster
         start_on_a_tpu(JAX_FORCE_TPU_INIT="1", GCE_METADATA_IP=f"127.0.0.1:{free_port()}"),
@@ -189,14 +189,14 @@ def test_a_tpu_that_is_no_pod_trains_alone_and_a_silent_metadata_server_is_named
     assert err.endswith("to train on this machine alone, set TPU_SKIP_MDS_QUERY=1\n")
 
 
-def test_a_process_0_that_does_not_answer_is_named(monkeypatch):
+def test_unreachable_coordinator_is_named(monkeypatch):
     monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0)
     port = free_port()
     with pytest.raises(UserError, match=f"process 0 does not answer at 127.0.0.1:{port} after 0 s"):
         connect(DistributedOptions(f"127.0.0.1:{port}", 2, 1))
 
 
-def test_a_port_that_is_taken_is_named():
+def test_port_in_use_is_named():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(UserError, match=f"process 0 cannot listen on port {port} .* choose another one"):
@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_is_named():
 
 
 @pytest.mark.slow
-def test_an_abort_from_another_thread_ends_in_a_sentence_and_outside_as_ever():
+def test_exit_on_abort_applies_inside_only():
     program = """if True:
         import ctypes, sys, threading
         from jaxformer.distributed import exit_on_abort
@@ -223,7 +223,7 @@ def test_an_abort_from_another_thread_ends_in_a_sentence_and_outside_as_ever():
 
 
 def start_all(n: int, devices: int, command: Callable[[list[str]], list[str]], cwd: Path) -> list[subprocess.Popen]:
-    """Start n processes with so many devices each; `command` is given the options by which they find each other."""
+    """Start n processes with several devices each; `command` receives the options of their addresses."""
     where = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(n)]
     environment = os.environ | {
         "JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT),
@@ -239,7 +239,7 @@ def start_all(n: int, devices: int, command: Callable[[list[str]], list[str]], c
 
 @pytest.fixture(scope="module")
 def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
-    """The losses of one device, and those from a checkpoint on."""
+    """Return the losses on one device, and those resumed from a checkpoint."""
     mesh = make_mesh("", jax.devices()[:1])
     setup = TrainSetup(CONFIG, mesh)
     step = make_train_step(setup)
@@ -266,21 +266,21 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
     ("n", "devices", "mesh"),
     [(2, 2, "data=2,tensor=2"), exhaustive(4, 1, "data=2,fsdp=2")],
 )
-def test_several_processes_train_as_one_and_save_one_checkpoint(tmp_path, one_process, n, devices, mesh):
-    wanted, resumed = one_process
+def test_several_processes_train_as_one(tmp_path, one_process, n, devices, mesh):
+    expected, resumed = one_process
     processes = start_all(n, devices, lambda where: ["-m", "tests.across", str(tmp_path), mesh, *where[1::2]], ROOT)
-    said = []
+    message = []
     for process in processes:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, out + err
-        said.append(json.loads(out.splitlines()[-1]))
+        message.append(json.loads(out.splitlines()[-1]))
     rows = CONFIG.train.batch_size
-    for i, told in enumerate(said):
-        np.testing.assert_allclose(told["losses"], wanted, rtol=1e-5)
-        assert told["text"] == "from 0"
-        assert told["largest"] == n - 1  # every process said its own number
-        assert told["rows"] == list(range(i * rows // n, (i + 1) * rows // n))  # it reads no others
-    np.testing.assert_allclose(resumed(tmp_path), wanted[SAVED:], rtol=1e-5)
+    for i, targets_seen in enumerate(message):
+        np.testing.assert_allclose(targets_seen["losses"], expected, rtol=1e-5)
+        assert targets_seen["text"] == "from 0"
+        assert targets_seen["largest"] == n - 1  # every process said its own number
+        assert targets_seen["rows"] == list(range(i * rows // n, (i + 1) * rows // n))  # it reads no others
+    np.testing.assert_allclose(resumed(tmp_path), expected[SAVED:], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def books(tmp_path_factory) -> Path:
 
 
 def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
-    """Two processes, each with its data, that would train for long and save every 50 steps."""
+    """Start two processes that train for long and save every 50 steps."""
     options = ["--model.n-blocks", "1", "--mesh", "fsdp=2", "--run", "run", "--distributed.heartbeat-seconds", "10"]
     options += ["--train.eval-every", "100000", "--train.report-every", "100000", "--train.checkpoint-every", "50"]
 
@@ -309,7 +309,7 @@ def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
         pytest.param(1, signal.SIGSTOP, 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, victim, number, status):
+def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, number, status):
     processes = train_together(tmp_path, books, books)
     metrics = tmp_path / "run/metrics.jsonl"
     until = time.monotonic() + 240
@@ -322,11 +322,11 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
     assert time.monotonic() - sent < 60
     assert processes[1 - victim].returncode == status, out + err
     if number == signal.SIGTERM:
-        told = processes[victim].communicate(timeout=60)
-        assert processes[victim].returncode == status, told
+        targets_seen = processes[victim].communicate(timeout=60)
+        assert processes[victim].returncode == status, targets_seen
         assert "and saved; go on with: python train.py --resume --run run" in out  # process 0 says so, and it alone
-        assert "saved" not in told[0]
-        assert not err and not told[1]
+        assert "saved" not in targets_seen[0]
+        assert not err and not targets_seen[1]
     else:
         processes[victim].kill()
         processes[victim].communicate()
@@ -339,7 +339,7 @@ def test_what_happens_to_one_process_ends_all_with_a_sentence(books, tmp_path, v
 
 
 @pytest.mark.slow
-def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_leaving(tmp_path):
+def test_shutdown_does_not_wait_for_devices(tmp_path):
     program = """if True:
         import sys
         from jaxformer.distributed import (
@@ -360,7 +360,7 @@ def test_a_device_that_still_waits_for_another_process_keeps_no_process_from_lea
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
+def test_failed_process_does_not_wait_for_a_save(tmp_path):
     program = """if True:
         import sys, time
         from pathlib import Path
@@ -414,7 +414,7 @@ def test_a_process_that_fails_waits_for_no_save_and_the_other_ends(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when_there_is_space(books, tmp_path):
+def test_full_disk_ends_all_processes_and_the_run_resumes(books, tmp_path):
     with mounted(tmp_path, "8m") as disk:
         processes = train_together(disk, books, books)
         until = time.monotonic() + 240
@@ -422,15 +422,15 @@ def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when
             assert time.monotonic() < until and all(p.poll() is None for p in processes), processes[0].communicate()
             time.sleep(0.01)
         full = fill(disk, shutdown=60_000)  # for the log, not for a checkpoint
-        said = [process.communicate(timeout=120) for process in processes]
+        message = [process.communicate(timeout=120) for process in processes]
         statuses = [process.returncode for process in processes]
-        assert 2 in statuses and set(statuses) <= {1, 2}, said
-        for status, (_, err) in zip(statuses, said, strict=True):
+        assert 2 in statuses and set(statuses) <= {1, 2}, message
+        for status, (_, err) in zip(statuses, message, strict=True):
             lines = [line for line in err.splitlines() if line.startswith("error: ")]
             # A checkpoint that is being written may take what the log needs.
             full_of = ("error: checkpoint ", "error: metrics.jsonl ")
-            wanted = full_of if status == 2 else "error: another process of this run has ended"
-            assert len(lines) == 1 and lines[0].startswith(wanted), err
+            expected = full_of if status == 2 else "error: another process of this run has ended"
+            assert len(lines) == 1 and lines[0].startswith(expected), err
             assert "Traceback" not in err
             assert lines[0].endswith("go on with: python train.py --resume --run run") or status == 1
         last = CheckpointReader(disk / "run").step()
@@ -442,7 +442,7 @@ def test_a_full_disk_ends_all_processes_with_a_sentence_and_the_run_goes_on_when
 
 
 @pytest.mark.slow
-def test_processes_that_would_run_different_programs_all_say_so(books, tmp_path):
+def test_differing_programs_of_processes_are_refused(books, tmp_path):
     program = """if True:
         import sys
         from jaxformer.cli import train
@@ -462,7 +462,7 @@ def test_processes_that_would_run_different_programs_all_say_so(books, tmp_path)
 
 
 @pytest.mark.exhaustive
-def test_a_process_without_data_says_so_and_the_other_does_not_wait_for_ever(books, tmp_path):
+def test_process_without_data_ends_all_processes(books, tmp_path):
     first, second = train_together(tmp_path, books, tmp_path / "nothing")
     out, err = second.communicate(timeout=120)
     assert second.returncode == 2, out + err

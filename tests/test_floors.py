@@ -1,4 +1,4 @@
-"""Imports run downwards only, and the top level holds what it is meant to hold."""
+"""Imports run downwards only, and the top level matches the design."""
 
 import ast
 import subprocess
@@ -59,7 +59,7 @@ def test_imports_run_downwards(module):
     assert not wrong, f"{here} is on floor {FLOOR[here]} and must not import {wrong}"
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_files_have_no_import_circle():
     imports = {module: imported_modules(path) - {module} for module, path in MODULES.items()}
     above = {module: set(names) for module, names in imports.items()}
     for middle in above:  # transitive closure
@@ -70,20 +70,20 @@ def test_no_files_import_each_other_in_a_circle():
     assert not circles
 
 
-def test_imports_are_seen_anywhere_in_a_file():
+def test_imports_are_found_anywhere_in_a_file():
     modules = imported_modules(ROOT / "jaxformer/models/decoder.py")
     assert {"nn", "ops", "config"} <= {entry(module) for module in modules}
 
 
 @pytest.mark.parametrize("folder", ["ops", "nn", "models"])
-def test_the_model_knows_no_optimizer_files_or_mesh(folder):
+def test_models_import_no_optimizer_files_or_mesh(folder):
     for path in (ROOT / "jaxformer" / folder).rglob("*.py"):
         text = path.read_text()
         for word in ("optax", "orbax", "pathlib", "jax.sharding") + (("flax",) if folder == "ops" else ()):
             assert f"import {word}" not in text and f"from {word}" not in text, (path, word)
 
 
-def test_the_top_level_holds_what_the_design_says():
+def test_top_level_matches_the_design():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")

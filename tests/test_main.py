@@ -1,4 +1,4 @@
-"""`python -m jaxformer`: each command is found, and a wrong one is one sentence."""
+"""`python -m jaxformer`: dispatch of commands."""
 
 import pytest
 
@@ -13,16 +13,16 @@ def test_help_lists_every_command(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_gets_what_stands_after_its_name(name, capsys):
+def test_command_receives_its_arguments(name, capsys):
     assert main([name, "--no-such-option"]) == 2
     assert "unknown option --no-such-option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [("verify_resume", "did you mean verify-resume?"), ("trian", "did you mean train?"), ("xyz", "there are train, ")],
 )
-def test_an_unknown_command_is_one_sentence(name, said, capsys):
+def test_unknown_command_is_refused(name, message, capsys):
     assert main([name, "--steps", "3"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: unknown command {name}; ") and said in err and err.count("\n") == 1
+    assert err.startswith(f"error: unknown command {name}; ") and message in err and err.count("\n") == 1

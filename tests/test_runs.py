@@ -1,4 +1,4 @@
-"""Opening a run: the errors; what works is tested end to end."""
+"""Folders of runs: errors; success is tested end to end."""
 
 import json
 import os
@@ -33,13 +33,13 @@ from tests.helpers import small_run
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
-def test_a_config_comes_back_as_it_was(tmp_path, model):
+def test_config_round_trips(tmp_path, model):
     config = Config("x", model, data=TextConfig(), steps=7)
     write_config(tmp_path, config)
     assert read_config(tmp_path) == config
 
 
-def test_a_missing_run_names_those_that_are_there(tmp_path):
+def test_missing_run_lists_existing_runs(tmp_path):
     (tmp_path / "quick").mkdir()
     write_config(tmp_path / "quick", Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     with pytest.raises(UserError, match=r"quik does not exist; runs there: .*quick"):
@@ -53,7 +53,7 @@ def test_a_missing_run_names_those_that_are_there(tmp_path):
         latest_run(tmp_path / "empty")
 
 
-def test_a_run_that_a_kill_left_half_made_is_none(tmp_path):
+def test_incomplete_run_is_ignored(tmp_path):
     for name in ("quick", ".new-abc"):  # the second is what create_run renames at its end
         (tmp_path / name).mkdir()
         write_config(tmp_path / name, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
@@ -64,7 +64,7 @@ def test_a_run_that_a_kill_left_half_made_is_none(tmp_path):
 @pytest.mark.parametrize(
     "kind", ["os.system", "decoder.Decoder", "decoder.Anything", "../decoder.DecoderConfig", "", None, 3]
 )
-def test_a_config_names_a_model_of_this_package_or_nothing(tmp_path, kind):
+def test_config_kind_is_a_class_of_this_package(tmp_path, kind):
     write_config(tmp_path, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"]["kind"] = kind
@@ -74,32 +74,32 @@ def test_a_config_names_a_model_of_this_package_or_nothing(tmp_path, kind):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": 3}', '{"a":' * 100_000, "[" * 100_000])
-def test_a_broken_config_is_one_sentence(tmp_path, text):
+def test_invalid_config_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         read_config(tmp_path)
 
 
-def test_a_new_run_appears_whole_and_never_in_anothers_place(tmp_path):
+def test_create_run_is_atomic_and_never_overwrites(tmp_path):
     tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), data=TextConfig(), steps=1)
     places = [create_run(tmp_path / "runs/x", config, tokenizer, allow_suffix=True) for _ in range(3)]
     assert [p.name for p in places] == ["x", "x-2", "x-3"]
-    for place in places:
-        assert read_config(place) == config
-        assert sorted(p.name for p in place.iterdir()) == ["config.json", "sha256.json", "tokenizer.json"]
+    for folder_path in places:
+        assert read_config(folder_path) == config
+        assert sorted(p.name for p in folder_path.iterdir()) == ["config.json", "sha256.json", "tokenizer.json"]
     with pytest.raises(UserError, match="x exists"):
         create_run(tmp_path / "runs/x", config, tokenizer, allow_suffix=False)
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_a_run_reads_its_data_with_its_own_tokenizer_or_not_at_all(tmp_path):
+def test_run_data_uses_its_own_tokenizer(tmp_path):
     data = DatesConfig(n_pairs=4, n_held_out=1)
     config = Config("x", RecurrentConfig(vocab_size=257, context_length=64), data, steps=1)
     config = replace(config, train=replace(config.train, batch_size=2))
     tokenizer = Tokenizer.train(["2023"] * 9, 259)  # two tokens more than the data itself would learn
     folder = create_run(tmp_path / "x", config, tokenizer, allow_suffix=False)
-    found = load_data(folder, config).tokenizer
-    assert found is not None and found.as_json() == tokenizer.as_json()
+    actual = load_data(folder, config).tokenizer
+    assert actual is not None and actual.as_json() == tokenizer.as_json()
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; put it back, or train anew\.$"):
         load_data(folder, config)
@@ -113,9 +113,7 @@ def test_a_run_reads_its_data_with_its_own_tokenizer_or_not_at_all(tmp_path):
         (MaskedTextConfig, EncoderConfig(vocab_size=5000, context_length=8), 259),
     ],
 )
-def test_a_new_run_has_the_vocabulary_that_its_text_supports_and_goes_on_with_it(
-    tmp_path, monkeypatch, data, model, least
-):
+def test_inferred_vocabulary_is_stable_on_resume(tmp_path, monkeypatch, data, model, least):
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("the cat sat on the mat and the rat sat on it\n" * 20)
     config = Config("x", model, data(path=str(tmp_path / "a.txt"), val_fraction=0.3), steps=1)
@@ -132,8 +130,8 @@ def test_a_new_run_has_the_vocabulary_that_its_text_supports_and_goes_on_with_it
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_tokenizer_of_another_run_is_refused_by_all_that_read_it(tmp_path):
-    """Also where it has as many tokens, so that every shape fits."""
+def test_tokenizer_of_another_run_is_refused(tmp_path):
+    """Check one of equal vocabulary size, with which every shape fits."""
     words = [" ".join(f"{a}{b}{c}" for a in "xyz" for b in "abc" for c in "klm")] * 2
     one = small_run(tmp_path / "one", words)
     Tokenizer.train([words[0][::-1]] * 2, 280).save(one / "tokenizer.json")
@@ -145,7 +143,7 @@ def test_a_tokenizer_of_another_run_is_refused_by_all_that_read_it(tmp_path):
 
 
 @pytest.mark.parametrize("sums", [None, "[]", "{}", "[" * 100_000, '{"other": 3}'])
-def test_a_tokenizer_whose_sum_is_not_known_is_refused(tmp_path, sums):
+def test_tokenizer_without_checksum_is_refused(tmp_path, sums):
     config = Config("x", DecoderConfig(), TextConfig(), steps=1)
     folder = create_run(tmp_path / "x", config, Tokenizer.train(["a b"], 257), allow_suffix=False)
     (folder / "sha256.json").unlink()
@@ -156,21 +154,21 @@ def test_a_tokenizer_whose_sum_is_not_known_is_refused(tmp_path, sums):
         load_data(folder, config)
 
 
-def test_a_place_where_no_run_can_be_made_is_refused(tmp_path):
+def test_unwritable_parent_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run cannot be made: .*file cannot be written to \(Not a directory\); choose"):
         check_writable_parent(tmp_path / "file/a/run")
     check_writable_parent(tmp_path / "a/run")
-    assert [place.name for place in tmp_path.iterdir()] == ["file"]
+    assert [folder_path.name for folder_path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_no_model_of_text_says_so(tmp_path):
+def test_text_model_refuses_other_models(tmp_path):
     config = Config("x", ViTConfig(), TextConfig(), steps=1)
     with pytest.raises(UserError, match=r"x holds a ViT, which writes no text; name a run that does\.$"):
         Run(tmp_path / "x", config, config.model.build(), {}, None, step=1).text_model()
 
 
-def test_a_loss_of_next_tokens_is_of_models_that_predict_them(tmp_path):
+def test_loss_refuses_models_without_next_token_prediction(tmp_path):
     config = Config("x", EncoderConfig(9, 8, 4, n_heads=1, n_blocks=1), TextConfig(), steps=1)
     run = Run(tmp_path / "x", config, config.model.build(), {}, None, step=1)
     with pytest.raises(UserError, match=r"x holds a MaskedLanguageModel, which predicts no next token; see"):
@@ -179,10 +177,10 @@ def test_a_loss_of_next_tokens_is_of_models_that_predict_them(tmp_path):
 
 @dataclass(frozen=True)
 class Elsewhere(ModelConfig):
-    """A model of a user's own file."""
+    """A model config outside this package."""
 
 
-def test_a_config_of_another_package_is_read_once_its_file_is_imported(tmp_path):
+def test_config_of_another_package_is_read_after_its_import(tmp_path):
     config = Config("x", Elsewhere(), data=TextConfig(), steps=1)
     run = create_run(tmp_path / "x", config, Tokenizer.train(["a"], 257), False)
     assert read_config(run) == config
@@ -199,7 +197,7 @@ class Lossy(ModelConfig):
     sizes: list[int] = field(default_factory=lambda: [1])
 
 
-def test_a_config_that_does_not_survive_json_is_refused_before_training(tmp_path):
+def test_config_that_does_not_survive_json_is_refused(tmp_path):
     with pytest.raises(UserError):
         create_run(tmp_path / "x", Config("x", Lossy(), data=TextConfig(), steps=1), None, False)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The standard streams: control characters, a terminal or pipe that goes away, streams that are closed."""
+"""The standard streams: control characters, closed terminals, pipes and streams."""
 
 import ast
 import errno
@@ -24,7 +24,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_control_characters_are_shown_on_a_terminal_and_left_alone_elsewhere():
+def test_control_characters_are_escaped_on_a_terminal_only():
     screen, pipe = Screen(), io.StringIO()
     echo(HOSTILE, screen)
     echo(HOSTILE, pipe)
@@ -33,7 +33,7 @@ def test_control_characters_are_shown_on_a_terminal_and_left_alone_elsewhere():
     assert escape_control("Grüße 漢字 👩‍🔬 ﷽") == "Grüße 漢字 👩‍🔬 ﷽"
 
 
-def test_what_takes_a_while_is_announced_on_a_terminal_alone(monkeypatch):
+def test_status_is_written_to_a_terminal_only(monkeypatch):
     for stream, shown in ((Screen(), "loading ...\n"), (io.StringIO(), "")):
         monkeypatch.setattr("sys.stderr", stream)
         echo_status("loading ...")
@@ -42,7 +42,7 @@ def test_what_takes_a_while_is_announced_on_a_terminal_alone(monkeypatch):
     echo_status("loading ...")
 
 
-def test_nothing_is_printed_past_the_one_place():
+def test_package_prints_only_through_echo():
     for path in (ROOT / "jaxformer").rglob("*.py"):
         if path.name == "terminal.py":
             continue
@@ -52,7 +52,7 @@ def test_nothing_is_printed_past_the_one_place():
 
 
 def python(code: str, prefix: str = "", **env: str) -> subprocess.CompletedProcess:
-    """Run code behind `prepare_streams` in a process of its own, in a shell that redirects."""
+    """Run code in a process with redirected streams."""
     code = f"from jaxformer.terminal import prepare_streams, echo, echo_error\n{code}"
     return subprocess.run(
         ["bash", "-c", f'exec "$0" -c "$1" {prefix}', sys.executable, code],
@@ -60,7 +60,7 @@ def python(code: str, prefix: str = "", **env: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_closed_streams_lead_nowhere_and_no_file_takes_their_place(tmp_path):
+def test_closed_streams_become_null(tmp_path):
     done = python(
         f"prepare_streams()\nimport sys\nfile = open({str(tmp_path / 'f')!r}, 'w')\n"
         "assert file.fileno() > 2 and not sys.stdin.read()\necho('lost')\necho_error('lost')",
@@ -70,19 +70,19 @@ def test_closed_streams_lead_nowhere_and_no_file_takes_their_place(tmp_path):
     assert (tmp_path / "f").read_text() == ""
 
 
-def test_what_an_encoding_lacks_is_escaped():
+def test_characters_outside_the_encoding_are_escaped():
     done = python("prepare_streams()\necho('é漢')\necho_error('é\\nx')", PYTHONIOENCODING="ascii", LC_ALL="C")
     assert (done.returncode, done.stdout) == (0, "\\xe9\\u6f22\n")
     assert done.stderr == "\\xe9\\u2424x\n"
 
 
-def test_a_reader_that_leaves_ends_nothing():
+def test_closed_pipe_does_not_end_the_process():
     code = "prepare_streams(ignore_closed=True)\nfor i in range(20_000): echo(str(i))\necho_error('ended')"
     done = python(code, "| head -n 1")
     assert (done.stdout, done.stderr) == ("0\n", "ended\n")
 
 
-def test_a_terminal_that_is_hung_up_ends_nothing(tmp_path):
+def test_closed_terminal_does_not_end_the_process(tmp_path):
     parent, child = pty.openpty()
     code = (
         "import signal, sys\nfrom jaxformer.terminal import prepare_streams, echo\n"
@@ -100,12 +100,12 @@ def test_a_terminal_that_is_hung_up_ends_nothing(tmp_path):
     assert (tmp_path / "f").read_text() == "ended"
 
 
-def test_a_full_disk_is_still_an_error():
+def test_full_disk_is_an_error():
     done = python("prepare_streams(ignore_closed=True)\necho('x')", "> /dev/full")
     assert done.returncode and os.strerror(errno.ENOSPC) in done.stderr
 
 
-def test_only_a_terminal_is_hung_up_by_eio(monkeypatch):
+def test_eio_is_ignored_on_a_terminal_only(monkeypatch):
     parent, child = pty.openpty()
     terminal = _ClosableOutput(child)
     monkeypatch.setattr(os, "isatty", lambda _: False)
@@ -119,13 +119,13 @@ def test_only_a_terminal_is_hung_up_by_eio(monkeypatch):
 
 @pytest.fixture
 def hangup():
-    """The handler of SIGHUP, put back."""
+    """Restore the handler of SIGHUP."""
     before = signal.getsignal(signal.SIGHUP)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
-def test_hanging_up_twice_is_noted_once_and_stays_ignored_where_it_was(hangup):
+def test_sighup_is_recorded_once_and_stays_ignored(hangup):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with record_signals(signal.SIGTERM, signal.SIGHUP) as caught:
         os.kill(os.getpid(), signal.SIGHUP)

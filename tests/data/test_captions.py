@@ -1,4 +1,4 @@
-"""Images with captions: what is read, what is refused, and that batches depend on nothing but data, seed and step."""
+"""Images with captions: files, errors, and batches."""
 
 import io
 import zipfile
@@ -34,14 +34,14 @@ LINES = [f"{i}.png\t{name}\t{'val' if name == 'teal' else 'train'}" for i, name 
 
 
 def png(colour: tuple[int, ...], size: tuple[int, int] = (SIDE, SIDE), mode: str = "RGB", kind: str = "PNG") -> bytes:
-    """An image of one colour."""
+    """Return an image of one color."""
     with io.BytesIO() as file:
         Image.new(mode, size, colour).save(file, kind)
         return file.getvalue()
 
 
 def noise(rng: np.random.Generator) -> bytes:
-    """An image of any colours."""
+    """Return an image of random pixels."""
     with io.BytesIO() as file:
         Image.fromarray(rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)).save(file, "PNG")
         return file.getvalue()
@@ -53,7 +53,7 @@ IMAGES = {f"{i}.png": png(colour) for i, colour in enumerate(COLOURS.values())}
 def write(
     folder: Path, lines: list[str] = LINES, images: dict[str, bytes] = IMAGES, header: str = "file\tcaption\tsplit"
 ) -> str:
-    """A folder as `CaptionsConfig.path` names it."""
+    """Write a folder for `CaptionsConfig.path`."""
     (folder / "captions.tsv").write_text("\n".join([header, *lines]) + "\n")
     with zipfile.ZipFile(folder / "images.zip", "w") as file:
         for name, content in images.items():
@@ -66,35 +66,35 @@ def load(path: str, batch_size: int = 2, seed: int = 0, model: CLIPConfig = MODE
 
 
 def equal(a, b) -> bool:
-    """Whether two batches are, in every number."""
+    """Return True if two batches are equal."""
     flat = lambda batch: [*batch.inputs, batch.targets]  # noqa: E731
     return all((x == y).all() for x, y in zip(flat(a), flat(b), strict=True))
 
 
-def test_a_batch_holds_what_the_model_is_called_with(tmp_path: Path) -> None:
+def test_batch_has_shapes_and_dtypes_of_the_model_inputs(tmp_path: Path) -> None:
     data = load(write(tmp_path))
     batch, example = data.batch(0), MODEL.example()
-    for found, wanted in zip(batch.inputs, example, strict=True):
-        assert found.shape == (2, *wanted.shape) and found.dtype == wanted.dtype
+    for actual, expected in zip(batch.inputs, example, strict=True):
+        assert actual.shape == (2, *expected.shape) and actual.dtype == expected.dtype
     assert batch.targets.shape == (2,) and batch.weights is None
 
 
-def test_each_image_stands_with_its_caption(tmp_path: Path) -> None:
-    """Two batches are an epoch of the four; the held-out pair is not among them."""
+def test_images_and_captions_are_paired(tmp_path: Path) -> None:
+    """Check an epoch of four pairs in two batches, and the held-out pair."""
     data = load(write(tmp_path))
-    seen = {}
+    observed = {}
     for step in (0, 1):
         images, tokens, valid = data.batch(step).inputs
         for image, row, is_token in zip(images, tokens, valid, strict=True):
             assert (image == image[0, 0]).all()
-            seen[data.tokenizer.decode(row[is_token])] = tuple(map(int, image[0, 0]))
-    assert seen == {name: colour for name, colour in COLOURS.items() if name != "teal"}
+            observed[data.tokenizer.decode(row[is_token])] = tuple(map(int, image[0, 0]))
+    assert observed == {name: colour for name, colour in COLOURS.items() if name != "teal"}
     (held,) = data.held_out(1)
     assert data.tokenizer.decode(held.inputs[1][held.inputs[2]]) == "teal"
     np.testing.assert_array_equal(held.inputs[0][0, 0, 0], COLOURS["teal"])
 
 
-def test_texts_stand_between_two_ends_and_lose_what_is_too_long() -> None:
+def test_captions_are_delimited_padded_and_truncated() -> None:
     tokenizer = Tokenizer.train(["abc"], 257)
     a, end = tokenizer.encode("a")[0], tokenizer.end_of_text
     tokens, valid, n_shortened = tokenize_captions(["a", "aa", "aaa", ""], tokenizer, 4)
@@ -103,7 +103,7 @@ def test_texts_stand_between_two_ends_and_lose_what_is_too_long() -> None:
     assert all((np.diff(row.astype(int)) <= 0).all() for row in valid)  # padding on the right
 
 
-def test_the_tokenizer_learns_from_training_captions_or_is_given(tmp_path: Path) -> None:
+def test_tokenizer_is_trained_on_training_captions_unless_given(tmp_path: Path) -> None:
     path = write(tmp_path)
     data = load(path)
     learned = [piece for piece in data.tokenizer.token_bytes if len(piece) > 1]
@@ -113,14 +113,14 @@ def test_the_tokenizer_learns_from_training_captions_or_is_given(tmp_path: Path)
     assert again.tokenizer is given and again.fingerprint == data.fingerprint
 
 
-def test_equal_captions_have_one_number(tmp_path: Path) -> None:
+def test_equal_captions_have_equal_ids(tmp_path: Path) -> None:
     lines = [line.replace("blue", "red").replace("teal", "red") for line in LINES]
     data = load(write(tmp_path, lines))
     assert data.caption_ids[0] == data.caption_ids[2] == data.caption_ids[4]
     assert len(set(data.caption_ids.tolist())) == 3
 
 
-def test_a_batch_depends_on_data_seed_and_step_alone(tmp_path: Path) -> None:
+def test_batch_depends_only_on_data_seed_and_step(tmp_path: Path) -> None:
     path = write(tmp_path)
     a, b = (load(path, seed=3, jitter=0.5) for _ in range(2))
     for step in (9, 0, 4):  # in any order
@@ -130,15 +130,15 @@ def test_a_batch_depends_on_data_seed_and_step_alone(tmp_path: Path) -> None:
     assert any(not equal(x, y) for x, y in zip(batches[:2], batches[2:4], strict=True))  # another epoch, another order
 
 
-def test_some_rows_of_a_batch_are_those_rows(tmp_path: Path) -> None:
+def test_rows_of_a_batch_equal_those_of_the_full_batch(tmp_path: Path) -> None:
     data = load(write(tmp_path), batch_size=4, jitter=0.5)
-    whole, which = data.batch(5), np.array([1, 3])
-    part = data.batch(5, which)
-    for ours, wanted in zip((*part.inputs, part.targets), (*whole.inputs, whole.targets), strict=True):
-        np.testing.assert_array_equal(ours, wanted[which])
+    whole, rows = data.batch(5), np.array([1, 3])
+    part = data.batch(5, rows)
+    for ours, expected in zip((*part.inputs, part.targets), (*whole.inputs, whole.targets), strict=True):
+        np.testing.assert_array_equal(ours, expected[rows])
 
 
-def test_held_out_pairs_come_in_order_and_are_filled_up(tmp_path: Path) -> None:
+def test_held_out_pairs_are_ordered_and_padded(tmp_path: Path) -> None:
     lines = [line.replace("train", "val") if i else line for i, line in enumerate(LINES)]
     data = load(
         write(tmp_path, lines),
@@ -157,43 +157,42 @@ def test_held_out_pairs_come_in_order_and_are_filled_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"shift": 1}, {"scale": 0.5}, {"rotate": 90.0}, {"flip": True}, {"jitter": 0.5}])
-def test_images_are_varied_in_training_as_asked(tmp_path: Path, option: dict) -> None:
-    """An image of four colours, alone: several epochs show it in several ways; without the option, and held out, it is
-    what it is."""
+def test_each_augmentation_applies_in_training_only(tmp_path: Path, option: dict) -> None:
+    """Check that one image of four colors changes over epochs with the option only, and in training only."""
     image = Image.new("RGB", (SIDE, SIDE), (255, 0, 0))
-    for place, colour in (((2, 0), (0, 200, 0)), ((0, 2), (0, 0, 100)), ((2, 2), (255, 255, 255))):
-        image.paste(colour, (*place, place[0] + 2, place[1] + 2))
+    for folder_path, colour in (((2, 0), (0, 200, 0)), ((0, 2), (0, 0, 100)), ((2, 2), (255, 255, 255))):
+        image.paste(colour, (*folder_path, folder_path[0] + 2, folder_path[1] + 2))
     with io.BytesIO() as file:
         image.save(file, "PNG")
         images = {"0.png": file.getvalue(), "1.png": file.getvalue()}
     lines = ["0.png\tred\ttrain", "1.png\tred\tval"]
     model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
-    plain, train_examples = (load(write(tmp_path, lines, images), 1, model=model, **asked) for asked in ({}, option))
+    plain, augmented = (load(write(tmp_path, lines, images), 1, model=model, **requested) for requested in ({}, option))
     epochs = lambda data: [data.batch(step).inputs[0].tobytes() for step in range(12)]  # noqa: E731
     assert set(epochs(plain)) == {np.asarray(image).tobytes()}
-    assert len(set(epochs(train_examples))) > 1
-    assert epochs(train_examples) != epochs(load(str(tmp_path), 1, seed=1, model=model, **option))
-    assert next(train_examples.held_out(1)).inputs[0].tobytes() == np.asarray(image).tobytes()
+    assert len(set(epochs(augmented))) > 1
+    assert epochs(augmented) != epochs(load(str(tmp_path), 1, seed=1, model=model, **option))
+    assert next(augmented.held_out(1)).inputs[0].tobytes() == np.asarray(image).tobytes()
 
 
-def test_images_of_every_kind_are_brought_to_the_models_channels(tmp_path: Path) -> None:
-    """Grey, a palette, JPEG, and what is transparent: white, and half of it half as red."""
+def test_all_image_modes_convert_to_the_model_channels(tmp_path: Path) -> None:
+    """Check grayscale, a palette, JPEG, and full and half transparency, which is blended with white."""
     images = {
         "0.png": png((51,), mode="L"), "1.png": png((0, 0, 0, 0), mode="RGBA"),
         "2.png": png((255, 0, 0, 128), mode="RGBA"),
         "3.png": png((255, 0, 0), mode="P"), "4.png": png((90, 90, 90), kind="JPEG"),
     }  # fmt: skip
-    found = load(write(tmp_path, images=images)).images[:, 0, 0]
-    assert found[0].tolist() == [51] * 3
-    assert found[1].tolist() == [255] * 3
-    assert found[2].tolist() == [255, 127, 127]
-    assert found[4].tolist() == [90] * 3
+    actual = load(write(tmp_path, images=images)).images[:, 0, 0]
+    assert actual[0].tolist() == [51] * 3
+    assert actual[1].tolist() == [255] * 3
+    assert actual[2].tolist() == [255, 127, 127]
+    assert actual[4].tolist() == [90] * 3
     grey = replace(MODEL, vision=replace(MODEL.vision, mean=(0.5,), std=(0.2,)))
     data = load(str(tmp_path), model=grey)
     assert data.images.shape == (5, SIDE, SIDE, 1) and data.images[0, 0, 0, 0] == 51
 
 
-def test_the_fingerprint_is_of_all_that_shapes_the_batches(tmp_path: Path) -> None:
+def test_fingerprint_covers_all_settings_of_the_batches(tmp_path: Path) -> None:
     path = write(tmp_path)
     data = load(path)
     assert len(data.fingerprint) == 64 and data.fingerprint == load(path, batch_size=1, seed=5).fingerprint
@@ -207,7 +206,7 @@ def test_the_fingerprint_is_of_all_that_shapes_the_batches(tmp_path: Path) -> No
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 10
 
 
-def test_it_says_what_there_is(tmp_path: Path) -> None:
+def test_description_states_sizes(tmp_path: Path) -> None:
     data = load(write(tmp_path))
     assert data.describe().startswith(f"{tmp_path}: 4 images of 4 x 4 pixels with captions, ")
     assert data.describe().endswith(" tokens each; held out: 1")
@@ -216,34 +215,34 @@ def test_it_says_what_there_is(tmp_path: Path) -> None:
     assert ", 4 shortened; held out" in short.describe()  # the tokenizer's two merges make one token of "red"
 
 
-def test_the_config_comes_back_from_json() -> None:
+def test_config_round_trips_through_json() -> None:
     config = CaptionsConfig("somewhere", shift=3, scale=0.1, flip=True)
     assert from_dict(CaptionsConfig, to_dict(config)) == config
 
 
-def test_a_run_whose_config_was_read_again_finds_the_same_data(tmp_path: Path) -> None:
-    """A config file may say 10 where the type says 10.0."""
+def test_integer_option_has_the_fingerprint_of_its_float(tmp_path: Path) -> None:
+    """Check that 10 in a config file equals 10.0."""
     config = CaptionsConfig(write(tmp_path), rotate=10)
     again = from_dict(CaptionsConfig, to_dict(config))
     assert config.load(MODEL, 2, 0).fingerprint == again.load(MODEL, 2, 0).fingerprint
 
 
-def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> None:
-    """What an epoch shows of each image is `augment` of it as `draw_augmentations` has it for its number."""
+def test_batch_equals_augmentation_by_hand(tmp_path: Path) -> None:
+    """Apply `augment` with the parameters of `draw_augmentations` by hand."""
     options = {"shift": 1, "scale": 0.3, "rotate": 40.0, "flip": True, "jitter": 0.4}
     rng = np.random.default_rng(0)
     images = {name: noise(rng) for name in IMAGES}
     data = load(write(tmp_path, images=images), seed=5, **options)
     for step in (0, 1, 2, 3):
-        epoch, place = divmod(step, 2)
-        numbers = epoch_permutation(4, 5, epoch)[2 * place :][:2]
+        epoch, folder_path = divmod(step, 2)
+        numbers = epoch_permutation(4, 5, epoch)[2 * folder_path :][:2]
         views = draw_augmentations(4, 3, 5, epoch, **options)
-        wanted = [augment(data.images[data.train[i]], *(of_n[i] for of_n in views)) for i in numbers]
-        np.testing.assert_array_equal(data.batch(step).inputs[0], wanted)
+        expected = [augment(data.images[data.train[i]], *(of_n[i] for of_n in views)) for i in numbers]
+        np.testing.assert_array_equal(data.batch(step).inputs[0], expected)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip has no 5\.png, which a caption is for"),
         ({"images": {**IMAGES, "x.png": b""}}, r"x\.png in .*images\.zip has no caption; add a line to captions\.tsv"),
@@ -258,12 +257,12 @@ def test_the_options_of_views_are_passed_on_by_their_names(tmp_path: Path) -> No
         ({"lines": LINES[4:]}, "has no line of the split train"),
     ],
 )  # fmt: skip
-def test_files_that_do_not_fit_together_are_the_users_error(tmp_path: Path, change: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_inconsistent_files_are_refused(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         load(write(tmp_path, **change))
 
 
-def test_a_model_is_fitted_to_images_and_captions_and_says_so(tmp_path: Path) -> None:
+def test_model_config_is_inferred_from_images_and_captions(tmp_path: Path) -> None:
     path = write(tmp_path, images={name: png((9, 9, 9), (10, 6)) for name in IMAGES})
     model = replace(MODEL, text=replace(MODEL.text, vocab_size=5000))
     data = CaptionsConfig(path).load(model, 2, 0, fixed=())
@@ -282,7 +281,7 @@ def test_a_model_is_fitted_to_images_and_captions_and_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["images.zip", "captions.tsv"])
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(UserError, match=rf"{name} does not exist; give a folder with images\.zip and captions\.tsv"):
@@ -290,7 +289,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda b: b"no zip", lambda b: b[:-30], lambda b: b.replace(b"IDAT", b"IDAR")])
-def test_a_zip_that_cannot_be_read_is_the_users_error(tmp_path: Path, damage) -> None:
+def test_corrupt_zip_is_refused(tmp_path: Path, damage) -> None:
     write(tmp_path)
     file = tmp_path / "images.zip"
     file.write_bytes(damage(file.read_bytes()))
@@ -298,15 +297,15 @@ def test_a_zip_that_cannot_be_read_is_the_users_error(tmp_path: Path, damage) ->
         load(str(tmp_path))
 
 
-def test_an_image_too_large_to_open_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow refuses what has more than twice as many pixels as it takes: 16 and 7."""
+def test_too_large_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check 16 pixels: Pillow refuses more than twice its maximum, here 7."""
     path = write(tmp_path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
     with pytest.raises(UserError, match=r"0\.png in .* is too large a picture: Image size \(16 pixels\)"):
         load(path)
 
 
-def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
+def test_data_that_does_not_match_the_model_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     with pytest.raises(UserError, match=r"data\.path is empty"):
         load("")
@@ -330,24 +329,24 @@ def test_what_does_not_fit_the_model_is_the_users_error(tmp_path: Path) -> None:
         CaptionsConfig(path, drop_words=1.0)
 
 
-def test_some_words_are_left_out_and_one_is_kept() -> None:
-    kept = np.array([True, False, False, True])
-    assert select_words("one two three four five six", kept) == "one four five"
-    assert select_words("one two", kept[1:3]) == "one"
+def test_word_dropout_keeps_at_least_one_word() -> None:
+    mask = np.array([True, False, False, True])
+    assert select_words("one two three four five six", mask) == "one four five"
+    assert select_words("one two", mask[1:3]) == "one"
     drawn = draw_word_masks(1000, 0, 0, 0.3)
     assert abs(drawn.mean() - 0.7) < 0.008  # four times √(0.21/64000)
     assert (drawn != draw_word_masks(1000, 0, 1, 0.3)).any()
 
 
-def test_words_are_left_out_in_training_alone(tmp_path: Path) -> None:
-    """Captions of the letters a, b and c: what is left of them are some of these, others in another epoch."""
+def test_word_dropout_applies_in_training_only(tmp_path: Path) -> None:
+    """Check that captions of the letters a, b and c keep different ones of them in different epochs."""
     lines = [f"{i}.png\ta b c\t{'val' if i == 4 else 'train'}" for i in range(5)]
     model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
     data = load(write(tmp_path, lines), batch_size=4, model=model, drop_words=0.5)
     strip = lambda row, valid: data.tokenizer.decode(row[valid])  # noqa: E731
     epochs = [[strip(*pair) for pair in zip(*data.batch(step).inputs[1:], strict=True)] for step in range(4)]
-    for said in (text for epoch in epochs for text in epoch):
-        assert said and said.split() == sorted(set(said.split()) & {"a", "b", "c"})
+    for message in (text for epoch in epochs for text in epoch):
+        assert message and message.split() == sorted(set(message.split()) & {"a", "b", "c"})
     assert len({tuple(epoch) for epoch in epochs}) > 1
     assert data.batch(3).targets.tolist() == [data.caption_ids[0]] * 4  # the caption is the same one
     (held,) = data.held_out(1)

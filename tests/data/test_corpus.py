@@ -1,4 +1,4 @@
-"""Tokens on disk."""
+"""Corpus and token cache."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def config(tmp_path, monkeypatch):
     return TextConfig(path=str(tmp_path / "texts"))
 
 
-def test_documents_stand_between_end_of_text_tokens(config):
+def test_documents_are_delimited_by_end_of_text(config):
     corpus = load_corpus(config, 270)
     end = corpus.tokenizer.end_of_text
     for split in (corpus.train, corpus.val):
@@ -48,14 +48,14 @@ def test_documents_stand_between_end_of_text_tokens(config):
     assert corpus.train.documents + corpus.val.documents == 5
 
 
-def test_the_tokenizer_learns_from_the_training_split_only(config, tmp_path):
+def test_tokenizer_is_trained_on_the_training_split_only(config, tmp_path):
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "z.txt").write_text("zzzzzz " * 500)
     tokenizer = load_corpus(replace(config, val_path=str(tmp_path / "held")), 270).tokenizer
     assert not any(b"zz" in piece for piece in tokenizer.token_bytes)
 
 
-def test_a_second_time_reads_what_the_first_wrote(config, monkeypatch):
+def test_second_load_reads_the_cache(config, monkeypatch):
     first = load_corpus(config, 270)
     monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
     second = load_corpus(config, 270)
@@ -64,7 +64,7 @@ def test_a_second_time_reads_what_the_first_wrote(config, monkeypatch):
     assert isinstance(second.train.tokens, np.memmap)
 
 
-def test_content_and_settings_change_the_fingerprint_and_names_do_not(config, tmp_path):
+def test_fingerprint_depends_on_content_and_settings_not_on_names(config, tmp_path):
     before = load_corpus(config, 270).fingerprint
     assert load_corpus(config, 271).fingerprint != before
     (tmp_path / "texts" / "0.txt").rename(tmp_path / "texts" / "00.txt")
@@ -73,7 +73,7 @@ def test_content_and_settings_change_the_fingerprint_and_names_do_not(config, tm
     assert load_corpus(config, 270).fingerprint != before
 
 
-def test_a_tokenizer_that_is_given_is_used_and_leaves_the_fingerprint_as_it_is(config, tmp_path):
+def test_given_tokenizer_is_used_and_keeps_the_fingerprint(config, tmp_path):
     own = load_corpus(config, 270)
     (tmp_path / "texts" / "0.txt").write_text("something else entirely, and of it a lot. " * 9)
     learned, given = load_corpus(config, 270), load_corpus(config, 270, own.tokenizer)
@@ -83,9 +83,9 @@ def test_a_tokenizer_that_is_given_is_used_and_leaves_the_fingerprint_as_it_is(c
     assert not np.array_equal(given.train.tokens, learned.train.tokens)
 
 
-def test_what_a_killed_tokenization_left_is_removed_and_what_is_under_way_is_not(config, tmp_path):
-    place = tmp_path / "cache" / "tokens"
-    place.mkdir(parents=True)
+def test_scratch_folders_of_dead_processes_are_removed(config, tmp_path):
+    folder_path = tmp_path / "cache" / "tokens"
+    folder_path.mkdir(parents=True)
     child = subprocess.Popen(["true"])
     child.wait()
     here = socket.gethostname()
@@ -94,23 +94,23 @@ def test_what_a_killed_tokenization_left_is_removed_and_what_is_under_way_is_not
         "elsewhere": f".building-far-away-{child.pid}-abc", "unknown": ".building-abc", "old": ".building-xyz",
     }  # fmt: skip
     for name in names.values():
-        (place / name).mkdir()
-        (place / name / "train.npy").write_text("half")
+        (folder_path / name).mkdir()
+        (folder_path / name / "train.npy").write_text("half")
     yesterday = time.time() - 25 * 60 * 60
-    os.utime(place / names["old"], (yesterday, yesterday))
+    os.utime(folder_path / names["old"], (yesterday, yesterday))
     load_corpus(config, 270)
-    left = {name for name in names if (place / names[name]).exists()}
+    left = {name for name in names if (folder_path / names[name]).exists()}
     assert left == {"alive", "elsewhere", "unknown"}
 
 
-def test_a_failure_leaves_nothing_behind(config, tmp_path):
+def test_failed_tokenization_leaves_no_folder(config, tmp_path):
     with pytest.raises(UserError, match="at least 257"):
         load_corpus(config, 256)
     assert [path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()] == [".lock"]
 
 
-def test_a_small_text_has_a_fingerprint_by_the_vocabulary_that_it_supports(config, monkeypatch):
-    """A run stores the smaller vocabulary, and is to find the same data when it goes on."""
+def test_fingerprint_uses_the_inferred_vocabulary(config, monkeypatch):
+    """Check that a resumed run, which stores the smaller vocabulary, has the same fingerprint."""
     first = load_corpus(config, 50_000)
     monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
     stored = load_corpus(config, first.tokenizer.vocab_size, first.tokenizer)
@@ -119,7 +119,7 @@ def test_a_small_text_has_a_fingerprint_by_the_vocabulary_that_it_supports(confi
     np.testing.assert_array_equal(stored.train.tokens, first.train.tokens)
 
 
-def test_documents_of_the_held_out_text_are_not_trained_on(config, tmp_path):
+def test_validation_documents_are_left_out_of_training(config, tmp_path):
     texts = tmp_path / "texts"
     (tmp_path / "val.txt").write_text((texts / "1.txt").read_text() + "\n\n")  # the same once it is cleaned
     (texts / "again.txt").write_text((texts / "1.txt").read_text())
@@ -133,14 +133,14 @@ def test_documents_of_the_held_out_text_are_not_trained_on(config, tmp_path):
         load_corpus(replace(config, val_path=config.path), 270)
 
 
-def test_a_tokenizer_of_a_sample_is_noted_also_when_its_tokens_are_cached(config, monkeypatch):
+def test_note_about_a_tokenizer_sample_survives_the_cache(config, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_LEARNED_CHARACTERS", 120)
     notes = [config.load(DecoderConfig(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]
     assert notes[0] == notes[1] and re.search(r"the tokenizer learned from about 1/[248] of the text", notes[0])
 
 
-def test_of_many_that_find_a_broken_cache_one_writes_it_anew(config, tmp_path, monkeypatch, caplog):
-    """Any that removed what another one has mended would make a third fail."""
+def test_one_of_several_processes_rebuilds_a_corrupt_cache(config, tmp_path, monkeypatch, caplog):
+    """Check four threads: removing a folder that another has rebuilt would make a third fail."""
     expected = np.array(load_corpus(config, 270).train.tokens)
     zero(next((tmp_path / "cache" / "tokens").glob("*/train.tokens")))
     builds, started, everyone = [], set(), threading.Barrier(4)
@@ -193,7 +193,7 @@ def substitute(file, old, new):
 
 
 @pytest.mark.parametrize(
-    ("name", "harm"),
+    ("name", "corrupt_file"),
     [
         ("train.tokens", zero),
         ("train.tokens", flip),
@@ -210,12 +210,12 @@ def substitute(file, old, new):
         ("manifest.json", lambda file: substitute(file, file.parent.name, "0" * 32)),
     ],
 )  # fmt: skip
-def test_a_cache_that_does_not_verify_is_made_anew_with_one_warning(config, tmp_path, caplog, name, harm):
+def test_corrupt_cache_is_rebuilt_with_one_warning(config, tmp_path, caplog, name, corrupt_file):
     first = load_corpus(config, 270)
     expected = np.array(first.train.tokens), np.array(first.val.tokens)
     (folder,) = (path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir())
     contents = {file.name: file.read_bytes() for file in folder.iterdir()}
-    harm(folder / name)
+    corrupt_file(folder / name)
     second = load_corpus(config, 270)
     (record,) = caplog.records
     assert str(folder) in record.getMessage() and "tokenizing again" in record.getMessage()
@@ -225,7 +225,7 @@ def test_a_cache_that_does_not_verify_is_made_anew_with_one_warning(config, tmp_
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, f"{folder.name}.lock"}
 
 
-def test_what_does_not_stay_as_it_was_written_is_refused(config, monkeypatch):
+def test_cache_that_cannot_be_read_back_is_refused(config, monkeypatch):
     monkeypatch.setattr(
         token_cache, "_write_tokens", lambda file, *_: file.write_bytes(b"") or token_cache._TokenFile(1, 1, "0")
     )
@@ -233,14 +233,14 @@ def test_what_does_not_stay_as_it_was_written_is_refused(config, monkeypatch):
         load_corpus(config, 270)
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence(config, tmp_path, monkeypatch):
+def test_unwritable_cache_is_refused(config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="JAXFORMER_CACHE"):
         load_corpus(config, 270)
 
 
-def test_tokens_to_evaluate_are_those_of_the_cache_and_lie_in_no_memory(config, monkeypatch):
+def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monkeypatch):
     corpus = load_corpus(replace(config, val_path=config.path + "/0.txt"), 270)
     tokens = tokenize(read_documents(config.path + "/0.txt", True), corpus.tokenizer)
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16

@@ -1,4 +1,4 @@
-"""Dates to learn from."""
+"""Synthetic pairs of dates."""
 
 import datetime
 from dataclasses import replace
@@ -25,11 +25,11 @@ MODEL = RecurrentConfig(257, 64)
         ("hu", "full", "hu 2023. szeptember 7., csütörtök"),
     ],
 )
-def test_a_date_as_people_there_write_it(locale, form, source):
+def test_dates_have_the_format_of_their_locale(locale, form, source):
     assert write_date(DAY, locale, form) == (source, "2023-09-07")
 
 
-def test_days_are_held_out_and_none_is_lost():
+def test_splits_partition_the_days():
     train, held_out = split_days()
     assert len(train) + len(held_out) == 36_525  # 100 years, 25 of them leap years: 2000 is one
     assert len(held_out) == 3652
@@ -38,7 +38,7 @@ def test_days_are_held_out_and_none_is_lost():
     assert {datetime.date.fromordinal(int(day)).month for day in held_out} == set(range(1, 13))
 
 
-def test_dates_are_drawn_alike_from_all_days_locales_and_forms():
+def test_dates_are_uniform_over_days_locales_and_forms():
     pairs = DatesConfig().draw(split_days()[0], 1000)
     assert pairs == DatesConfig().draw(split_days()[0], 1000)
     assert len(set(pairs)) > 990  # of seven million
@@ -49,18 +49,18 @@ def test_dates_are_drawn_alike_from_all_days_locales_and_forms():
             assert pairs[i] == write_date(datetime.date.fromisoformat(pairs[i].target), locale, form)
 
 
-def test_no_held_out_day_is_trained_on():
+def test_splits_have_no_day_in_common():
     data = DatesConfig(n_pairs=400, n_held_out=80).load(MODEL, 8, 0)
     held_out = {datetime.date.fromordinal(int(day)).isoformat() for day in split_days()[1]}
     assert {pair.target for pair in data.val} <= held_out
-    seen = set()
+    observed = set()
     for step in range(data.steps_per_epoch):
-        seen |= {data.tokenizer.decode(row) for row in data.batch(step).targets}
-    assert len(seen) > 350 and not seen & held_out
+        observed |= {data.tokenizer.decode(row) for row in data.batch(step).targets}
+    assert len(observed) > 350 and not observed & held_out
 
 
-def test_every_source_fits_and_names_one_date():
-    """Each month, each weekday, and the first and the last years of the range, in all locales and forms."""
+def test_every_source_fits_the_context_and_is_unambiguous():
+    """Check all months and weekdays, and the first and last years, in all locales and forms."""
     days = [datetime.date(2024, month, 20 + i) for month in range(1, 13) for i in range(7)]
     days += [datetime.date(year, month, 3) for year in (1950, 2049) for month in (4, 11, 12)]
     for locale in LOCALES:
@@ -70,7 +70,7 @@ def test_every_source_fits_and_names_one_date():
             assert max(len(source.encode()) for source in sources) <= 64, (locale, form)
 
 
-def test_tokens_are_bytes_and_targets_have_ten_and_an_end():
+def test_tokens_are_bytes_and_targets_have_eleven_tokens():
     data = DatesConfig(n_pairs=100, n_held_out=8, locales=("ja", "en_US"), forms=("long", "short")).load(MODEL, 10, 0)
     assert data.tokenizer.vocab_size == 257
     batch = data.batch(3)
@@ -81,7 +81,7 @@ def test_tokens_are_bytes_and_targets_have_ten_and_an_end():
         assert text.startswith(("ja ", "en_US ")) and valid_S.sum() == len(text.encode())
 
 
-def test_the_seed_orders_the_dates_and_leaves_them_as_they_are():
+def test_seed_changes_the_order_not_the_dates():
     config = DatesConfig(n_pairs=64, n_held_out=8)
     one, another = (config.load(MODEL, 8, seed) for seed in (0, 1))
     assert one.fingerprint == another.fingerprint
@@ -91,7 +91,7 @@ def test_the_seed_orders_the_dates_and_leaves_them_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"locales": ("de", "xx_YY")}, "the locale 'xx_YY' is not known"),
         ({"locales": ("not a locale",)}, "the locale 'not a locale' is not known"),
@@ -102,12 +102,12 @@ def test_the_seed_orders_the_dates_and_leaves_them_as_they_are():
     ],
     ids=str,
 )
-def test_what_cannot_be_drawn_from_is_the_users_error(fields, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_options_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
         DatesConfig(**fields)
 
 
-def test_the_vocabulary_is_that_of_bytes():
+def test_vocabulary_is_bytes_and_end_of_text():
     data = DatesConfig(n_pairs=8, n_held_out=1).load(RecurrentConfig(300, 64), 8, 0)
     assert data.model == RecurrentConfig(257, 64)
     assert data.notes == ("dates in 48 locales supports 257 tokens: model.vocab_size 257 (not 300)",)

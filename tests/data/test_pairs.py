@@ -1,4 +1,4 @@
-"""Pairs of texts in batches of like length."""
+"""Pairs of texts in batches of similar length."""
 
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def pairs(train: list[Pair] = TRAIN, val: list[Pair] = VAL, batch_size: int = 4,
 
 
 def read_back(batch: Batch) -> list[Pair]:
-    """The pairs of a batch that count, having checked that all of their arrays agree."""
+    """Return the pairs of a batch with weight above 0, after checking that its arrays are consistent."""
     source_BS, valid_BS, target_BT = batch.inputs
-    found = []
+    pairs = []
     for i, counts_T in enumerate(batch.weights > 0):
         n_source, n = valid_BS[i].sum(), counts_T.sum()
         if n:
@@ -39,18 +39,18 @@ def read_back(batch: Batch) -> list[Pair]:
             assert target_BT[i, 0] == END
             assert batch.targets[i, n - 1] == END or n == LONGEST
             np.testing.assert_array_equal(target_BT[i, 1:n], batch.targets[i, : n - 1])
-            said = batch.targets[i, :n] if n == LONGEST else batch.targets[i, : n - 1]
-            found.append(Pair(BYTES.decode(source_BS[i, :n_source]), BYTES.decode(said)))
-    return found
+            decoded = batch.targets[i, :n] if n == LONGEST else batch.targets[i, : n - 1]
+            pairs.append(Pair(BYTES.decode(source_BS[i, :n_source]), BYTES.decode(decoded)))
+    return pairs
 
 
-def assert_same(got: Batch, wanted: Batch) -> None:
-    for one, other in zip((*got.inputs, *got[1:]), (*wanted.inputs, *wanted[1:]), strict=True):
+def assert_same(got: Batch, expected: Batch) -> None:
+    for one, other in zip((*got.inputs, *got[1:]), (*expected.inputs, *expected[1:]), strict=True):
         np.testing.assert_array_equal(one, other)
         assert one.dtype == other.dtype
 
 
-def test_an_epoch_takes_every_pair_once_and_the_next_in_other_batches() -> None:
+def test_epoch_visits_every_pair_once_in_new_batches() -> None:
     data = pairs(TRAIN[:48])
     assert data.steps_per_epoch == 12
     epochs = [[frozenset(read_back(data.batch(12 * e + k))) for k in range(12)] for e in range(2)]
@@ -59,31 +59,31 @@ def test_an_epoch_takes_every_pair_once_and_the_next_in_other_batches() -> None:
     assert set(epochs[0]) != set(epochs[1])
 
 
-def test_what_fills_no_batch_is_left_for_another_epoch() -> None:
+def test_pairs_of_an_incomplete_batch_appear_in_another_epoch() -> None:
     data = pairs(batch_size=7)  # 7 batches of 7 of the 50
     assert data.steps_per_epoch == 7
-    taken = [{pair for k in range(7) for pair in read_back(data.batch(7 * e + k))} for e in range(9)]
-    assert all(len(pairs) == 49 for pairs in taken)
-    assert set.union(*taken) == set(TRAIN)
+    visited = [{pair for k in range(7) for pair in read_back(data.batch(7 * e + k))} for e in range(9)]
+    assert all(len(pairs) == 49 for pairs in visited)
+    assert set.union(*visited) == set(TRAIN)
 
 
-def test_a_batch_depends_on_pairs_seed_and_step_alone() -> None:
+def test_batch_depends_only_on_pairs_seed_and_step() -> None:
     one, another = pairs(seed=3), pairs(seed=3)
     for step in (40, 7, 0):  # in any order
         assert_same(one.batch(step), another.batch(step))
     assert set(read_back(one.batch(0))) != set(read_back(pairs(seed=4).batch(0)))
 
 
-def test_some_rows_are_those_of_the_whole_batch() -> None:
+def test_rows_equal_those_of_the_full_batch() -> None:
     data = pairs()
     for step in range(5):
         whole = data.batch(step)
-        for which in (slice(1, 3), np.array([3, 0])):
-            part = data.batch(step, which)
-            assert_same(part, Batch(tuple(x[which] for x in whole.inputs), whole.targets[which], whole.weights[which]))
+        for rows in (slice(1, 3), np.array([3, 0])):
+            part = data.batch(step, rows)
+            assert_same(part, Batch(tuple(x[rows] for x in whole.inputs), whole.targets[rows], whole.weights[rows]))
 
 
-def test_weights_count_the_tokens_of_the_whole_batch_alike() -> None:
+def test_weights_are_uniform_over_the_tokens_of_the_full_batch() -> None:
     data = pairs()
     counted = 0
     for step in range(data.steps_per_epoch):
@@ -99,11 +99,11 @@ def test_weights_count_the_tokens_of_the_whole_batch_alike() -> None:
 
 
 def bucket(pair: Pair) -> int:
-    """0 for a longer side of 1 to 4 tokens, … 3 for 13 to 16."""
+    """Return 0 for a longer side of 1 to 4 tokens, … 3 for 13 to 16."""
     return (max(len(pair.source), len(pair.target) + 1) - 1) // 4
 
 
-def test_all_batches_of_a_bucket_are_as_wide_as_its_longest_pair() -> None:
+def test_bucket_width_is_its_longest_pair() -> None:
     data = pairs()
     fitting = [*TRAIN, VAL[0], VAL[2], VAL[4]]
     widths = [
@@ -121,7 +121,7 @@ def test_all_batches_of_a_bucket_are_as_wide_as_its_longest_pair() -> None:
     assert sum(mixed) <= N_BUCKETS - 1
 
 
-def test_short_targets_are_not_padded_to_the_length_of_sources() -> None:
+def test_targets_are_padded_independently_of_sources() -> None:
     data = pairs([Pair(source, "ok") for source, _ in TRAIN], [Pair("a", "b")])
     for step in range(data.steps_per_epoch):
         batch = data.batch(step)
@@ -129,37 +129,37 @@ def test_short_targets_are_not_padded_to_the_length_of_sources() -> None:
     assert {data.batch(step).inputs[0].shape[1] for step in range(12)} == {4, 8, 12, 16}
 
 
-def test_the_held_out_pairs_come_once_in_batches_of_one_size_cut_where_they_must() -> None:
+def test_held_out_pairs_come_once_and_are_truncated() -> None:
     batches = list(pairs().held_out(3))
     assert [batch.targets.shape[0] for batch in batches] == [3, 3]
     assert [int(batch.weights.any(axis=1).sum()) for batch in batches] == [3, 2]
     assert set(np.unique(batches[0].weights)) == {0, 1}
-    found = [pair for batch in batches for pair in read_back(batch)]
-    assert found[:2] == [VAL[0], VAL[4]]  # the shortest first
-    assert sorted(found) == sorted(Pair(source[:16], target[:16]) for source, target in VAL)
+    actual = [pair for batch in batches for pair in read_back(batch)]
+    assert actual[:2] == [VAL[0], VAL[4]]  # the shortest first
+    assert sorted(actual) == sorted(Pair(source[:16], target[:16]) for source, target in VAL)
     assert [read_back(batch) for batch in pairs().held_out(3)] == [read_back(batch) for batch in batches]
     few = [pair for batch in pairs().held_out(2, 3) for pair in read_back(batch)]
     assert [pair.source[0] for pair in few] == ["a", "j", "f"]  # the first, the last and the one between
 
 
-def test_pairs_that_are_too_long_are_left_out_and_said_to_be() -> None:
+def test_too_long_pairs_are_left_out_and_reported() -> None:
     data = pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)])
     assert len(data.describe().splitlines()) == 1
     assert "50 pairs" in data.describe() and "2 more are longer than 16 tokens" in data.describe()
     assert "5 pairs, 2 of them cut to 16 tokens" in data.describe()
-    found = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.batch(k))}
-    assert found <= set(TRAIN)
+    actual = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.batch(k))}
+    assert actual <= set(TRAIN)
     assert "longer" not in pairs().describe()
     with pytest.raises(UserError, match=r"of 52 training pairs, 50 have at most 16 tokens .* train.batch_size 51"):
         pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)], batch_size=51)
 
 
-def test_no_pairs_at_all_are_too_few() -> None:
+def test_no_pairs_are_refused() -> None:
     with pytest.raises(UserError, match="of 0 training pairs, 0 have at most 16 tokens"):
         pairs([])
 
 
-def test_the_fingerprint_is_that_of_the_texts_and_the_context() -> None:
+def test_fingerprint_depends_on_texts_and_context_length() -> None:
     changed = [pairs(TRAIN[1:]), pairs(val=VAL[1:]), pairs([Pair("00 ", TRAIN[0].target), *TRAIN[1:]])]
     moved = pairs([TRAIN[0], Pair(TRAIN[1].source + TRAIN[1].target[:1], TRAIN[1].target[1:]), *TRAIN[2:]])
     assert len({data.fingerprint for data in (pairs(), *changed, moved)}) == 5
@@ -176,7 +176,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_pairs_are_found_by_folder_by_name_and_by_file(folder: Path) -> None:
+def test_path_is_a_folder_a_prefix_or_a_file(folder: Path) -> None:
     ways = [
         PairsConfig(str(folder)),
         PairsConfig(str(folder / "s-t")),
@@ -187,13 +187,13 @@ def test_pairs_are_found_by_folder_by_name_and_by_file(folder: Path) -> None:
     assert loaded[0].val == VAL
 
 
-def test_reversed_sources_are_targets(folder: Path) -> None:
+def test_reverse_swaps_sources_and_targets(folder: Path) -> None:
     data = PairsConfig(str(folder), reverse=True).load(MODEL, 4, 0)
     assert data.val == [Pair(target, source) for source, target in VAL]
     assert all(set(pair.source) == {"t"} for pair in read_back(data.batch(0)))
 
 
-def test_one_tokenizer_learns_from_both_sides_of_the_training_part(folder: Path) -> None:
+def test_tokenizer_is_trained_on_both_sides(folder: Path) -> None:
     data = PairsConfig(str(folder)).load(RecurrentConfig(260, LONGEST), 4, 0)
     assert {b"ss", b"tt"} <= set(data.tokenizer.token_bytes)
     given = PairsConfig(str(folder)).load(RecurrentConfig(260, LONGEST), 4, 0, BYTES)
@@ -201,7 +201,7 @@ def test_one_tokenizer_learns_from_both_sides_of_the_training_part(folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("a\tb\nno tab\n", "line 2, has 0 tabs"),
         ("a\tb\tc\n", "line 1, has 2 tabs"),
@@ -210,13 +210,13 @@ def test_one_tokenizer_learns_from_both_sides_of_the_training_part(folder: Path)
         ("\n\n", "holds no pairs"),
     ],
 )
-def test_a_line_that_is_no_pair_is_named(tmp_path: Path, content: str, said: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "x.tsv").write_text(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read_pairs(tmp_path / "x.tsv")
 
 
-def test_lines_end_as_they_do_elsewhere_and_are_utf_8(tmp_path: Path) -> None:
+def test_lines_end_at_newlines_only_and_must_be_utf8(tmp_path: Path) -> None:
     file = tmp_path / "x.tsv"
     file.write_bytes("\ufeffa\tb\r\n\u2028c\td\u00e9\r\n".encode())
     assert read_pairs(file) == [Pair("a", "b"), Pair("\u2028c", "dé")]
@@ -226,22 +226,22 @@ def test_lines_end_as_they_do_elsewhere_and_are_utf_8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [("", "data.path is empty"), ("nowhere", "neither it nor nowhere.train.tsv"), ("train.tsv", "give data.val_path")],
 )
-def test_what_is_not_there_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str) -> None:
+def test_missing_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         PairsConfig(path).load(MODEL, 4, 0)
 
 
-def test_a_folder_without_a_held_out_part_is_named(folder: Path) -> None:
+def test_missing_validation_pairs_are_named(folder: Path) -> None:
     (folder / "val.tsv").unlink()
     with pytest.raises(UserError, match=r"no held-out pairs at .*val\.tsv, which is no file; give data\.val_path"):
         PairsConfig(str(folder)).load(MODEL, 4, 0)
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(257, 16), EncoderConfig(257, 16)], ids=lambda c: type(c).__name__)
-def test_a_model_of_another_kind_is_refused(folder: Path, model: ModelConfig) -> None:
+def test_model_without_source_and_target_is_refused(folder: Path, model: ModelConfig) -> None:
     with pytest.raises(UserError, match=f"pairs of texts, but {type(model).__name__}"):
         PairsConfig(str(folder)).load(model, 4, 0)

@@ -1,4 +1,4 @@
-"""Text of which a beginning is given."""
+"""Text with prefixes."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ MODEL = TokenModelConfig(280, T)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> PrefixTextConfig:
-    place = write_books(tmp_path_factory.mktemp("books"))
-    return PrefixTextConfig(str(place), val_fraction=0.2, shortest_prefix=3, longest_prefix=9)
+    folder_path = write_books(tmp_path_factory.mktemp("books"))
+    return PrefixTextConfig(str(folder_path), val_fraction=0.2, shortest_prefix=3, longest_prefix=9)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,7 @@ def data(config: PrefixTextConfig) -> PrefixTextDataset:
     return config.load(MODEL, B, seed=3)
 
 
-def test_what_is_in_the_prefix_is_not_predicted_and_all_else_is(
-    config: PrefixTextConfig, data: PrefixTextDataset
-) -> None:
+def test_only_tokens_after_the_prefix_are_predicted(config: PrefixTextConfig, data: PrefixTextDataset) -> None:
     plain = TextConfig(config.path, val_fraction=config.val_fraction).load(MODEL, B, seed=3)
     batch = data.batch(7)
     tokens_BT, prefix_B = batch.inputs
@@ -42,7 +40,7 @@ def test_what_is_in_the_prefix_is_not_predicted_and_all_else_is(
     assert batch.weights.sum() == pytest.approx(1, abs=1e-6)
 
 
-def test_every_length_in_the_range_is_drawn_equally_often(data: PrefixTextDataset) -> None:
+def test_prefix_lengths_are_uniform(data: PrefixTextDataset) -> None:
     lengths = np.concatenate([data.batch(step).inputs[1] for step in range(1000)])
     counts = np.bincount(lengths)
     assert len(counts) == 10 and not counts[:3].any()
@@ -56,7 +54,7 @@ def replace_longest(data: PrefixTextDataset, longest: int | None) -> PrefixTextD
     return config.load(MODEL, B, seed=3)
 
 
-def test_a_batch_depends_on_seed_and_step_alone_and_its_rows_are_parts_of_it(
+def test_batch_depends_only_on_seed_and_step_and_rows_are_consistent(
     config: PrefixTextConfig, data: PrefixTextDataset
 ) -> None:
     again = config.load(MODEL, B, seed=3)
@@ -70,8 +68,8 @@ def test_a_batch_depends_on_seed_and_step_alone_and_its_rows_are_parts_of_it(
     assert (data.batch(0).inputs[1] != config.load(MODEL, B, seed=4).batch(0).inputs[1]).any()
 
 
-def test_held_out_prefixes_are_the_same_for_every_seed_and_batch_size(config: PrefixTextConfig) -> None:
-    found = []
+def test_held_out_prefixes_do_not_depend_on_seed_or_batch_size(config: PrefixTextConfig) -> None:
+    actual = []
     for seed, size in ((0, 4), (0, 7), (1, 4)):
         dataset = config.load(MODEL, B, seed)
         batches = list(dataset.held_out(size))
@@ -80,11 +78,11 @@ def test_held_out_prefixes_are_the_same_for_every_seed_and_batch_size(config: Pr
         weights = np.concatenate([batch.weights for batch in batches])
         assert set(np.unique(weights)) == {0, 1} and not weights[n:].any()
         np.testing.assert_array_equal(weights[: n - 1].sum(axis=1), T + 1 - prefix[:-1])
-        found.append(prefix.tolist())
-    assert found[0] == found[1] == found[2]
+        actual.append(prefix.tolist())
+    assert actual[0] == actual[1] == actual[2]
 
 
-def test_lengths_that_cannot_be_are_refused(config: PrefixTextConfig) -> None:
+def test_invalid_prefix_lengths_are_refused(config: PrefixTextConfig) -> None:
     with pytest.raises(UserError, match="shortest_prefix is 0"):
         replace(config, shortest_prefix=0)
     with pytest.raises(UserError, match="longest_prefix is 2; it must be at least 3"):

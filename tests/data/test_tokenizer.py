@@ -19,35 +19,35 @@ def tokenizer():
 
 @settings(max_examples=50, deadline=None)
 @given(text=st.text())
-def test_any_text_comes_back(tokenizer, text):
+def test_encode_decode_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_token_bytes_agree_with_the_librarys_own_decoder(tokenizer):
+def test_token_bytes_agree_with_the_library_decoder(tokenizer):
     tokens = tokenizer.encode(TEXT)
     assert b"".join(tokenizer.token_bytes[t] for t in tokens) == TEXT.encode()
     assert tokenizer._inner.decode(tokens) == TEXT
     assert tokenizer.token_lengths.sum() == sum(len(b) for b in tokenizer.token_bytes)
 
 
-def test_every_byte_is_a_token_and_end_of_text_is_none(tokenizer):
+def test_every_byte_is_a_token(tokenizer):
     assert {b for b in tokenizer.token_bytes if len(b) == 1} == {bytes([i]) for i in range(256)}
     assert tokenizer.token_bytes[tokenizer.end_of_text] == b""
     assert tokenizer.vocab_size == len(tokenizer.token_bytes) == 280
 
 
-def test_end_of_text_typed_by_a_user_is_text(tokenizer):
+def test_end_of_text_in_a_text_is_encoded_as_text(tokenizer):
     tokens = tokenizer.encode(f"a{END_OF_TEXT}b")
     assert tokenizer.end_of_text not in tokens
     assert tokenizer.decode(tokens) == f"a{END_OF_TEXT}b"
 
 
-def test_batches_equal_single_texts(tokenizer):
+def test_encode_batch_equals_encode(tokenizer):
     texts = ["the cat", "", TEXT]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(t) for t in texts]
 
 
-def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+def test_saved_tokenizer_round_trips(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "t.json")
     loaded = Tokenizer.load(tmp_path / "t.json")
     assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
@@ -55,21 +55,21 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}'])
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+def test_invalid_tokenizer_file_is_refused(tmp_path, content):
     (tmp_path / "t.json").write_text(content)
     with pytest.raises(UserError, match=r"t\.json is no tokenizer .*; put the run's tokenizer back, or train anew\.$"):
         Tokenizer.load(tmp_path / "t.json")
 
 
-def test_a_text_with_little_to_merge_gives_a_smaller_vocabulary():
+def test_short_text_gives_a_smaller_vocabulary():
     tokenizer = Tokenizer.train(["abab"], 5000)
     assert tokenizer.vocab_size == 259  # ab, abab
     assert len(tokenizer.encode("abab")) == 1
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_sample_of_large_texts_has_both_languages_in_any_order(monkeypatch, mixed):
-    """Every text is a word of its own, of one language or the other; a fourth of them may be learned from."""
+def test_sample_does_not_depend_on_the_order_of_texts(monkeypatch, mixed):
+    """Check texts of one distinct word each, in two languages; the limit allows a quarter of them."""
     texts = [f"{i}".join(["thethe" if text_model else "日本日本"] * 4) for text_model in (0, 1) for i in range(100)]
     monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", sum(map(len, texts)) // 3)
     tokenizer = Tokenizer.train(texts[::2] + texts[1::2] if mixed else texts, 290)
@@ -79,45 +79,45 @@ def test_a_sample_of_large_texts_has_both_languages_in_any_order(monkeypatch, mi
     assert Tokenizer.train(texts, 290).one_in == 1
 
 
-def test_an_iterator_is_learned_from_as_a_list():
+def test_training_on_an_iterator_equals_a_list():
     assert Tokenizer.train(iter(["abab", "cdcd"]), 300).as_json() == Tokenizer.train(["abab", "cdcd"], 300).as_json()
 
 
-def test_a_single_text_is_learned_from_however_large(monkeypatch):
+def test_training_on_a_single_large_text(monkeypatch):
     monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", 1)
     assert Tokenizer.train(["abab"], 300).vocab_size == 259
 
 
 @pytest.mark.parametrize(("text", "where"), [("\ud800", 0), ("ab\udfff", 2)])
-def test_half_a_character_is_refused(tokenizer, text, where):
-    said = rf"lone surrogate, U\+{ord(text[-1]):04X}, at character {where}"
-    with pytest.raises(UserError, match=said):
+def test_lone_surrogate_is_refused(tokenizer, text, where):
+    message = rf"lone surrogate, U\+{ord(text[-1]):04X}, at character {where}"
+    with pytest.raises(UserError, match=message):
         tokenizer.encode(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         tokenizer.encode_batch(["fine", text])
 
 
-def test_a_vocabulary_without_room_for_bytes_is_refused():
+def test_vocabulary_below_257_is_refused():
     with pytest.raises(UserError, match="at least 257"):
         Tokenizer.train([TEXT], 256)
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "said"),
+    ("vocabulary", "message"),
     [
         ({END_OF_TEXT: 0, "a": 1, "b": 3}, "of 3 tokens, it has no token of id 2"),
         ({END_OF_TEXT: 0, "a": 1, "日": 2}, "of 3 tokens, it has a token with '日'"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_decoded_with_is_refused(tmp_path, vocabulary, said):
+def test_tokenizer_that_is_not_byte_level_is_refused(tmp_path, vocabulary, message):
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     inner.add_special_tokens([END_OF_TEXT])
     inner.save(str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         Tokenizer.load(tmp_path / "t.json")
 
 
-def test_streaming_never_shows_a_broken_character(tokenizer):
+def test_stream_decoder_emits_only_complete_characters(tokenizer):
     shown = [StreamDecoder(tokenizer)]
     pieces = [shown[0].feed([t]) for t in tokenizer.encode(TEXT)]
     assert "".join(pieces) + shown[0].end() == TEXT
@@ -125,7 +125,7 @@ def test_streaming_never_shows_a_broken_character(tokenizer):
     assert "" in pieces  # some tokens end in the middle of a character
 
 
-def test_a_stream_cut_in_a_character_ends_with_a_replacement(tokenizer):
+def test_incomplete_character_becomes_a_replacement(tokenizer):
     byte = next(i for i, b in enumerate(tokenizer.token_bytes) if b == "é".encode()[:1])
     decoder = StreamDecoder(tokenizer)
     assert decoder.feed([byte]) == ""

@@ -1,4 +1,4 @@
-"""Batches of windows."""
+"""Text in windows."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jaxformer.errors import UserError
 TOKENS = np.arange(103, dtype=np.uint16)  # each token is its own place, so windows tell where they start
 
 
-def test_an_epoch_takes_every_window_once_and_the_next_in_another_order():
+def test_epoch_visits_every_window_once_in_a_new_order():
     windows = Windows(TOKENS, 5, 1, 3, seed=0)
     assert windows.n_windows == 99 and windows.steps_per_epoch == 33
     epochs = [np.concatenate([windows[e * 33 + k] for k in range(33)]) for e in range(2)]
@@ -24,14 +24,14 @@ def test_an_epoch_takes_every_window_once_and_the_next_in_another_order():
     assert (epochs[0] != epochs[1]).any()
 
 
-def test_a_stride_keeps_windows_apart_and_the_last_one_whole():
+def test_windows_start_at_multiples_of_the_stride():
     windows = Windows(TOKENS, 7, 6, 2, seed=1)
     starts = {int(s) for k in range(windows.steps_per_epoch) for s in windows[k][:, 0]}
     assert starts <= set(range(0, 97, 6)) and len(starts) == windows.steps_per_epoch * 2
     assert windows.n_windows == 17  # starts 0, 6, …, 96; the last covers tokens 96 to 102
 
 
-def test_a_batch_depends_on_tokens_seed_and_step_alone():
+def test_batch_depends_only_on_tokens_seed_and_step():
     a, b = (Windows(TOKENS, 5, 1, 4, seed=3) for _ in range(2))
     for step in (40, 7, 0):  # in any order
         np.testing.assert_array_equal(a[step], b[step])
@@ -39,7 +39,7 @@ def test_a_batch_depends_on_tokens_seed_and_step_alone():
 
 
 @pytest.mark.parametrize("start", [0, 5, 23])
-def test_the_stream_is_the_batches_in_order_across_epochs(start):
+def test_stream_equals_batches_across_epochs(start):
     split = Split(TOKENS, 1, 103)
     corpus = Corpus(split, split, Tokenizer.train(["a"], 257), "")
     text = TextDataset(TextConfig(stride=2), TokenModelConfig(257, 4), corpus, batch_size=7, seed=0)  # 7 steps an epoch
@@ -49,7 +49,7 @@ def test_the_stream_is_the_batches_in_order_across_epochs(start):
         jax.tree.map(np.testing.assert_array_equal, batch, text.batch(start + i))
 
 
-def test_text_shorter_than_a_window_or_a_batch_is_refused():
+def test_too_short_text_is_refused():
     with pytest.raises(UserError, match="windows of 200 tokens"):
         Windows(TOKENS, 200, 1, 1, 0)
     with pytest.raises(UserError, match="has 10 window"):
@@ -58,7 +58,7 @@ def test_text_shorter_than_a_window_or_a_batch_is_refused():
 
 @pytest.mark.parametrize("n", [2, 5, 6, 7, 11, 12, 103])
 @pytest.mark.parametrize("n_predicted", [5, 1])
-def test_evaluation_predicts_each_token_once(n, n_predicted):
+def test_eval_batches_predict_each_token_once(n, n_predicted):
     predicted = []
     for batch, weights in eval_batches(TOKENS[:n], 6, n_predicted, 4):
         assert batch.shape == (4, 6) and weights.shape == (4, n_predicted)
@@ -69,7 +69,7 @@ def test_evaluation_predicts_each_token_once(n, n_predicted):
 
 @pytest.mark.parametrize("n", [2, 6, 7, 9, 10, 103])
 @pytest.mark.parametrize("stride", [1, 2, 4, 5])
-def test_with_a_stride_each_token_is_predicted_once_and_from_enough_before_it(n, stride):
+def test_eval_stride_predicts_each_token_once_with_enough_context(n, stride):
     predicted = []
     for batch, weights in eval_batches(TOKENS[:n], 6, 5, 3, stride=stride):
         for window, counted in zip(batch, weights > 0, strict=True):
@@ -80,12 +80,12 @@ def test_with_a_stride_each_token_is_predicted_once_and_from_enough_before_it(n,
     assert predicted == list(range(1, n))
 
 
-def test_some_windows_of_an_evaluation_are_spread_over_all_of_the_text():
+def test_subset_of_eval_windows_is_evenly_spaced():
     starts = [b[:, 0][w[:, 0] > 0] for b, w in eval_batches(TOKENS, 6, 5, 2, n_windows=4)]
     assert np.concatenate(starts).tolist() == [0, 30, 65, 100]  # of windows 0, …, 20: numbers 0, 6, 13, 20
 
 
-def test_targets_are_the_tokens_that_follow_or_the_last_of_them():
+def test_targets_are_the_next_tokens():
     windows = np.arange(10).reshape(2, 5)
     whole, last = next_token_batch(windows), next_token_batch(windows, 1)
     np.testing.assert_array_equal(whole.inputs[0], [[0, 1, 2, 3], [5, 6, 7, 8]])
@@ -95,6 +95,6 @@ def test_targets_are_the_tokens_that_follow_or_the_last_of_them():
     assert whole.weights is None
 
 
-def test_a_held_out_text_of_one_token_is_refused():
+def test_held_out_text_of_one_token_is_refused():
     with pytest.raises(UserError, match="the held-out text has 1 tokens, too few to predict one, which takes 1 before"):
         HeldOutText(TOKENS[:1], np.ones(103), 4, 4)
