@@ -1,1 +1,1 @@
-"""The command line: parses arguments, sets up the machine, and wires training, decoding and inspection together."""
+"""The command line, which parses arguments, calls down and prints."""

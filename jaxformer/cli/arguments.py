@@ -1,4 +1,4 @@
-"""Arguments from dataclasses, and errors in one sentence."""
+"""Command-line arguments from dataclasses, and errors in one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from jaxformer.terminal import echo, echo_error, escape_control, escape_line, pr
 
 T = TypeVar("T")
 OPTION = re.compile(r"--[\w.-]*\w")
-KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
+"""Pattern of a flag."""
+VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
+"""Types of values, and their description in an error."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ def _finds_devices() -> bool:
 
 
 class _OneLine(logging.Formatter):
-    """Shows control characters, as of a path; newlines, too, but those of a traceback below."""
+    """A formatter that escapes control characters; newlines, too, but those of a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return escape_line(super().formatMessage(record))
@@ -188,12 +190,12 @@ def _reader(flag: str, hint: Any) -> Callable[[str], Any]:
             near = get_close_matches(word, values, 1)
             remedy = f"; did you mean {near[0]}?" if near else "."
             raise UserError(f"{flag} is {word!r}; it must be one of {', '.join(values)}{remedy}")
-        if hint not in KINDS:
+        if hint not in VALUE_KINDS:
             raise UserError(f"{flag} cannot be given as an option; set it in the config file.")
         try:
             return hint(word)
         except ValueError as error:
-            raise UserError(f"{flag} is {word!r}; it must be {KINDS[hint]}.") from error
+            raise UserError(f"{flag} is {word!r}; it must be {VALUE_KINDS[hint]}.") from error
 
     return read
 
@@ -208,10 +210,10 @@ def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
 
 
 def peek(arguments: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[argparse.Namespace, list[str]]:
-    """Some options, before it is known what the others can be; and all other arguments.
+    """Return some options, before the others are known, and all other arguments.
 
     Args:
-      options: what `argparse` is to know of each, by its flag.
+      options: keyword arguments of `argparse`, by flag.
 
     Raises:
       UserError: a value is missing or of the wrong type.
@@ -223,15 +225,15 @@ def peek(arguments: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def options_given(arguments: Sequence[str]) -> set[str]:
-    """The options among arguments, such as `--batch-size`; `--no-resume` is one with `--resume`.
+    """Return the options among arguments, such as `--batch-size`; `--no-resume` counts as `--resume`.
 
     Raises:
       UserError: one is given twice; only the last would count.
     """
     flags = [re.sub(r"(^--|\.)no-", r"\1", a.partition("=")[0].replace("_", "-")) for a in arguments]
     given = [flag for flag in flags if OPTION.fullmatch(flag)]
-    if twice := [flag for flag in given if given.count(flag) > 1]:
-        raise UserError(f"{twice[0]} is given twice; give it once, where it takes several values with all of them.")
+    if repeated := [flag for flag in given if given.count(flag) > 1]:
+        raise UserError(f"{repeated[0]} is given twice; give it once, where it takes several values with all of them.")
     return set(given)
 
 
@@ -243,8 +245,7 @@ def model_fields(arguments: Sequence[str]) -> set[str]:
 
 
 def with_image_size(model: Any, arguments: Sequence[str]) -> Any:
-    """Return the model's config for the image size among arguments that are yet to be parsed: with patches that divide
-    it, where none are given."""
+    """Return the model's config with the image size of unparsed arguments, and patches that divide it unless given."""
     given = model_fields(arguments)
     for prefix in ("", "vision."):
         if f"{prefix}image_size" in given and f"{prefix}patch_size" not in given:
@@ -273,22 +274,26 @@ def folder_named(flag: str, value: str) -> Path:
 
 
 def load_config(spec: str) -> Config:
-    """The config that `FILE` or `FILE:NAME` names; without a name, the one called like the file."""
-    path, named, name = spec.partition(":")
+    """Return the config of `FILE:NAME`, or of `FILE` the one with the name of the file.
+
+    Raises:
+      UserError: there is no such config, or see `load_module`.
+    """
+    path, colon, name = spec.partition(":")
     configs = {key: value for key, value in vars(load_module(path)).items() if isinstance(value, Config)}
-    wanted = name if named else Path(path).stem
-    if wanted not in configs:
-        near = get_close_matches(wanted, configs, 1)
+    name = name if colon else Path(path).stem
+    if name not in configs:
+        near = get_close_matches(name, configs, 1)
         hint = f"did you mean {path}:{near[0]}?" if near else f"it has {', '.join(configs) or 'none'}."
-        raise UserError(f"{path} has no config {wanted!r}; {hint}")
-    return configs[wanted]
+        raise UserError(f"{path} has no config {name!r}; {hint}")
+    return configs[name]
 
 
 def load_module(path: str) -> ModuleType:
-    """A file of configs: Python that the user wrote, which is run.
+    """Return a file of configs as a module; its code is executed.
 
     Raises:
-      UserError: there is none, or it fails.
+      UserError: there is no such file, or it fails.
     """
     file = Path(path)
     if not file.is_file():
@@ -307,7 +312,7 @@ def load_module(path: str) -> ModuleType:
         raise UserError(f"{path} is not Python that can be read: {error}.") from error
     except UserError:
         raise
-    except Exception as error:  # whatever the user's file does wrong
+    except Exception as error:  # of the user's code
         line = next(
             (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(file)), "?"
         )

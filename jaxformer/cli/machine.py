@@ -1,4 +1,4 @@
-"""Settings of JAX and of the C library that must stand before the first array is made."""
+"""Settings of JAX and of the C library, applied before the first array is created."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from jaxformer.data.token_cache import cache_root, make_private
 from jaxformer.errors import UserError
 from jaxformer.sharding import parse_mesh
 
-MOST_DEVICES = 16
-"""Each virtual device holds a copy of the parameters."""
+MAX_DEFAULT_DEVICES = 16
+"""Maximum number of virtual devices without a mesh; each holds a copy of the parameters."""
 MAX_VIRTUAL_DEVICES = 1024
-"""Virtual devices of a CPU at most: each costs threads and memory before anything is computed."""
+"""Maximum number of virtual devices of a CPU; each costs threads and memory before anything is computed."""
 
 warn = logging.getLogger(__name__).warning
 
 
 def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
-    """Keep compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` says where, and make the most of a CPU;
-    accelerators are left as they are.
+    """Cache compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` is set, and use all cores of a CPU.
 
     Raises:
       UserError: others can write to the cache.
@@ -46,11 +45,13 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Make a folder of the cache if it is missing, and return whether programs in it can be trusted: False where it
-    cannot be made, and, with a warning, where it is another user's (root with somebody's cache, say).
+    """Create a folder of the cache if it is missing, and return whether programs in it can be trusted.
+
+    They cannot where the folder cannot be created or, with a warning, belongs to another user (root with somebody's
+    cache, say).
 
     Raises:
-      UserError: others can write to it: they could put programs there, which would be run.
+      UserError: others can write to it, so that they could put programs there, which would run.
     """
     remedy = "set JAXFORMER_CACHE to a folder of your own"
     try:
@@ -59,7 +60,7 @@ def is_private(folder: Path) -> bool:
         if not folder.exists() and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UserError(f"the cache {folder} would lie in {above}, which others can write to; {remedy}.")
         make_private(folder)
-        link, status = folder.lstat(), folder.stat()  # judged once it is there: it may have come from someone else
+        link, status = folder.lstat(), folder.stat()  # after its creation, which may be another process's
     except OSError:
         return False
     if {link.st_uid, status.st_uid} != {os.geteuid()}:
@@ -72,21 +73,21 @@ def is_private(folder: Path) -> bool:
 
 
 def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1) -> int:
-    """Return how many virtual devices a CPU becomes: as many as the mesh asks of this process. Without a mesh, one per
-    core, as far as the batch splits evenly: XLA uses several devices of one thread better than one device of several
-    threads (0.40 against 0.48 s per step on two cores).
+    """Return the number of virtual devices of a CPU: those of the mesh, divided among the processes.
 
-    A mesh of more than `MAX_VIRTUAL_DEVICES` is not one of a CPU, which is left as it is: `make_mesh` refuses the mesh,
-    unless there are as many accelerators.
+    Without a mesh, it is one per core, as far as the batch splits evenly: XLA uses several devices of one thread better
+    than one device of several threads (0.40 against 0.48 s per step on two cores). It is 1 for a mesh of more than
+    `MAX_VIRTUAL_DEVICES`, which `make_mesh` refuses unless there are as many accelerators.
     """
     if sizes := parse_mesh(mesh):
         n = max(1, prod(sizes.values()) // processes)
         return n if n <= MAX_VIRTUAL_DEVICES else 1
-    return max(n for n in range(1, min(cores(), MOST_DEVICES) + 1) if batch_size % (n * processes) == 0 or n == 1)
+    counts = range(1, min(cores(), MAX_DEFAULT_DEVICES) + 1)
+    return max(n for n in counts if n == 1 or batch_size % (n * processes) == 0)
 
 
 def cores() -> int:
-    """Cores this process may use: by affinity, and by the quota of a container."""
+    """Return the number of cores that affinity and the quota of a container allow."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or no quota ("max")
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -95,10 +96,10 @@ def cores() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed and to serve it again.
+    """Make glibc reuse freed memory instead of returning it to the system.
 
-    A training step frees and asks for hundreds of megabytes of scratch space; handing them back to the system
-    each time means that every page is faulted in and zeroed anew, a fifth of the step's time on a CPU.
+    A training step frees and allocates hundreds of megabytes of scratch memory; returned to the system each time, every
+    page would be faulted in and zeroed anew, a fifth of the step's time on a CPU.
     """
     if not sys.platform.startswith("linux"):
         return

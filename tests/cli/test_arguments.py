@@ -101,15 +101,15 @@ TRAIN = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), TRAIN)
-def test_train_says_what_is_wrong_in_one_sentence(here, capsys, options, said):
+@pytest.mark.parametrize(("options", "message"), TRAIN)
+def test_wrong_training_options_are_one_sentence(here, capsys, options, message):
     given = options.split()
     base = [] if "--config" in given else tiny(here / "books", 20, "--train.batch-size", "8")
     before = sorted(p.name for p in here.iterdir())
     assert train.main(changed(base, *given)) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err
-    assert said in err
+    assert message in err
     assert sorted(p.name for p in here.iterdir()) == before
 
 
@@ -154,34 +154,34 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), SAMPLE)
-def test_sample_says_what_is_wrong_in_one_sentence(here, capsys, options, said):
+@pytest.mark.parametrize(("options", "message"), SAMPLE)
+def test_wrong_sampling_options_are_one_sentence(here, capsys, options, message):
     assert sample.main(options.split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
-@pytest.mark.parametrize(("stop", "said"), [("", "a stop string is empty"), ("a\udcff", "can never occur")])
-def test_a_stop_string_that_can_never_occur_is_refused(here, capsys, stop, said):
+@pytest.mark.parametrize(("stop", "message"), [("", "a stop string is empty"), ("a\udcff", "can never occur")])
+def test_an_impossible_stop_string_is_refused(here, capsys, stop, message):
     assert sample.main(["--stop", "x", stop]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("prompt", "said"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])
-def test_a_prompt_that_is_no_text_is_refused(here, capsys, prompt, said):
+@pytest.mark.parametrize(("prompt", "message"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])
+def test_an_empty_or_undecodable_prompt_is_refused(here, capsys, prompt, message):
     assert sample.main(["--prompt", prompt]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("again", ["--steps=4", "--no-resume --resume", "--train.batch_size 2 --train.batch-size 2"])
-def test_an_option_that_is_given_twice_is_refused(capsys, again):
+def test_a_repeated_option_is_refused(capsys, again):
     assert train.main(["--steps", "3", *again.split()]) == 2
     err = capsys.readouterr().err
     assert "is given twice; give it once" in err and err.count("\n") == 1
 
 
-def test_a_run_that_is_being_trained_is_refused_before_its_data_is_read(here, capsys):
+def test_a_locked_run_is_refused_before_its_data_is_read(here, capsys):
     config = Config("x", DecoderConfig(), TextConfig(path="nowhere"), steps=1)
     run = create_run(here / "run", config, Tokenizer.train([], 257), allow_suffix=False)
     with (run / LOCK).open("w") as lock:
@@ -192,13 +192,13 @@ def test_a_run_that_is_being_trained_is_refused_before_its_data_is_read(here, ca
     assert capsys.readouterr().err.startswith("error: process 7 is training in run; wait for it or stop it, or choose")
 
 
-def test_a_path_with_a_line_break_is_shown_in_one_line(here, capsys):
+def test_control_characters_of_a_path_are_escaped(here, capsys):
     assert sample.main(["--run", "no\nrun\x1b[2J"]) == 2
     assert capsys.readouterr().err.startswith("error: no␤run␛[2J does not exist")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-def test_a_platform_that_jax_does_not_find_is_named(capsys, monkeypatch, error):
+def test_a_missing_platform_is_named(capsys, monkeypatch, error):
     def no_devices():
         raise error
 
@@ -213,7 +213,7 @@ def test_a_platform_that_jax_does_not_find_is_named(capsys, monkeypatch, error):
         run_command(lambda _: no_devices(), [])
 
 
-def test_debug_lets_the_traceback_through(here):
+def test_debug_raises_the_error(here):
     with pytest.raises(UserError):
         train.main(["--debug", "--steps", "0"])
 
@@ -233,7 +233,7 @@ def test_help_lists_the_fields_of_the_model(capsys, monkeypatch):
     "command",
     [[], *([name, "--help"] for name in COMMANDS), ["train", "-h", "--config", f"{ROOT}/configs/clip.py"]],
 )
-def test_help_breaks_no_line_twice_and_no_name_of_an_option(capsys, monkeypatch, command, columns):
+def test_help_wraps_lines_once_and_breaks_no_flag(capsys, monkeypatch, command, columns):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", str(columns))
     with contextlib.suppress(SystemExit):
@@ -246,7 +246,7 @@ def test_help_breaks_no_line_twice_and_no_name_of_an_option(capsys, monkeypatch,
             assert len(line) + 1 + len(following.split()[0]) > columns, line
 
 
-def test_help_says_of_an_option_its_type_its_text_and_its_default():
+def test_help_shows_type_text_and_default_of_an_option():
     shown = help_text(sample.Arguments(), "sample.py", "Continue texts.")
     assert shown.startswith("usage: sample.py [OPTIONS]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
     assert "  --cache-dtype {float32,bfloat16,int8}\n" in shown and "  --explain, --no-explain\n" in shown
@@ -255,7 +255,7 @@ def test_help_says_of_an_option_its_type_its_text_and_its_default():
     assert shown.count("--logit-bias") == 1  # what `Sampling` calls so is given as text
 
 
-def test_each_rung_is_the_one_before_with_the_named_fields_changed():
+def test_each_rung_changes_only_the_named_fields_of_the_one_before():
     from jaxformer.fields import differences
 
     names = ["attention_unscaled", "attention_scaled", "residual", "multihead_full", "multihead", "two_blocks",
@@ -284,7 +284,7 @@ def test_each_rung_is_the_one_before_with_the_named_fields_changed():
         ("--steps 3", (28, 28), (7, 7)),
     ],
 )
-def test_a_given_image_size_brings_patches_that_divide_it(options, size, patch):
+def test_patches_divide_a_given_image_size(options, size, patch):
     vit = ViTConfig(image_size=(28,), patch_size=(7,))
     fitted = with_image_size(vit, options.split())
     assert fitted == replace(vit, image_size=size, patch_size=patch)
@@ -293,7 +293,7 @@ def test_a_given_image_size_brings_patches_that_divide_it(options, size, patch):
     assert fitted == replace(clip, vision=replace(clip.vision, image_size=size, patch_size=patch))
 
 
-def test_a_warning_is_one_line_and_its_traceback_below_it():
+def test_a_warning_is_one_line_above_its_traceback():
     record = logging.makeLogRecord({"msg": "tokens in %s; again", "args": ("a\nb\x1b",), "levelname": "WARNING"})
     formatter = _OneLine("%(levelname)s: %(message)s")
     assert formatter.format(record) == "WARNING: tokens in a␤b␛; again"

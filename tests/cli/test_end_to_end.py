@@ -82,7 +82,7 @@ def assert_same_run(a, b):
     assert (a / "samples.txt").read_text() == (b / "samples.txt").read_text()
 
 
-def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
+def test_training_prints_and_writes_what_the_docs_describe(here, finished):
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
     assert lines[0] == "run runs/quick"
@@ -116,14 +116,14 @@ def test_training_tells_and_leaves_what_the_readme_promises(here, finished):
     assert not finished.stderr
 
 
-def test_a_run_works_after_it_was_moved(here, finished, tmp_path):
+def test_a_moved_run_can_be_sampled_from(here, finished, tmp_path):
     shutil.copytree(here / "runs/quick", tmp_path / "elsewhere")
     result = run("sample.py", "--run", "elsewhere", "--prompt", "The cat", "--max-new-tokens", "40", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("The cat") and len(result.stdout) > len("The cat\n")
 
 
-def test_samples_do_not_depend_on_what_else_is_in_the_batch(here, finished, monkeypatch, capsys):
+def test_samples_are_independent_of_the_batch(here, finished, monkeypatch, capsys):
     monkeypatch.chdir(here)
 
     def lines(*options: str) -> str:
@@ -145,7 +145,7 @@ def test_a_prompt_longer_than_the_context_is_one_sentence(here, finished, monkey
     assert not said.out and "at most the context's 16" in said.err and said.err.count("\n") == 1
 
 
-def test_kill_9_at_random_moments_changes_nothing(here, finished):
+def test_resuming_after_sigkill_is_bit_identical(here, finished):
     options = [*tiny(here / "books"), "--run", "killed"]
     draw = random.Random(7)
     process = start("train.py", *options, cwd=here)
@@ -170,7 +170,7 @@ def copy_corrupt(here, name: str, harm):
     harm(max((copy / "checkpoints/20/params").rglob("d/*"), key=lambda file: file.stat().st_size))
 
 
-def test_sampling_passes_over_a_corrupt_last_checkpoint(here, finished):
+def test_sampling_skips_a_corrupt_last_checkpoint(here, finished):
     copy_corrupt(here, "half", flip_a_bit)
     said, speed = run("sample.py", "--run", "half", "--max-new-tokens", "5", cwd=here).stderr.splitlines()
     assert said.startswith("WARNING: checkpoint 20 of half is corrupt: params/")
@@ -187,7 +187,7 @@ def test_sampling_passes_over_a_corrupt_last_checkpoint(here, finished):
         exhaustive("missing", lambda file: file.unlink()),
     ],
 )
-def test_a_corrupt_last_checkpoint_is_passed_over_and_changes_nothing(here, finished, name, harm):
+def test_resuming_from_before_a_corrupt_checkpoint_is_bit_identical(here, finished, name, harm):
     copy_corrupt(here, name, harm)
     result = run("train.py", "--resume", "--run", name, cwd=here)
     assert result.returncode == 0, result.stderr
@@ -198,7 +198,7 @@ def test_a_corrupt_last_checkpoint_is_passed_over_and_changes_nothing(here, fini
 
 
 @pytest.mark.exhaustive
-def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(here, finished, tmp_path):
+def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, finished, tmp_path):
     with mounted(tmp_path, "8m") as disk:
         shutil.copytree(here / "runs/quick", disk / "run")
         shutil.rmtree(disk / "run/checkpoints/20")
@@ -215,7 +215,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(her
         assert_same_run(disk / "run", here / "runs/quick")
 
 
-def test_a_folder_that_vanishes_is_one_sentence(here):
+def test_a_removed_run_folder_is_one_sentence(here):
     process = start("train.py", *tiny(here / "books", steps=5000), "--run", "gone", cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "gone") > 3)
     (here / "gone").rename(here / "moved")
@@ -227,7 +227,7 @@ def test_a_folder_that_vanishes_is_one_sentence(here):
     )
 
 
-def test_only_one_process_trains_in_a_folder_and_a_second_interruption_stops_at_once(here):
+def test_a_run_is_locked_and_a_second_interruption_stops_at_once(here):
     process = start("train.py", *tiny(here / "books", steps=5000), "--run", "busy", cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "busy") > 3)
     second = run("train.py", "--resume", "--run", "busy", cwd=here)
@@ -245,7 +245,7 @@ def test_only_one_process_trains_in_a_folder_and_a_second_interruption_stops_at_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
-def test_an_interruption_saves_first_and_resuming_changes_nothing(here, finished, number):
+def test_an_interruption_saves_and_resuming_is_bit_identical(here, finished, number):
     name = f"stopped{number.value}"
     process = start("train.py", *tiny(here / "books"), "--run", name, cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / name) > 1)
@@ -262,7 +262,7 @@ def test_an_interruption_saves_first_and_resuming_changes_nothing(here, finished
 
 
 @pytest.mark.exhaustive
-def test_a_closed_terminal_saves_first_a_closed_pipe_ends_nothing_and_neither_changes_anything(here, finished):
+def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here, finished):
     process, terminal = start_in_terminal("train.py", *tiny(here / "books"), "--run", "hung-up", cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "hung-up") > 1)
     os.close(terminal)
@@ -276,7 +276,7 @@ def test_a_closed_terminal_saves_first_a_closed_pipe_ends_nothing_and_neither_ch
     assert_same_run(here / "hung-up", here / "runs/quick")
 
 
-def test_resuming_with_another_config_or_other_text_is_refused_and_changes_nothing(here, finished):
+def test_resuming_with_another_config_or_data_is_refused(here, finished):
     def content() -> dict:
         return {p: p.read_bytes() for p in (here / "runs/quick").rglob("*") if p.is_file()}
 
@@ -294,7 +294,7 @@ def test_resuming_with_another_config_or_other_text_is_refused_and_changes_nothi
 
 
 @pytest.mark.exhaustive
-def test_changed_text_can_be_allowed_and_is_read_with_the_runs_own_tokenizer(here, finished):
+def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, finished):
     shutil.copytree(here / "runs/quick", here / "allowed")
     write_books(here / "other", words=700)
     (here / "other/0.txt").write_text("Zebras zigzag. " * 100)  # a tokenizer trained on this would differ
@@ -311,7 +311,7 @@ def test_changed_text_can_be_allowed_and_is_read_with_the_runs_own_tokenizer(her
     assert (here / "allowed/tokenizer.json").read_bytes() == tokenizer
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_the_rest(here):
+def test_a_non_finite_loss_stops_and_names_step_and_module(here):
     result = run(
         "train.py", *tiny(here / "books", 20, "--run", "broken", "--optimizer.learning-rate", "1e18"), cwd=here
     )
@@ -340,7 +340,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_module_and_keeps_
 
 
 @pytest.mark.exhaustive
-def test_a_divergence_stops_and_the_command_that_it_names_trains(here):
+def test_a_divergence_stops_and_its_rollback_command_trains(here):
     options = tiny(here / "books", steps=40)
     options[options.index("--optimizer.learning-rate") + 1] = "100"
     result = run("train.py", *options, "--optimizer.name", "adamw", "--run", "lost", cwd=here)
@@ -371,14 +371,14 @@ def test_rungs_of_the_ladder_train(here, name):
 
 
 @pytest.mark.exhaustive
-def test_two_runs_started_together_get_a_folder_each(here, tmp_path):
+def test_two_runs_started_together_have_separate_folders(here, tmp_path):
     processes = [start("train.py", *tiny(here / "books", steps=2), cwd=tmp_path) for _ in range(2)]
     first_lines = {process.communicate(timeout=300)[0].splitlines()[0] for process in processes}
     assert first_lines == {"run runs/quick", "run runs/quick-2"}
 
 
 @pytest.mark.exhaustive
-def test_four_blocks_without_a_norm_blow_up_and_say_where(tmp_path, monkeypatch):
+def test_four_blocks_without_a_norm_diverge_and_name_the_module(tmp_path, monkeypatch):
     """The sources' own sizes and settings, with fewer windows a batch."""
     monkeypatch.delenv("XLA_FLAGS")  # at these sizes, computing takes longer than compiling
     write_books(tmp_path / "books", words=20_000)

@@ -13,12 +13,12 @@ from jaxformer.errors import UserError
 @pytest.mark.parametrize(
     ("cores", "batch_size", "devices"), [(2, 16, 2), (2, 15, 1), (8, 12, 6), (64, 4096, 16), (1, 7, 1)]
 )
-def test_devices_are_as_many_as_cores_as_far_as_the_batch_splits(monkeypatch, cores, batch_size, devices):
+def test_devices_are_cores_that_divide_the_batch(monkeypatch, cores, batch_size, devices):
     monkeypatch.setattr(machine, "cores", lambda: cores)
     assert machine.cpu_devices(batch_size) == devices
 
 
-def test_a_mesh_says_how_many_devices_all_processes_have(monkeypatch):
+def test_devices_of_a_mesh_are_divided_among_processes(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 2)
     assert machine.cpu_devices(16, "fsdp=4,tensor=2") == 8
     assert machine.cpu_devices(16, "fsdp=4", processes=2) == 2
@@ -27,7 +27,7 @@ def test_a_mesh_says_how_many_devices_all_processes_have(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path, mode):
+def test_a_cache_writable_by_others_is_refused(tmp_path, mode):
     folder = tmp_path / "cache"
     assert machine.is_private(folder) and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(mode)
@@ -38,14 +38,14 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path, mode):
 
 
 @pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o1777, False), (0o755, False)])
-def test_a_cache_is_made_where_nobody_can_exchange_it(tmp_path, mode, refused):
+def test_a_cache_is_created_only_below_a_folder_that_others_cannot_change(tmp_path, mode, refused):
     tmp_path.chmod(mode)
     with pytest.raises(UserError, match="which others can write to") if refused else contextlib.nullcontext():
         machine.is_private(tmp_path / "a/cache")
     assert (tmp_path / "a/cache").exists() != refused
 
 
-def test_a_cache_that_the_library_made_is_private_whatever_the_umask(tmp_path):
+def test_a_created_cache_is_private_for_any_umask(tmp_path):
     before = os.umask(0o002)
     try:
         make_private(tmp_path / "cache/tokens")
@@ -54,13 +54,13 @@ def test_a_cache_that_the_library_made_is_private_whatever_the_umask(tmp_path):
         os.umask(before)
 
 
-def test_a_cache_that_someone_else_makes_meanwhile_is_not_trusted(tmp_path, monkeypatch):
+def test_a_cache_created_by_another_user_meanwhile_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "make_private", lambda folder: (folder.mkdir(), folder.chmod(0o777)))
     with pytest.raises(UserError, match="others can write to the cache"):
         machine.is_private(tmp_path / "cache")
 
 
-def test_a_cache_that_cannot_be_made_or_is_another_users_is_done_without(tmp_path, monkeypatch, caplog):
+def test_without_a_cache_of_its_own_a_user_has_none(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     assert not machine.is_private(tmp_path / "file/cache") and not caplog.messages
     monkeypatch.setattr(machine.os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
@@ -69,7 +69,7 @@ def test_a_cache_that_cannot_be_made_or_is_another_users_is_done_without(tmp_pat
     assert message.startswith(f"compiled programs are not kept: the cache {tmp_path} belongs to another user; set JAXF")
 
 
-def test_a_cache_is_not_looked_at_where_jax_has_another(tmp_path, monkeypatch):
+def test_a_cache_dir_of_jax_takes_precedence(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine.jax.config, "update", lambda name, value: None)
@@ -80,7 +80,7 @@ def test_a_cache_is_not_looked_at_where_jax_has_another(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("quota", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 4), ("900000 100000", 4)]
 )
-def test_a_container_has_the_cores_of_its_quota(monkeypatch, tmp_path, quota, cores):
+def test_cores_respect_the_quota_of_a_container(monkeypatch, tmp_path, quota, cores):
     file = tmp_path / "cpu.max"
     file.write_text(f"{quota}\n")
     monkeypatch.setattr(machine, "Path", lambda path: {"/sys/fs/cgroup/cpu.max": file}[path])
