@@ -36,15 +36,13 @@ VIDEOS = ViViTConfig(
 
 def make(folder: Path, name: str, model: ModelConfig, data, tokenizer=None, classes=()) -> str:
     """A run with random parameters."""
-    place = create_run(
-        folder / name, Config(name, model, data, steps=1), tokenizer, allow_suffix=False, classes=classes
-    )
+    path = create_run(folder / name, Config(name, model, data, steps=1), tokenizer, allow_suffix=False, classes=classes)
     shapes = jax.eval_shape(model.build().init, jax.random.key(0), *model.example())["params"]
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), shapes)
-    with CheckpointManager(place) as checkpoints:
+    with CheckpointManager(path) as checkpoints:
         checkpoints.save(1, params, {"none": jnp.zeros(1)}, {"step": 1}, None)
-    return str(place)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +164,7 @@ def test_an_invalid_file_of_class_names_is_refused(copied: Path, text: str) -> N
 
 
 def replace_classes(run: Path, text: str) -> None:
-    """As if the run had been made with these."""
+    """Replace the names of the classes and their checksum."""
     (run / "classes.json").write_text(text)
     (run / "sha256.json").write_text(json.dumps({"classes.json": hashlib.sha256(text.encode()).hexdigest()}))
 

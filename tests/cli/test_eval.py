@@ -44,7 +44,7 @@ def here(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(here, monkeypatch, capsys):
-    """What eval says, as numbers by name."""
+    """Return the metrics that eval prints, by name."""
     monkeypatch.chdir(here)
 
     def call(*options: str) -> dict[str, float]:
@@ -98,7 +98,7 @@ def test_a_model_with_one_prediction_per_window_has_a_stride_of_one(here, monkey
 @pytest.mark.slow
 def test_bits_per_byte_of_int8_weights_are_within_one_percent(evaluate, capsys):
     exact = evaluate("--data.path", "books")["bpb"]
-    assert exact < 2  # far from the 8 of a model that knows nothing
+    assert exact < 2  # far from the 8 of an untrained model
     rounded = evaluate("--data.path", "books", "--weights", "int8", "--mesh", "data=4,tensor=2")["bpb"]
     assert 0 < abs(rounded - exact) < 0.01 * exact
     assert command.main(["--data.path", "books", "--weights", "bfloat16"]) == 0

@@ -23,15 +23,15 @@ BYTES = Tokenizer.train(["a b"], 257)
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """With parameters that know one thing: a gap is ' ', or else 'e', whatever stands around it."""
     folder: Path = tmp_path_factory.mktemp("runs") / "mlm"
-    place = create_run(folder, Config("mlm", MODEL, MaskedTextConfig(), steps=1), BYTES, allow_suffix=False)
+    path = create_run(folder, Config("mlm", MODEL, MaskedTextConfig(), steps=1), BYTES, allow_suffix=False)
     params = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape), jax.eval_shape(MODEL.build().init, jax.random.key(0), *MODEL.example())
     )["params"]
     space, e = (BYTES.encode(text)[0] for text in (" ", "e"))
     params["b_out"] = params["b_out"].at[jnp.array([space, e])].set(jnp.array([9.0, 8.0]))
-    with CheckpointManager(place) as checkpoints:
+    with CheckpointManager(path) as checkpoints:
         checkpoints.save(1, params, {"none": jnp.zeros(1)}, {"step": 1}, None)
-    return str(place)
+    return str(path)
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])

@@ -63,9 +63,9 @@ def logprobs(here):
     run = load_run(here / "runs/quick")
     forward = jax.jit(lambda tokens_T: jax.nn.log_softmax(run.model.apply({"params": run.params}, tokens_T)))
 
-    def call(prompt: str, made: list[int]) -> np.ndarray:
+    def call(prompt: str, completion: list[int]) -> np.ndarray:
         before = run.tokenizer.encode(prompt)
-        tokens = before + made
+        tokens = before + completion
         padding = [0] * (run.config.model.context_length - len(tokens))  # no token sees what comes after it
         return np.asarray(forward(jnp.array(tokens + padding)))[len(before) - 1 : len(tokens) - 1]
 
@@ -100,8 +100,8 @@ def test_prompts_of_a_file_are_completed_and_invalid_lines_named(here, rows, cap
         {"prompt": "The king"},
     ]
     (here / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    made = rows("--prompts-file", "p.jsonl", "--batch-size", "3", "--seed", "9", status=2)
-    results = sorted(made, key=lambda row: row["line"])
+    completion = rows("--prompts-file", "p.jsonl", "--batch-size", "3", "--seed", "9", status=2)
+    results = sorted(completion, key=lambda row: row["line"])
     assert [row["line"] for row in results] == [1, 2, 4, 6]
     assert [row["id"] for row in results] == [1, {"x": 2}, "3", None]
     assert [row["seed"] for row in results] == [4, 9, 9, 9]
@@ -152,22 +152,22 @@ def test_completions_before_a_failure_are_printed(here, monkeypatch, capsys, jso
 
 @pytest.mark.slow
 def test_a_completion_ends_at_a_stop_string_and_has_the_logprobs_of_a_full_pass(rows, logprobs):
-    (whole,) = rows("--prompt", "The", *GREEDY)
-    expected_TV = logprobs("The", whole["tokens"])
-    chosen = expected_TV[np.arange(12), whole["tokens"]]
-    np.testing.assert_allclose(whole["logprobs"], chosen, atol=1e-4)
-    for likeliest, e in zip(whole["top_logprobs"], expected_TV, strict=True):
+    (full,) = rows("--prompt", "The", *GREEDY)
+    expected_TV = logprobs("The", full["tokens"])
+    chosen = expected_TV[np.arange(12), full["tokens"]]
+    np.testing.assert_allclose(full["logprobs"], chosen, atol=1e-4)
+    for likeliest, e in zip(full["top_logprobs"], expected_TV, strict=True):
         assert [t for t, _ in likeliest] == np.argsort(-e)[:3].tolist()
         np.testing.assert_allclose([x for _, x in likeliest], np.sort(e)[::-1][:3], atol=1e-4)
     tokenizer = load_run("runs/quick").tokenizer
-    assert whole["ended"] == "length" and tokenizer.decode(whole["tokens"]) == whole["text"]
-    assert 0 < whole["first_token_s"] <= whole["seconds"]
+    assert full["ended"] == "length" and tokenizer.decode(full["tokens"]) == full["text"]
+    assert 0 < full["first_token_s"] <= full["seconds"]
 
-    first = tokenizer.decode(whole["tokens"][:1])
-    spanning = whole["text"][len(first) - 1 : len(first) + 1]  # the last character of one token, then the next
+    first = tokenizer.decode(full["tokens"][:1])
+    spanning = full["text"][len(first) - 1 : len(first) + 1]  # the last character of one token, then the next
     (stopped,) = rows("--prompt", "The", *GREEDY, "--stop", "never said", spanning)
-    assert stopped["ended"] == "stop string" and stopped["text"] == whole["text"].partition(spanning)[0]
-    assert whole["tokens"][: len(stopped["tokens"])] == stopped["tokens"]
+    assert stopped["ended"] == "stop string" and stopped["text"] == full["text"].partition(spanning)[0]
+    assert full["tokens"][: len(stopped["tokens"])] == stopped["tokens"]
 
 
 @pytest.mark.slow
@@ -341,29 +341,29 @@ def test_an_interactive_session_in_a_terminal(here, request):
             return ""
 
     def until(pattern: str) -> str:
-        seen, limit = "", time.monotonic() + 120
-        while not re.search(pattern, seen):
-            assert time.monotonic() < limit and process.poll() is None, seen
-            seen += read()
-        return seen
+        output, limit = "", time.monotonic() + 120
+        while not re.search(pattern, output):
+            assert time.monotonic() < limit and process.poll() is None, output
+            output += read()
+        return output
 
     def type_in(text: str) -> None:
         os.write(terminal, text.encode())
 
     def interrupt_the_prompt(done: Callable[[str], bool]) -> None:
         """Python's readline does not notice a Ctrl-C of the very moment in which it begins to wait for a key."""
-        seen, limit = "", time.monotonic() + 120
-        while not done(seen):
-            assert time.monotonic() < limit, seen
+        output, limit = "", time.monotonic() + 120
+        while not done(output):
+            assert time.monotonic() < limit, output
             type_in("\x03")
             again = time.monotonic() + 5
-            while not done(seen) and time.monotonic() < again:
-                seen += read()
+            while not done(output) and time.monotonic() < again:
+                output += read()
 
     until("> ")
     type_in("not this")
     until("not this")
-    interrupt_the_prompt(lambda seen: "\n> " in seen)
+    interrupt_the_prompt(lambda output: "\n> " in output)
     type_in("The cat\n")
     until(r"\nThe cat[\s\S]{200}")  # it goes on and on
     type_in("\x03")

@@ -30,16 +30,16 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("translating")
     model = RecurrentConfig(257, 40, d_embedding=6, d_model=8)
     config = Config("pairs", model, DatesConfig(n_pairs=40, n_held_out=6, locales=("sv", "de")), steps=1)
-    place = create_run(folder / "runs/pairs", config, Tokenizer.train([], 257), allow_suffix=False)
+    path = create_run(folder / "runs/pairs", config, Tokenizer.train([], 257), allow_suffix=False)
     built = model.build()
     params = jax.jit(built.init)(jax.random.key(1), *map(jnp.asarray, model.example()))["params"]
-    with CheckpointManager(place) as checkpoints:
+    with CheckpointManager(path) as checkpoints:
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
     return folder
 
 
 @pytest.fixture
-def made(here: Path) -> Callable:
+def translate_texts(here: Path) -> Callable:
     """What the run makes of texts."""
     run = load_run(here / "runs/pairs")
 
@@ -55,21 +55,21 @@ def _there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_each_prompt_is_translated(made: Callable, capsys: pytest.CaptureFixture) -> None:
+def test_each_prompt_is_translated(translate_texts: Callable, capsys: pytest.CaptureFixture) -> None:
     assert sample.main(["--prompt", *SOURCES]) == 0
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in made(SOURCES))
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in translate_texts(SOURCES))
     options = ["--num-beams", "3", "--length-penalty", "0.6", "--max-new-tokens", "9"]
     assert sample.main(["--run", "runs/pairs", "--jsonl", *options, "--prompt", *SOURCES]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["text"] for row in rows] == made(SOURCES, n_beams=3, length_penalty=0.6, max_new_tokens=9)
+    assert [row["text"] for row in rows] == translate_texts(SOURCES, n_beams=3, length_penalty=0.6, max_new_tokens=9)
     assert [(row["line"], row["prompt"]) for row in rows] == [(1, SOURCES[0]), (2, SOURCES[1])]
 
 
 def test_translations_before_an_out_of_memory_error_are_printed(
-    made: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    translate_texts: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text at a time, the second of which does not fit."""
-    expected, n_calls = made(SOURCES[:1]), 0
+    expected, n_calls = translate_texts(SOURCES[:1]), 0
 
     def ends(*given: object, **options: object) -> list[list[int]]:
         nonlocal n_calls
@@ -85,14 +85,14 @@ def test_translations_before_an_out_of_memory_error_are_printed(
 
 
 def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
-    here: Path, made: Callable, capsys: pytest.CaptureFixture
+    here: Path, translate_texts: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     (here / "texts.txt").write_text(f"{SOURCES[0]}\n{'x' * 41}\n{SOURCES[1]}\n")
     assert sample.main(["--prompts-file", "texts.txt", "--jsonl"]) == 2
     output = capsys.readouterr()
     assert "line 2, has 41 tokens; it may have at most the context's 40" in output.err
     rows = [json.loads(line) for line in output.out.splitlines()]
-    assert [(row["line"], row["text"]) for row in rows] == list(zip((1, 3), made(SOURCES), strict=True))
+    assert [(row["line"], row["text"]) for row in rows] == list(zip((1, 3), translate_texts(SOURCES), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,15 @@ def test_options_of_other_tasks_are_refused(
 
 
 @pytest.mark.slow
-def test_eval_scores_the_translations_of_the_held_out_sources(made: Callable, capsys: pytest.CaptureFixture) -> None:
+def test_eval_scores_the_translations_of_the_held_out_sources(
+    translate_texts: Callable, capsys: pytest.CaptureFixture
+) -> None:
     assert evaluation.main(["--batch-size", "8"]) == 0
     about, loss, quality = capsys.readouterr().out.splitlines()
     assert "dates in 2 locales" in about and "targets=66" in loss  # of six dates, ten characters and an end
     run = load_run("runs/pairs")
     val = run.config.data.load(run.config.model, 8, 0, run.tokenizer).val
-    texts = made([pair.source for pair in val])
+    texts = translate_texts([pair.source for pair in val])
     results = scores(texts, [pair.target for pair in val]) | {
         "exact": exact_match(texts, [pair.target for pair in val])
     }

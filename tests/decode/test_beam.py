@@ -1,6 +1,6 @@
 """Beam search against Hugging Face's, and against what scores and beams mean.
 
-Hugging Face's side is stored; `tests/fixtures/make_beams_hf.py` made it.
+The values of Hugging Face are stored by `tests/fixtures/make_beams_hf.py`.
 """
 
 from functools import partial

@@ -30,7 +30,7 @@ from tests.helpers import exhaustive
 V, CONTEXT = 23, 11
 GREEDY, RANDOM = Sampling(0), Sampling(1.5)
 ALL = Sampling(1.0, top_logprobs=V)
-"""Reports the log-probability of every token."""
+"""Sampling that returns the log-probability of every token."""
 ROPE = DecoderConfig(
     V, CONTEXT, d_model=12, n_blocks=1, n_heads=3, n_kv_heads=1, output_projection=True, d_ff=(17,), norm="rmsnorm",
     positions="rope", window=7,
@@ -51,7 +51,7 @@ CONFIGS = {
 MLP = MLPConfig(V, CONTEXT, d_model=5, d_ff=(13,), concatenate=True)
 PROMPTS = [[3], [5, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7]]
 BEYOND = 23
-"""New tokens that take every row past the context more than once."""
+"""Number of new tokens that exceeds the context more than once."""
 
 Model = tuple[nn.Module, Params]
 
@@ -64,23 +64,23 @@ def decoder() -> Model:
 def begin(
     model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling = GREEDY, **kwargs: Any
 ) -> Generation:
-    """`generate` with seeds 0, 1, …, and no more slots than a prompt takes."""
+    """Call `generate` with seeds 0, 1, …, and no more slots than the prompt needs."""
     seeds = range(len(prompts) * kwargs.get("n_samples", 1))
     given = {"seeds": seeds, "max_new_tokens": n, "context_length": CONTEXT, "prefill_chunk": 16} | kwargs
     return generate(*model, prompts, sampling, **given)
 
 
-def whole(pieces: Sequence[Piece]) -> Piece:
+def concatenate(pieces: Sequence[Piece]) -> Piece:
     return Piece(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
 
 
 def run(model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling = GREEDY, **kwargs: Any) -> list:
-    """All new tokens, a list a row."""
-    return whole(list(begin(model, prompts, n, sampling, **kwargs))).tokens_BN.tolist()
+    """Return all new tokens, a list per row."""
+    return concatenate(list(begin(model, prompts, n, sampling, **kwargs))).tokens_BN.tolist()
 
 
 def distributions(piece: Piece) -> np.ndarray:
-    """Log-probabilities `(B, N, V)` of a sampling that reports all."""
+    """Return the log-probabilities `(B, N, V)` of a sampling that reports all."""
     results = np.full(piece.top_logprobs_BNn.shape, np.nan)
     np.put_along_axis(results, piece.top_tokens_BNn, piece.top_logprobs_BNn, axis=-1)
     return results
@@ -89,8 +89,8 @@ def distributions(piece: Piece) -> np.ndarray:
 def assert_equals_full_passes(
     model: Model, prompts: Sequence[Sequence[int]], n: int, padded: int = 0, **kwargs: Any
 ) -> None:
-    """What was drawn from is, at each token, what the model gives for the whole text up to there."""
-    piece = whole(list(begin(model, prompts, n, ALL, **kwargs)))
+    """Check the distribution of each token against a full pass over the text before it."""
+    piece = concatenate(list(begin(model, prompts, n, ALL, **kwargs)))
     texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, piece.tokens_BN.tolist(), strict=True)]
     longest = max(padded, *map(len, texts))
     tokens_BT = jnp.array([text + [0] * (longest - len(text)) for text in texts])
@@ -120,7 +120,7 @@ def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> No
 
 @pytest.mark.slow
 def test_a_chunked_prefill_equals_full_passes() -> None:
-    """Chunks of 4: every length from 1 to the context ends a chunk at another place."""
+    """Chunks of 4: every length from 1 to the context ends a chunk at another index."""
     model = build(replace(ROPE, window=None))
     for length in range(1, CONTEXT + 1):
         prompt = random_tokens(V, length, seed=length).tolist()
@@ -176,7 +176,7 @@ def test_an_ended_row_does_not_hold_the_others_at_the_end_of_the_context(monkeyp
     model = build(LEARNED)
     generation = begin(model, [[3], [1] * CONTEXT], 32)
     generation.end(1)
-    generated = whole(list(generation)).tokens_BN
+    generated = concatenate(list(generation)).tokens_BN
     assert len(starts) == 5
     assert generated[0].tolist() == run(model, [[3]], 32)[0]
 
@@ -207,7 +207,7 @@ def test_eight_devices_equal_one(mesh: str) -> None:
     model, params = build(replace(ROPE, n_heads=2, n_kv_heads=2))
     prompts = PROMPTS * 2
     split = jax.device_put(params, shardings(params, parameter_axes(model), make_mesh(mesh, devices[:8])))
-    one, eight = (whole(list(begin((model, p), prompts, 9, ALL))) for p in (params, split))
+    one, eight = (concatenate(list(begin((model, p), prompts, 9, ALL))) for p in (params, split))
     np.testing.assert_array_equal(one.tokens_BN, eight.tokens_BN)
     assert_close(distributions(eight), distributions(one))
 
@@ -219,7 +219,7 @@ def test_eight_devices_equal_one(mesh: str) -> None:
 def test_a_rounded_cache_moves_logits_within_a_bound(dtype: Any, bound: float) -> None:
     """Next to logits of up to about 5; keys and values are off by 2^-9 and by 1/254 of their largest."""
     model = build(replace(ROPE, n_kv_heads=3))
-    full, small = (whole(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=d))) for d in (jnp.float32, dtype))
+    full, small = (concatenate(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=d))) for d in (jnp.float32, dtype))
     same = (full.tokens_BN == small.tokens_BN).cumprod(axis=1).astype(bool)  # of one text until a draw differs
     assert same[:, :3].all()
     moved = np.abs(distributions(small) - distributions(full))[same]
@@ -229,15 +229,15 @@ def test_a_rounded_cache_moves_logits_within_a_bound(dtype: Any, bound: float) -
 @pytest.mark.slow
 def test_a_batch_equals_its_rows_one_by_one(decoder: Model) -> None:
     model = decoder
-    together = whole(list(begin(model, PROMPTS, BEYOND, ALL, seeds=[5, 6, 7, 8])))
+    together = concatenate(list(begin(model, PROMPTS, BEYOND, ALL, seeds=[5, 6, 7, 8])))
     for i, prompt in enumerate(PROMPTS):
-        alone = whole(list(begin(model, [prompt], BEYOND, ALL, seeds=[5 + i])))
+        alone = concatenate(list(begin(model, [prompt], BEYOND, ALL, seeds=[5 + i])))
         np.testing.assert_array_equal(together.tokens_BN[i], alone.tokens_BN[0])
         assert_close(distributions(together)[i], distributions(alone)[0])
 
 
 def test_padding_of_prompts_changes_no_bit(decoder: Model) -> None:
-    zero, other = (whole(list(begin(decoder, PROMPTS, 17, ALL, fill_token=fill))) for fill in (0, 22))
+    zero, other = (concatenate(list(begin(decoder, PROMPTS, 17, ALL, fill_token=fill))) for fill in (0, 22))
     for a, b in zip(zero, other, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -261,7 +261,7 @@ def test_a_row_depends_on_its_seed_alone(decoder: Model) -> None:
     assert first[0] != first[1] != first[2]
 
 
-@pytest.mark.parametrize("n", [1, 2, 9, 10])  # one token of the prefill and a portion of 8
+@pytest.mark.parametrize("n", [1, 2, 9, 10])  # one token of the prefill and a call of 8
 def test_rows_have_max_new_tokens(decoder: Model, n: int) -> None:
     generated = run(decoder, PROMPTS, n)
     assert [len(row) for row in generated] == [n] * 4
@@ -269,23 +269,23 @@ def test_rows_have_max_new_tokens(decoder: Model, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "moment", "portions"),
+    ("config", "seconds", "sizes"),
     [(ROPE, 1e9, [1, 8, 8, 13]), (ROPE, 0.0, [1, 8, 8, 8, 5]), (MLP, 1e9, [1, 8, 8, 13])],
     ids=["fast", "slow", "window"],
 )
 def test_the_first_piece_has_one_token_and_the_others_several(
-    config: ModelConfig, moment: float, portions: list[int], monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, seconds: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["jaxformer.decode.generate"], "MAX_CALL_SECONDS", moment)
+    monkeypatch.setattr(sys.modules["jaxformer.decode.generate"], "MAX_CALL_SECONDS", seconds)
     pieces = list(begin(build(config), PROMPTS, 30))
-    assert [piece.tokens_BN.shape for piece in pieces] == [(4, n) for n in portions]
+    assert [piece.tokens_BN.shape for piece in pieces] == [(4, n) for n in sizes]
     assert pieces[1].tokens_BN.dtype == np.int32
     assert pieces[1].logprobs_BN.shape == (4, 8)
     assert pieces[1].top_tokens_BNn.shape == pieces[1].top_logprobs_BNn.shape == (4, 8, 0)
 
 
 class SlowModel(nn.Module):
-    """Takes 4 ms a token, and always says 0."""
+    """A model that takes 4 ms per token, and always predicts 0."""
 
     contract = Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=1, extrapolates=True)
 
@@ -303,13 +303,13 @@ class SlowModel(nn.Module):
 
 @pytest.mark.slow
 def test_a_call_is_no_longer_than_its_limit() -> None:
-    """0.1 s are 25 tokens of 4 ms, whatever is compiled and whatever the reader does meanwhile."""
-    portions = []
+    """0.1 s are 25 tokens of 4 ms, independent of compiling and of the reader."""
+    sizes = []
     for piece in begin((SlowModel(), {"w": jnp.zeros(1)}), [[1]], 120):
-        portions.append(piece.tokens_BN.shape[1])
+        sizes.append(piece.tokens_BN.shape[1])
         time.sleep(0.02)
-    assert portions[:3] == [1, 8, 8]
-    assert all(8 < n <= 25 for n in portions[3:-1]) and len(portions) >= 7
+    assert sizes[:3] == [1, 8, 8]
+    assert all(8 < n <= 25 for n in sizes[3:-1]) and len(sizes) >= 7
 
 
 @pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
@@ -338,7 +338,7 @@ def test_a_row_can_be_ended_by_the_caller() -> None:
     n = sum(piece.tokens_BN.shape[1] for piece in pieces)
     generation.end(0)
     pieces += generation
-    generated = whole(pieces).tokens_BN.tolist()
+    generated = concatenate(pieces).tokens_BN.tolist()
     assert generated == [free[0][:n] + [EMPTY] * (40 - n), free[1], free[2], [EMPTY] * 40]
     for row in range(4):
         generation.end(row)
@@ -360,7 +360,7 @@ def test_a_model_without_a_cache_equals_passes_over_a_sliding_window(n: int) -> 
 
 
 class GRULanguageModel(nn.Module):
-    """Not of this project: a recurrent model, whose cache is a state and has no slots."""
+    """A recurrent model from outside the project, whose cache is a state without slots."""
 
     contract = Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=1, extrapolates=True)
 
@@ -468,7 +468,7 @@ def test_a_mixed_workload_compiles_at_most_twelve_programs() -> None:
             assert np.shape(generated) == (8, 64)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
-    # The longest of the batches, from 12 on, are read in 16, 32, 64, 128, 192, 256, 384 or 512 places, and decoding
+    # The longest of the batches, from 12 on, are read in 16, 32, 64, 128, 192, 256, 384 or 512 slots, and decoding
     # looks at 128, 256, 512 or 1024 slots.
     assert sum("backend_compile" in event for event in compiled) == 8 + 4
 
@@ -496,10 +496,10 @@ def test_logits_past_the_context_attend_to_a_window_of_the_context() -> None:
     free = replace(ROPE, window=None)
     tokens_T = random_tokens(V, 3 * CONTEXT)
     params = build(free)[1]
-    past, windowed, all_seen = (
+    past, windowed, full = (
         c.build().apply({"params": params}, tokens_T)
         for c in (free, replace(free, window=CONTEXT), replace(free, context_length=len(tokens_T)))
     )
     assert_close(past, windowed)
-    assert_close(past[:CONTEXT], all_seen[:CONTEXT])
-    assert jnp.abs(past - all_seen)[CONTEXT:].max() > 0.01
+    assert_close(past[:CONTEXT], full[:CONTEXT])
+    assert jnp.abs(past - full)[CONTEXT:].max() > 0.01

@@ -1,6 +1,6 @@
 """The samplers against hand-computed values, properties, and Hugging Face's logits processors.
 
-Hugging Face's side is stored; `tests/fixtures/make_samplers_hf.py` made it.
+The values of Hugging Face are stored by `tests/fixtures/make_samplers_hf.py`.
 """
 
 from functools import partial

@@ -119,8 +119,8 @@ def test_samples_are_distributed_as_those_of_generate(draft):
     )  # fmt: skip
     drawn = [tuple(tokens_of(run(seeds=[seed])).tolist()) for seed in range(n_draws)]
     plain = [tuple(row) for row in all_draws(sampling, n, n_draws)]
-    seen = sorted({*drawn, *plain})
-    counts = np.array([[draws.count(text) for text in seen] for draws in (drawn, plain)])
+    texts = sorted({*drawn, *plain})
+    counts = np.array([[draws.count(text) for text in texts] for draws in (drawn, plain)])
     common = counts.sum(0) >= 20
     table = np.column_stack([counts[:, common], counts[:, ~common].sum(1)])
     assert common.sum() >= 8
@@ -199,7 +199,7 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
 
 @pytest.mark.slow
 def test_the_draft_reads_as_many_slots_as_the_model(monkeypatch):
-    """500 slots are asked for, of which the first 128 are in use."""
+    """The cache has 512 slots, of which the first 128 are in use."""
     sizes, propose = [], DraftModel.propose
     monkeypatch.setattr(
         DraftModel, "propose",

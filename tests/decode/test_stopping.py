@@ -14,7 +14,7 @@ def feed(strings: list[str], pieces: list[str]) -> tuple[list[str], bool]:
 
 
 def plain(strings: list[str], text: str) -> tuple[str, bool]:
-    """Cut the whole text where the first stop string ends, by the longest that ends there."""
+    """Cut the text where the first stop string ends, by the longest that ends there."""
     for end in range(1, len(text) + 1):
         ending = [s for s in strings if text[:end].endswith(s)]
         if ending:
@@ -37,7 +37,7 @@ def plain(strings: list[str], text: str) -> tuple[str, bool]:
         (["ab", "abc"], ["xa", "bc"], ["x", "", ""], True),  # one a prefix of another: the shorter is complete first
         (["abc", "ab"], ["xabc"], ["x", ""], True),
         (["bc", "abcd"], ["abc", "d"], ["a", "", ""], True),  # inside another
-        (["c", "abc"], ["ab", "c"], ["", "", ""], True),  # complete at the same place: the longest
+        (["c", "abc"], ["ab", "c"], ["", "", ""], True),  # complete at the same index: the longest
         (["é"], ["caf", "é!"], ["caf", "", ""], True),
     ],
 )
@@ -70,8 +70,8 @@ def test_only_the_beginning_of_a_stop_string_is_withheld(strings: list[str], pie
 
 
 @pytest.mark.parametrize(
-    ("string", "said"), [("", "a stop string is empty"), ("a\ud800", r"stop string 'a\\ud800' can never occur")]
+    ("string", "message"), [("", "a stop string is empty"), ("a\ud800", r"stop string 'a\\ud800' can never occur")]
 )
-def test_a_string_that_can_never_occur_is_refused(string: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_string_that_can_never_occur_is_refused(string: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         StopStrings(["fine", string])

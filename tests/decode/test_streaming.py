@@ -90,7 +90,7 @@ def clock(monkeypatch, *times: float) -> None:
 
 
 def test_times_of_a_text_are_those_of_its_own_tokens(monkeypatch):
-    """As with a draft: rows one after another, several tokens a piece; nothing counts apart from the others."""
+    """As with a draft: rows one after another, several tokens per piece, the first not timed by itself."""
     texts, throughput = [text(), text()], Throughput()
     clock(monkeypatch, 10, 11, 13, 16)
     list(

@@ -60,9 +60,9 @@ class Case:
 
     def score(self, source: list[int], generated: list[int], penalty: float, most: int) -> float:
         """As `decode.beam` has it, of a target without its end."""
-        whole = [*generated, self.end][:most]
-        logprobs_TV = self.log_probabilities(source, [self.end, *whole[:-1]])
-        return logprobs_TV[np.arange(len(whole)), whole].sum() / len(whole) ** penalty
+        target = [*generated, self.end][:most]
+        logprobs_TV = self.log_probabilities(source, [self.end, *target[:-1]])
+        return logprobs_TV[np.arange(len(target)), target].sum() / len(target) ** penalty
 
     def translate(self, sources: list[list[int]], **how: object) -> list[list[int]]:
         return translate_tokens(
@@ -119,7 +119,7 @@ def test_beam_search_approaches_the_best_of_all_targets(case: Case) -> None:
     ]
     best = [case.score(source, generated, penalty, most) for source, generated in zip(SOURCES, expected, strict=True)]
     greedy = [case.score(source, case.greedy(source, most), penalty, most) for source in SOURCES]
-    assert sum(np.isclose(results, best, atol=1e-5)) >= 6  # three of six beginnings are kept
+    assert sum(np.isclose(results, best, atol=1e-5)) >= 6  # three of six first tokens stay in the beam
     assert (np.array(results) >= np.array(greedy) - 1e-5).all()
 
 

@@ -1,4 +1,4 @@
-"""Parameters in fewer bytes: every matrix is stored so, and the model says nearly the same."""
+"""Parameters in fewer bytes: every matrix is rounded, and the logits move little."""
 
 from functools import partial
 
