@@ -79,6 +79,13 @@ def test_links_lead_to_files(page):
         assert (ROOT / page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_named_files_exist(page):
+    own = set(re.findall(r"^# (\w+\.py)$", PAGES[page], re.MULTILINE))
+    for file in set(re.findall(r"`([\w/.]+\.py)\b", PAGES[page])) - own:
+        assert any((ROOT / folder / file).exists() for folder in ("", "jaxformer", "configs")), file
+
+
 def test_inline_options_exist():
     defaults = [
         train.Arguments(load_config(f"{ROOT}/configs/{spec}")) for spec in ("quick.py", "vision.py:vit", "clip.py")
