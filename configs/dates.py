@@ -1,5 +1,5 @@
-"""Dates as people of many languages write them, to be written as 2023-09-27: small recurrent models, in minutes on two
-CPU cores and without any download. `python train.py --config configs/dates.py:bahdanau`
+"""Conversion of dates in many languages to ISO 8601: small recurrent models, in minutes on two CPU cores and without a
+download. `python train.py --config configs/dates.py:bahdanau`
 """
 
 from dataclasses import replace
@@ -8,7 +8,7 @@ from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.dates import DatesConfig
 from jaxformer.models.recurrent import RecurrentConfig
 
-# Attends to the source anew for each character (Bahdanau et al. 2015).
+# Attention to the source at each target token (Bahdanau et al. 2015).
 attending = RecurrentConfig(
     vocab_size=257, context_length=64, cell="gru", d_embedding=64, d_model=128, attention="additive"
 )  # fmt: skip
@@ -24,5 +24,5 @@ bahdanau = Config(
     train=TrainConfig(batch_size=64, eval_examples=256, report_every=1000),
 )
 
-# Has one vector of the source instead (Cho et al. 2014).
+# One vector for the source instead of attention (Cho et al. 2014).
 fixed = replace(bahdanau, name="dates-fixed", model=replace(attending, attention="none"))

@@ -1,9 +1,9 @@
-"""Published shapes, each with a mesh that fits: GPT-2 (Radford et al. 2019), Llama 3.2 (1B) and Llama 2 (Touvron et al.
-2023). They are shapes to train from scratch; no weights come with them.
+"""Published architectures with a mesh, to train from scratch: GPT-2 (Radford et al. 2019), Llama 3.2 (1B) and Llama 2
+(Touvron et al. 2023).
 
-The meshes are for a v5e:16x16 (llama_1b, llama_7b) and a v5p:8x8x8 (llama_70b); gpt2_124m splits its batch over
-whatever there is. `python -m jaxformer plan --config configs/gpt.py:llama_7b --topology v5e:16x16` shows what such a
-run needs.
+The meshes are for a v5e:16x16 (llama_1b, llama_7b) and a v5p:8x8x8 (llama_70b); gpt2_124m is data-parallel over all
+devices. `python -m jaxformer plan --config configs/gpt.py:llama_7b --topology v5e:16x16` shows the memory and time of
+such a run.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""The story of the model, one rung after another: each is the one before with one idea changed.
+"""The ladder: each rung is the one before with one change.
 
 Data, budget and optimizer are the sources': 48 MB of English books, vocabulary 2048, windows of 32 tokens at
-stride 1 in batches of 4096, three epochs, Nesterov SGD at 0.05 with momentum 0.9. What the sources report
-stands beside each rung: perplexity on held-out text, and of what attention the entropy in nats.
+stride 1 in batches of 4096, three epochs, Nesterov SGD with learning rate 0.05 and momentum 0.9. Each rung has the
+results of the sources: validation perplexity, and attention entropy in nats.
 """
 
 from dataclasses import replace
@@ -13,13 +13,13 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 
 REPORTED: dict[str, str] = {}
-"""What the sources report of each rung, in the order of the ladder."""
-MEANT_TO_DIVERGE = {"four_blocks"}
-"""Rungs whose divergence is their point. All others train to their end."""
+"""Results of the sources by rung, in the order of the ladder."""
+DIVERGING_RUNGS = {"four_blocks"}
+"""Rungs that are meant to diverge."""
 
 
 def rung(name: str, model: ModelConfig, reported: str) -> Config:
-    """The sources' run of a model, and what they say that it came to."""
+    """Return the sources' run of a model, and add its results to `REPORTED`."""
     REPORTED[name] = reported
     return Config(
         name=name,
@@ -31,11 +31,11 @@ def rung(name: str, model: ModelConfig, reported: str) -> Config:
     )
 
 
-# Each position alone, a 1-gram model.
+# An MLP on each position alone: a 1-gram model.
 rowwise = MLPConfig(vocab_size=2048, context_length=32, d_model=256, d_ff=(2048, 2048))
 mlp_rowwise = rung("mlp_rowwise", rowwise, "does not work")
 
-# All positions at once, O((nd)²).
+# An MLP on all positions, concatenated: O((nd)²).
 mlp_concat = rung("mlp_concat", replace(rowwise, concatenate=True), "hits a wall")
 
 # One head, projections drawn from N(0, 1), no 1/√d, MLP straight to logits.
@@ -49,7 +49,7 @@ attention_unscaled = rung("attention_unscaled", first, "hundreds; entropy 0.003"
 scaled = replace(first, scaled=True, projection_std=None)
 attention_scaled = rung("attention_scaled", scaled, "degenerate; entropy 1.492, then 0.089")
 
-# x + f(x), and W_out to the logits.
+# Residual connections, and W_out as unembedding.
 with_residual = replace(scaled, residual=True, unembedding="linear")
 residual = rung("residual", with_residual, "68.284; entropy 1.16 to 1.18")
 
@@ -57,7 +57,7 @@ residual = rung("residual", with_residual, "68.284; entropy 1.16 to 1.18")
 full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=True)
 multihead_full = rung("multihead_full", full_heads, "66.48; entropy 0.69, 0.158, 1.011, 0.861")
 
-# Four heads that share the width.
+# Four heads of a quarter of the width each.
 low_rank_heads = replace(full_heads, head_dim=None)
 multihead = rung("multihead", low_rank_heads, "65.11")
 
@@ -67,5 +67,5 @@ two_blocks = rung("two_blocks", two, "55.74; first block nearly one-hot")
 four = replace(two, n_blocks=4)
 four_blocks = rung("four_blocks", four, "NaN before step 100")
 
-# RMSNorm before attention and MLP; on the training text the sources report 27.4.
+# RMSNorm before attention and MLP; the training perplexity of the sources is 27.4.
 rmsnorm = rung("rmsnorm", replace(four, norm="rmsnorm"), "48.66")

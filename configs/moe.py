@@ -1,7 +1,7 @@
-"""A mixture of experts, and the dense model that computes as much for a token; minutes on two CPU cores.
+"""A mixture of experts, and a dense model of the same FLOPs per token; minutes on two CPU cores.
 
-A token goes through 2 of 8 experts. They are each a little less than half as wide as the dense model's MLP, so that
-with the router's weights as many parameters act on a token in both.
+Each token is routed to 2 of 8 experts. An expert is slightly less than half as wide as the dense model's MLP, so that,
+with the router, both models have the same number of active parameters per token.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""What `python train.py` runs: a small model of real English, in minutes on two CPU cores.
+"""The default of `python train.py`: a small model of real English, in minutes on two CPU cores.
 
-`quick` trains with every seed and number of devices that docs/margins.md lists, also at twice its learning rate. What
-gives it that margin is the bound on a step's length: Nesterov SGD moves by at most
-learning_rate · clip_norm / (1 - momentum), which is 5 here; at four times that, 11 of 12 starts diverged.
+`quick` trains with every seed and number of devices in docs/margins.md, also at twice its learning rate. This margin is
+due to gradient clipping, which bounds the update of Nesterov SGD to learning_rate · clip_norm / (1 - momentum), here 5;
+at four times that, 11 of 12 runs diverged.
 """
 
 from dataclasses import replace

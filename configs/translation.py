@@ -2,8 +2,8 @@
 Transformer of 2017 in its own size.
 
 `python train.py --config configs/translation.py:transformer --data.path data/en-fr` reads data/en-fr.train.tsv and
-data/en-fr.val.tsv, a pair SOURCE<TAB>TARGET a line. On two CPU cores each of the three is meant for some 34,000 pairs
-of a dozen words, and takes about half an hour; `base` is for millions of pairs, and an accelerator.
+data/en-fr.val.tsv, one pair SOURCE<TAB>TARGET per line. The three are for some 34,000 pairs of a dozen words, with
+which each takes about half an hour on two CPU cores; `base` is for millions of pairs, and an accelerator.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ optimizer = OptimizerConfig(
     name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=400, b2=0.98, clip_norm=1.0
 )
 
-# One vector of the source for the whole of its translation (Cho et al. 2014).
+# One vector for the source instead of attention (Cho et al. 2014).
 one_vector = RecurrentConfig(
     vocab_size=4096, context_length=64, d_embedding=256, d_model=544, attention="none", tied=True, dropout=0.1
 )  # fmt: skip
@@ -34,11 +34,11 @@ gru = Config(
     ),
 )  # fmt: skip
 
-# Attends to the source anew for each token (Bahdanau et al. 2015); its states are narrower for that.
+# Attention to the source at each target token (Bahdanau et al. 2015); a smaller width offsets its parameters.
 attending = replace(one_vector, d_model=512, attention="additive")
 bahdanau = replace(gru, name="translation-bahdanau", model=attending)
 
-# Nothing but attention; pre-norm, which needs no long warm-up.
+# A Transformer; pre-norm, which needs no long warm-up.
 transformer = replace(
     gru,
     name="translation-transformer",
@@ -48,7 +48,7 @@ transformer = replace(
     ),
 )  # fmt: skip
 
-# `base` of the paper: 65 million parameters in its table 3. About 25,000 tokens a side in a batch of sentences.
+# `base` of the paper: 65 million parameters in its table 3. About 25,000 tokens per side and batch.
 base = Config(
     name="translation-base",
     model=EncoderDecoderConfig(vocab_size=37_000, context_length=256),

@@ -73,7 +73,7 @@ class ImageModelConfig(ModelConfig):
     image_size: tuple[int, ...] = (224, 224)
     """Height and width in pixels; one number for both."""
     channels: int = 3
-    """Color channels: 1 (grayscale) or 3 (RGB)."""
+    """Colour channels: 1 (grayscale) or 3 (RGB)."""
     n_classes: int = 1000
     """Number of classes."""
 

@@ -61,7 +61,7 @@ def _main(arguments: list[str]) -> int:
 
     for name, config in configs.items():
         run = folder / name
-        if name in module.MEANT_TO_DIVERGE:
+        if name in module.DIVERGING_RUNGS:
             echo(f"{name} is meant to diverge; training stops where it does")
         if run.exists() and has_ended(run):
             _check_same(config, run)

@@ -1,4 +1,4 @@
-"""Data augmentation of images: shift, scale, rotation, horizontal flip and color jitter."""
+"""Data augmentation of images: shift, scale, rotation, horizontal flip and colour jitter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Augmentations(NamedTuple):
     affine: np.ndarray
     """`(n, 2, 3)`: maps `(x, y, 1)` of the output to x and y of the input, in pixels from the image's middle."""
     contrast: np.ndarray
-    """`(n, C)`: factor of the distance from middle gray, per channel."""
+    """`(n, C)`: factor of the distance from middle grey, per channel."""
     brightness: np.ndarray
     """`(n, C)`: offset in half ranges of a pixel, per channel, added after the contrast."""
 
@@ -30,7 +30,7 @@ def draw_augmentations(
     n: int, channels: int, seed: int, epoch: int, shift: int, scale: float, rotate: float, flip: bool, jitter: float
 ) -> Augmentations:
     """Draw the augmentation of each of n images in an epoch: a shift, then a rotation and scaling about the middle,
-    then a flip, and a color jitter. Draws are uniform, those of factors on a logarithmic scale.
+    then a flip, and a colour jitter. Draws are uniform, those of factors on a logarithmic scale.
 
     Args:
       shift: maximum shift in whole pixels, vertical and horizontal.

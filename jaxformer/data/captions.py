@@ -48,8 +48,8 @@ class CaptionsConfig(DataConfig):
     flip: bool = False
     """Mirror half of the images horizontally, others in each epoch; not where captions tell left from right."""
     jitter: float = 0.0
-    """Color jitter: maximum change of each channel's brightness, as a fraction of half the range of a pixel, and of its
-    contrast, by a factor as that of `scale`."""
+    """Colour jitter: maximum change of each channel's brightness, as a fraction of half the range of a pixel, and of
+    its contrast, by a factor as that of `scale`."""
     drop_words: float = 0.0
     """Fraction of the words to drop from training captions, others in each epoch; at least one stays."""
 

@@ -1,4 +1,4 @@
-"""Two models that differ in whether they attend."""
+"""Configs of dates: two models that differ in attention only."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from jaxformer.fields import differences
 from tests.helpers import ROOT
 
 
-def test_they_differ_in_attention_alone() -> None:
+def test_configs_differ_in_attention_only() -> None:
     fixed, bahdanau = (load_config(f"{ROOT}/configs/dates.py:{name}") for name in ("fixed", "bahdanau"))
     assert {field for field, *_ in differences(fixed, bahdanau)} == {"name", "model.attention"}
 
 
 @pytest.mark.slow
-def test_no_date_is_too_long_for_them() -> None:
+def test_all_dates_fit_the_context() -> None:
     config = load_config(f"{ROOT}/configs/dates.py:bahdanau")
     data = config.data.load(config.model, config.train.batch_size, config.seed)
     assert isinstance(data, PairDataset) and isinstance(config.data, DatesConfig)

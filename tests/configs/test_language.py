@@ -1,4 +1,4 @@
-"""What the configs promise of themselves."""
+"""Configs of language and vision models: parameters, and data that match the model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ def config_of(spec: str) -> Config:
 
 
 def active_parameters(config: Config) -> int:
-    """Those that act on a token: of all experts, its own alone."""
+    """Return the number of parameters that are active per token: those of its own experts only."""
     model = config.model
     assert isinstance(model, DecoderConfig)
     params = abstract_params(model.build(), model)
@@ -37,18 +37,18 @@ def active_parameters(config: Config) -> int:
     return count_parameters(params) - idle // model.n_experts * (model.n_experts - model.experts_per_token)
 
 
-def test_as_many_parameters_act_on_a_token_of_the_mixture_as_of_the_dense_model() -> None:
-    """Of a block's MLP: 2 · 128 · 512 = 2 · (2 · 128 · 254) + 128 · 8, the last of which are the router's."""
+def test_moe_and_dense_models_have_equal_active_parameters() -> None:
+    """Check a block's MLP: 2 · 128 · 512 = 2 · (2 · 128 · 254) + 128 · 8, the last for the router."""
     dense, moe = config_of("moe.py:dense"), config_of("moe.py:moe")
     attention, mlp, norms = 4 * 128 * 128, 2 * 128 * 512, 2 * 128
     assert active_parameters(dense) == 2048 * 128 + 4 * (attention + mlp + norms) + 128
     assert active_parameters(moe) == active_parameters(dense)
-    assert replace(moe, name="dense", model=dense.model) == dense  # the same text, as often, and the same optimizer
+    assert replace(moe, name="dense", model=dense.model) == dense  # the same data, steps and optimizer
 
 
 @pytest.mark.parametrize("name", ["vit", "vivit", "vivit_class"])
-def test_configs_of_vision_fit_images_as_fashion_mnist_has_them(name: str, tmp_path: Path) -> None:
-    """28 x 28 bytes, of 10 classes."""
+def test_vision_configs_match_fashion_mnist(name: str, tmp_path: Path) -> None:
+    """Check images of 28 x 28 bytes in 10 classes."""
     config = config_of(f"vision.py:{name}")
     write_config(tmp_path, config)
     assert read_config(tmp_path) == config
@@ -64,7 +64,7 @@ def test_configs_of_vision_fit_images_as_fashion_mnist_has_them(name: str, tmp_p
 
 
 @pytest.mark.parametrize("spec", ["mlm.py", "prefix.py", "moe.py:moe", "moe.py:dense"])
-def test_the_data_of_a_config_is_what_its_model_is_called_with(spec: str, tmp_path: Path) -> None:
+def test_data_of_a_config_matches_its_model(spec: str, tmp_path: Path) -> None:
     config = config_of(spec)
     write_config(tmp_path, config)
     assert read_config(tmp_path) == config

@@ -1,4 +1,4 @@
-"""The recipes of `configs/quick.py` have margin; `benchmarks/margins.py` measures more of it."""
+"""Stability margins of `configs/quick.py`; `benchmarks/margins.py` measures more of them."""
 
 import importlib
 import json
@@ -18,12 +18,12 @@ STEPS = 120
 
 @pytest.fixture
 def margins(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark, as a module."""
+    """Return the benchmark as a module."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("margins")
 
 
-def test_an_excursion_is_above_the_smallest_mean_before_it(margins: ModuleType) -> None:
+def test_excursion_is_measured_from_the_smallest_mean_before_it(margins: ModuleType) -> None:
     excursion = margins.excursion
     losses = np.array([9.0, 5.0, 8.0, 4.0, 4.5, 3.0, 3.75])
     assert excursion(losses, 1, 0) == 3.0  # 8 after 5
@@ -35,9 +35,7 @@ def test_an_excursion_is_above_the_smallest_mean_before_it(margins: ModuleType) 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("config", ["quick.py:quick", "quick.py:modern"])
-def test_the_first_steps_of_the_full_schedule_have_no_loss_spike(
-    margins: ModuleType, config: str, tmp_path: Path
-) -> None:
+def test_first_steps_have_no_loss_spike(margins: ModuleType, config: str, tmp_path: Path) -> None:
     # Compiled as for a user: unoptimised code, as other tests run it, takes minutes.
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     subprocess.run(

@@ -1,4 +1,4 @@
-"""What makes the translation models comparable."""
+"""Configs of translation: comparable models."""
 
 import pytest
 
@@ -22,22 +22,22 @@ def parameters(name: str) -> int:
     return count_parameters(abstract_params(model.build(), model))
 
 
-def test_three_models_have_about_as_many_parameters() -> None:
+def test_models_have_similar_parameter_counts() -> None:
     counts = [parameters(name) for name in COMPARED]
     assert max(counts) <= 1.03 * min(counts)
     assert all(8.0e6 < n < 8.5e6 for n in counts)
 
 
 @pytest.mark.parametrize("name", COMPARED[1:])
-def test_they_see_the_same_batches_and_differ_in_the_model_alone(name: str) -> None:
+def test_configs_differ_in_the_model_only(name: str) -> None:
     changed = {field.partition(".")[0] for field, *_ in differences(config(COMPARED[0]), config(name))}
     assert changed == {"name", "model"}
     for field in ("vocab_size", "context_length", "dropout"):
         assert getattr(config(name).model, field) == getattr(config(COMPARED[0]).model, field)
 
 
-def test_base_is_the_papers() -> None:
-    """65 million in table 3 of Vaswani et al. 2017; the rate of their equation 3 peaks at its warm-up's end."""
+def test_base_matches_the_paper() -> None:
+    """Check table 3 (65 million) and equation 3 (the peak learning rate) of Vaswani et al. 2017."""
     assert parameters("base") == pytest.approx(65e6, rel=0.04)
     optimizer = config("base").optimizer
     assert optimizer.learning_rate == pytest.approx(512**-0.5 * optimizer.warmup_steps**-0.5)
