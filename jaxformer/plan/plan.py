@@ -1,4 +1,4 @@
-"""What a training step would need on given devices: it is compiled for them, and not run."""
+"""Plan of a training step: compile it for given devices, which need not be present, and estimate its cost."""
 
 from __future__ import annotations
 
@@ -9,189 +9,167 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from jaxformer.config import Config
 from jaxformer.memory import memory_capacity, memory_needed
 from jaxformer.plan.hlo import Collective, parse
-from jaxformer.plan.roofline import (
-    CHIPS,
-    Estimate,
-    bytes_on_paper,
-    estimate,
-    model_operations,
-    product_operations,
-    used,
-)
+from jaxformer.plan.roofline import CHIPS, Estimate, matmul_flops, minimal_bytes_sent, model_flops, without_dead_code
 from jaxformer.runs import count_parameters
-from jaxformer.sharding import batch_shards
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
-FREE = 0.1
-"""Share of the memory that a plan leaves to the runtime, to fragments and to what else is on the device."""
+FREE_SHARE = 0.1
+"""Share of the memory left free for the runtime, fragmentation and other programs."""
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step's needs. Bytes and operations are those of one device and one step.
-
-    Attributes:
-      device: what the devices are called.
-      attention: what computes it.
-      parameters: of the whole model.
-      shape: of the targets of a batch: examples, or these and the tokens of each.
-      needs, has: bytes of memory; `has` is None where it is not known.
-      model_operations: what the model needs, see `roofline.model_operations`.
-      on_paper: bytes that must be sent, see `roofline.bytes_on_paper`.
-      operations: all that are computed, in products of matrices.
-      traffic: bytes to and from memory.
-      collectives: what is sent, by kind.
-      unknown_loops: loops that had to be counted once.
-      estimate: of the time; None where the chip's rates are not known.
-    """
+    """Cost of a training step. Bytes and FLOPs are per device and step."""
 
     device: str
+    """JAX's name of the devices."""
     attention: str
-    parameters: int
+    """Log line of the attention implementation."""
+    n_parameters: int
+    """Parameters of the whole model."""
     shape: tuple[int, ...]
-    needs: float
-    has: float | None
-    model_operations: float
-    on_paper: float | None
-    operations: float = 0.0
-    traffic: float = 0.0
+    """Shape of a batch's targets: examples, or examples and tokens."""
+    memory: float
+    """Bytes of memory that the step needs."""
+    capacity: float | None
+    """Bytes of memory that the device has; None where unknown."""
+    model_flops: float
+    """FLOPs of the model alone, see `roofline.model_flops`."""
+    minimal_bytes_sent: float | None
+    """Bytes that the sharding requires to send, see `roofline.minimal_bytes_sent`."""
+    flops: float = 0.0
+    """FLOPs of all matrix products, with recomputation."""
+    memory_traffic: float = 0.0
+    """Bytes read from and written to memory."""
     collectives: tuple[Collective, ...] = ()
     unknown_loops: int = 0
+    """Loops of unknown length, which are counted once."""
     estimate: Estimate | None = None
+    """Estimated time; None where the chip is not in `CHIPS`."""
 
     @property
     def unit(self) -> str:
-        """What a batch is counted in."""
+        """Unit of throughput."""
         return "tokens" if len(self.shape) > 1 else "examples"
 
     @property
-    def sent(self) -> float:
-        """Bytes in all collectives."""
+    def bytes_sent(self) -> float:
+        """Bytes sent in all collectives."""
         return sum(c.n_bytes for c in self.collectives)
 
     @property
     def fits(self) -> bool:
-        """With `FREE` to spare."""
-        return self.has is None or self.needs <= (1 - FREE) * self.has
+        """True where `FREE_SHARE` of the memory stays free, or the capacity is unknown."""
+        return self.capacity is None or self.memory <= (1 - FREE_SHARE) * self.capacity
 
 
 def make_plan(setup: TrainSetup) -> Plan:
-    """Compile the step for the devices of a mesh, which may be elsewhere, and read what it does.
+    """Compile the training step of a set-up, whose devices need not be present, and measure the program.
 
     Raises:
-      UserError: the batch does not split evenly, or attention cannot be what is asked for.
+      UserError: the attention of the config cannot run on these devices.
     """
-    config, mesh, state, batch = setup.config, setup.mesh, setup.abstract_state, setup.abstract_batch
-    device, n = mesh.devices.flat[0], mesh.size
-    traced = make_train_step(setup).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+    batch, device, n = setup.abstract_batch, setup.mesh.devices.flat[0], setup.mesh.size
+    traced = make_train_step(setup).trace(setup.abstract_state, batch, jax.ShapeDtypeStruct((), jnp.int32))
     chip = CHIPS.get(device.device_kind)
-    has = memory_capacity(device) if device in jax.local_devices() else chip and chip.memory
-    model, visible = model_operations(config)
+    of_model, visible = model_flops(setup.config)
     known: dict[str, Any] = {
         "device": device.device_kind,
         "attention": setup.attention_line,
-        "parameters": count_parameters(state.params),
-        "shape": (config.train.batch_size,) if batch.targets is None else batch.targets.shape,
-        "has": has,
-        "model_operations": model / n,
-        "on_paper": bytes_on_paper(setup),
+        "n_parameters": count_parameters(setup.abstract_state.params),
+        "shape": (setup.config.train.batch_size,) if batch.targets is None else batch.targets.shape,
+        "capacity": memory_capacity(device) if device in jax.local_devices() else chip and chip.memory,
+        "model_flops": of_model / n,
+        "minimal_bytes_sent": minimal_bytes_sent(setup),
     }
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        if (needs := asked_for(str(error))) is None:
+        if (memory := memory_in_error(str(error))) is None:
             raise
-        return Plan(**known, needs=needs)
+        return Plan(**known, memory=memory)
     program = parse(compiled.as_text())
-    collectives = tuple(program.collectives(n))
-    # Kernels of a GPU's library are no part of the program that was traced.
-    operations = max(model, product_operations(used(traced.jaxpr), visible)) / n
-    traffic = program.memory_traffic()
+    collectives, traffic = tuple(program.collectives(n)), program.memory_traffic()
+    # Kernels of a GPU's library are not in the traced program.
+    flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), visible)) / n
     sent = sum(c.n_bytes for c in collectives)
     return Plan(
-        **known, needs=memory_needed(compiled), operations=operations, traffic=traffic, collectives=collectives,
+        **known, memory=memory_needed(compiled), flops=flops, memory_traffic=traffic, collectives=collectives,
         unknown_loops=program.unknown_loops,
-        estimate=estimate(operations, traffic, sent, model / n, chip) if chip else None,
+        estimate=Estimate.of(flops, traffic, sent, of_model / n, chip) if chip else None,
     )  # fmt: skip
 
 
-def asked_for(error: str) -> float | None:
-    """The bytes that a program needs, from the compiler's complaint that there are too few of them."""
-    used = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds", error)
-    if used is None:
+def memory_in_error(error: str) -> float | None:
+    """Return the bytes that a program needs from the compiler's out-of-memory error; None for another error."""
+    match = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds", error)
+    if match is None:
         return None
-    amount, unit = filter(None, used.groups())
+    amount, unit = filter(None, match.groups())
     return float(amount) * UNITS[unit]
 
 
 def describe(plan: Plan, setup: TrainSetup) -> list[str]:
-    """The plan in lines for people."""
+    """Return the plan in lines of text."""
     config, mesh = setup.config, setup.mesh
     axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
     size = " x ".join(f"{n:,}" for n in plan.shape) + (f" = {prod(plan.shape):,}" if len(plan.shape) > 1 else "")
+    capacity = "of unknown memory" if plan.capacity is None else f"of {plan.capacity / 1e9:.1f} GB"
     lines = [
         f"{config.name} on {mesh.size} x {plan.device}, mesh {axes}",
         f"{plan.attention}, precision: {setup.compute_dtype}",
-        f"{plan.parameters:,} parameters; a step of {size} {plan.unit}",
-        "a device and step:",
+        f"{plan.n_parameters:,} parameters; a step of {size} {plan.unit}",
+        "per device and step:",
+        f"  memory needed      {plan.memory / 1e9:.2f} GB {capacity}",
+        f"  model FLOPs        {plan.model_flops / 1e12:,.3g} T",
     ]
-    room = "of unknown memory" if plan.has is None else f"of {plan.has / 1e9:.1f} GB"
-    lines.append(f"  memory needed      {plan.needs / 1e9:.2f} GB {room}")
-    lines.append(f"  model operations   {plan.model_operations / 1e12:,.3g} T")
-    if plan.operations:
-        lines.append(f"  computed           {plan.operations / 1e12:,.3g} T (with what is computed again)")
-        lines.append(f"  memory traffic     {plan.traffic / 1e9:,.3g} GB (estimate)")
-        for c in plan.collectives:
-            lines.append(f"  {c.kind:<18} {c.n_bytes / 1e9:,.3g} GB sent in {c.times:,}")
-        if plan.on_paper:
-            more = f"{plan.on_paper / 1e9:,.3g} GB, {plan.sent / plan.on_paper:.2f} times as much"
-            lines.append(f"  sent in all        {plan.sent / 1e9:,.3g} GB; on paper {more}")
+    if plan.flops:
+        lines.append(f"  computed FLOPs     {plan.flops / 1e12:,.3g} T (with recomputation)")
+        lines.append(f"  memory traffic     {plan.memory_traffic / 1e9:,.3g} GB (estimate)")
+        lines += [f"  {c.kind:<18} {c.n_bytes / 1e9:,.3g} GB sent in {c.times:,}" for c in plan.collectives]
+        if minimum := plan.minimal_bytes_sent:
+            more = f"{minimum / 1e9:,.3g} GB, {plan.bytes_sent / minimum:.2f} times as much"
+            lines.append(f"  sent in all        {plan.bytes_sent / 1e9:,.3g} GB; minimum {more}")
         if plan.unknown_loops:
             lines.append(f"  {plan.unknown_loops} loop(s) of unknown length are counted as if they ran once")
     if e := plan.estimate:
         lines += [
             f"estimate, from published rates ({e.chip.source}):",
-            f"  compute {e.compute:.3g} s, memory {e.memory:.3g} s, network {e.network:.3g} s a step",
+            f"  compute {e.compute:.3g} s, memory {e.memory:.3g} s, network {e.network:.3g} s per step",
             f"  step time {e.seconds:.3g} s, bound by {e.bound}; "
-            f"{prod(plan.shape) / e.seconds:,.0f} {plan.unit} a second",
-            f"  utilisation {e.utilisation:.2f} if these overlap, {e.utilisation_in_turn:.2f} if they come in turn",
+            f"{prod(plan.shape) / e.seconds:,.0f} {plan.unit} per second",
+            f"  MFU {e.mfu:.2f} if these overlap, {e.mfu_without_overlap:.2f} if not",
         ]
-    elif plan.operations:
+    elif plan.flops:
         lines.append(f"no estimate of the time: the rates of {plan.device} are not known")
-    if plan.has is None:
-        return lines
-    if plan.fits:
-        return [*lines, f"fits: {1 - plan.needs / plan.has:.0%} of the memory stays free"]
-    return [
-        *lines,
-        f"does not fit: it needs {plan.needs / 1e9:.2f} of {plan.has / 1e9:.1f} GB, and {FREE:.0%} should stay free; "
-        f"{advice(config, mesh)}",
-    ]
-
-
-def advice(config: Config, mesh: Mesh) -> str:
-    """What to change where memory is short, least loss first."""
-    c, ways = config.compute, []
-    rows = config.train.batch_size // batch_shards(mesh) // c.grad_accumulation_steps
-    if c.remat != "block":
-        ways.append("--compute.remat block")
-    if not c.scan_blocks and getattr(config.model, "n_blocks", 1) > 2:
-        ways.append("--compute.scan-blocks")
-    if rows > 1:
-        ways.append(
-            f"--compute.grad-accumulation-steps {2 * c.grad_accumulation_steps}"
-            if rows % 2 == 0
-            else "a smaller --train.batch-size"
+    if plan.capacity is not None:
+        lines.append(
+            f"fits: {1 - plan.memory / plan.capacity:.0%} of the memory stays free"
+            if plan.fits
+            else f"does not fit: it needs {plan.memory / 1e9:.2f} of {plan.capacity / 1e9:.1f} GB, and "
+            f"{FREE_SHARE:.0%} should stay free; try {remedies(setup)}"
         )
-    if mesh.shape["data"] > 1:
-        ways.append(f"--mesh fsdp={mesh.shape['data'] * mesh.shape['fsdp']}")
-    ways.append("more devices")
-    return "try " + " or ".join(", ".join(ways).rsplit(", ", 1))
+    return lines
+
+
+def remedies(setup: TrainSetup) -> str:
+    """Return options that save memory, the cheapest first."""
+    c, shape, options = setup.config.compute, setup.mesh.shape, []
+    examples = setup.config.train.batch_size // setup.n_shards // c.grad_accumulation_steps
+    if c.remat != "block":
+        options.append("--compute.remat block")
+    if not c.scan_blocks and getattr(setup.config.model, "n_blocks", 1) > 2:
+        options.append("--compute.scan-blocks")
+    if examples > 1 and examples % 2 == 0:
+        options.append(f"--compute.grad-accumulation-steps {2 * c.grad_accumulation_steps}")
+    elif examples > 1:
+        options.append("a smaller --train.batch-size")
+    if shape["data"] > 1:
+        options.append(f"--mesh fsdp={shape['data'] * shape['fsdp']}")
+    return " or ".join(", ".join([*options, "more devices"]).rsplit(", ", 1))

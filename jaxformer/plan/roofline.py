@@ -1,10 +1,10 @@
-"""How long a step must take, from what it does and what a chip is said to do in a second. Estimates, all of it.
+"""Roofline estimate of a step's time, from its cost and the published rates of a chip.
 
-A step computes F operations, moves M bytes through memory and sends C bytes to other devices, each per device. On a
-chip that does f operations a second, with a memory of m bytes a second and links that send c bytes a second along one
-ring, it takes at least `max(F / f, M / m, C / c)`: that is what is reached if all three overlap, and `F/f + M/m + C/c`
-if none do. Utilisation is what the model itself needs (see `model_operations`) over `f` times that time; what is
-computed again for the backward pass takes time and does not count as use (Chowdhery et al. 2022, appendix B).
+A step computes F FLOPs, moves M bytes through memory and sends C bytes to other devices, each per device. On a chip of
+f FLOPs per second, a memory of m bytes per second and links that send c bytes per second along one ring, it takes at
+least `max(F / f, M / m, C / c)` if all three overlap, and `F/f + M/m + C/c` if none do. Model FLOPs utilisation (MFU)
+is the model's own FLOPs (see `model_flops`) over `f` times that time; recomputation takes time and is not counted as
+use (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -29,22 +29,18 @@ from jaxformer.train.setup import TrainSetup
 
 @dataclass(frozen=True)
 class Chip:
-    """Published figures of one accelerator.
+    """Published figures of one accelerator."""
 
-    Attributes:
-      operations: bfloat16 operations a second, without sparsity.
-      memory: bytes.
-      bandwidth: bytes a second to and from that memory.
-      link: bytes a second that it can send along one ring of devices: of a torus of two dimensions, half of what all
-        links send, as a ring lies along one.
-      source: where these are published.
-    """
-
-    operations: float
+    flops: float
+    """bfloat16 FLOPs per second, without sparsity."""
     memory: float
+    """Bytes of memory."""
     bandwidth: float
+    """Bytes per second to and from memory."""
     link: float
+    """Bytes per second sent along one ring of devices: in a torus of two dimensions, half of what all links send."""
     source: str
+    """Publication of these figures."""
 
 
 TPUS = "cloud.google.com/tpu/docs/"
@@ -52,84 +48,86 @@ BOOK = "Austin et al. 2025, How to Scale Your Model"
 
 CHIPS = {
     "TPU v4": Chip(
-        operations=275e12, memory=32 * 2**30, bandwidth=1200e9,  # TPUS/v4: bf16, and HBM2 of 32 GiB at 1200 GBps
+        flops=275e12, memory=32 * 2**30, bandwidth=1200e9,  # TPUS/v4: bf16, and HBM2 of 32 GiB at 1200 GBps
         link=2 * 45e9,  # BOOK, part 2: one-way 4.5e10 a link; six of them are the 1.1 PB/s of 4096 chips in TPUS/v4
         source=f"{TPUS}v4; links: {BOOK}",
     ),
     "TPU v5 lite": Chip(
-        operations=197e12, memory=16e9, bandwidth=819e9,  # TPUS/v5e: bf16, and HBM2 of 16 GB at 819 GBps
+        flops=197e12, memory=16e9, bandwidth=819e9,  # TPUS/v5e: bf16, and HBM2 of 16 GB at 819 GBps
         link=400e9 / 2 / 2,  # TPUS/v5e: 400 GBps a chip, both directions, in a torus of 2 dimensions
         source=f"{TPUS}v5e",
     ),
     "TPU v5": Chip(
-        operations=459e12, memory=95 * 2**30, bandwidth=2765e9,  # TPUS/v5p: BF16, and HBM of 95 GiB at 2765 GBps
+        flops=459e12, memory=95 * 2**30, bandwidth=2765e9,  # TPUS/v5p: BF16, and HBM of 95 GiB at 2765 GBps
         link=1200e9 / 2 / 3,  # TPUS/v5p: 1200 GBps a chip, both directions, in a torus of 3 dimensions
         source=f"{TPUS}v5p",
     ),
     "TPU v6 lite": Chip(
-        operations=918e12, memory=32e9, bandwidth=1600e9,  # TPUS/v6e: bf16, and HBM of 32 GB at 1600 GBps
+        flops=918e12, memory=32e9, bandwidth=1600e9,  # TPUS/v6e: bf16, and HBM of 32 GB at 1600 GBps
         link=3200e9 / 8 / 2,  # TPUS/v6e: 3200 Gbps a chip, in a torus of 2 dimensions
         source=f"{TPUS}v6e",
     ),
-    # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. Operations,
+    # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. FLOPs,
     # memory and NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14; 80, 141 GB; 300, 450 GB/s.
     "NVIDIA A100-SXM4-80GB": Chip(
-        operations=312e12, memory=80e9, bandwidth=2039e9, link=600e9 / 2, source="NVIDIA A100 data sheet, SXM"
+        flops=312e12, memory=80e9, bandwidth=2039e9, link=600e9 / 2, source="NVIDIA A100 data sheet, SXM"
     ),
     "NVIDIA H100 80GB HBM3": Chip(
-        operations=989e12, memory=80e9, bandwidth=3350e9, link=900e9 / 2, source="NVIDIA H100 data sheet, SXM"
+        flops=989e12, memory=80e9, bandwidth=3350e9, link=900e9 / 2, source="NVIDIA H100 data sheet, SXM"
     ),
     "NVIDIA H200": Chip(
-        operations=989e12, memory=141e9, bandwidth=4800e9, link=900e9 / 2, source="NVIDIA H200 data sheet, SXM"
+        flops=989e12, memory=141e9, bandwidth=4800e9, link=900e9 / 2, source="NVIDIA H200 data sheet, SXM"
     ),
 }  # fmt: skip
-"""By what JAX calls the device."""
+"""Chips by JAX's name of the device."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step, by what takes them, and the share of the chip's operations that the model uses."""
+    """Time of a step and utilisation of the chip."""
 
     compute: float
+    """Seconds of FLOPs."""
     memory: float
+    """Seconds of memory traffic."""
     network: float
-    model_operations: float
+    """Seconds of communication."""
+    model_flops: float
+    """FLOPs of the model per device."""
     chip: Chip
+
+    @classmethod
+    def of(cls, flops: float, memory_traffic: float, bytes_sent: float, model_flops: float, chip: Chip) -> Estimate:
+        """Estimate the time of a step from its cost per device."""
+        return cls(flops / chip.flops, memory_traffic / chip.bandwidth, bytes_sent / chip.link, model_flops, chip)
 
     @property
     def seconds(self) -> float:
-        """Of a step in which the three overlap."""
+        """Seconds of a step if compute, memory and network overlap."""
         return max(self.compute, self.memory, self.network)
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The slowest of compute, memory and network."""
         return max(("compute", "memory", "network"), key=lambda name: getattr(self, name))
 
     @property
-    def utilisation(self) -> float:
-        """If the three overlap."""
-        return self.model_operations / self.chip.operations / self.seconds
+    def mfu(self) -> float:
+        """Model FLOPs utilisation if the three overlap."""
+        return self.model_flops / self.chip.flops / self.seconds
 
     @property
-    def utilisation_in_turn(self) -> float:
-        """If they come one after the other."""
-        return self.model_operations / self.chip.operations / (self.compute + self.memory + self.network)
+    def mfu_without_overlap(self) -> float:
+        """Model FLOPs utilisation if the three take turns."""
+        return self.model_flops / self.chip.flops / (self.compute + self.memory + self.network)
 
 
-def estimate(operations: float, traffic: float, sent: float, model_operations: float, chip: Chip) -> Estimate:
-    """From what one device does in a step: operations, bytes to and from memory, bytes sent."""
-    return Estimate(
-        operations / chip.operations, traffic / chip.bandwidth, sent / chip.link, model_operations, chip
-    )  # fmt: skip
-
-
-def product_operations(jaxpr: Any, visible: float = 1.0) -> float:
-    """Additions and multiplications in all matrix products of a jaxpr, over all devices, loops multiplied out.
+def matmul_flops(jaxpr: Any, visible: float = 1.0) -> float:
+    """Return the FLOPs of all matrix products in a jaxpr, over all devices, with loops multiplied out.
 
     Args:
       jaxpr: with or without its constants.
-      visible: the share of its blocks that an attention kernel computes.
+      visible: share of its blocks that an attention kernel computes.
     """
     total = 0.0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -139,7 +137,7 @@ def product_operations(jaxpr: Any, visible: float = 1.0) -> float:
             K = prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
             total += 2 * K * prod(eqn.outvars[0].aval.shape)
             continue
-        inner = [product_operations(j, visible) for j in _jaxprs(p)]
+        inner = [matmul_flops(j, visible) for j in _jaxprs(p)]
         if name == "cond":
             total += max(inner)
         elif name == "scan":
@@ -154,8 +152,8 @@ def product_operations(jaxpr: Any, visible: float = 1.0) -> float:
     return total
 
 
-def used(jaxpr: Any) -> Any:
-    """A closed jaxpr without what nothing depends on, such as the second run of a kernel whose result was stored."""
+def without_dead_code(jaxpr: Any) -> Any:
+    """Return a closed jaxpr without unused equations, such as the recomputation of a kernel whose result was saved."""
     return dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[0]
 
 
@@ -167,7 +165,7 @@ def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def visible_pairs(mask: Mask, T: int, S: int, block: int = 1) -> int:
-    """How many of T·S pairs of query and key are in blocks of which a mask shows anything."""
+    """Return the number of T·S pairs of query and key in blocks that a mask does not hide entirely."""
     if not isinstance(mask, Causal):
         return T * S
     first = np.arange(0, T, block)
@@ -176,57 +174,56 @@ def visible_pairs(mask: Mask, T: int, S: int, block: int = 1) -> int:
     return int((nearest // block - furthest // block + 1).sum()) * block * block
 
 
-def model_operations(config: Config) -> tuple[float, float]:
-    """What a model needs for a step: products with weights, and attention over the pairs that the mask shows.
+def model_flops(config: Config) -> tuple[float, float]:
+    """Return the FLOPs that a model needs per step, over all devices, and the share of blocks that an attention kernel
+    computes.
 
-    Three times the forward pass, as the backward pass multiplies twice for each product. The second number is the
-    share of blocks that an attention kernel computes.
+    They are those of products with weights, and of attention over visible pairs: three times the forward pass, as the
+    backward pass has two products for each. Of experts, those of the tokens routed to them count.
     """
-    seen: list[tuple[Any, Any, Mask]] = []
+    calls: list[tuple[Any, Any, Mask]] = []
 
-    def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask, scale: float) -> jax.Array:
-        seen.append((q_HTK, k_GSK, mask))
+    def record(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask, scale: float) -> jax.Array:
+        calls.append((q_HTK, k_GSK, mask))
         return q_HTK
 
-    described, rngs = config.model, {}
-    if getattr(described, "n_experts", None) is not None:
-        # As in training, experts have so much room; what is needed is as much as there are tokens for them.
-        described, rngs = replace(described, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
-    model = described.build(Execution(attention=attend))
+    model_config, rngs = config.model, {}
+    if getattr(model_config, "n_experts", None) is not None:  # a dropout key selects the capacity of training
+        model_config, rngs = replace(model_config, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
+    model = model_config.build(Execution(attention=record))
     params = abstract_params(config.model.build(), config.model)
     jaxpr = jax.make_jaxpr(lambda params, *example: model.apply({"params": params}, *example, rngs=rngs))(
         params, *config.model.example()
     )
-    forward, visible = product_operations(jaxpr), 1.0
-    for q_HTK, k_GSK, mask in seen:
+    forward, visible = matmul_flops(jaxpr), 1.0
+    for q_HTK, k_GSK, mask in calls:
         (H, T, K), S = q_HTK.shape, k_GSK.shape[1]
         forward += 4 * H * K * visible_pairs(mask, T, S)
         visible = min(1.0, visible_pairs(mask, T, S, BLOCK) / (T * S)) if BLOCK < T else 1.0
     return 3 * forward * config.train.batch_size, visible
 
 
-def bytes_on_paper(setup: TrainSetup) -> float | None:
-    """What a device must send in a step, as the sharding has it; None where an axis `tensor` or `expert` sends
-    activations too.
+def minimal_bytes_sent(setup: TrainSetup) -> float | None:
+    """Return the bytes that a device must send per step by the sharding; None where an axis `tensor` or `expert` sends
+    activations, too.
 
-    Of n devices on `fsdp`, a parameter of S bytes (in the type that is computed in) that lies in shards is gathered at
-    (n - 1)/n · S, with recomputed blocks once more in the backward pass, and its gradient scattered at as much again.
-    What lies on d devices whole, a parameter or a shard of it, has its gradient summed at 2 (d - 1)/d of its size. All
-    of it again for each part of a batch that is taken in parts, except that sum.
+    Of n devices on `fsdp`, a sharded parameter of S bytes in the compute dtype takes an all-gather of (n - 1)/n · S,
+    another in the backward pass of a recomputed block, and a reduce-scatter of its gradient of the same size. A
+    parameter, or a shard of it, that d devices replicate takes an all-reduce of its gradient, 2 (d - 1)/d of its size.
+    With gradient accumulation, all but the all-reduce count once per microbatch.
     """
     leaves = jax.tree_util.tree_leaves_with_path(setup.abstract_state.params)
-    config, mesh = setup.config, setup.mesh
+    compute, mesh = setup.config.compute, setup.mesh
     split = {axis for _, leaf in leaves for axes in leaf.sharding.spec for axis in np.atleast_1d(axes or ())}
     if any(mesh.shape[axis] > 1 for axis in ("tensor", "expert") if axis in split):
         return None
-    width = setup.compute_dtype.itemsize
-    n, parts = mesh.shape["fsdp"], config.compute.grad_accumulation_steps
-    total = 0.0
+    width, n, total = setup.compute_dtype.itemsize, mesh.shape["fsdp"], 0.0
     for path, leaf in leaves:
-        sharded = "fsdp" in leaf.sharding.spec
-        again = config.compute.remat != "none" and BLOCK_NAME.search(path[0].key) is not None
-        if sharded:
-            total += parts * (3 if again else 2) * (n - 1) / n * leaf.size * width
-        d = mesh.size // (n if sharded else 1)
-        total += 2 * (d - 1) / d * leaf.size // (n if sharded else 1) * 4  # summed in float32, as they are kept
+        is_sharded = "fsdp" in leaf.sharding.spec
+        is_recomputed = compute.remat != "none" and BLOCK_NAME.search(path[0].key) is not None
+        if is_sharded:
+            total += compute.grad_accumulation_steps * (3 if is_recomputed else 2) * (n - 1) / n * leaf.size * width
+        shards = n if is_sharded else 1
+        d = mesh.size // shards
+        total += 2 * (d - 1) / d * leaf.size // shards * 4  # gradients are summed in float32
     return total

@@ -1,4 +1,4 @@
-"""Reading compiled programs: hand-made texts with hand-computed sums, and what XLA itself compiles here."""
+"""Compiled programs: texts with sums by hand, and a program that XLA compiles."""
 
 import jax
 import jax.numpy as jnp
@@ -72,33 +72,33 @@ ENTRY %main (w: bf16[16,4,8]) -> f32[] {
 """
 
 
-def test_the_body_of_a_loop_counts_as_often_as_it_runs():
+def test_loop_body_counts_per_iteration():
     program = parse(PROGRAM)
     assert program.entry == "main"
     assert [program.runs[name] for name in ("main", "body", "fused", "begins")] == [1, 16, 16, 16]
     assert program.unknown_loops == 0
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_told():
+def test_loop_of_unknown_length_counts_once_and_is_reported():
     program = parse(PROGRAM.replace("direction=LT", "direction=NE"))
     assert program.runs["body"] == 1 and program.unknown_loops == 1
 
 
-def test_the_compilers_own_count_is_taken():
+def test_known_trip_count_of_the_compiler_is_used():
     known = 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
     assert parse(PROGRAM.replace("body=%body", known)).runs["body"] == 5
 
 
-def test_what_is_sent_by_kind():
+def test_bytes_sent_by_kind():
     found = {c.kind: (c.times, c.n_bytes) for c in parse(PROGRAM).collectives(4)}
     assert found == {
-        "all-gather": (16, 16 * 1 / 2 * 64),  # two places of one exchange of 4 x 8 bfloat16 between 2
-        "reduce-scatter": (16, 16 * 1 / 2 * 64),  # written as a sum whose slice is kept
+        "all-gather": (16, 16 * 1 / 2 * 64),  # one all-gather of 4 x 8 bfloat16 between 2, in two fusions
+        "reduce-scatter": (16, 16 * 1 / 2 * 64),  # written as an all-reduce and a slice
         "all-reduce": (1, 2 * 3 / 4 * 4),  # a float32 between all 4
     }
 
 
-def test_what_begins_here_and_ends_there_counts_once_and_by_its_result():
+def test_asynchronous_collectives_count_once_by_their_result():
     text = PROGRAM.replace(
         "  ROOT %total",
         "  %begun = (bf16[2,8]{1,0}, bf16[4,8]{1,0}, u32[]) all-gather-start(%w), replica_groups={{0,1},{2,3}}\n"
@@ -113,9 +113,9 @@ def test_what_begins_here_and_ends_there_counts_once_and_by_its_result():
 
 def test_memory_traffic():
     # Of the stack, 64 bytes are read and written each time; `own` reads 64 and writes the 32 of its slice, the kernel
-    # reads 32 and keeps its result on the chip; each part of the gather reads 32 and writes 64. At the end, 4 and 4.
+    # reads 32 and leaves its result on the chip; each part of the gather reads 32 and writes 64. At the end, 4 and 4.
     each = (64 + 4 + 64) + (64 + 32) + 32 + 2 * (32 + 64)
-    compare = 4 + 4 + 1  # the condition looks at two integers and makes a truth value
+    compare = 4 + 4 + 1  # the condition reads two integers and writes a bool
     assert parse(PROGRAM).memory_traffic() == 16 * (each + compare) + 8
 
 
@@ -130,7 +130,7 @@ def test_bytes_of_a_type(text, size):
     assert type_bytes(text) == size
 
 
-def test_what_lies_on_the_chip_is_not_in_memory():
+def test_arrays_on_the_chip_are_not_in_memory():
     assert memory_bytes("(bf16[4]{0:T(8)S(1)}, bf16[4]{0:T(8)})") == 8
 
 
@@ -141,12 +141,12 @@ def test_what_lies_on_the_chip_is_not_in_memory():
         ("replica_groups=mesh['a'=4,'b'=2] {'a'}", 4), ("channel_id=1", 16),
     ],
 )  # fmt: skip
-def test_who_takes_part(groups, size):
+def test_group_size_of_replica_groups(groups, size):
     assert group_size(groups, 16) == size
 
 
-def test_a_program_that_xla_compiled():
-    """A loop of 5 over gathers and scatters between 8 devices, whose bytes are known."""
+def test_collectives_of_a_compiled_program():
+    """A loop of 5 over all-gathers and reduce-scatters between 8 devices."""
     mesh = Mesh(np.array(jax.devices()), ("x",))
 
     def step(w_L):

@@ -1,4 +1,4 @@
-"""Operations and bytes against sums made by hand, and the time that follows from them."""
+"""FLOPs, bytes and times of a step agree with sums by hand."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,12 +15,12 @@ from jaxformer.ops.masks import Causal
 from jaxformer.plan.roofline import (
     CHIPS,
     Chip,
-    bytes_on_paper,
-    estimate,
-    model_operations,
-    product_operations,
-    used,
+    Estimate,
+    matmul_flops,
+    minimal_bytes_sent,
+    model_flops,
     visible_pairs,
+    without_dead_code,
 )
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
@@ -32,34 +32,34 @@ MODEL = DecoderConfig(
 CONFIG = Config("t", MODEL, data=TextConfig(), steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=16))
 
 
-def test_the_slowest_of_three_decides_and_what_is_needed_counts_as_use():
-    chip = Chip(operations=100.0, memory=1.0, bandwidth=10.0, link=2.0, source="")
-    e = estimate(operations=400.0, traffic=20.0, sent=4.0, model_operations=300.0, chip=chip)
+def test_slowest_of_three_bounds_the_step_and_mfu_counts_model_flops():
+    chip = Chip(flops=100.0, memory=1.0, bandwidth=10.0, link=2.0, source="")
+    e = Estimate.of(flops=400.0, memory_traffic=20.0, bytes_sent=4.0, model_flops=300.0, chip=chip)
     assert (e.compute, e.memory, e.network) == (4, 2, 2)
-    assert (e.seconds, e.bound, e.utilisation, e.utilisation_in_turn) == (4, "compute", 0.75, 3 / 8)
-    assert estimate(400.0, 20.0, 12.0, 300.0, chip).bound == "network"
+    assert (e.seconds, e.bound, e.mfu, e.mfu_without_overlap) == (4, "compute", 0.75, 3 / 8)
+    assert Estimate.of(400.0, 20.0, 12.0, 300.0, chip).bound == "network"
 
 
 def test_every_chip_has_a_source():
-    assert all(chip.source and chip.operations > chip.bandwidth > chip.link for chip in CHIPS.values())
+    assert all(chip.source and chip.flops > chip.bandwidth > chip.link for chip in CHIPS.values())
 
 
 @pytest.mark.parametrize(
     ("name", "chips", "of_all"),
     [("TPU v4", 4096, 1.1e15), ("TPU v5 lite", 256, 51.2e12), ("TPU v6 lite", 256, 102.4e12)],
 )
-def test_links_are_those_of_the_all_reduce_of_a_whole_pod(name, chips, of_all):
-    """cloud.google.com/tpu/docs gives "all-reduce bandwidth per Pod", too: what all links of all chips send."""
+def test_links_agree_with_the_all_reduce_of_a_pod(name, chips, of_all):
+    """cloud.google.com/tpu/docs gives "all-reduce bandwidth per Pod", too: that of all links of all chips."""
     dimensions = 3 if name == "TPU v4" else 2
     assert chips * dimensions * CHIPS[name].link == pytest.approx(of_all, rel=0.01)
 
 
-def test_products_are_counted_in_loops_branches_and_parts():
+def test_products_count_in_loops_branches_and_functions():
     x, w = jnp.ones((3, 5)), jnp.ones((5, 7))
     one = 2 * 3 * 5 * 7
 
     def count(f, *args):
-        return product_operations(jax.make_jaxpr(f)(*args))
+        return matmul_flops(jax.make_jaxpr(f)(*args))
 
     assert count(lambda x, w: x @ w, x, w) == one
     assert count(jax.jit(lambda x, w: x @ w + x @ w), x, w) == 2 * one
@@ -67,65 +67,67 @@ def test_products_are_counted_in_loops_branches_and_parts():
     assert count(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: (x @ w).sum(), lambda: 0.0), x, w) == one
     assert count(jax.grad(lambda x, w: jnp.sin(x @ w).sum(), (0, 1)), x, w) == 3 * one
     again = jax.checkpoint(lambda x, w: jnp.sin(x @ w).sum())
-    assert count(jax.grad(again, (0, 1)), x, w) == 3 * one + one  # for the sine's derivative, the product once more
+    assert (
+        count(jax.grad(again, (0, 1)), x, w) == 3 * one + one
+    )  # the product is recomputed for the derivative of the sine
 
 
-def test_what_nothing_depends_on_is_not_counted():
+def test_dead_code_does_not_count():
     x = jnp.ones((3, 3))
     jaxpr = jax.make_jaxpr(lambda x: (jax.jit(lambda x: (x @ x, jnp.sin(x)))(x)[1], x @ x))(x)
-    assert product_operations(jaxpr) == 2 * product_operations(used(jaxpr)) == 2 * 54
+    assert matmul_flops(jaxpr) == 2 * matmul_flops(without_dead_code(jaxpr)) == 2 * 54
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal(600), None])
-def test_a_kernel_counts_the_blocks_that_it_computes(mask):
+def test_attention_kernel_counts_its_visible_blocks(mask):
     H, T, K = 2, 3 * BLOCK, 128
     x = jax.ShapeDtypeStruct((H, T, K), jnp.bfloat16)
     visible = visible_pairs(mask, T, T, BLOCK) / T**2
     jaxpr = jax.make_jaxpr(partial(splash_attention, mask=mask))(x, x, x)
-    assert product_operations(jaxpr, visible) == pytest.approx(4 * H * K * visible_pairs(mask, T, T, BLOCK))
+    assert matmul_flops(jaxpr, visible) == pytest.approx(4 * H * K * visible_pairs(mask, T, T, BLOCK))
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 12, 99])
 @pytest.mark.parametrize("block", [1, 3, 4])
 def test_visible_pairs_are_those_of_the_mask(window, block):
-    seen = Causal(window).array(12, 12)
-    blocks = seen.reshape(12 // block, block, 12 // block, block).any(axis=(1, 3)).sum()
+    visible = Causal(window).array(12, 12)
+    blocks = visible.reshape(12 // block, block, 12 // block, block).any(axis=(1, 3)).sum()
     assert visible_pairs(Causal(window), 12, 12, block) == blocks * block**2
 
 
-def test_operations_of_a_model():
+def test_model_flops_by_hand():
     T, D, L, F, V = 12, 16, 3, 32, 48
     weights = L * (4 * D * D + 2 * D * F) + D * V
-    attention = L * 4 * D * (T * (T + 1) // 2)  # two products over the pairs that a causal mask shows
-    assert model_operations(CONFIG)[0] == 3 * 16 * (2 * T * weights + attention)
+    attention = L * 4 * D * (T * (T + 1) // 2)  # two products over the pairs that a causal mask does not hide
+    assert model_flops(CONFIG)[0] == 3 * 16 * (2 * T * weights + attention)
 
 
-def test_operations_of_experts_are_those_of_the_tokens_that_they_get():
-    """Two of eight experts for each token, however much room the config gives them."""
+def test_model_flops_of_experts_count_routed_tokens():
+    """Two of eight experts per token, whatever their capacity."""
     T, D, L, F, V, E, J = 12, 16, 3, 32, 48, 8, 2
-    weights = L * (4 * D * D + E * D + J * (2 * D * F + D)) + D * V  # with the sum of what two experts give
+    weights = L * (4 * D * D + E * D + J * (2 * D * F + D)) + D * V  # with the sum of the outputs of two experts
     attention = L * 4 * D * (T * (T + 1) // 2)
-    for room in (None, 1.25):
-        model = replace(MODEL, n_experts=E, experts_per_token=J, capacity_factor=room)
-        assert model_operations(replace(CONFIG, model=model))[0] == 3 * 16 * (2 * T * weights + attention)
+    for capacity in (None, 1.25):
+        model = replace(MODEL, n_experts=E, experts_per_token=J, capacity_factor=capacity)
+        assert model_flops(replace(CONFIG, model=model))[0] == 3 * 16 * (2 * T * weights + attention)
 
 
-def test_bytes_that_must_be_sent():
+def test_minimal_bytes_sent_by_hand():
     D, L, F, V = 16, 3, 32, 48
     blocks, outside, gains = 4 * L * (4 * D * D + 2 * D * F), 4 * 2 * V * D, 4 * L * 2 * D
-    paper = lambda mesh, **compute: bytes_on_paper(  # noqa: E731
+    minimum = lambda mesh, **compute: minimal_bytes_sent(  # noqa: E731
         TrainSetup(replace(CONFIG, compute=ComputeConfig(**compute)), make_mesh(mesh))
     )
-    summed = 2 * 7 / 8 * gains  # gains lie everywhere
-    assert paper("data=8") == 2 * 7 / 8 * (blocks + outside + gains)
-    assert paper("fsdp=8") == pytest.approx(7 / 8 * 2 * (blocks + outside) + summed)
-    assert paper("fsdp=8", remat="block") == pytest.approx(7 / 8 * (3 * blocks + 2 * outside) + summed)
-    assert paper("fsdp=8", remat="block", grad_accumulation_steps=2) == pytest.approx(
-        2 * 7 / 8 * (3 * blocks + 2 * outside) + summed
+    all_reduced = 2 * 7 / 8 * gains  # gains are replicated
+    assert minimum("data=8") == 2 * 7 / 8 * (blocks + outside + gains)
+    assert minimum("fsdp=8") == pytest.approx(7 / 8 * 2 * (blocks + outside) + all_reduced)
+    assert minimum("fsdp=8", remat="block") == pytest.approx(7 / 8 * (3 * blocks + 2 * outside) + all_reduced)
+    assert minimum("fsdp=8", remat="block", grad_accumulation_steps=2) == pytest.approx(
+        2 * 7 / 8 * (3 * blocks + 2 * outside) + all_reduced
     )
-    shards = 2 * 1 / 2 * (blocks + outside) / 4  # of two copies of each shard
-    assert paper("data=2,fsdp=4") == pytest.approx(3 / 4 * 2 * (blocks + outside) + shards + summed)
-    assert paper("fsdp=2,tensor=4") is None
-    assert paper("expert=8") == paper("data=8")  # there are none
+    shards = 2 * 1 / 2 * (blocks + outside) / 4  # each shard has two replicas
+    assert minimum("data=2,fsdp=4") == pytest.approx(3 / 4 * 2 * (blocks + outside) + shards + all_reduced)
+    assert minimum("fsdp=2,tensor=4") is None
+    assert minimum("expert=8") == minimum("data=8")  # the model has no experts
     experts = replace(CONFIG, model=replace(MODEL, n_experts=8))
-    assert bytes_on_paper(TrainSetup(experts, make_mesh("expert=8"))) is None
+    assert minimal_bytes_sent(TrainSetup(experts, make_mesh("expert=8"))) is None
