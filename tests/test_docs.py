@@ -194,3 +194,11 @@ def test_named_configs_and_rungs_exist():
     assert len(specs) >= 12
     for spec in {spec for spec in specs if ":" in spec}:
         assert load_config(str(ROOT / spec)).steps > 0
+
+
+def test_hooks_run_what_ci_runs():
+    ci, hooks = ((ROOT / name).read_text() for name in (".ci/run", ".pre-commit-config.yaml"))
+    hooks = hooks.replace(" --force-exclude", "")
+    for command in ("ruff check", "ruff format --check", "mypy", "pytest", "pytest -m exhaustive"):
+        assert f"entry: {command}\n" in hooks
+        assert f"\n{command}" in ci or (command == "pytest" and "&& pytest$" in ci)

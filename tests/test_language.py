@@ -24,7 +24,7 @@ BANNED_WORDS = {
 }  # fmt: skip
 """Words of no name; a standard term says more."""
 BANNED_NAMES = {
-    "accumulate", "at_first", "can_continue", "damage", "everywhere", "from_all", "from_first", "goes_on",
+    "at_first", "can_continue", "damage", "everywhere", "from_all", "from_first", "goes_on",
     "is_largest", "make_way", "of_each_target", "on_one", "one_of_its_choices", "only_one", "reach",
     "relying_on_others", "smoothing_cost", "wait_for_all",
 }  # fmt: skip
@@ -33,10 +33,8 @@ FILE_NAMES = {"seeing", "filling", "opening", "answers", "see", "texts", "names"
 """Names of files that do not say their content."""
 OFFENDERS: set[str] = {
     "jaxformer/checkpoints.py",
-    "jaxformer/cli/arguments.py",
     "jaxformer/cli/callbacks.py",
     "jaxformer/cli/inspect.py",
-    "jaxformer/cli/machine.py",
     "jaxformer/cli/plan.py",
     "jaxformer/cli/report.py",
     "jaxformer/models/blocks.py",
@@ -76,7 +74,6 @@ OFFENDERS: set[str] = {
     "jaxformer/train/loop.py",
     "jaxformer/train/optimizer.py",
     "jaxformer/train/remedies.py",
-    "jaxformer/train/step.py",
 }
 """Files that do not keep to the words yet. A file that does must not be listed."""
 
@@ -98,7 +95,7 @@ DOCUMENTED_METHODS = {
     name.rpartition(".")[2]
     for tree in TREES.values() for name, node in public_definitions(tree) if "." in name and ast.get_docstring(node)
 }  # fmt: skip
-"""Methods with a docstring, which overriding ones inherit."""
+"""Methods with a docstring, which overriding ones inherit; `setup` is Flax's."""
 
 
 def decorators(node: Definition) -> set[str]:
@@ -108,7 +105,7 @@ def decorators(node: Definition) -> set[str]:
 def docstring_faults(name: str, node: Definition | ast.Module) -> Iterator[str]:
     text = ast.get_docstring(node)
     if text is None:
-        if name.rpartition(".")[2] not in DOCUMENTED_METHODS or "." not in name:
+        if name.rpartition(".")[2] not in {*DOCUMENTED_METHODS, "setup"} or "." not in name:
             yield f"{name} has no docstring"
         return
     first = re.match(r"[\w-]*", text.lstrip("`"))[0]
