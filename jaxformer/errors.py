@@ -49,7 +49,7 @@ def write_error(folder: Path, name: str, reason: str) -> UserError:
     """Return the error for a file of a run's folder that cannot be written, with the command to resume."""
     remedy = "free some space" if reason in map(os.strerror, DISK_FULL_ERRORS) else "make the folder writable"
     command = f"python train.py --resume --run {shlex.quote(str(folder))}"
-    return UserError(f"{name} cannot be written to {folder}: {reason}; {remedy}, then go on with: {command}")
+    return UserError(f"{name} cannot be written to {folder}: {reason}; {remedy}, then resume with: {command}")
 
 
 def folder_vanished_error(folder: Path, name: str) -> UserError:

@@ -235,7 +235,7 @@ def create_run(
                     if not path.exists():
                         raise
             if not allow_suffix:
-                raise UserError(f"{folder} exists; add --resume to go on with it, or choose another --run.")
+                raise UserError(f"{folder} exists; add --resume to continue it, or choose another --run.")
             number += 1
             path = folder.with_name(f"{folder.name}-{number}")
     finally:

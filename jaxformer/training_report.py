@@ -67,7 +67,7 @@ def footer(
     config, quoted, step = setup.config, shlex.quote(str(folder)), outcome.step
     help_line = f"What usually helps: {remedies(config)}."
     if outcome.status == "interrupted":
-        return [f"interrupted at step {step:,} and saved; go on with: python train.py --resume --run {quoted}"]
+        return [f"interrupted at step {step:,} and saved; resume with: python train.py --resume --run {quoted}"]
     if outcome.status == "non_finite":
         origin, evidence = _autopsy(setup, folder, outcome)
         return [
@@ -131,7 +131,7 @@ def rollback_line(config: Config, outcome: Outcome, folder: str) -> str:
     )
     if not outcome.healthy:
         return f"No checkpoint is from before the divergence; begin again with: {command}"
-    return f"Checkpoint {outcome.healthy:,} is from before the divergence and is kept; roll back to it with: {command}"
+    return f"Checkpoint {outcome.healthy:,} is from before the divergence and is retained; roll back to it with: {command}"
 
 
 def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Path]:

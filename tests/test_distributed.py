@@ -324,7 +324,7 @@ def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, nu
     if number == signal.SIGTERM:
         targets_seen = processes[victim].communicate(timeout=60)
         assert processes[victim].returncode == status, targets_seen
-        assert "and saved; go on with: python train.py --resume --run run" in out  # process 0 says so, and it alone
+        assert "and saved; resume with: python train.py --resume --run run" in out  # process 0 says so, and it alone
         assert "saved" not in targets_seen[0]
         assert not err and not targets_seen[1]
     else:
@@ -332,7 +332,7 @@ def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, nu
         processes[victim].communicate()
         assert err.splitlines()[-1] == (
             "error: another process of this run has ended or does not answer, its own output says why; "
-            "go on from the last checkpoint with: python train.py --resume --run run"
+            "resume from the last checkpoint with: python train.py --resume --run run"
         )
     with CheckpointManager(tmp_path / "run") as checkpoints:
         assert checkpoints.step() >= 50
@@ -432,7 +432,7 @@ def test_full_disk_ends_all_processes_and_the_run_resumes(books, tmp_path):
             expected = full_of if status == 2 else "error: another process of this run has ended"
             assert len(lines) == 1 and lines[0].startswith(expected), err
             assert "Traceback" not in err
-            assert lines[0].endswith("go on with: python train.py --resume --run run") or status == 1
+            assert lines[0].endswith("resume with: python train.py --resume --run run") or status == 1
         last = CheckpointReader(disk / "run").step()
         full.unlink()
         more = ["--resume", "--run", "run", "--steps", str(last + 5)]

@@ -66,7 +66,7 @@ def test_the_rollback_command_has_values():
     config = replace(config, optimizer=replace(config.optimizer, clip_norm=None, learning_rate=1.0))
     outcome = Outcome("diverged", 121, None, None, healthy=100)
     assert rollback_line(config, outcome, "runs/quick") == (
-        "Checkpoint 100 is from before the divergence and is kept; roll back to it with: python train.py --resume "
+        "Checkpoint 100 is from before the divergence and is retained; roll back to it with: python train.py --resume "
         "--run runs/quick --from-step 100 --optimizer.clip-norm 1"
     )
     assert rollback_line(config, replace(outcome, healthy=0), "r").startswith(

@@ -77,7 +77,7 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
         message, number = interruption.args or ("interrupted", signal.SIGINT)
         echo_error(message)
         call.status = 128 + number
-    except BrokenPipeError:  # whoever read what we print has gone, as `| head` does
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         call.status = 128 + signal.SIGPIPE

@@ -64,7 +64,7 @@ def is_private(folder: Path) -> bool:
     except OSError:
         return False
     if {link.st_uid, status.st_uid} != {os.geteuid()}:
-        warn(f"compiled programs are not kept: the cache {folder} belongs to another user; {remedy}.")
+        warn(f"compiled programs are not cached: the cache {folder} belongs to another user; {remedy}.")
         return False
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         command = f"chmod go-w {shlex.quote(str(folder))}"

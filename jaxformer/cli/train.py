@@ -152,7 +152,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
 
         changes = check_resumable(folder, stored, config, options.from_step is not None)
     elif options.run is not None and Path(options.run).exists():
-        raise UserError(f"{options.run} exists; add --resume to go on with it, or choose another --run.")
+        raise UserError(f"{options.run} exists; add --resume to continue it, or choose another --run.")
     else:
         folder = RUNS / config.name if options.run is None else Path(options.run)
     n_processes = options.distributed.processes or count_processes(os.environ)
@@ -229,7 +229,7 @@ def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
 
     command = f"python train.py --resume --run {shlex.quote(str(folder))}"
     try:
-        with exit_on_lost_process(f"go on from the last checkpoint with: {command}"):
+        with exit_on_lost_process(f"resume from the last checkpoint with: {command}"):
             yield
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not resume and not (folder / METRICS).exists():

@@ -209,7 +209,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, finished, 
         assert result.stderr.count("\n") == 1
         assert {folder.name for folder in (disk / "run/checkpoints").iterdir()} <= {"10", "15"}
         full.unlink()
-        command = result.stderr.partition("then go on with: python ")[2]
+        command = result.stderr.partition("then resume with: python ")[2]
         result = run(*shlex.split(command), cwd=here)
         assert result.returncode == 0 and not result.stderr, result.stderr
         assert_same_run(disk / "run", here / "runs/quick")

@@ -94,5 +94,5 @@ def test_a_signal_to_the_ladder_makes_its_rung_save(tmp_path, number):
         process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, out
-    assert "and saved; go on with" in out and "Traceback" not in out
+    assert "and saved; resume with" in out and "Traceback" not in out
     assert list((tmp_path / "runs/ladder/residual/checkpoints").glob("[0-9]*"))
