@@ -131,7 +131,9 @@ def rollback_line(config: Config, outcome: Outcome, folder: str) -> str:
     )
     if not outcome.healthy:
         return f"No checkpoint is from before the divergence; begin again with: {command}"
-    return f"Checkpoint {outcome.healthy:,} is from before the divergence and is retained; roll back to it with: {command}"
+    return (
+        f"Checkpoint {outcome.healthy:,} is from before the divergence and is retained; roll back to it with: {command}"
+    )
 
 
 def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Path]:

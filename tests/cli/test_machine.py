@@ -66,7 +66,9 @@ def test_without_a_cache_of_its_own_a_user_has_none(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(machine.os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     assert not machine.is_private(tmp_path)
     (message,) = caplog.messages
-    assert message.startswith(f"compiled programs are not cached: the cache {tmp_path} belongs to another user; set JAXF")
+    assert message.startswith(
+        f"compiled programs are not cached: the cache {tmp_path} belongs to another user; set JAXF"
+    )
 
 
 def test_a_cache_dir_of_jax_takes_precedence(tmp_path, monkeypatch):
