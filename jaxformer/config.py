@@ -240,7 +240,7 @@ class ComputeConfig:
     """Activation checkpointing. Saved for the backward pass: all activations (none), products with weights (dots), or
     the input of each block only (block)."""
     scan_blocks: bool = False
-    """Compile one block and scan over the blocks, which compiles faster where there are many."""
+    """Scan over the blocks, of which only one is compiled: faster compilation where there are many."""
     grad_accumulation_steps: int = 1
     """Microbatches per batch (gradient accumulation). Losses over the whole batch, the load balancing of experts and
     CLIP's contrastive loss, are computed per microbatch; all else is unchanged."""

@@ -46,12 +46,12 @@ class CaptionsConfig(DataConfig):
     rotate: float = 0.0
     """Maximum random rotation in degrees, in both directions."""
     flip: bool = False
-    """Mirror half of the images horizontally, others in each epoch; not where captions tell left from right."""
+    """Horizontal flip of half of the images, others in each epoch; not where captions tell left from right."""
     jitter: float = 0.0
     """Colour jitter: maximum change of each channel's brightness, as a fraction of half the range of a pixel, and of
     its contrast, by a factor as that of `scale`."""
     drop_words: float = 0.0
-    """Fraction of the words to drop from training captions, others in each epoch; at least one stays."""
+    """Fraction of the words dropped from training captions, others in each epoch; at least one stays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,7 +166,8 @@ class CaptionDataset(Dataset):
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
         # As floats: a config that was stored and read has 10.0 where 10 was given.
         options = [float(x) for x in (*config.augmentation.values(), config.drop_words)]
-        digest = hashlib.sha256(repr(((length, model.text.vocab_size, shape, options), table)).encode())
+        settings = (length, model.text.vocab_size, shape, options)
+        digest = hashlib.sha256(repr((settings, [tuple(row) for row in table])).encode())
         digest.update(self.images.tobytes())
         self.fingerprint = digest.hexdigest()
 

@@ -31,7 +31,7 @@ class CorpusConfig(DataConfig):
     val_fraction: float = 0.05
     """Fraction of the bytes to hold out where there is no val_path."""
     unwrap: bool = True
-    """Join lines that were broken only to fit a page's width."""
+    """Removal of line breaks that only fit the text to a page's width."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

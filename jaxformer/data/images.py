@@ -39,7 +39,7 @@ class ImagesConfig(ImageFolderConfig):
     """Labelled images and their augmentation in training."""
 
     flip: bool = False
-    """Mirror half of the images horizontally, others in each epoch; not for images such as text."""
+    """Horizontal flip of half of the images, others in each epoch; not for images such as text."""
     shift: int = 0
     """Maximum random shift in pixels, vertical and horizontal, drawn in each epoch; the border is black."""
 

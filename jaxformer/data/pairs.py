@@ -41,7 +41,7 @@ class PairsConfig(DataConfig):
     val_path: str | None = None
     """File of the validation pairs, where path does not give it."""
     reverse: bool = False
-    """Swap sources and targets: translate in the other direction."""
+    """Exchange of sources and targets: translation in the other direction."""
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
