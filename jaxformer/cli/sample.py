@@ -87,14 +87,14 @@ class Arguments:
     prompts_file: str | None = None
     """File with a prompt per line; a .jsonl file has objects with "prompt", and optionally "seed" and "id"."""
     explain: bool = False
-    """Show for each token its probability, the likeliest others, the entropy of the distribution, and the positions
-    with the most attention, the mean over all heads."""
+    """Explanation of each token: its probability, the likeliest others, the entropy of the distribution, and the
+    positions with the most attention, the mean over all heads."""
     interactive: bool = False
-    """Ask for prompts. Ctrl-C stops a text, Ctrl-D leaves."""
+    """Prompts from an interactive session. Ctrl-C stops a text, Ctrl-D leaves."""
     jsonl: bool = False
-    """Write a line of JSON per text as soon as its batch is done: with its prompt's line, its tokens, their
-    log-probabilities as the model gave them, why it ended, and the seconds from the start of its batch to its first
-    token and its last. Of a translation, with its prompt's line and its tokens."""
+    """One line of JSON per text as soon as its batch is done: its prompt's line, its tokens, their log-probabilities
+    under the model, the reason it ended, and the seconds from the start of its batch to its first token and its last;
+    of a translation, its prompt's line and its tokens."""
     completion: Annotated[CompletionOptions, MERGED] = field(default_factory=CompletionOptions)
     sampling: Annotated[SamplingOptions, MERGED] = field(default_factory=SamplingOptions)
 

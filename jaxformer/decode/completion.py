@@ -35,27 +35,27 @@ class CompletionOptions:
     """Number, length and search of completions; `Sampling` has the options of a single token."""
 
     max_new_tokens: int = 200
-    """Tokens to make; a text may end earlier."""
+    """New tokens per completion at most."""
     num_samples: int = 1
-    """Texts for each prompt; text k is what --seed k more gives, or the k-th best of the beams."""
+    """Completions per prompt; completion k, from 0, is that of --seed plus k, or the k-th best beam."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Seed of the random draws; equal seeds give equal texts."""
     batch_size: int = 16
-    """Texts to make at once; those of one prompt stay together."""
+    """Completions per batch; those of one prompt stay together."""
     bad_words: tuple[str, ...] = ()
-    """Texts never to make, also not after a space, as the run's tokenizer writes them."""
+    """Texts never to generate, as the run's tokenizer encodes them with and without a space before them."""
     logit_bias: tuple[str, ...] = ()
     """TEXT=BIAS, where the text is one token; the bias is added to its logit."""
     stop: tuple[str, ...] = ()
-    """Texts that end a text; not shown."""
+    """Stop strings, which end a text and are not shown."""
     num_beams: int = 1
     """Beams of a beam search for the likeliest text; 1 samples instead. Ctrl-C waits until the search is done."""
     length_penalty: float = 1.0
     """Exponent of the length in the scores of --num-beams: above 0 favours long texts, below 0 short ones."""
     draft: str | None = None
     """A smaller run with the same tokenizer, or 'lookup' for the text itself, for speculative decoding: it proposes
-    tokens, of which the model checks several in one pass. The text is distributed as without it, and greedily is the
-    same. One text at a time."""
+    tokens, several of which the model verifies in one pass. The text is distributed as without it, and greedily is
+    the same. One text at a time."""
     draft_tokens: int = 4
     """Tokens that --draft proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -73,7 +73,7 @@ class Completion:
 
     prompt: Prompt
     sample: int
-    """Number among the samples of the prompt, from 0."""
+    """Index among the samples of the prompt."""
     seed: int
     text: GeneratedText
     score: float | None = None

@@ -145,14 +145,11 @@ def check_seeds(seeds: Sequence[int], n_prompts: int, n_samples: int) -> None:
 
 
 class PieceIterator:
-    """An iterator over the pieces of B rows, whose subclass implements `_generate`."""
+    """An iterator over the pieces of B rows, each of which can be ended."""
 
-    def __init__(self, n_rows: int) -> None:
+    def __init__(self, n_rows: int, pieces: Iterator[Piece]) -> None:
         self.ended_B = np.zeros(n_rows, bool)
-        self._pieces = self._generate()
-
-    def _generate(self) -> Iterator[Piece]:
-        raise NotImplementedError
+        self._pieces = pieces
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -193,7 +190,7 @@ class Generation(PieceIterator):
     """Time at which the previous call was done."""
 
     def __post_init__(self) -> None:
-        super().__init__(len(self.seeds_R))
+        super().__init__(len(self.seeds_R), self._generate())
         self.put = placement(self.params)
 
     def _generate(self) -> Iterator[Piece]:

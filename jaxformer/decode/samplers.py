@@ -45,9 +45,9 @@ class Sampling:
     """Divisor of positive logits, and factor of negative ones, of tokens in the prompt or the completion; below 1 it
     favours them."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token in the completion."""
+    """Amount subtracted from the logit of every token in the completion."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit per occurrence in the completion."""
+    """Amount subtracted from a token's logit per occurrence in the completion."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the bias of its logit; biases of one token add up."""
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -170,12 +170,11 @@ class Speculation(PieceIterator):
 
     def __init__(self, n_rows: int, rows: Iterable[Iterator[tuple[int, Piece]]]) -> None:
         self.n_passes = self.n_tokens = 0
-        self._rows = rows
-        super().__init__(n_rows)
+        super().__init__(n_rows, self._generate(rows))
 
-    def _generate(self) -> Iterator[Piece]:
+    def _generate(self, rows: Iterable[Iterator[tuple[int, Piece]]]) -> Iterator[Piece]:
         B = len(self.ended_B)
-        for number, outputs in enumerate(self._rows):
+        for number, outputs in enumerate(rows):
             while not self.ended_B[number] and (output := next(outputs, None)):
                 n_passes, piece = output
                 self.n_passes += n_passes
