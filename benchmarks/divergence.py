@@ -4,8 +4,8 @@
 
 Each piece is a process of its own: it trains by the full schedule, cut short, feeds the `DivergenceMonitor` as the
 training loop does, and writes loss, gradient norm and update norm of each step to a file of its own below the folder.
-A piece whose file is there is taken as done. The table then says when the loss left its running minimum by `MARGIN` for
-good, and when that was noticed. Those that diverge are `quick` as it was before its updates were bounded, with its
+A piece whose file exists is done. The table then says when the loss left its running minimum by `MARGIN_NATS`
+for good, and when that was noticed. Those that diverge are `quick` as it was before its updates were bounded, with its
 optimizer and others.
 """
 
@@ -92,7 +92,7 @@ def trace(piece: Piece, steps: int) -> dict[str, Any]:
     import numpy as np
 
     from jaxformer.cli import machine
-    from jaxformer.sharding import batch_split, make_mesh, place
+    from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
     from jaxformer.train.divergence import DivergenceMonitor, chance_loss
     from jaxformer.train.setup import TrainSetup
     from jaxformer.train.step import make_train_step
@@ -105,7 +105,7 @@ def trace(piece: Piece, steps: int) -> dict[str, Any]:
     state, step = setup.init_state(), make_train_step(setup)
     monitor, noticed, rows, broken = DivergenceMonitor(chance_loss(config.model)), [], [], None
     for number, batch in enumerate(data.stream(0, min(steps, config.steps)), start=1):
-        state, metrics = step(state, place(batch, batch_split(mesh)), np.int32(number - 1))
+        state, metrics = step(state, global_device_put(batch, batch_sharding(mesh)), np.int32(number - 1))
         if not metrics.finite:
             broken = number
             break
@@ -137,10 +137,10 @@ def departed(losses: list[float], margin: float) -> int | None:
 
 def judge(piece: dict[str, Any]) -> dict[str, Any]:
     """Return what a piece came to: where it departed, when it was noticed, and whether that is right."""
-    from jaxformer.train.divergence import MARGIN
+    from jaxformer.train.divergence import MARGIN_NATS
 
     losses = [float("inf") if row[0] is None else row[0] for row in piece["rows"]]
-    began = departed(losses, MARGIN) or piece["not_finite"]
+    began = departed(losses, MARGIN_NATS) or piece["not_finite"]
     stops = [piece["noticed"][0]["step"]] if piece["noticed"] else []
     stops += [piece["not_finite"]] if piece["not_finite"] else []
     noticed = min(stops, default=None)

@@ -26,7 +26,7 @@ from jaxformer.data.windows import next_token_batch
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.memory import memory_needed
 from jaxformer.runs import count_parameters
-from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
     B, T = config.train.batch_size, config.model.context_length
     machine.set_up(B, config.mesh)
     setup = TrainSetup(config, make_mesh(config.mesh))
-    state, split = setup.init_state(), batch_split(setup.mesh)
+    state, split = setup.init_state(), batch_sharding(setup.mesh)
     weights = flatten_dict(jax.tree.map(np.asarray, state.params), sep=".")
     batches = np.random.default_rng(config.seed).integers(
         config.model.vocab_size, size=(BATCHES, B, T + 1), dtype=np.int32
@@ -71,7 +71,9 @@ def main(folder: Path) -> None:
 
     def step(taken: int) -> jax.Array:
         nonlocal state
-        state, metrics = compiled(state, place(next_token_batch(batches[taken % BATCHES]), split), np.int32(taken))
+        state, metrics = compiled(
+            state, global_device_put(next_token_batch(batches[taken % BATCHES]), split), np.int32(taken)
+        )
         return metrics.loss
 
     device = jax.devices()[0]

@@ -1,4 +1,4 @@
-"""Parameters by their dotted names, and their norms, heads apart."""
+"""Dotted names of parameters, and their norms for each head."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -32,20 +32,20 @@ class Row:
     w: float
     """Norm of the weights."""
     u: float
-    """lr · g / w: the relative size of a plain gradient step."""
+    """Learning rate · g / w: the relative size of a plain gradient step."""
     update: float | None
     """Norm of the optimizer's true update over w, if updates were given."""
 
 
 def dotted(path: Iterable[object]) -> str:
-    """`('blocks_2', 'attention', 'W_Q')`, or a path of JAX's key objects, to `blocks.2.attention.W_Q`."""
+    """Return `blocks.2.attention.W_Q` for `('blocks_2', 'attention', 'W_Q')` or a path of JAX's key objects."""
     parts = [str(getattr(key, "key", key)) for key in path]
     return ".".join(re.sub(r"^(\w*blocks)_(\d+)$", r"\1.\2", part) for part in parts)
 
 
 @jax.jit
 def parameter_norms(tree: Any) -> Norms:
-    """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` where heads lie apart.
+    """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` for a matrix with heads.
 
     One whose sum of squares exceeds float32 is infinite.
     """

@@ -1,8 +1,8 @@
-"""Where arrays live: a mesh of devices, and a table from the named axes of parameters to its axes.
+"""Sharding: a mesh of devices, and a table from the named axes of parameters to mesh axes.
 
 The batch is split over all axes but `tensor`. `fsdp` also splits the parameters and the optimizer's state, which
-are gathered where they are used (Rajbhandari et al. 2020, stage 3); `tensor` splits heads and hidden layers
-(Shoeybi et al. 2019), for which XLA's partitioner puts in the communication; `expert` splits experts, and tokens travel
+are all-gathered where they are used (Rajbhandari et al. 2020, stage 3); `tensor` splits heads and hidden layers
+(Shoeybi et al. 2019), for which XLA's partitioner inserts the communication; `expert` splits experts, and tokens travel
 to them (Lepikhin et al. 2020).
 """
 
@@ -24,11 +24,11 @@ from jaxformer.errors import UserError
 from jaxformer.ops import workarounds
 
 AXES = ("data", "fsdp", "expert", "tensor")
-"""From the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
+"""Mesh axes from the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
 BATCH = ("data", "fsdp", "expert")
-"""The axes that split the batch."""
+"""Mesh axes that split the batch."""
 REPLICATED = PartitionSpec()
-"""Split over nothing."""
+"""Spec of an array that every device holds in full."""
 
 MESH_AXES: dict[str, str] = {
     "embed": "fsdp",
@@ -41,10 +41,10 @@ SPLIT_VECTORS = ("experts", "heads", "hidden")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """'data=2,fsdp=4' as a dict.
+    """Return the sizes of mesh axes by name, from a text such as 'data=2,fsdp=4'.
 
     Raises:
-      UserError: not of that form, an unknown axis, one named twice, or a size that is none.
+      UserError: the text has another form, an unknown axis, an axis named twice, or an invalid size.
     """
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -60,36 +60,36 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of all devices with the axes of `AXES`; `data` takes what the others leave, if it is not given.
+    """Return a mesh of all devices with the axes of `AXES`; the size of `data` defaults to what the others leave.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(text)
-    n, taken = len(devices), prod(size for axis, size in sizes.items() if axis != "data")
-    sizes.setdefault("data", max(1, n // taken))
+    n, n_others = len(devices), prod(size for axis, size in sizes.items() if axis != "data")
+    sizes.setdefault("data", max(1, n // n_others))
     if prod(sizes.values()) != n:
-        asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise UserError(f"the mesh needs {asked} = {prod(sizes.values())} devices, but there are {n}; change --mesh.")
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise UserError(f"the mesh needs {product} = {prod(sizes.values())} devices, but there are {n}; change --mesh.")
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     # Neighbours where the machine allows it; where no axis of the machine is as long as one of the mesh, it is split.
-    placed = create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    device_mesh = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(device_mesh, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Into how many parts the batch is split."""
+    """Return the number of shards of a batch."""
     return prod(mesh.shape[axis] for axis in BATCH)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """Return the sharding of arrays that every device holds in full."""
     return NamedSharding(mesh, REPLICATED)
 
 
-def batch_split(mesh: Mesh) -> NamedSharding:
-    """The first axis over all axes of `BATCH`."""
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of arrays whose first axis is split over all axes of `BATCH`."""
     return NamedSharding(mesh, PartitionSpec(BATCH))
 
 
@@ -124,9 +124,9 @@ def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
 
 
 def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Parameters whole but for `expert` and `tensor`, from this device's shards; to be called inside `jax.shard_map`.
+    """Return parameters that are all-gathered over `fsdp`, from this device's shards, inside `jax.shard_map`.
 
-    Differentiated, it sums the gradient over `fsdp` and leaves each device its shard: a reduce-scatter.
+    They stay split over `expert` and `tensor`. The gradient is a reduce-scatter over `fsdp`.
     """
     ring_lengths = workarounds.rings(mesh.devices[0, :, 0, 0].tolist())
 
@@ -139,7 +139,7 @@ def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
-    """What each device has from its part of the batch, summed over all parts; inside `jax.shard_map`.
+    """Return arrays summed over the shards of a batch, inside `jax.shard_map`.
 
     Args:
       specs: one for all leaves, or a tree of them. `gather` has summed gradients over the axes they name already.
@@ -152,54 +152,61 @@ def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
     return jax.tree.map(sum_part, specs, tree)
 
 
-def place(tree: Any, sharding: NamedSharding) -> Any:
-    """Arrays that every process has whole, as arrays over all devices."""
+def global_device_put(tree: Any, sharding: NamedSharding) -> Any:
+    """Return arrays over all devices, from arrays that every process holds in full."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
-    one = lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])  # noqa: E731
-    return jax.tree.map(one, tree)
+    put = lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])  # noqa: E731
+    return jax.tree.map(put, tree)
 
 
 def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
-    """Which rows of a batch this process's devices hold."""
-    held = sharding.addressable_devices_indices_map((n_rows,)).values()
-    return np.unique(np.concatenate([np.arange(n_rows)[index] for index in held]))
+    """Return the indices of the rows of a batch that this process's devices hold."""
+    indices = sharding.addressable_devices_indices_map((n_rows,)).values()
+    return np.unique(np.concatenate([np.arange(n_rows)[index] for index in indices]))
 
 
-def assemble(rows: Any, held: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
-    """The whole batch over all devices, a tree of arrays of which each process gives the rows `held`; see
-    `local_rows`."""
-    if len(held) == n_rows:
-        return place(rows, sharding)
+def assemble(rows: Any, row_indices: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
+    """Return a batch over all devices, a tree of arrays of which each process gives its rows.
 
-    def one(leaf: np.ndarray) -> jax.Array:
-        at = lambda index: leaf[np.searchsorted(held, np.arange(n_rows)[index[0]])]  # noqa: E731
-        return jax.make_array_from_callback((n_rows, *leaf.shape[1:]), sharding, at)
+    Args:
+      rows: this process's rows of each array.
+      row_indices: their indices in the batch; see `local_rows`.
+    """
+    if len(row_indices) == n_rows:
+        return global_device_put(rows, sharding)
 
-    return jax.tree.map(one, rows)
+    def assemble_leaf(leaf: np.ndarray) -> jax.Array:
+        shard = lambda index: leaf[np.searchsorted(row_indices, np.arange(n_rows)[index[0]])]  # noqa: E731
+        return jax.make_array_from_callback((n_rows, *leaf.shape[1:]), sharding, shard)
+
+    return jax.tree.map(assemble_leaf, rows)
 
 
 @lru_cache(maxsize=4)
-def _made_whole(mesh: Mesh) -> Callable:
+def _all_gather(mesh: Mesh) -> Callable:
     return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))
 
 
 def local_copy(tree: Any, mesh: Mesh) -> Any:
-    """Arrays whole on one device of this process: for looking at a model with what knows no mesh."""
+    """Return a copy of arrays on one device of this process, for inspection by functions without a mesh."""
     if any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
-        tree = _made_whole(mesh)(tree)
+        tree = _all_gather(mesh)(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
 
 
 def on_each_shard(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`jax.shard_map` over the axes of the batch; `tensor`, where there is one, is left to the partitioner."""
+    """Return `jax.shard_map` of a function over the axes of the batch; `tensor` is left to the partitioner."""
     axes = set(AXES) if mesh.shape["tensor"] == 1 else set(BATCH)
-    seen = lambda tree: jax.tree.map(lambda s: PartitionSpec(*(a if a != "tensor" else None for a in s)), tree)  # noqa: E731
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=seen(in_specs), out_specs=seen(out_specs), axis_names=axes, check_vma=False
-    )
+
+    def without_tensor(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: PartitionSpec(*(a if a != "tensor" else None for a in spec)), specs)
+
+    specs = {"in_specs": without_tensor(in_specs), "out_specs": without_tensor(out_specs)}
+    return jax.shard_map(function, mesh=mesh, axis_names=axes, check_vma=False, **specs)
 
 
-def abstract(tree: Any, places: Any) -> Any:
-    """Shapes and dtypes of a tree's leaves, with their shardings."""
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
+def abstract(tree: Any, shardings: Any) -> Any:
+    """Return the shapes and dtypes of a tree's leaves, with their shardings."""
+    struct = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(struct, tree, shardings)

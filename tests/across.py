@@ -12,7 +12,7 @@ from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.distributed import AsyncMax, DistributedOptions, barrier, broadcast, connect, shutdown
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.sharding import assemble, batch_split, local_rows, make_mesh
+from jaxformer.sharding import assemble, batch_sharding, local_rows, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
@@ -30,7 +30,7 @@ def main(folder: str, mesh_text: str, coordinator: str, processes: str, process:
     """Train, save, and print what this process saw as a line of JSON."""
     connect(DistributedOptions(coordinator, int(processes), int(process)))
     mesh = make_mesh(mesh_text)
-    split = batch_split(mesh)
+    split = batch_sharding(mesh)
     held = local_rows(split, CONFIG.train.batch_size)
     setup = TrainSetup(CONFIG, mesh)
     state, step, losses = setup.init_state(), make_train_step(setup), []

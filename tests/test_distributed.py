@@ -31,7 +31,7 @@ from jaxformer.distributed import (
     shutdown,
 )
 from jaxformer.errors import UserError
-from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
@@ -247,7 +247,9 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
     def losses_from(state, start: int) -> list[float]:
         losses = []
         for k in range(start, CONFIG.steps):
-            state, metrics = step(state, place(next_token_batch(BATCHES[k]), batch_split(mesh)), np.int32(k))
+            state, metrics = step(
+                state, global_device_put(next_token_batch(BATCHES[k]), batch_sharding(mesh)), np.int32(k)
+            )
             losses.append(float(metrics.loss))
         return losses
 

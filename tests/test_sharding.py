@@ -25,15 +25,15 @@ from jaxformer.ops import workarounds
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import (
     assemble,
+    batch_sharding,
     batch_shards,
-    batch_split,
     gather,
+    global_device_put,
     local_copy,
     local_rows,
     make_mesh,
     on_each_shard,
     parse_mesh,
-    place,
     replicated,
     shardings,
     spec,
@@ -287,7 +287,7 @@ def test_gathering_gives_the_whole_and_its_gradient_is_summed_into_the_shards(me
 
     everywhere = on_each_shard(gradient, mesh, (specs, P(sharding.BATCH)), (specs, P()))
     params = {"W": jax.device_put(W, NamedSharding(mesh, specs["W"]))}
-    grads, loss = jax.jit(everywhere)(params, jax.device_put(x_BD, batch_split(mesh)))
+    grads, loss = jax.jit(everywhere)(params, jax.device_put(x_BD, batch_sharding(mesh)))
     np.testing.assert_allclose(loss, np.sum((x_BD @ W.T) ** 2), rtol=1e-5)
     np.testing.assert_allclose(grads["W"], 2 * W @ (x_BD.T @ x_BD), rtol=1e-4, atol=1e-4)
     split = mesh.shape["fsdp"]
@@ -296,7 +296,7 @@ def test_gathering_gives_the_whole_and_its_gradient_is_summed_into_the_shards(me
 
 @pytest.mark.parametrize("mesh", ["", "fsdp=8", CUBE, "tensor=8"])
 def test_a_batch_is_put_together_from_rows(mesh):
-    split, batch = batch_split(make_mesh(mesh)), np.arange(48).reshape(16, 3)
+    split, batch = batch_sharding(make_mesh(mesh)), np.arange(48).reshape(16, 3)
     held = local_rows(split, 16)
     assert held.tolist() == list(range(16))  # one process holds all
     whole = assemble(batch[held], held, 16, split)
@@ -307,7 +307,7 @@ def test_a_batch_is_put_together_from_rows(mesh):
 def test_rows_and_shards_of_a_process_that_holds_some(monkeypatch):
     """What process 1 of two would see: devices 4 to 7, and so the second half of the batch."""
     mesh = make_mesh("data=4,tensor=2")
-    split, batch = batch_split(mesh), np.arange(48).reshape(16, 3)
+    split, batch = batch_sharding(mesh), np.arange(48).reshape(16, 3)
     here = set(jax.devices()[4:])
 
     class Half:
@@ -337,8 +337,8 @@ def test_a_local_copy_is_whole_and_on_one_device(mesh):
 
 def test_placing_lays_an_array_out():
     mesh, array = make_mesh(), np.arange(8.0)
-    for where in (replicated(mesh), batch_split(mesh)):
-        placed = place(array, where)
+    for where in (replicated(mesh), batch_sharding(mesh)):
+        placed = global_device_put(array, where)
         assert placed.sharding == where
         np.testing.assert_array_equal(placed, array)
 

@@ -33,7 +33,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
-from jaxformer.sharding import batch_shards, batch_split, replicated
+from jaxformer.sharding import batch_sharding, batch_shards, replicated
 
 MIN_TOKENS_PER_CALL = 8
 """Decode steps of a call, however slow: fewer calls are faster, but a user may be reading."""
@@ -310,7 +310,7 @@ def placement(params: Params) -> Callable[[np.ndarray], Any]:
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
     even = lambda rows: len(rows) % batch_shards(mesh) == 0  # noqa: E731
-    return lambda rows: jax.device_put(rows, batch_split(mesh) if even(rows) else replicated(mesh))
+    return lambda rows: jax.device_put(rows, batch_sharding(mesh) if even(rows) else replicated(mesh))
 
 
 def left_aligned(rows: list[list[int]], width: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Divergence that is finite: when a loss has left its minimum for good, and what moved first."""
+"""Detection of a divergence that is finite, and of the parameter that moved first."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 
-SMOOTHED = 10
-"""Losses whose mean is compared: of small batches, single ones differ by up to 0.85 nats in a healthy run."""
-MARGIN = 0.5
-"""Nats above the lowest mean loss, from which on the loss of a batch is high."""
-FEW = 3
-"""Steps in a row with a high loss that are noise, or a spike that heals by itself: they leave a run healthy."""
-ENORMOUS, ENORMOUS_STEPS = 10.0, 3
-"""A loss of so many times the ceiling is orders of magnitude off; one batch alone may be broken, three are not."""
+MEAN_STEPS = 10
+"""Steps of the mean loss that is compared: of small batches, single ones differ by up to 0.85 nats in a healthy run."""
+MARGIN_NATS = 0.5
+"""Nats above the lowest mean loss from which a batch's loss is high."""
+MAX_SPIKE_STEPS = 3
+"""Steps in a row with a high loss that are noise, or a spike that recovers by itself: the run is healthy."""
+ENORMOUS_FACTOR, ENORMOUS_STEPS = 10.0, 3
+"""A loss at this multiple of the ceiling is orders of magnitude off; one batch alone may be corrupt, not three."""
 ABOVE_STEPS = 12
-"""Steps in a row at more than `MARGIN` above the ceiling: worse than knowing nothing. Overshoots of a first warm-up
+"""Steps in a row at more than `MARGIN_NATS` above the ceiling: worse than chance. Overshoots of a first warm-up
 last a few steps."""
-LOST, LOST_STEPS = 0.8, 16
-"""Share of all that was learned that is gone for so many steps in a row. Spikes that healed lost up to 0.7."""
-HALF_LOST, HALF_LOST_STEPS = 0.5, 100
-"""A collapse that stays: to predicting frequencies, for one. Spikes healed within some tens of steps."""
-PART_LOST, PART_LOST_STEPS = 0.25, 200
-"""A smaller collapse that stays, judged by the mean loss, which batches hardly move. Labels that are wrong at random
-and a learning rate that stays high slow a loss down or let it rise a little, not by a quarter of what was learned and
-by `MARGIN` for 200 steps."""
-LEARNED, LEARNED_SHARE = 1.0, 0.3
-"""Nats below the loss of knowing nothing from which on a share of what was learned means something; where that loss
-is small, as of two classes, this share of it."""
+LOST_SHARE, LOST_STEPS = 0.8, 16
+"""Share of the learned nats that is lost for as many steps in a row. Spikes that recovered lost up to 0.7."""
+HALF_LOST_SHARE, HALF_LOST_STEPS = 0.5, 100
+"""A collapse that persists, such as to predicting frequencies. Spikes recovered within tens of steps."""
+PART_LOST_SHARE, PART_LOST_STEPS = 0.25, 200
+"""A smaller collapse that persists, in the mean loss, which single batches hardly change. Labels that are wrong at
+random and a learning rate that stays high slow a loss down or let it rise a little, not by a quarter of the learned
+nats and by `MARGIN_NATS` for 200 steps."""
+MIN_LEARNED_NATS, MIN_LEARNED_SHARE = 1.0, 0.3
+"""Nats below the chance loss from which a share of the learned nats is meaningful; where the chance loss is small, as
+of two classes, this share of it."""
 FLAT_STEPS = 5
-"""Steps in a row whose gradient is exactly 0 with a loss that is not: nothing can be learned any more."""
+"""Steps in a row whose gradient is exactly 0 with a loss that is not: training is stuck."""
 HISTORY_STEPS = PART_LOST_STEPS + 50
-"""Steps whose norms are kept, so that what moved first can be named: as long as the slowest rule, and some before."""
-MOVED, MOVING_STEPS = 5.0, 25
-"""A parameter has moved when the norm of its update is so many times its median over as many steps before; so many
+"""Steps whose norms are stored to find the parameter that moved first: those of the slowest rule, and some before."""
+MOVED_FACTOR, MOVING_STEPS = 5.0, 25
+"""A parameter has moved when the norm of its update is this multiple of its median over as many steps before; as many
 steps before the loss leaves its minimum count as the move."""
 
 
@@ -49,44 +49,44 @@ class Divergence:
 
     step: int
     began: int
-    """The first step of those in a row whose loss was high, or whose gradient was 0."""
+    """First of the steps in a row whose loss was high, or whose gradient was 0."""
     loss: float
     """In nats, at `step`."""
     minimum: float
-    """The lowest mean of up to `SMOOTHED` losses before, in nats."""
+    """Lowest mean of up to `MEAN_STEPS` losses before, in nats."""
     minimum_step: int
     reason: str
-    """The rule that was broken, as the end of a sentence about the loss."""
+    """Rule that was broken, as the end of a sentence about the loss."""
 
     def __str__(self) -> str:
         return (
             f"the loss has been diverging since step {self.began:,}: {self.loss:.4g} at step {self.step:,}, after a "
-            f"minimum of {self.minimum:.4g} (mean of up to {SMOOTHED} steps) at step {self.minimum_step:,}; "
+            f"minimum of {self.minimum:.4g} (mean of up to {MEAN_STEPS} steps) at step {self.minimum_step:,}; "
             f"{self.reason}"
         )
 
 
 @dataclass
 class DivergenceMonitor:
-    """Follow the loss and the gradient norm of each step, and tell a divergence from a spike.
+    """Monitor of the loss and the gradient norm of each step, which tells a divergence from a spike.
 
-    The further the loss has gone, the sooner it counts. Pure Python on numbers that all processes share, so that all
-    decide alike; `as_dict` is stored with checkpoints, so that a resumed run decides as one that never stopped.
+    The larger the loss, the sooner it counts. Pure Python on numbers that all processes share, so that all decide
+    alike; `as_dict` is stored with checkpoints, so that a resumed run decides as one that never stopped.
     """
 
     chance: float = -inf
-    """The loss of knowing nothing, in nats; minus infinity where it is not known."""
+    """Chance loss in nats; minus infinity where it is not known."""
     ceiling: float = -inf
-    """The larger of that and the first loss."""
+    """Larger of the chance loss and the first loss."""
     recent: list[float] = field(default_factory=list)
-    """The last `SMOOTHED` losses, or fewer."""
+    """Last `MEAN_STEPS` losses, or fewer."""
     minimum: float = inf
-    """The lowest mean of these so far."""
+    """Lowest mean of these so far."""
     minimum_step: int = 0
     began: int = 0
-    """The first step of those in a row up to now whose loss is high or whose gradient is 0; 0 if the last is not so."""
+    """First of the steps in a row up to now whose loss is high or whose gradient is 0; 0 for none."""
     sank: int = 0
-    """The same of those whose mean loss says that a part of what was learned is lost."""
+    """First of the steps in a row up to now whose mean loss shows that part of the learned nats is lost."""
     noticed: bool = False
     """True from when a divergence was returned until the loss returns."""
     in_a_row: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class DivergenceMonitor:
         """Return the monitor that `as_dict` stored, or a fresh one.
 
         Args:
-          stops: whether a divergence ends the run. One that was noticed and passed over is then counted anew.
+          stops: a divergence ends the run. One that was noticed and passed over is then counted anew.
         """
         if stored is None or stored.keys() != {each.name for each in fields(cls)} - {"chance"}:
             return cls(chance)
@@ -108,16 +108,16 @@ class DivergenceMonitor:
 
     @property
     def healthy(self) -> bool:
-        """True unless more than `FEW` losses in a row were high, a part of what was learned is lost, or the gradient is
-        0."""
-        return self.in_a_row.get("high", 0) <= FEW and not {"flat", "part_lost"} & self.in_a_row.keys()
+        """True unless more than `MAX_SPIKE_STEPS` losses in a row were high, part of the learned nats is lost, or the
+        gradient is 0."""
+        return self.in_a_row.get("high", 0) <= MAX_SPIKE_STEPS and not {"flat", "part_lost"} & self.in_a_row.keys()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, from which `restore` goes on."""
+        """Return plain JSON types for `restore`."""
         return {name: value for name, value in asdict(self).items() if name != "chance"}
 
     def update(self, step: int, loss: float, grad_norm: float) -> Divergence | None:
-        """Return a divergence at the step that it is noticed, once until the loss has returned.
+        """Return a divergence at the step at which it is noticed, once until the loss has recovered.
 
         Args:
           step: counted from 1.
@@ -128,7 +128,7 @@ class DivergenceMonitor:
             return None
         if not self.recent:
             self.ceiling = max(self.chance, loss)
-        self.recent = [*self.recent, loss][-SMOOTHED:]
+        self.recent = [*self.recent, loss][-MEAN_STEPS:]
         mean = sum(self.recent) / len(self.recent)
         if mean < self.minimum:
             self.minimum, self.minimum_step = mean, step
@@ -148,55 +148,55 @@ class DivergenceMonitor:
 
     def _broken(self, loss: float, mean: float, grad_norm: float) -> set[str]:
         """Return the rules that a step breaks, and "high" for a loss that is high."""
-        # A first loss above that of knowing nothing was not learned: what is lost on the way back there is all.
+        # A first loss above chance was not learned: the learned nats count from chance.
         top = self.chance if self.minimum < self.chance else self.ceiling
         learned = top - self.minimum
-        enough = learned > min(LEARNED, LEARNED_SHARE * abs(top))
+        enough = learned > min(MIN_LEARNED_NATS, MIN_LEARNED_SHARE * abs(top))
         lost, mean_lost = ((x - self.minimum) / learned if enough else 0.0 for x in (loss, mean))
-        high = loss > self.minimum + MARGIN
+        high = loss > self.minimum + MARGIN_NATS
         broken = {
             "high": high,
             "flat": grad_norm == 0 and loss > 0,
-            "enormous": high and loss > ENORMOUS * max(self.ceiling, MARGIN),
-            "above": high and loss > self.ceiling + MARGIN,
-            "lost": high and lost > LOST,
-            "half_lost": high and lost > HALF_LOST,
-            "part_lost": mean > self.minimum + MARGIN and mean_lost > PART_LOST,
+            "enormous": high and loss > ENORMOUS_FACTOR * max(self.ceiling, MARGIN_NATS),
+            "above": high and loss > self.ceiling + MARGIN_NATS,
+            "lost": high and lost > LOST_SHARE,
+            "half_lost": high and lost > HALF_LOST_SHARE,
+            "part_lost": mean > self.minimum + MARGIN_NATS and mean_lost > PART_LOST_SHARE,
         }
         return {rule for rule, is_broken in broken.items() if is_broken}
 
     def _rules(self) -> dict[str, tuple[int, str]]:
-        """Return each rule's limit of steps in a row and what a loss that reaches it has done."""
+        """Return each rule's limit of steps in a row, and its description."""
         return {
             "flat": (FLAT_STEPS, "its gradient has been exactly 0"),
             "enormous": (
                 ENORMOUS_STEPS,
-                f"it has been more than {ENORMOUS:g} times {max(self.ceiling, MARGIN):.3g}, "
+                f"it has been more than {ENORMOUS_FACTOR:g} times {max(self.ceiling, MARGIN_NATS):.3g}, "
                 "the larger of its first value and that of guessing,",
             ),
             "above": (
                 ABOVE_STEPS,
-                f"it has been more than {MARGIN:g} above {self.ceiling:.3g}, "
+                f"it has been more than {MARGIN_NATS:g} above {self.ceiling:.3g}, "
                 "the larger of its first value and that of guessing,",
             ),
-            "lost": (LOST_STEPS, f"more than {LOST:.0%} of what was learned has been lost"),
-            "half_lost": (HALF_LOST_STEPS, f"more than {HALF_LOST:.0%} of what was learned has been lost"),
+            "lost": (LOST_STEPS, f"more than {LOST_SHARE:.0%} of what was learned has been lost"),
+            "half_lost": (HALF_LOST_STEPS, f"more than {HALF_LOST_SHARE:.0%} of what was learned has been lost"),
             "part_lost": (
                 PART_LOST_STEPS,
-                f"in the mean of {SMOOTHED} steps, more than {PART_LOST:.0%} of what was learned has been lost",
+                f"in the mean of {MEAN_STEPS} steps, more than {PART_LOST_SHARE:.0%} of what was learned has been lost",
             ),
         }
 
 
 def chance_loss(model: ModelConfig) -> float:
-    """Return the loss in nats of predicting all classes alike; minus infinity where there are none to count."""
+    """Return the loss in nats of a uniform prediction; minus infinity for a model without classes."""
     n_classes = model.contract.n_classes
     return log(n_classes) if n_classes else -inf
 
 
 @dataclass(frozen=True)
 class Mover:
-    """A parameter, or one head's part of it, whose updates left their usual size."""
+    """Parameter, or one head's part of it, whose updates left their usual size."""
 
     name: str
     """Dotted path; see `parameters.row_names`."""
@@ -206,7 +206,7 @@ class Mover:
     grad_norm: float
     """Norm of its gradient at that step."""
     factor: float | None
-    """How many times as long as usual the update was, at that step's learning rate; None where nothing was usual."""
+    """Norm of the update over its usual norm, relative to the learning rate; None without a usual norm."""
 
     def __str__(self) -> str:
         usual = (
@@ -251,7 +251,7 @@ def first_to_move(
     relative_SR = updates_SR / learning_rate_S[:, None]
     usual_R = np.maximum(np.median(relative_SR[before][-MOVING_STEPS:], axis=0), tiny)
     factor_SR = relative_SR / usual_R
-    moved = np.flatnonzero((factor_SR > MOVED).any(axis=1) & ~before)
+    moved = np.flatnonzero((factor_SR > MOVED_FACTOR).any(axis=1) & ~before)
     if not len(moved):
         return None
     row = int(factor_SR[moved[0]].argmax())

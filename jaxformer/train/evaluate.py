@@ -1,4 +1,4 @@
-"""How good a model is on examples that it need not have seen."""
+"""Evaluation on held-out examples."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES, Params
-from jaxformer.sharding import batch_split, place
+from jaxformer.sharding import batch_sharding, global_device_put
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_eval_step
 
-AHEAD = 2
-"""Batches that the devices may be busy with while the next is prepared: one to compute, one to follow at once."""
+BATCHES_IN_FLIGHT = 2
+"""Batches on the devices while the next is prepared: one to compute, one to follow at once."""
 
 
 class HeldOut(Protocol):
-    """What is measured on: a `Dataset`, or a text."""
+    """Held-out examples: a `Dataset`, or a text."""
 
     @property
     def token_lengths(self) -> np.ndarray | None: ...
@@ -36,14 +36,14 @@ class Evaluation:
     """Result of an evaluation."""
 
     loss: float
-    """Nats a target, the mean over all."""
+    """Mean loss in nats per target."""
     targets: int
-    """How many there were; tokens, images."""
+    """Number of targets, such as tokens or images."""
     bits_per_byte: float | None = None
-    """All bits over all UTF-8 bytes of the predicted tokens; comparable between tokenizers. The bits of the
-    end-of-text tokens count, their bytes are none. None where the targets are no text."""
+    """Bits over UTF-8 bytes of the predicted tokens; comparable between tokenizers. End-of-text tokens count with their
+    bits, and have no bytes. None where the targets are no text."""
     others: dict[str, float] = field(default_factory=dict)
-    """What else the objective says, such as the accuracy."""
+    """Other metrics of the objective, such as the accuracy."""
 
     @property
     def perplexity(self) -> float:
@@ -51,37 +51,37 @@ class Evaluation:
         return perplexity(self.loss)
 
     def as_row(self) -> dict[str, float]:
-        """By the names of the log."""
+        """Return the metrics by their names in the log."""
         text = {} if self.bits_per_byte is None else {"ppl": self.perplexity, "bpb": self.bits_per_byte}
         row = {"loss": self.loss, **text, **self.others, "targets": self.targets}
         return {f"val_{name}": value for name, value in row.items()}
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
+    """Return exp(loss), infinite where a float cannot hold it."""
     return inf if loss >= 700 else exp(loss)
 
 
 class Evaluator:
-    """Measures parameters on held-out examples, with one compiled step for each shape of a batch."""
+    """Evaluation of parameters on held-out examples, with one compiled step for each shape of a batch."""
 
     def __init__(self, setup: TrainSetup, data: HeldOut) -> None:
-        self._step, self._split = make_eval_step(setup), batch_split(setup.mesh)
+        self._step, self._split = make_eval_step(setup), batch_sharding(setup.mesh)
         self._data, self._batch_size = data, setup.config.train.batch_size
         self._objective = OBJECTIVES[setup.config.model.contract.task]
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
-        """On all held-out examples, or on `n` evenly spread ones.
+        """Return the evaluation on all held-out examples, or on `n` evenly spaced ones.
 
         Raises:
-          UserError: nothing in them is to be predicted, as may be of a short text that few tokens are masked in.
+          UserError: they have no targets, as a short text in which no token is masked.
         """
         targets = n_bytes = 0.0
         unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
         read = lambda: measures.append({name: np.asarray(x) for name, x in unread.popleft().items()})  # noqa: E731
         for batch in self._data.held_out(self._batch_size, n):
-            unread.append(self._step(params, place(batch, self._split)))
-            if len(unread) > AHEAD:
+            unread.append(self._step(params, global_device_put(batch, self._split)))
+            if len(unread) > BATCHES_IN_FLIGHT:
                 read()
             targets += float(batch.weights.sum())  # summed in float32, targets would be lost beyond 2^24
             if self._data.token_lengths is not None:

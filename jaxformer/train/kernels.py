@@ -1,4 +1,4 @@
-"""Which attention runs where, and a trial before it is trusted."""
+"""Choice of the attention implementation for a platform, and a trial before it is trusted."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.kernels import Shaped, cudnn_attention, cudnn_refuses, splash_attention, splash_refuses
 from jaxformer.ops.masks import Mask
 
-LONG = 512
-"""Positions from which attention without a kernel goes block by block. Measured forward and backward on two CPU cores
+MIN_BLOCKWISE_POSITIONS = 512
+"""Positions from which attention without a kernel is blockwise. Measured forward and backward on two CPU cores
 (batch 2, 4 heads of width 64, causal): at 512 positions 15 against 27 ms and 25 against 33 MiB, at 4,096 0.77 against
 1.98 s and 78 against 2,056 MiB. Shorter sequences are one block, and there is little to gain."""
 
-TRIED = 1024
-"""Most positions of a trial: more than one block of any kernel, and scores that still fit anywhere."""
+MAX_TRIAL_POSITIONS = 1024
+"""Positions of a trial at most: more than one block of any kernel, and scores that still fit anywhere."""
 
 Name = Literal["auto", "xla", "blockwise", "cudnn", "splash"]
 
 
 class Attention(Protocol):
-    """What `ops.attention.attention` is."""
+    """Signature of `ops.attention.attention`."""
 
     def __call__(
         self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
@@ -39,8 +39,8 @@ class Attention(Protocol):
 def unfused_attention(
     q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
 ) -> jax.Array:
-    """`attention` for short sequences, `blockwise_attention` for long ones."""
-    long = q_HTK.shape[1] >= LONG and k_GSK.shape[1] >= LONG
+    """Return `attention` of short sequences, `blockwise_attention` of long ones."""
+    long = q_HTK.shape[1] >= MIN_BLOCKWISE_POSITIONS and k_GSK.shape[1] >= MIN_BLOCKWISE_POSITIONS
     return (blockwise_attention if long else attention)(q_HTK, k_GSK, v_GSK, mask, scale)
 
 
@@ -54,16 +54,16 @@ class FusedAttention:
 
     kernel: Literal["cudnn", "splash"]
     tensor: int = 1
-    """Size of that axis."""
+    """Size of the mesh axis `tensor`."""
 
     def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-        """Why the kernel cannot take this, from shapes and dtypes alone; None if it can."""
+        """Return the reason why the kernel does not support shapes and dtypes; None if it does."""
         return (cudnn_refuses if self.kernel == "cudnn" else splash_refuses)(q_HTK, k_GSK, mask)
 
     def __call__(
         self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
     ) -> jax.Array:
-        """As `ops.attention.attention`."""
+        """Return what `ops.attention.attention` returns."""
         if self.refuses(q_HTK, k_GSK, mask):
             return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale)
 
@@ -91,11 +91,11 @@ def make_attention(
     *,
     try_first: bool = True,
 ) -> tuple[Attention, str]:
-    """The attention to use for such queries and keys, and one line for the log that says which and why.
+    """Return the attention for such queries and keys, and a line for the log that names it and the reason.
 
     Args:
       name: "auto" for the platform's kernel if it can, and `unfused_attention` if not; or one by name.
-      platform: of the devices that will run it: cpu, gpu or tpu.
+      platform: platform of the devices: cpu, gpu or tpu.
       q_HTK, k_GSK: shapes and dtype of queries and keys of most calls, for one example.
       mask: mask of most calls; `contract.ARRAY` for an array.
       tensor: number of devices over which the heads lie.
@@ -105,12 +105,12 @@ def make_attention(
       UserError: a kernel asked for by name cannot run here.
     """
     if name == "xla":
-        return attention, "attention: xla, as asked"
+        return attention, "attention: xla, as configured"
     if name == "blockwise":
-        return blockwise_attention, "attention: blockwise, as asked"
+        return blockwise_attention, "attention: blockwise, as configured"
     kernels: dict[str, Literal["cudnn", "splash"]] = {"gpu": "cudnn", "tpu": "splash"}
     kernel = kernels.get(platform)
-    unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= LONG else "xla"
+    unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= MIN_BLOCKWISE_POSITIONS else "xla"
     if name != "auto" and name != kernel:
         raise UserError(f"Attention {name!r} does not run on {platform}; use 'auto'.")
     if kernel is None:
@@ -127,8 +127,10 @@ def make_attention(
 
 
 def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeStruct, mask: Mask = None) -> str | None:
-    """Why this attention is not to be trusted here, or None: it runs forward and backward on this process's first
-    device, on normal numbers of these shapes and at most `TRIED` positions, and must agree with `attention`.
+    """Return the reason why an attention is not to be trusted here, or None.
+
+    It runs forward and backward on this process's first device, on normal numbers of these shapes and at most
+    `MAX_TRIAL_POSITIONS` positions, and must agree with `attention`.
 
     The norm of the difference may be 1/32 of the norm, for each of the output and three gradients: bfloat16 keeps 8
     bits, and a few roundings add up.
@@ -139,15 +141,17 @@ def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeS
         return [x.astype(jnp.float32) for x in (y, *pull(inputs[3]))]
 
     draw = np.random.default_rng(0)
-    shapes = [(x.shape[0], min(x.shape[1], TRIED), x.shape[2]) for x in (q_HTK, k_GSK, k_GSK, q_HTK)]
+    shapes = [(x.shape[0], min(x.shape[1], MAX_TRIAL_POSITIONS), x.shape[2]) for x in (q_HTK, k_GSK, k_GSK, q_HTK)]
     inputs = [jnp.asarray(draw.normal(size=shape), q_HTK.dtype) for shape in shapes]
     try:
-        got = jax.block_until_ready(jax.jit(run, static_argnums=0)(attend, inputs))
+        outputs = jax.block_until_ready(jax.jit(run, static_argnums=0)(attend, inputs))
     except Exception as error:  # whatever a driver, a library or a compiler raises
         return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-    wanted = jax.jit(run, static_argnums=0)(attention, [x.astype(jnp.float32) for x in inputs])
-    for what, g, w in zip(("output", "gradient to q", "gradient to k", "gradient to v"), got, wanted, strict=True):
-        off = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+    references = jax.jit(run, static_argnums=0)(attention, [x.astype(jnp.float32) for x in inputs])
+    for name, actual, expected in zip(
+        ("output", "gradient to q", "gradient to k", "gradient to v"), outputs, references, strict=True
+    ):
+        off = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
         if not off <= 2**-5:  # NaN, too
-            return f"its {what} is off by {off:.3f} of the norm"
+            return f"its {name} is off by {off:.3f} of the norm"
     return None

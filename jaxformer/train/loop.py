@@ -18,7 +18,7 @@ from jaxformer.checkpoints import CheckpointManager
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.distributed import AsyncMax, barrier, is_main_process
 from jaxformer.parameters import norm_rows, row_names
-from jaxformer.sharding import assemble, batch_split, local_rows
+from jaxformer.sharding import assemble, batch_sharding, local_rows
 from jaxformer.signals import record_signals
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
@@ -54,11 +54,11 @@ class Callback:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended."""
+    """Outcome of a training."""
 
     status: Literal["done", "interrupted", "non_finite", "diverged"]
     step: int
-    """Steps taken; for 'non_finite', of which the last was not applied; for 'diverged', when it was noticed."""
+    """Steps taken; of 'non_finite' the last was not applied, and of 'diverged' it is the one that showed it."""
     state: TrainState
     batch: Batch
     """Batch of that step."""
@@ -101,7 +101,7 @@ def train(
       UserError: data or config do not fit each other, the devices or, with `resume`, the run; the run's folder
         cannot be written, or another process trains in it.
     """
-    rows = local_rows(batch_split(setup.mesh), setup.config.train.batch_size)
+    rows = local_rows(batch_sharding(setup.mesh), setup.config.train.batch_size)
     train_step = CompiledStep(setup, say)
     say("compiling the training step ...")
     say(train_step.compile(data.batch(0, rows)))
@@ -152,7 +152,7 @@ class TrainLoop:
         self.checkpoints, self.log, self.received_signal = checkpoints, log, received_signal
         self.state, self.monitor, self.n_skipped = start.state, start.monitor, start.skipped
         self.names = row_names(setup.abstract_state.params)
-        self.split = batch_split(setup.mesh)
+        self.split = batch_sharding(setup.mesh)
         self.rows = local_rows(self.split, self.config.train.batch_size)
         shift = self.config.train.skip_batches
         self.batch = self._assemble(data.batch(start.step + shift, self.rows))

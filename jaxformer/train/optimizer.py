@@ -21,7 +21,7 @@ MUON_RMS = 0.2
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step, counted from 0: linear warm-up, then what `schedule` names.
+    """Return the learning rate by step, counted from 0: linear warm-up, then the shape that `schedule` names.
 
     'cosine' is half a cosine down to `final_fraction` (Loshchilov and Hutter 2017, without restarts). 'wsd', warm-up
     stable decay, stays at the peak until a straight line falls to `final_fraction` (Hu et al. 2024; the line and its
@@ -47,7 +47,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, axes: Axes) -> optax.GradientTransformation:
-    """Clipping, if asked for, then the named optimizer, whose state is the same with clipping and without.
+    """Return the named optimizer, after gradient clipping if `clip_norm` is set; its state is the same without.
 
     Weight decay is decoupled, w ← w - lr·decay·w, and reaches matrices only.
 
@@ -63,33 +63,33 @@ def make_optimizer(config: OptimizerConfig, steps: int, axes: Axes) -> optax.Gra
       to evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning
       rates without the algorithm's Adam correction, as in the authors' later code.
     """
-    rate = make_schedule(config, steps)
+    schedule = make_schedule(config, steps)
     decay = {"weight_decay": config.weight_decay, "mask": partial(is_decayed, axes)}
-    adamw = optax.adamw(rate, config.b1, config.b2, **decay)
+    adamw = optax.adamw(schedule, config.b1, config.b2, **decay)
     rule = {
-        "nesterov_sgd": optax.sgd(rate, config.momentum, nesterov=True),
+        "nesterov_sgd": optax.sgd(schedule, config.momentum, nesterov=True),
         "adamw": adamw,
-        "muon": optax.partition({"muon": _muon(config, rate, axes), "adamw": adamw}, partial(muon_or_adamw, axes)),
-        "lion": optax.lion(rate, config.b1, config.b2, **decay),
-        "schedule_free": _schedule_free(config, rate, axes),
+        "muon": optax.partition({"muon": _muon(config, schedule, axes), "adamw": adamw}, partial(muon_or_adamw, axes)),
+        "lion": optax.lion(schedule, config.b1, config.b2, **decay),
+        "schedule_free": _schedule_free(config, schedule, axes),
     }[config.name]
     return rule if config.clip_norm is None else _clipped(rule, config.clip_norm)
 
 
 def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.GradientTransformation:
-    """optax's `clip_by_global_norm`, without a state and with the norm as the step measures it: the compiler sees that
-    it is the same."""
+    """Return a rule after optax's `clip_by_global_norm`, without a state and with the norm as the step computes it: the
+    compiler merges the two."""
 
     def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         norm = global_norm(row_norms(grads))
-        abbreviate = jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
-        return rule.update(abbreviate, state, params)
+        clipped = jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
+        return rule.update(clipped, state, params)
 
     return optax.GradientTransformation(rule.init, update)
 
 
 def updates_taken(opt_state: Any) -> jax.Array:
-    """By which count `make_optimizer` reads its schedule, an int32 scalar: of all steps, but for those left out."""
+    """Return the count by which `make_optimizer` reads its schedule, an int32 scalar: all steps but skipped ones."""
     counts = (x.count for x in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(x))
     return next(counts)
 
@@ -99,9 +99,9 @@ def _is_schedule(state: Any) -> bool:
 
 
 def gradient_point(config: OptimizerConfig, params: Params, opt_state: Any) -> Params:
-    """Where to take the gradient that the optimizer is given.
+    """Return the parameters at which the optimizer needs the gradient.
 
-    That is at the parameters themselves, but for `schedule_free`, whose parameters are the average x: it learns at
+    They are the parameters themselves, but for `schedule_free`, whose parameters are the average x: it learns at
     y = (1 - b1)·z + b1·x, where z is the fast sequence in its state.
     """
     if config.name != "schedule_free":
@@ -125,10 +125,10 @@ def muon_axes(axes: Axes, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(numbers, params)
 
 
-def _muon(config: OptimizerConfig, rate: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
-    """Momentum, orthogonalised. An orthogonal m × n matrix has a root mean square of 1/√max(m, n)."""
+def _muon(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+    """Return momentum that is orthogonalised. An orthogonal m × n matrix has a root mean square of 1/√max(m, n)."""
 
-    def with_rms_of_adamw(updates: Params, _: Params) -> Params:
+    def scale_to_adamw_rms(updates: Params, _: Params) -> Params:
         def scaled(update: jax.Array, sides: tuple[tuple[int, ...], ...]) -> jax.Array:
             return MUON_RMS * sqrt(max(prod(update.shape[i] for i in side) for side in sides)) * update
 
@@ -136,22 +136,22 @@ def _muon(config: OptimizerConfig, rate: optax.Schedule, axes: Axes) -> optax.Gr
 
     return optax.chain(
         optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=partial(muon_axes, axes)),
-        optax.stateless(with_rms_of_adamw),
+        optax.stateless(scale_to_adamw_rms),
         optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(rate),
+        optax.scale_by_learning_rate(schedule),
     )
 
 
-def _schedule_free(config: OptimizerConfig, rate: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
-    """optax's, whose parameters are y, with x in their place."""
+def _schedule_free(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+    """Return optax's rule, whose parameters are y, for parameters x."""
     rule = optax.contrib.schedule_free(
         optax.chain(
             optax.scale_by_rms(config.b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True),
             optax.add_decayed_weights(config.weight_decay, partial(is_decayed, axes)),
-            optax.scale_by_learning_rate(rate),
+            optax.scale_by_learning_rate(schedule),
         ),
         # A step is weighted by its own learning rate, but here optax counts from 1.
-        lambda count: rate(count - 1),
+        lambda count: schedule(count - 1),
         config.b1,
     )
 

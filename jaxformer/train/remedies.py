@@ -1,11 +1,11 @@
-"""What to try against a loss that diverges, as options with values."""
+"""Remedies for a loss that diverges, as options with values."""
 
 from __future__ import annotations
 
 from jaxformer.config import Config
 
 USUAL_LEARNING_RATES = {"nesterov_sgd": 1.0, "adamw": 3e-3, "muon": 3e-3, "lion": 3e-4, "schedule_free": 3e-3}
-"""Learning rates that small models train at; what is advised is no higher."""
+"""Learning rates that small models train at; a remedy is never higher."""
 
 
 def optimizer_remedies(config: Config) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from jaxformer.distributed import is_main_process
 from jaxformer.errors import UserError
 from jaxformer.fields import differences
 from jaxformer.runs import write_config
-from jaxformer.sharding import place, replicated
+from jaxformer.sharding import global_device_put, replicated
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
 from jaxformer.train.log import truncate_log
 from jaxformer.train.setup import TrainSetup, TrainState
@@ -112,7 +112,7 @@ def restore_state(
         raise UserError(f"the run has taken {step} steps already; steps is {steps}, and must be at least that.")
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
-    failures = place(np.array(position["failures"], np.int32), replicated(setup.mesh))
+    failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
     return step, TrainState(params, opt_state, failures), position
 
 

@@ -26,7 +26,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
 from jaxformer.runs import abstract_params
-from jaxformer.sharding import abstract, batch_shards, batch_split, gather, shardings
+from jaxformer.sharding import abstract, batch_sharding, batch_shards, gather, shardings
 from jaxformer.train.kernels import make_attention
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 
@@ -190,7 +190,7 @@ class TrainSetup:
     @cached_property
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and shardings of a batch of the longest examples."""
-        B, split = self.config.train.batch_size, batch_split(self.mesh)
+        B, split = self.config.train.batch_size, batch_sharding(self.mesh)
         example = Batch(self.config.model.example(), abstract_targets(self.config.model))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split), example)
 

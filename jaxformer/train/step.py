@@ -17,7 +17,15 @@ from jaxformer.errors import UserError
 from jaxformer.memory import REMEDY, check_memory
 from jaxformer.models.objective import BatchReduction, Params, objective_of
 from jaxformer.parameters import global_norm, row_norms
-from jaxformer.sharding import BATCH, REPLICATED, batch_shards, batch_split, on_each_shard, replicated, sum_over_batch
+from jaxformer.sharding import (
+    BATCH,
+    REPLICATED,
+    batch_sharding,
+    batch_shards,
+    on_each_shard,
+    replicated,
+    sum_over_batch,
+)
 from jaxformer.train.optimizer import gradient_point, updates_taken
 from jaxformer.train.setup import TrainSetup, TrainState
 
@@ -50,22 +58,22 @@ def make_gradient(setup: TrainSetup) -> Callable[[Params, Batch, jax.Array], tup
     objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
     def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What one device's microbatch adds to what is minimised, and to the mean loss."""
+        """Return what one device's microbatch adds to the objective, and to the mean loss."""
         return objective.loss(model, setup.compute_params(params), batch, keys_B, smoothing, reduction)
 
     microbatch_grads = jax.grad(microbatch_loss, has_aux=True)
 
     def device_grads(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, Params]:
-        """Gradient accumulation over the microbatches of one device, and a reduce-scatter over all devices."""
+        """Accumulate gradients over the microbatches of one device, and sum them over all devices."""
         if n_microbatches == 1:
             grads, loss = microbatch_grads(params, batch, keys_B)
         else:
             microbatches = jax.tree.map(lambda x: x.reshape(n_microbatches, -1, *x.shape[1:]), (batch, keys_B))
             zeros = jax.tree.map(jnp.zeros_like, (params, jnp.float32(0)))
-            accumulate = lambda total, microbatch: (  # noqa: E731
+            add_microbatch = lambda total, microbatch: (  # noqa: E731
                 jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch)), None
             )  # fmt: skip
-            (grads, loss), _ = jax.lax.scan(accumulate, zeros, microbatches)
+            (grads, loss), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
         return sum_over_batch(loss), sum_over_batch(grads, specs)
 
     return on_each_shard(device_grads, setup.mesh, (specs, *2 * [PartitionSpec(BATCH)]), (REPLICATED, specs))
@@ -126,7 +134,7 @@ class CompiledStep:
         Raises:
           UserError: the step does not fit into memory.
         """
-        B, split = self._setup.config.train.batch_size, batch_split(self._setup.mesh)
+        B, split = self._setup.config.train.batch_size, batch_sharding(self._setup.mesh)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype, sharding=split), batch)
         lowered = self._step.lower(self._setup.abstract_state, shapes, jax.ShapeDtypeStruct((), jnp.int32))
         try:

@@ -15,7 +15,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import OBJECTIVES, BatchReduction, Contrastive, objective_of, recall
-from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import assert_close, normal, random_params, random_tokens
@@ -135,7 +135,9 @@ def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
     mesh = make_mesh("data=2,fsdp=2,tensor=2")
     setup = TrainSetup(config, mesh)
     params = jax.device_put(PARAMS, setup.state_shardings.params)
-    loss, grads = jax.jit(make_gradient(setup))(params, place(PAIRS, batch_split(mesh)), setup.example_keys(0))
+    loss, grads = jax.jit(make_gradient(setup))(
+        params, global_device_put(PAIRS, batch_sharding(mesh)), setup.example_keys(0)
+    )
     wanted, wanted_grads = whole(PARAMS, PAIRS)
     assert_close(loss, wanted, 1e-6)
     jax.tree.map(assert_close, grads, wanted_grads)

@@ -17,7 +17,7 @@ from jaxformer.nn.execution import ROUTER, Execution
 from jaxformer.nn.experts import routers
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import batch_split, make_mesh, replicated
+from jaxformer.sharding import batch_sharding, make_mesh, replicated
 from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
 from tests.helpers import ROOT, exhaustive, slow
 
@@ -168,7 +168,7 @@ def test_eight_devices_equal_one(name: str) -> None:
     tokens_BT = random_tokens(V, 24, T)  # three rows a device
     forward = jax.jit(jax.vmap(lambda params, t: model.apply({"params": params}, t), in_axes=(None, 0)))
     mesh = make_mesh("", devices[:8])
-    split = forward(jax.device_put(params, replicated(mesh)), jax.device_put(tokens_BT, batch_split(mesh)))
+    split = forward(jax.device_put(params, replicated(mesh)), jax.device_put(tokens_BT, batch_sharding(mesh)))
     assert len(split.sharding.device_set) == 8
     assert_close(split, forward(params, tokens_BT))
 

@@ -15,7 +15,7 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
 from jaxformer.data.windows import next_token_batch
 from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import batch_split, make_mesh, place
+from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import make_train_step
 from tests.fixtures import rmsnorm_weights as source
@@ -85,7 +85,7 @@ def test_five_steps_of_training(drawn: tuple, torch_says: dict[str, np.ndarray])
 
     losses = []
     for step, batch_BT in enumerate(tokens):
-        state, metrics = train_step(state, place(next_token_batch(batch_BT), batch_split(mesh)), step)
+        state, metrics = train_step(state, global_device_put(next_token_batch(batch_BT), batch_sharding(mesh)), step)
         losses.append(float(metrics.loss))
     assert_allclose(losses, torch_says["losses"], rtol=1e-5)
 

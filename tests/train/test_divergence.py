@@ -20,8 +20,8 @@ from jaxformer.train.divergence import (
     FLAT_STEPS,
     HALF_LOST_STEPS,
     LOST_STEPS,
+    MEAN_STEPS,
     PART_LOST_STEPS,
-    SMOOTHED,
     Divergence,
     DivergenceMonitor,
     chance_loss,
@@ -68,7 +68,7 @@ def test_the_further_a_loss_has_gone_the_sooner_it_is_noticed(after, steps, reas
     (divergence,) = watch(FALLING + [after] * 150)
     assert (divergence.began, divergence.step) == (81, 80 + steps)
     assert (divergence.loss, divergence.minimum_step) == (after, 80)
-    np.testing.assert_allclose(divergence.minimum, np.mean(FALLING[-SMOOTHED:]))
+    np.testing.assert_allclose(divergence.minimum, np.mean(FALLING[-MEAN_STEPS:]))
     assert reason in divergence.reason
     said = f"the loss has been diverging since step 81: {after:.4g} at step {80 + steps}, after a minimum of 5.49 (mean"
     assert str(divergence).startswith(said)
@@ -79,7 +79,7 @@ def test_the_further_a_loss_has_gone_the_sooner_it_is_noticed(after, steps, reas
 @pytest.mark.parametrize(("before", "after"), [(5.3, 6.65), (4.5, 6.0)])
 def test_a_collapse_that_stays_is_noticed_through_the_noise_of_batches(before, after, deviation):
     (divergence, *_) = watch(noisy(falling_to(before, 600) + [after] * 250, deviation))
-    assert 598 <= divergence.began <= 601 and divergence.step <= 600 + PART_LOST_STEPS + SMOOTHED
+    assert 598 <= divergence.began <= 601 and divergence.step <= 600 + PART_LOST_STEPS + MEAN_STEPS
     assert watch(noisy(falling_to(before, 600) + [after] * 60 + [before] * 300, deviation)) == []
 
 

@@ -15,7 +15,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.sharding import make_mesh
-from jaxformer.train.evaluate import AHEAD, Evaluator, perplexity
+from jaxformer.train.evaluate import BATCHES_IN_FLIGHT, Evaluator, perplexity
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params
 
@@ -70,7 +70,10 @@ def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
     n = 8  # of 100 tokens, 14 in a batch
     found = evaluate({})
     assert (found.loss, found.others, found.targets) == (2 / 4, {"accuracy": 1 / 4}, 100)
-    assert events == ["begin"] * AHEAD + ["begin", "read"] * (n - AHEAD) + ["read"] * AHEAD
+    assert (
+        events
+        == ["begin"] * BATCHES_IN_FLIGHT + ["begin", "read"] * (n - BATCHES_IN_FLIGHT) + ["read"] * BATCHES_IN_FLIGHT
+    )
 
 
 def test_nothing_to_predict_is_the_users_error(monkeypatch):

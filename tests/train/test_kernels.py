@@ -13,7 +13,7 @@ from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.kernels import cudnn_attention, splash_attention
 from jaxformer.ops.masks import Causal, Mask
-from jaxformer.sharding import BATCH, batch_split, make_mesh, on_each_shard
+from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard
 from jaxformer.train import kernels
 from jaxformer.train.kernels import FusedAttention, make_attention, trial, unfused_attention
 from tests.arrays import normal
@@ -45,8 +45,8 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
          "attention: xla (not cudnn: cuDNN attends in bfloat16 or float16, not in float32)"),
         ("auto", "tpu", like(64), Causal(), unfused_attention,
          "attention: xla (not splash: splash attention looks at 128 positions at a time, and there are 64)"),
-        ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as asked"),
-        ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as asked"),
+        ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as configured"),
+        ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as configured"),
     ],
 )  # fmt: skip
 def test_choice(kernels_run_here, name, platform, q, mask: Mask, function, line: str) -> None:
@@ -131,7 +131,7 @@ def test_on_a_mesh_each_device_attends_for_its_examples_and_heads(kernels_run_he
         one = lambda q, k, v: (attend(q, k, v, Causal(), SCALE).astype(jnp.float32) ** 2).sum()  # noqa: E731
         return jax.grad(lambda q, k, v: jax.vmap(one)(q, k, v).sum(), argnums=(0, 1, 2))
 
-    placed = [jax.device_put(x, batch_split(mesh)) for x in arrays]
+    placed = [jax.device_put(x, batch_sharding(mesh)) for x in arrays]
     sharded = jax.jit(on_each_shard(gradients(FusedAttention(kernel, 2)), mesh, 3 * (split,), 3 * (split,)))
     for got, want in zip(sharded(*placed), jax.jit(gradients(FusedAttention(kernel)))(*arrays), strict=True):
         assert got.sharding.shard_shape(got.shape)[0] == 1  # of four examples over data and fsdp

@@ -27,7 +27,7 @@ from jaxformer.nn.experts import routers
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parameters import row_names
 from jaxformer.runs import abstract_params
-from jaxformer.sharding import batch_split, make_mesh, parse_mesh, place
+from jaxformer.sharding import batch_sharding, global_device_put, make_mesh, parse_mesh
 from jaxformer.train import setup
 from jaxformer.train.setup import TrainSetup, TrainState, check_fit
 from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step
@@ -96,10 +96,10 @@ def gradient_at(setup: TrainSetup, params: Params, batch: Batch) -> tuple[jax.Ar
 def trained(mesh: str, config: Config = CONFIG) -> tuple[np.ndarray, TrainState]:
     """Losses of all steps, and the last state."""
     setup = setup_of(mesh, config)
-    state, step, split = state_on(setup), make_train_step(setup), batch_split(setup.mesh)
+    state, step, split = state_on(setup), make_train_step(setup), batch_sharding(setup.mesh)
     losses = []
     for k, batch in enumerate(BATCHES):
-        state, metrics = step(state, place(batch, split), np.int32(k))
+        state, metrics = step(state, global_device_put(batch, split), np.int32(k))
         losses.append(float(metrics.loss))
     return np.array(losses), state
 
@@ -471,16 +471,16 @@ def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_lea
 def test_a_compiled_step_says_when_it_is_compiled_again():
     said: list[str] = []
     setup = setup_of("data=2")
-    step, state, split = CompiledStep(setup, said.append), state_on(setup), batch_split(setup.mesh)
+    step, state, split = CompiledStep(setup, said.append), state_on(setup), batch_sharding(setup.mesh)
     assert step.compile(BATCHES[0]).startswith("memory per device: ")
     for k in range(2):
-        state, _ = step(state, place(BATCHES[k], split), k)
+        state, _ = step(state, global_device_put(BATCHES[k], split), k)
     assert not said
-    state, metrics = step(state, place(next_token_batch(TOKENS[2][:, :8]), split), 2)
+    state, metrics = step(state, global_device_put(next_token_batch(TOKENS[2][:, :8]), split), 2)
     assert said == ["step 3 is compiled again, for a batch of (16, 7)"]
     assert metrics.finite and np.isfinite(metrics.loss)
-    state, _ = step(state, place(next_token_batch(TOKENS[3][:, :8]), split), 3)
-    step(state, place(BATCHES[4], split), 4)  # both programs are kept
+    state, _ = step(state, global_device_put(next_token_batch(TOKENS[3][:, :8]), split), 3)
+    step(state, global_device_put(BATCHES[4], split), 4)  # both programs are kept
     assert len(said) == 1
 
 
