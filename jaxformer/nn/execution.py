@@ -85,14 +85,12 @@ def run_blocks(
     if execution.scan and not blocks[0].is_initializing():
         return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys)
     for i, block in enumerate(blocks):
-        x_TD = _run_block(block, execution, x_TD, *inputs, key=None if keys is None else keys[i])
+        x_TD = _block_function(block, execution, *inputs)(block, x_TD, None if keys is None else keys[i])
     return x_TD
 
 
-def _run_block(
-    block: nn.Module, execution: Execution, x_TD: jax.Array, *inputs: Any, key: jax.Array | None
-) -> jax.Array:
-    """Return the residual stream `(T, D)` after one block, gathered and rematerialised as `execution` says."""
+def _block_function(block: nn.Module, execution: Execution, *inputs: Any) -> Callable[..., jax.Array]:
+    """Return `(block, x_TD, key)` to the residual stream `(T, D)` after the block, with its gather and remat."""
 
     def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
         return block(x_TD, *inputs, key=key)[0]
@@ -104,7 +102,7 @@ def _run_block(
         if execution.remat != "none":
             # A loop already keeps the compiler from merging the second computation with the first.
             run = nn.checkpoint(run, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
-    return run(block, x_TD, key)
+    return run
 
 
 def _scan_blocks(
@@ -121,7 +119,7 @@ def _scan_blocks(
 
     def body(x_TD: jax.Array, params_and_key: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
         params, key = params_and_key
-        run: Any = lambda block: _run_block(block, execution, x_TD, *inputs, key=key)  # noqa: E731
+        run: Any = lambda block: _block_function(block, execution, *inputs)(block, x_TD, key)  # noqa: E731
         rngs = None if key is None else {"dropout": key}
         out: Any = unbound.apply({"params": params}, rngs=rngs, mutable=mutable, method=run)
         return out[0], out[1].get(ROUTER, {})
