@@ -19,7 +19,7 @@ FLOORS = [
     {"checkpoints", "memory", "parameters", "sharding"},
     {"runs"},
     {"train", "decode", "inspect", "interop"},
-    {"comparison", "ladder", "plan", "training_report"},
+    {"callbacks", "comparison", "ladder", "model_page", "plan", "training_page", "training_report"},
     {"cli"},
     {"__main__"},
 ]

@@ -179,14 +179,14 @@ def _prepare(
     early: contextlib.ExitStack,
 ) -> Prepared:  # fmt: skip
     """Read the data, create the folder of a new run, and print the header."""
-    from jaxformer.cli.callbacks import make_callbacks
-    from jaxformer.cli.report import reporter
+    from jaxformer.callbacks import make_callbacks
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, say
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup, check_fit
     from jaxformer.train.sinks import prepare_sinks
+    from jaxformer.training_page import page_sink
     from jaxformer.training_report import header
 
     console.quiet = not is_main_process()
@@ -213,7 +213,7 @@ def _prepare(
     for line in header(setup, data, folder, resume):
         say(line)
     callbacks = make_callbacks(setup, data, folder)
-    sinks = [reporter(folder)] if config.train.report_every else []
+    sinks = [page_sink(folder)] if config.train.report_every else []
     step = options.from_step
     arguments = {
         "callbacks": callbacks, "resume": resume, "allow_changed_data": options.allow_changed_data, "sinks": sinks,
@@ -239,10 +239,10 @@ def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
 
 def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
     """Draw plots and report, print the outcome, and return the exit status; a closed terminal stops none of it."""
-    from jaxformer.cli.report import write_report
     from jaxformer.runs import PLOTS
     from jaxformer.signals import record_signals
     from jaxformer.train.log import plot_metrics, read_metrics, say
+    from jaxformer.training_page import write_training_page
     from jaxformer.training_report import footer
 
     with record_signals(signal.SIGHUP):
@@ -250,7 +250,7 @@ def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) 
         if is_main_process() and setup.config.train.report_every:
             with user_error_on_write(folder, PLOTS):
                 plot_metrics(folder)
-            write_report(folder, rows)
+            write_training_page(folder, rows)
         barrier()
         for line in footer(setup, data, folder, outcome, rows):
             say(line)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from jaxformer import model_page
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
@@ -32,11 +33,11 @@ EVIL = "The <script>alert(1)</script>"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("inspect")
-    # A batch as large as the number of devices that tests pretend to have.
-    changes = ["--train.batch-size", "8", "--model.context-length", "32", "--run", str(place / "run")]
-    assert train.main(tiny(write_books(place / "books"), 12, *changes)) == 0
-    return place / "run"
+    path = tmp_path_factory.mktemp("inspect")
+    # The batch size is the number of virtual devices in tests.
+    changes = ["--train.batch-size", "8", "--model.context-length", "32", "--run", str(path / "run")]
+    assert train.main(tiny(write_books(path / "books"), 12, *changes)) == 0
+    return path / "run"
 
 
 def data_of(page: Path) -> dict:
@@ -44,7 +45,7 @@ def data_of(page: Path) -> dict:
     return json.loads(text.split('id="data">')[1].split("</script>")[0])
 
 
-def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     page = tmp_path / "page.html"
     assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"{page}: ") and page.stat().st_size < 10e6
@@ -72,7 +73,7 @@ def test_a_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pyte
         assert complaints(browser) == []
 
 
-def test_without_a_prompt_a_held_out_text_is_shown_beside_the_run(run: Path, capsys: pytest.CaptureFixture):
+def test_page_without_a_prompt_shows_a_held_out_text(run: Path, capsys: pytest.CaptureFixture):
     assert inspect.main([str(run), "--examples", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
     shown = data_of(run / "inspect.html")["section-0"]
@@ -80,7 +81,7 @@ def test_without_a_prompt_a_held_out_text_is_shown_beside_the_run(run: Path, cap
     assert "Heads and gradients are measured on held-out data: 2 examples." in (run / "inspect.html").read_text()
 
 
-def test_where_the_data_is_gone_the_prompt_has_to_do(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     moved = tmp_path / "moved"
     shutil.copytree(run, moved, ignore=shutil.ignore_patterns("*.html"))
     config = json.loads((moved / "config.json").read_text())
@@ -98,85 +99,85 @@ def test_where_the_data_is_gone_the_prompt_has_to_do(run: Path, tmp_path: Path, 
 
 
 def untrained(folder: Path, model: ModelConfig) -> Path:
-    """A run of a small model that has learned nothing; its data is not here."""
+    """Create a run of an untrained small model, whose data does not exist."""
     tokenizer = Tokenizer.train([WORDS], 280)
-    place = create_run(folder / "other", Config("other", model, data=TextConfig("nowhere"), steps=1), tokenizer, False)
-    with CheckpointManager(place) as checkpoints:
+    path = create_run(folder / "other", Config("other", model, data=TextConfig("nowhere"), steps=1), tokenizer, False)
+    with CheckpointManager(path) as checkpoints:
         params = random_params(model.build(), *model.example())
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
-    return place
+    return path
 
 
 SMALL: dict = {"vocab_size": 280, "context_length": 16, "d_model": 8, "n_heads": 2, "d_ff": (8,)}
 
 
-def test_a_prefix_is_told_from_what_is_predicted(tmp_path: Path):
-    place = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True, prefix=True))
-    assert inspect.main([str(place), "--prompt", "ai bj ck dl"]) == 0
-    shown = data_of(place / "inspect.html")
+def test_prefix_has_no_predictions(tmp_path: Path):
+    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True, prefix=True))
+    assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
+    shown = data_of(path / "inspect.html")
     notes = shown["section-0"]["notes"]["text"]
     prefix = len(notes) // 2
     assert notes[:prefix] == [""] * prefix and all(note.startswith("Probability ") for note in notes[prefix:])
     lens = shown["section-1"]["traces"][0]
-    assert len(lens["z"][0]) == len(notes) - prefix + 1  # also what the prefix's last token says
+    assert len(lens["z"][0]) == len(notes) - prefix + 1  # and the prediction at the prefix's last token
     weights = shown["section-0"]["layers"][0]
     assert (weights["rows"], weights["columns"], weights["heads"]) == ("text", "text", 2)
 
 
-def test_gaps_and_what_fits_them(tmp_path: Path):
-    place = untrained(tmp_path, EncoderConfig(**SMALL | {"vocab_size": 281}, n_blocks=1))
-    assert inspect.main([str(place), "--prompt", "ai [MASK] ck"]) == 0
-    shown = data_of(place / "inspect.html")["section-0"]
+def test_masked_tokens_have_predictions(tmp_path: Path):
+    path = untrained(tmp_path, EncoderConfig(**SMALL | {"vocab_size": 281}, n_blocks=1))
+    assert inspect.main([str(path), "--prompt", "ai [MASK] ck"]) == 0
+    shown = data_of(path / "inspect.html")["section-0"]
     at = shown["texts"]["text"].index("[MASK]")
     assert [bool(note) for note in shown["notes"]["text"]] == [i == at for i in range(len(shown["notes"]["text"]))]
     assert shown["notes"]["text"][at].startswith("Likeliest here: “")
 
 
-def test_a_source_and_what_is_made_of_it(tmp_path: Path):
-    place = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
-    assert inspect.main([str(place), "--prompt", "ai bj"]) == 0
-    shown = data_of(place / "inspect.html")["section-0"]
-    assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == inspect.END
+def test_source_is_shown_with_its_translation(tmp_path: Path):
+    path = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
+    assert inspect.main([str(path), "--prompt", "ai bj"]) == 0
+    shown = data_of(path / "inspect.html")["section-0"]
+    assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == model_page.END
     assert [layer["name"] for layer in shown["layers"]] == [
         "encoder_blocks.0.attention", "decoder_blocks.0.attention", "decoder_blocks.0.cross_attention",
     ]  # fmt: skip
 
 
-def test_a_model_of_full_windows_has_no_text_to_show(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
     model = MLPConfig(vocab_size=280, context_length=4, d_model=4, d_ff=(8,), concatenate=True)
-    place = untrained(tmp_path, model)
-    assert inspect.main([str(place), "--prompt", "abcd"]) == 2
-    assert "reads full windows alone, of which a page shows nothing; leave --prompt out." in capsys.readouterr().err
-    assert inspect.main([str(place)]) == 0 and "<h1>other: inside</h1>" in (place / "inspect.html").read_text()
+    path = untrained(tmp_path, model)
+    assert inspect.main([str(path), "--prompt", "abcd"]) == 2
+    assert "reads full windows only, of which a page shows nothing; leave --prompt out." in capsys.readouterr().err
+    assert inspect.main([str(path)]) == 0 and "<h1>other: inside</h1>" in (path / "inspect.html").read_text()
 
 
-def test_a_place_that_is_no_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture):
-    place = small_run(tmp_path / "small", [WORDS])
+def test_out_that_is_not_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = small_run(tmp_path / "small", [WORDS])
     os.mkfifo(tmp_path / "fifo")
-    assert inspect.main([str(place), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
+    assert inspect.main([str(path), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
     assert "it must be a file in a folder that exists." in capsys.readouterr().err
     assert (tmp_path / "fifo").is_fifo()
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_the_old_page(
+def test_full_disk_is_a_user_error_and_leaves_the_old_page(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(inspect, "_probe", lambda run, n: (None, "it is not here."))
-    place = small_run(tmp_path / "small", [WORDS])
-    (place / "inspect.html").write_text("old")
+    monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
+    path = small_run(tmp_path / "small", [WORDS])
+    (path / "inspect.html").write_text("old")
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert inspect.main([str(place), "--prompt", "ab"]) == 2
+    assert inspect.main([str(path), "--prompt", "ab"]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {place}/inspect.html: No space left on device; free some space.\n"
-    assert (place / "inspect.html").read_text() == "old" and not list(place.glob("*.new"))
+    assert error == f"error: {path}/inspect.html: No space left on device; free some space.\n"
+    assert (path / "inspect.html").read_text() == "old" and not list(path.glob("*.new"))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--prompt", "x" * 40], "--prompt has 40 tokens; it may have at most the context's 16."),
         (["--prompt", ""], "--prompt is empty"),
@@ -187,21 +188,21 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_page(
         (["--checkpoint", "7"], "checkpoint"),
     ],
 )
-def test_wrong_input_is_one_sentence(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_wrong_input_is_a_user_error(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(inspect, "_probe", lambda run, n: (None, "it is not here."))
-    place = small_run(tmp_path / "small", [WORDS])
-    assert inspect.main([str(place), *options]) == 2
+    monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
+    path = small_run(tmp_path / "small", [WORDS])
+    assert inspect.main([str(path), *options]) == 2
     printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
-    assert not (place / "inspect.html").exists()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+    assert not (path / "inspect.html").exists()
 
 
-def test_a_page_holds_only_so_many_weights(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inspect, "_probe", lambda run, n: (None, "it is not here."))
-    monkeypatch.setattr(inspect, "MOST_WEIGHTS", 50)
-    place = small_run(tmp_path / "small", [WORDS])
-    assert inspect.main([str(place), "--prompt", "0123456789"]) == 2
-    assert "--prompt has 10 tokens, and so the model 200 attention weights" in (said := capsys.readouterr().err)
-    assert said.endswith("a page holds at most 50: shorten it to about 5 tokens.\n")
+def test_prompt_with_too_many_attention_weights_is_refused(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(model_page, "MAX_ATTENTION_WEIGHTS", 50)
+    path = small_run(tmp_path / "small", [WORDS])
+    assert inspect.main([str(path), "--prompt", "0123456789"]) == 2
+    assert "--prompt has 10 tokens, and so the model 200 attention weights" in (error := capsys.readouterr().err)
+    assert error.endswith("a page holds at most 50: shorten it to about 5 tokens.\n")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxformer.callbacks import make_callbacks
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.callbacks import make_callbacks
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.inspect import first_non_finite
 from jaxformer.models.objective import objective_of

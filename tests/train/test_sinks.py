@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from jaxformer.cli.callbacks import make_callbacks
+from jaxformer.callbacks import make_callbacks
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError

@@ -6,26 +6,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxformer.cli import report
-from jaxformer.cli.report import reporter, write_report
+from jaxformer import training_page
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
+from jaxformer.training_page import page_sink, write_training_page
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(report, "SHARE", float("inf"))
+    monkeypatch.setattr(training_page, "MAX_TIME_SHARE", float("inf"))
     model = DecoderConfig(vocab_size=257, context_length=8, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,))
     config = Config("small", model, data=TextConfig(), steps=30)
     return create_run(tmp_path / "small", config, Tokenizer.train([], 257), allow_suffix=False)
 
 
 def feed(run: Path, rows: list[dict]) -> None:
-    """As training does: each row stands in the file before a sink gets it."""
-    sink = reporter(run)
+    """Log rows as training does: each is in the file before a sink receives it."""
+    sink = page_sink(run)
     for row in rows:
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -37,9 +37,9 @@ def losses(run: Path) -> list[dict]:
     return json.loads(text.split('id="data">')[1].split("</script>")[0])["section-0"]["traces"]
 
 
-def test_the_page_follows_the_log_and_goes_on_with_it(run: Path):
+def test_page_follows_the_log_also_after_a_resumption(run: Path):
     feed(run, [{"step": 0, "val_loss": 6.0}, {"step": 5, "loss": 5.5}])
-    assert [trace["x"] for trace in losses(run)] == [[], [0]]  # made anew with a validation
+    assert [trace["x"] for trace in losses(run)] == [[], [0]]  # updated at evaluations
     feed(run, [{"step": 10, "loss": 5.25, "val_loss": 5.0}, {"step": 20, "loss": 4.5, "val_loss": 4.0}])  # resumed
     batch, held = losses(run)
     assert (batch["x"], batch["y"]) == ([5, 10, 20], [5.5, 5.25, 4.5])
@@ -49,42 +49,42 @@ def test_the_page_follows_the_log_and_goes_on_with_it(run: Path):
     assert "<p>Decoder, step 20 of 30: held-out loss 4.0000 nats.</p>" in text
 
 
-def test_a_loss_that_is_none_is_no_number(run: Path):
+def test_null_losses_leave_gaps(run: Path):
     feed(run, [{"step": 10, "loss": None, "val_loss": None}])
     assert [trace["y"] for trace in losses(run)] == [[None], [None]]
     assert "<p>Decoder, step 10 of 30.</p>" in (run / "report.html").read_text()
 
 
-def test_without_rows_there_is_no_page(tmp_path: Path):
-    assert write_report(tmp_path, []) and not list(tmp_path.iterdir())
+def test_no_rows_write_no_page(tmp_path: Path):
+    assert write_training_page(tmp_path, []) and not list(tmp_path.iterdir())
 
 
-def test_a_page_that_cannot_be_written_ends_no_training(run: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_failed_write_does_not_end_training(run: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "write_page", full)
+    monkeypatch.setattr(training_page, "write_page", full)
     feed(run, [{"step": 0, "val_loss": 6.0}, {"step": 1, "val_loss": 6.0}])
-    said = capsys.readouterr().out
-    assert said == "report.html cannot be written: No space left on device; all else goes on\n"  # once
+    message = "report.html cannot be written: No space left on device; training continues\n"
+    assert capsys.readouterr().out == message  # once
 
 
-def test_the_page_takes_its_share_of_the_time(run: Path, monkeypatch: pytest.MonkeyPatch):
-    """A page that takes a second is made again after a hundred."""
-    now, made = 0.0, []
+def test_page_is_updated_within_its_share_of_the_time(run: Path, monkeypatch: pytest.MonkeyPatch):
+    """A page that takes a second is written again after a hundred."""
+    now, written = 0.0, []
 
     def write(folder: Path, rows: list[dict]) -> bool:
         nonlocal now
-        made.append(rows[-1]["step"])
+        written.append(rows[-1]["step"])
         now += 1
         return True
 
-    monkeypatch.setattr(report, "write_report", write)
-    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(report, "SHARE", 0.01)
-    sink = reporter(run)
+    monkeypatch.setattr(training_page, "write_training_page", write)
+    monkeypatch.setattr(training_page, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(training_page, "MAX_TIME_SHARE", 0.01)
+    sink = page_sink(run)
     for step in range(30):
         (run / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
         sink({"step": step, "val_loss": 1.0})
         now += 10
-    assert made == [0, 10, 20]
+    assert written == [0, 10, 20]

@@ -1,10 +1,10 @@
-"""What is looked at while training."""
+"""Callbacks of training."""
 
 import jax
 import numpy as np
 import pytest
 
-from jaxformer.cli.callbacks import _whole, make_callbacks
+from jaxformer.callbacks import _unpadded_examples, make_callbacks
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
@@ -13,7 +13,7 @@ from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
 
 
-def test_reports_and_evaluations_that_are_switched_off_are_not_even_prepared(tmp_path):
+def test_disabled_reports_and_evaluations_have_no_callbacks(tmp_path):
     config = Config(
         "test",
         DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2),
@@ -24,11 +24,11 @@ def test_reports_and_evaluations_that_are_switched_off_are_not_even_prepared(tmp
     assert make_callbacks(TrainSetup(config, make_mesh("", jax.devices()[:1])), None, tmp_path) == []
 
 
-def test_update_ratios_are_shown_beside_the_first_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.cli.callbacks._samples", lambda *_: "samples")
-    monkeypatch.setattr("jaxformer.cli.callbacks._update_ratios", lambda *_: "update ratios")
-    monkeypatch.setattr("jaxformer.cli.callbacks._continuations", lambda *_: None)
-    monkeypatch.setattr("jaxformer.cli.callbacks._init_check", lambda *_: None)
+def test_update_ratios_are_printed_with_the_first_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxformer.callbacks._samples", lambda *_: "samples")
+    monkeypatch.setattr("jaxformer.callbacks._update_ratios", lambda *_: "update ratios")
+    monkeypatch.setattr("jaxformer.callbacks._continuations", lambda *_: None)
+    monkeypatch.setattr("jaxformer.callbacks._init_check", lambda *_: None)
     config = Config(
         "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
     )
@@ -37,18 +37,18 @@ def test_update_ratios_are_shown_beside_the_first_samples(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("padding_is_told", "weights_BN", "kept"),
+    ("has_mask", "weights_BN", "expected"),
     [
-        # Pairs, of which one is as long as its batch: padded ones are looked at beside it.
+        # Pairs, one of them as long as the batch: padded ones are probed with their mask.
         (True, [[1, 1, 1], [1, 0, 0], [0, 0, 0]], [True, True, False]),
-        # Windows, the last one filled up, which the model is not told; and a prefix, of which nothing is predicted.
+        # Windows, the last one padded without a mask; and prefixes, which have no targets.
         (False, [[1, 1, 1], [1, 1, 0], [0, 0, 0]], [True, False, False]),
         (False, [[1, 1, 1], [0, 0, 1], [0, 1, 0]], [True, True, False]),
-        # One short text is better than nothing.
+        # A short text alone is probed.
         (False, [[1, 1, 0], [0, 0, 0]], [True, False]),
     ],
 )
-def test_filling_is_not_looked_at(padding_is_told, weights_BN, kept):
+def test_padding_is_not_probed(has_mask, weights_BN, expected):
     weights_BN = np.array(weights_BN, np.float32)
-    inputs = (weights_BN.astype(np.int32), *([weights_BN > 0] if padding_is_told else []))
-    assert _whole(Batch(inputs, weights_BN.astype(np.int32), weights_BN)).tolist() == kept
+    inputs = (weights_BN.astype(np.int32), *([weights_BN > 0] if has_mask else []))
+    assert _unpadded_examples(Batch(inputs, weights_BN.astype(np.int32), weights_BN)).tolist() == expected

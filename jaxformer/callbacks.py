@@ -1,4 +1,4 @@
-"""What to look at while training: probes and generations, made into hooks of the training loop."""
+"""Callbacks of training: probes of the model and samples from it."""
 
 from __future__ import annotations
 
@@ -32,93 +32,94 @@ from jaxformer.train.log import say
 from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState
 
-PROBED = 16
-"""Held-out examples that attention is looked at on."""
-FEW = 4
-"""Held-out examples that an initialisation is looked at on."""
-SHOWN = 3
-"""Held-out sources whose translations are shown."""
+PROBE_EXAMPLES = 16
+"""Held-out examples that attention entropy and router load are measured on."""
+INIT_CHECK_EXAMPLES = 4
+"""Held-out examples of the initialisation check."""
+N_TRANSLATIONS = 3
+"""Held-out sources that are translated."""
+
+Write = Callable[[Params], Iterator[tuple[float, str]]]
+"""Generator of texts from parameters, each with its temperature."""
 
 
 def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callback]:
-    """Attention entropy and what routers do with every validation; gradient table and samples at their own pace.
+    """Return callbacks for the initialisation check, attention entropy, router load, update ratios and samples.
 
-    Of several processes, all must call them; the first one prints and writes.
+    Every process must call them; the first one prints and writes.
     """
     config, model, t = setup.config, setup.model, setup.config.train
-    if not (copied := _can_be_copied(setup)):
+    if not (fits := _fits_on_one_device(setup)):
         say("attention entropy and samples are left out: the model is too large to be copied to one device")
     callbacks = []
-    if copied and isinstance(model, Decoder) and t.report_every:
+    if fits and isinstance(model, Decoder) and t.report_every:
         callbacks.append(Callback(config.steps, _init_check(setup, data), at_start=True))
-    if copied and t.eval_every:
+    if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
     if t.report_every:
         callbacks.append(Callback(t.report_every, _update_ratios(setup), also_at=FIRST_REPORT))
         texts = []
-        if copied and is_causal_lm(model):
+        if fits and is_causal_lm(model):
             texts.append(_continuations(setup, data))
-        if copied and isinstance(data, PairDataset):
+        if fits and isinstance(data, PairDataset):
             texts.append(_translations(setup, data))
             callbacks.append(Callback(t.report_every, _alignment(setup, data, folder)))
         callbacks += [Callback(t.report_every, _samples(setup, folder, write), also_at=FIRST_REPORT) for write in texts]
     return callbacks
 
 
-def _can_be_copied(setup: TrainSetup) -> bool:
-    """Whether all parameters, and the attention weights of a block, take less than a quarter of a device's memory."""
-    has, config = memory_capacity(setup.mesh.local_devices[0]), setup.config.model
-    parameters = count_parameters(setup.abstract_state.params)
+def _fits_on_one_device(setup: TrainSetup) -> bool:
+    """Return True where all parameters and the attention maps of a block need less than 1/4 of a device's memory."""
+    capacity, config = memory_capacity(setup.mesh.local_devices[0]), setup.config.model
+    n_parameters = count_parameters(setup.abstract_state.params)
     longest = max((len(x) for x in config.example() if x.ndim == 1), default=0)
-    weights = getattr(config, "n_heads", 0) * longest**2
-    return has is None or 4 * (parameters + weights) < has / 4
+    n_weights = getattr(config, "n_heads", 0) * longest**2
+    return capacity is None or 4 * (n_parameters + n_weights) < capacity / 4
 
 
 def _probe(setup: TrainSetup, data: Dataset) -> Any:
-    model, probe = setup.model, next(data.held_out(PROBED, PROBED))
-    inputs_B, mask_BT = jax.tree.map(lambda x: x[_whole(probe)], (probe.inputs, target_mask(probe)))
+    """Log attention entropy and router load on held-out examples."""
+    model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
+    inputs_B, mask_BT = jax.tree.map(lambda x: x[_unpadded_examples(batch)], (batch.inputs, target_mask(batch)))
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(state.params, setup.mesh)
-        entropy = [
-            np.asarray(heads).tolist() for heads in attention_entropy(model, params, *inputs_B, target_mask_BT=mask_BT)
-        ]
-        found = {"entropy": entropy, "router": router_report(model, params, inputs_B)}
-        return {name: value for name, value in found.items() if value}
+        entropy = attention_entropy(model, params, *inputs_B, target_mask_BT=mask_BT)
+        values = {
+            "entropy": [np.asarray(entropy_H).tolist() for entropy_H in entropy],
+            "router": router_report(model, params, inputs_B),
+        }
+        return {name: value for name, value in values.items() if value}
 
     return call
 
 
-def _whole(probe: Batch) -> np.ndarray:
-    """Which examples are no filling, and have none that the model is not told of: a window's, at its end."""
-    weights_BN = probe.weights.reshape(len(probe.weights), -1)
-    if any(x.dtype == bool for x in probe.inputs):
+def _unpadded_examples(batch: Batch) -> np.ndarray:
+    """Return a mask `(B,)` of the examples that do not fill up the batch and have no padding that the model cannot see,
+    as a window at the end of the data has; with short texts alone, of those."""
+    weights_BN = batch.weights.reshape(len(batch.weights), -1)
+    if any(x.dtype == bool for x in batch.inputs):
         return weights_BN.any(axis=1)
     return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
 
 
 def _init_check(setup: TrainSetup, data: Dataset) -> Any:
-    """Before the first step, what the initialisation gives beside what it should, and warnings."""
-    model, probe = setup.model, next(data.held_out(FEW, FEW))
+    """Print and log the initialisation check before the first step."""
+    model, probe = setup.model, next(data.held_out(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
     assert isinstance(model, Decoder)
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         if step:
             return None
-        found = check_init(model, local_copy(state.params, setup.mesh), *probe.inputs[:1])
-        say(str(found))
-        return {
-            "init_check": {
-                "expected": [asdict(m) for m in found.expected],
-                "observed": [asdict(m) for m in found.observed],
-            }
-        }
+        report = check_init(model, local_copy(state.params, setup.mesh), *probe.inputs[:1])
+        say(str(report))
+        return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
 
     return call
 
 
 def _update_ratios(setup: TrainSetup) -> Any:
-    """The update ratios of the row that they stand in are shown."""
+    """Print the update ratios that a row logs."""
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         if "gradients" in row:
@@ -128,13 +129,13 @@ def _update_ratios(setup: TrainSetup) -> Any:
     return call
 
 
-def _samples(setup: TrainSetup, folder: Path, write: Callable[[Params], Iterator[tuple[float, str]]]) -> Any:
-    """What `write` makes of parameters, at several temperatures, is shown and kept."""
+def _samples(setup: TrainSetup, folder: Path, write: Write) -> Any:
+    """Print texts, and append them to the run's samples."""
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         params = local_copy(state.params, setup.mesh)
-        place = folder / SAMPLES if is_main_process() else Path(os.devnull)
-        with user_error_on_write(folder, SAMPLES), place.open("a", encoding="utf-8") as file:
+        path = folder / SAMPLES if is_main_process() else Path(os.devnull)
+        with user_error_on_write(folder, SAMPLES), path.open("a", encoding="utf-8") as file:
             for temperature, text in write(params):
                 text = f"[step {step:,}, temperature {temperature:g}] {text}"
                 file.write(text + "\n\n")
@@ -143,10 +144,10 @@ def _samples(setup: TrainSetup, folder: Path, write: Callable[[Params], Iterator
     return call
 
 
-def _continuations(setup: TrainSetup, data: Dataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
-    """The prompt of the config, gone on with."""
+def _continuations(setup: TrainSetup, data: Dataset) -> Write:
+    """Continue the prompt of the config."""
     config, model, t, tokenizer = setup.config, setup.model, setup.config.train, data.tokenizer
-    assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # so of all that can be continued
+    assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
     context_length = config.model.context_length
     prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
 
@@ -162,39 +163,39 @@ def _continuations(setup: TrainSetup, data: Dataset) -> Callable[[Params], Itera
     return write
 
 
-def _translations(setup: TrainSetup, data: PairDataset) -> Callable[[Params], Iterator[tuple[float, str]]]:
-    """Some held-out sources and what becomes of them."""
-    model, context_length = setup.model, data.context_length
-    chosen = [data.val[i] for i in evenly_spaced(len(data.val), SHOWN)]
-    sources = [tokens[:context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in chosen])]
+def _translations(setup: TrainSetup, data: PairDataset) -> Write:
+    """Translate some held-out sources."""
+    pairs = [data.val[i] for i in evenly_spaced(len(data.val), N_TRANSLATIONS)]
+    sources = [tokens[: data.context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in pairs])]
 
     def write(params: Params) -> Iterator[tuple[float, str]]:
         targets = translate_tokens(
-            model, params, sources, end_of_text=data.tokenizer.end_of_text, context_length=context_length
+            setup.model, params, sources, end_of_text=data.tokenizer.end_of_text, context_length=data.context_length
         )
-        for pair, target in zip(chosen, targets, strict=True):
-            yield 0.0, f"{pair.source} -> {data.tokenizer.decode(target)} (wanted: {pair.target})"
+        for pair, target in zip(pairs, targets, strict=True):
+            yield 0.0, f"{pair.source} -> {data.tokenizer.decode(target)} (expected: {pair.target})"
 
     return write
 
 
 def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
-    """A picture of where a model looks for each part of a target: of the held-out pair with the longest source, among
-    those of whose tokens each can be read by itself, if there are any."""
-    model, tokenizer, most = setup.model, data.tokenizer, data.context_length
+    """Draw the alignment of the held-out pair with the longest source, if possible of tokens that are valid UTF-8."""
+    tokenizer, limit = data.tokenizer, data.context_length
     sources, targets = (tokenizer.encode_batch(texts) for texts in zip(*data.val, strict=True))
-    fitting = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < most]
-    fitting = fitting or [(sources[0][: most - 1], targets[0][: most - 1])]
-    readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
-    source, target = max(fitting, key=lambda pair: (readable(pair[0]), len(pair[0])))
+    pairs = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < limit]
+    pairs = pairs or [(sources[0][: limit - 1], targets[0][: limit - 1])]
+    is_readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
+    source, target = max(pairs, key=lambda pair: (is_readable(pair[0]), len(pair[0])))
     source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
-    names = [[tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])]
+    source_texts, target_texts = (
+        [tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])
+    )
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-        weights_TS = alignment(model, local_copy(state.params, setup.mesh), source_S, target_T)
+        weights_TS = alignment(setup.model, local_copy(state.params, setup.mesh), source_S, target_T)
         if weights_TS is not None and is_main_process():
             with user_error_on_write(folder, PLOTS):
                 (folder / PLOTS).mkdir(exist_ok=True)
-                draw_alignment(np.asarray(weights_TS), names[0], names[1], folder / PLOTS / "alignment.png")
+                draw_alignment(np.asarray(weights_TS), source_texts, target_texts, folder / PLOTS / "alignment.png")
 
     return call
