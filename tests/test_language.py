@@ -33,7 +33,6 @@ FILE_NAMES = {"seeing", "filling", "opening", "answers", "see", "texts", "names"
 """Names of files that do not say their content."""
 OFFENDERS: set[str] = {
     "jaxformer/checkpoints.py",
-    "jaxformer/cli/plan.py",
     "jaxformer/models/blocks.py",
     "jaxformer/models/clip.py",
     "jaxformer/models/decoder.py",

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from jaxformer.__main__ import main
-from jaxformer.cli.plan import check_topology
 from jaxformer.errors import UserError
 from jaxformer.plan.plan import memory_in_error
+from jaxformer.plan.topology import check_topology
 from tests.helpers import ROOT, changed
 
 SMALL = [
