@@ -59,7 +59,7 @@ class ImagesConfig(ImageFolderConfig):
         if inferred.n_classes != len(folder.classes):
             raise UserError(f"{class_count_error(inferred, len(folder.classes), self.path)}.")
         splits = folder.read(self.val_fraction, inferred.image_size, inferred.channels)
-        data = ImageDataset(self, inferred, splits, batch_size, seed)
+        data = ImageDataset(self, inferred, splits, batch_size, seed, [self.flip, self.shift])
         reason = f"{self.path} has images of {describe_sizes(folder.sizes)} {_describe_channels(folder.channels)}"
         resizing = folder.describe_resizing(inferred.image_size)
         data.notes = (*describe_changes(model, inferred, reason), *resizing, *folder.notes)
@@ -126,18 +126,23 @@ class PixelDataset(Dataset):
     """Random numbers per example and epoch."""
 
     def __init__(
-        self, splits: ImageSplits, path: str, model: ImageModelConfig, batch_size: int, seed: int,
+        self, config: Any, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int,
         settings: Sequence[Any],
     ) -> None:  # fmt: skip
         """Fingerprint the images together with `settings`, all else that the examples depend on.
+
+        Args:
+          config: an `ImageFolderConfig`.
 
         Raises:
           UserError: there are fewer training images than in a batch.
         """
         n = len(splits.train.images)
         if n < batch_size:
-            raise UserError(f"{path} has {n} training images, fewer than train.batch_size {batch_size}; lower it.")
-        self.splits, self.path, self.model, self.batch_size, self.seed = splits, path, model, batch_size, seed
+            raise UserError(
+                f"{config.path} has {n} training images, fewer than train.batch_size {batch_size}; lower it."
+            )
+        self.config, self.model, self.splits, self.batch_size, self.seed = config, model, splits, batch_size, seed
         self.classes = splits.classes
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size
         digest = hashlib.sha256(repr((splits.classes, *settings)).encode())
@@ -180,12 +185,6 @@ class ImageDataset(PixelDataset):
 
     n_draws = 3
 
-    def __init__(
-        self, config: ImagesConfig, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int
-    ) -> None:
-        super().__init__(splits, config.path, model, batch_size, seed, [config.flip, config.shift])
-        self.config = config
-
     def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self.config.flip:
             images = np.where(draws[:, :1, None, None] < 0.5, images, images[:, :, ::-1])
@@ -197,7 +196,7 @@ class ImageDataset(PixelDataset):
     def describe(self) -> str:
         n, *size, channels = self.splits.train.images.shape
         return (
-            f"{self.path}: {n:,} images of {describe_sizes([tuple(size)])} {_describe_channels(channels)} in "
+            f"{self.config.path}: {n:,} images of {describe_sizes([tuple(size)])} {_describe_channels(channels)} in "
             f"{len(self.classes)} classes {self.describe_classes()}"
         )
 

@@ -43,33 +43,28 @@ class MaskedTextConfig(TextConfig):
 class MaskedTextDataset(TextDataset):
     """A corpus in windows in which random tokens, other ones in each batch, are predicted from the rest."""
 
-    def __init__(
-        self, config: MaskedTextConfig, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int
-    ) -> None:
-        super().__init__(config, model, corpus, batch_size, seed)
-        self.fraction = config.masked_fraction
-        self.token_lengths = None  # bits per byte of a pseudo-likelihood are not comparable
+    has_bits_per_byte = False  # those of a pseudo-likelihood are not comparable
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
-        B, T = self.windows.batch_size, self.model.context_length
+        B, T, fraction = self.windows.batch_size, self.model.context_length, self.config.masked_fraction
         draws_BT = step_rng(self.seed, step).random((B, T))
-        weight = np.float32(1 / max(1, (draws_BT < self.fraction).sum()))
+        weight = np.float32(1 / max(1, (draws_BT < fraction).sum()))
         targets_BT = self.windows.batch(step, rows)[:, :T]
-        tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT[rows], self.fraction, self.model.vocab_size - 1)
+        tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT[rows], fraction, self.model.vocab_size - 1)
         return Batch((tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT * weight)
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        T, rng = self.model.context_length, step_rng(HELD_OUT_SEED, 0)
+        T, fraction, rng = self.model.context_length, self.config.masked_fraction, step_rng(HELD_OUT_SEED, 0)
         for targets_BT, weights_BT in eval_batches(self.val.tokens, T, T, batch_size, n):
             draws_BT = rng.random(targets_BT.shape)
-            tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT, self.fraction, self.model.vocab_size - 1)
+            tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT, fraction, self.model.vocab_size - 1)
             valid_BT = weights_BT > 0
             valid_BT[:, 0] = True  # attention needs a position, in padding windows too
             yield Batch((tokens_BT, valid_BT), targets_BT, weights_BT * chosen_BT)
 
     def describe(self) -> str:
         return (
-            f"{super().describe()}; {self.fraction:.0%} of the tokens masked; "
+            f"{super().describe()}; {self.config.masked_fraction:.0%} of the tokens masked; "
             f"unigram cross-entropy {self.unigram_entropy():.2f} nats per token"
         )
 

@@ -49,12 +49,6 @@ class PrefixTextDataset(TextDataset):
     Inputs are tokens `(B, T)` and prefix lengths `(B,)`, both int32.
     """
 
-    def __init__(
-        self, config: PrefixTextConfig, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int
-    ) -> None:
-        super().__init__(config, model, corpus, batch_size, seed)
-        self.shortest, self.longest = config.shortest_prefix, config.longest_prefix or model.context_length
-
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         prefix_B, predicted_BT = self._draw_prefixes(step_rng(self.seed, step), self.windows.batch_size)
         batch = super().batch(step, rows)
@@ -70,8 +64,14 @@ class PrefixTextDataset(TextDataset):
     def _draw_prefixes(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return n prefix lengths, `(n,)` int32, and a mask of the targets after them, `(n, T)`."""
         # One draw per window, so that a window's prefix does not depend on the batch size.
-        prefix_B = self.shortest + np.floor(rng.random(n) * (self.longest + 1 - self.shortest)).astype(np.int32)
+        shortest, longest = self._range
+        prefix_B = shortest + np.floor(rng.random(n) * (longest + 1 - shortest)).astype(np.int32)
         return prefix_B, np.arange(1, self.model.context_length + 1) >= prefix_B[:, None]  # target t is token t + 1
 
+    @property
+    def _range(self) -> tuple[int, int]:
+        return self.config.shortest_prefix, self.config.longest_prefix or self.model.context_length
+
     def describe(self) -> str:
-        return f"{super().describe()}; prefixes of {self.shortest:,} to {self.longest:,} tokens"
+        shortest, longest = self._range
+        return f"{super().describe()}; prefixes of {shortest:,} to {longest:,} tokens"

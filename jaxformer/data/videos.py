@@ -101,8 +101,8 @@ class MovingImageDataset(PixelDataset):
     ) -> None:  # fmt: skip
         """Keep the images; `size` is (frames, height, width) of the videos."""
         settings = [config.label, config.n_directions, config.max_speed, size]
-        super().__init__(splits, config.path, model, batch_size, seed, settings)
-        self.config, self.size = config, size
+        super().__init__(config, model, splits, batch_size, seed, settings)
+        self.size = size
         self.directions = tuple(DIRECTIONS)[:: len(DIRECTIONS) // config.n_directions]
         self.classes = self.directions if config.label == "direction" else splits.classes
 
@@ -119,9 +119,9 @@ class MovingImageDataset(PixelDataset):
         return self.transform(*super().val_examples(indices), draws)
 
     def describe(self) -> str:
-        frames, height, width = self.size
+        n, (frames, height, width) = len(self.splits.train.images), self.size
         return (
-            f"{self.path}: videos made from {len(self.splits.train.images):,} still images that move over black in "
+            f"{self.config.path}: videos made from {n:,} still images that move over black in "
             f"{len(self.directions)} directions, {frames} frames of {height} x {width} pixels; classes: "
             f"{self.config.label} {self.describe_classes()}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -183,17 +183,19 @@ class TextDataset(Dataset):
     """A corpus in windows in which every token is predicted from those before it."""
 
     unit = "tokens"
+    has_bits_per_byte: ClassVar[bool] = True
     model: TokenModelConfig
 
-    def __init__(self, config: TextConfig, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
-        """Cut the corpus into windows; `UserError` where a split is too short."""
+    def __init__(self, config: Any, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
+        """Cut the corpus into windows; `UserError` where a split is too short. `config` is a `TextConfig`."""
         length, stride = model.context_length + 1, config.stride or model.context_length
         self.windows = Windows(corpus.train.tokens, length, stride, batch_size, seed)
-        self.name, self.corpus, self.model, self.seed = config.path, corpus, model, seed
+        self.name, self.config, self.corpus, self.model, self.seed = config.path, config, corpus, model, seed
         self.per_step, self.steps_per_epoch = batch_size * model.context_length, self.windows.steps_per_epoch
         self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
-        self.token_lengths = corpus.tokenizer.token_lengths
-        self.val = HeldOutText(corpus.val.tokens, self.token_lengths, model.context_length, model.n_predicted)
+        lengths = corpus.tokenizer.token_lengths
+        self.token_lengths = lengths if self.has_bits_per_byte else None
+        self.val = HeldOutText(corpus.val.tokens, lengths, model.context_length, model.n_predicted)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         return next_token_batch(self.windows.batch(step, rows), self.model.n_predicted)
