@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -14,9 +13,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +32,7 @@ SCRATCH_SECONDS = 24 * 60 * 60
 WARN_AFTER_SECONDS = 5.0
 """Time of waiting for another process until a warning; the processes of one job start together."""
 TOKENIZER, MANIFEST = "tokenizer.json", "manifest.json"
+SPLITS = ("train.tokens", "val.tokens")
 PIECES_PER_BATCH = 16
 """Pieces of text that are tokenized in parallel: encodings take some 200 bytes per character."""
 
@@ -52,27 +52,18 @@ class Split:
 
 
 @dataclass(frozen=True)
-class _TokenFile:
-    """Size and checksum of a file of tokens."""
-
-    documents: int
-    n_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class _Manifest:
-    """Expected contents of a cache folder."""
+    """Expected contents of a cache folder; tuples have a value per split, in the order of `SPLITS`."""
 
     key: str
     """Name of the folder."""
     dtype: Literal["uint16", "uint32"]
-    tokenizer: str
-    """SHA-256 of the tokenizer's file."""
     learned_one_in: int
     """The tokenizer was trained on one in so many pieces of text."""
-    train: _TokenFile
-    val: _TokenFile
+    documents: tuple[int, ...]
+    n_bytes: tuple[int, ...]
+    checksums: tuple[str, ...]
+    """SHA-256 of the files of tokens, and of the tokenizer's."""
 
 
 class Unverified(Exception):
@@ -146,21 +137,18 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
         manifest = from_dict(_Manifest, values if isinstance(values, dict) else {}, MANIFEST)
         if manifest.key != folder.name:
             raise Unverified("are those of another text")
-        _verify(folder / TOKENIZER, manifest.tokenizer)
-        splits = []
-        for name, expected in (("train", manifest.train), ("val", manifest.val)):
-            _verify(file := folder / f"{name}.tokens", expected.sha256)
-            splits.append(Split(np.memmap(file, manifest.dtype, "r"), expected.documents, expected.n_bytes))
+        for name, checksum in zip((*SPLITS, TOKENIZER), manifest.checksums, strict=True):
+            if sha256(folder / name) != checksum:
+                raise Unverified(f"are not what was written ({name})")
+        train, val = (
+            Split(np.memmap(folder / name, manifest.dtype, "r"), documents, n_bytes)
+            for name, documents, n_bytes in zip(SPLITS, manifest.documents, manifest.n_bytes, strict=True)
+        )
         tokenizer = Tokenizer.load(folder / TOKENIZER)
         tokenizer.one_in = manifest.learned_one_in
-        return splits[0], splits[1], tokenizer
+        return train, val, tokenizer
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise Unverified(f"cannot be read ({os_error_reason(error) or error})") from error
-
-
-def _verify(file: Path, expected: str) -> None:
-    if sha256(file) != expected:
-        raise Unverified(f"are not what was written ({file.name})")
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
@@ -168,22 +156,12 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tupl
     dtype = token_dtype(tokenizer)
     end = np.array([tokenizer.end_of_text], dtype)
     yield end, 0
-    batch: list[str | None] = []
-
-    def flush() -> Iterator[tuple[np.ndarray, int]]:
+    pieces = chain.from_iterable(chain(document.pieces(), (None,)) for document in documents)
+    while batch := list(islice(pieces, PIECES_PER_BATCH)):
         texts = [text for text in batch if text is not None]
         encoded = iter(tokenizer.encode_batch(texts))
         parts = [end if text is None else np.array(next(encoded), dtype) for text in batch]
         yield np.concatenate(parts), sum(len(text.encode()) for text in texts)
-
-    for document in documents:
-        for piece in chain(document.pieces(), (None,)):
-            batch.append(piece)
-            if len(batch) == PIECES_PER_BATCH:
-                yield from flush()
-                batch = []
-    if batch:
-        yield from flush()
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -197,53 +175,43 @@ def _build(
     """Write a cache folder: a scratch folder first, then a rename, so that it is complete or absent."""
     with _scratch(folder, "write to", folder.parent) as scratch:
         tokenizer = tokenizer or Tokenizer.train(Pieces(train), vocab_size)
-        tokenizer_json = tokenizer.as_json().encode()
-        manifest = _Manifest(
-            folder.name,
-            token_dtype(tokenizer).name,  # type: ignore[arg-type]
-            hashlib.sha256(tokenizer_json).hexdigest(),
-            tokenizer.one_in,
-            *(
-                _write_tokens(scratch / f"{name}.tokens", split, tokenizer)
-                for name, split in (("train", train), ("val", val))
-            ),
-        )
-        _write(scratch / TOKENIZER, [tokenizer_json])
-        _write(scratch / MANIFEST, [json.dumps(to_dict(manifest)).encode()])
+        tokenizer.save(scratch / TOKENIZER)
+        sizes = [
+            _write_tokens(scratch / name, split, tokenizer) for name, split in zip(SPLITS, (train, val), strict=True)
+        ]
+        dtype: Any = token_dtype(tokenizer).name
+        checksums = tuple(sha256(scratch / name) for name in (*SPLITS, TOKENIZER))
+        manifest = _Manifest(folder.name, dtype, tokenizer.one_in, (len(train), len(val)), tuple(sizes), checksums)
+        (scratch / MANIFEST).write_text(json.dumps(to_dict(manifest)), encoding="utf-8")
+        for file in scratch.iterdir():
+            _sync(file)
         scratch.chmod(0o755)
         try:
             scratch.rename(folder)
         except OSError:
             if not folder.is_dir():  # else another process has written the same
                 raise
-        with suppress(OSError):  # make the rename durable, where the file system can
-            descriptor = os.open(folder.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with suppress(OSError):  # not every file system can
+            _sync(folder.parent)
 
 
-def _write(file: Path, parts: Iterable[bytes]) -> None:
+def _sync(path: Path) -> None:
+    """Make a file's content, or a folder's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_tokens(file: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> int:
+    """Write the tokens of a split; return the size of its documents in bytes."""
+    n_bytes = 0
     with file.open("wb") as content:
-        content.writelines(parts)
-        content.flush()
-        os.fsync(content.fileno())
-
-
-def _write_tokens(file: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> _TokenFile:
-    digest, n_bytes = hashlib.sha256(), 0
-
-    def parts() -> Iterator[bytes]:
-        nonlocal n_bytes
         for tokens, n in encode(documents, tokenizer):
-            raw = tokens.tobytes()
-            digest.update(raw)
+            content.write(tokens.tobytes())
             n_bytes += n
-            yield raw
-
-    _write(file, parts())
-    return _TokenFile(len(documents), n_bytes, digest.hexdigest())
+    return n_bytes
 
 
 def _discard(folder: Path) -> None:
