@@ -8,10 +8,10 @@ import io
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log2
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import folder_named, options_given, parse, run_command
@@ -38,6 +38,8 @@ from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
+
+T = TypeVar("T")
 
 DESCRIPTION = """Continue texts with a trained model.
 
@@ -141,7 +143,7 @@ def _main(arguments: list[str]) -> int:
     completer = make_completer(options, given)
     if options.interactive:
         return _converse(completer, options)
-    fitting = encode_prompts(prompts, completer.encode, options.prompts_file is not None)
+    fitting = _encode(options, prompts, completer.encode)
     if fitting:
         with record_signals(signal.SIGINT) as pressed:
             show_completions(completer, fitting, options, pressed)
@@ -201,6 +203,17 @@ def _prompts(options: Arguments) -> Sequence[Prompt | UserError]:
     return [Prompt(text, name(i), line=i) for i, text in enumerate(options.prompt, 1)]
 
 
+def _encode(
+    options: Arguments, prompts: Sequence[Prompt | UserError], encode: Callable[[Prompt], T]
+) -> list[tuple[Prompt, T]]:
+    """Return each valid prompt with its encoding; errors of those of a file are printed, and the others go on."""
+    return encode_prompts(prompts, encode, _print_error if options.prompts_file is not None else None)
+
+
+def _print_error(error: UserError) -> None:
+    echo_error(f"error: {error}")
+
+
 def _check_task(options: Arguments, given: set[str], known: set[str], task: str) -> None:
     if foreign := sorted(given - known):
         folder = run_folder(options.opening)
@@ -226,7 +239,7 @@ def _fill_masks(options: Arguments, given: set[str], prompts: Sequence[Prompt | 
     run, n = _open_restored(options), options.sampling.top_logprobs
     if n >= (size := run.text_model()[0].vocab_size):
         raise UserError(f"--top-logprobs is {n}; it must be at most {size - 1}, all tokens of the run.")
-    fitting = encode_prompts(prompts, lambda prompt: encode_masked(prompt, run), options.prompts_file is not None)
+    fitting = _encode(options, prompts, lambda prompt: encode_masked(prompt, run))
     for prompt, tokens in fitting:
         row = fill_prompt(run, prompt, tokens, n or N_CANDIDATES)
         if options.jsonl:
@@ -250,7 +263,7 @@ def _classify(options: Arguments, given: set[str], prompts: Sequence[Prompt | Us
         raise UserError("there is no text to classify by; give texts with --prompt or --prompts-file.")
     n_valid = len(prompts)
     if zero_shot:
-        fitting = encode_prompts(prompts, lambda prompt: check_text(prompt, run), options.prompts_file is not None)
+        fitting = _encode(options, prompts, lambda prompt: check_text(prompt, run))
         n_valid, texts = len(fitting), [text for _, text in fitting]
         rankings = classify_images_by_texts(run, options.images, texts) if texts else []
     else:
@@ -272,7 +285,7 @@ def _translate(options: Arguments, given: set[str], prompts: Sequence[Prompt | U
         raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
     run, completion = _open(options), options.completion
     model, tokenizer = run.text_model()
-    fitting = encode_prompts(prompts, lambda prompt: encode_source(prompt, run), options.prompts_file is not None)
+    fitting = _encode(options, prompts, lambda prompt: encode_source(prompt, run))
     for first in range(0, len(fitting), completion.batch_size):
         batch = fitting[first : first + completion.batch_size]
         with fitting_memory(len(batch)):
@@ -373,7 +386,7 @@ def _converse(completer: Completer, options: Arguments) -> int:
             if line:
                 _complete_line(completer, options, line)
         except UserError as error:
-            echo_error(f"error: {error}")
+            _print_error(error)
             n_errors += 1
         except EOFError:
             break

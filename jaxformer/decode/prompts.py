@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxformer.errors import UserError
-from jaxformer.terminal import echo_error
 
 T = TypeVar("T")
 FIELDS = ("prompt", "seed", "id")
@@ -58,12 +57,17 @@ def sample_seeds(seed: int, n_samples: int) -> list[int]:
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt | UserError], encode: Callable[[Prompt], T], from_file: bool
+    prompts: Sequence[Prompt | UserError],
+    encode: Callable[[Prompt], T],
+    report: Callable[[UserError], None] | None = None,
 ) -> list[tuple[Prompt, T]]:
-    """Return each valid prompt with its encoding; errors of those of a file are printed, and the others go on.
+    """Return each valid prompt with its encoding.
+
+    Args:
+      report: called with the error of each invalid prompt; without it, the error is raised.
 
     Raises:
-      UserError: a prompt that is not from a file is invalid.
+      UserError: a prompt is invalid.
     """
     encoded = []
     for prompt in prompts:
@@ -72,9 +76,9 @@ def encode_prompts(
                 raise prompt
             encoded.append((prompt, encode(prompt)))
         except UserError as error:
-            if not from_file:
+            if report is None:
                 raise
-            echo_error(f"error: {error}")
+            report(error)
     return encoded
 
 
