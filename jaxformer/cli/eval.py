@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,14 +10,12 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import MERGED
-from jaxformer.config import ComputeConfig, Config
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
     from jaxformer.data.pairs import PairDataset
-    from jaxformer.data.windows import HeldOutText
     from jaxformer.models.objective import Params
     from jaxformer.runs import Run
 
@@ -79,9 +76,9 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
     from jaxformer.runs import load_data
-    from jaxformer.sharding import batch_shards, make_mesh
-    from jaxformer.train.evaluate import Evaluator, HeldOut
-    from jaxformer.train.setup import TrainSetup
+    from jaxformer.sharding import make_mesh
+    from jaxformer.train.evaluate import HeldOut
+    from jaxformer.train.run_evaluation import evaluate_run, load_held_out_text
 
     mesh = make_mesh(options.opening.mesh)
     if path is not None:
@@ -93,9 +90,8 @@ def _main(arguments: list[str]) -> int:
         data = load_data(run.path, run.config)  # its training part, of another batch size, is not used
         description = data.describe()
     else:
-        data, description = _text(run, options, path)
-    setup = TrainSetup(_with_options(run.config, options, batch_shards(mesh)), mesh)
-    evaluation = Evaluator(setup, data)(params)
+        data, description = load_held_out_text(run, path, options.stride, options.data.unwrap)
+    evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)
     rounded = "" if weights == "float32" else f"; weights rounded to {weights}"
     echo(f"run {run.path}, step {run.step:,}; {description}{rounded}")
     row = {name.removeprefix("val_"): value for name, value in evaluation.as_row().items()}
@@ -105,41 +101,6 @@ def _main(arguments: list[str]) -> int:
         scores = _translation_scores(run, params, data, options.batch_size)
         echo(" ".join(f"{name}={value:.4f}" for name, value in scores.items()))
     return 0
-
-
-def _text(run: Run, options: Arguments, path: str) -> tuple[HeldOutText, str]:
-    """Return a text to evaluate a language model on, and its description."""
-    from jaxformer.data.corpus import tokenize
-    from jaxformer.data.text import read_documents
-    from jaxformer.data.windows import HeldOutText, TextConfig
-    from jaxformer.models.objective import is_causal_lm
-
-    model, tokenizer = run.text_model()
-    if not is_causal_lm(run.model):
-        kind = type(run.model).__name__
-        raise UserError(f"{run.path} holds a {kind}, which predicts no next token; leave --data.path out.")
-    length, limit = model.context_length, model.n_predicted
-    if options.stride is not None and options.stride > limit:
-        raise UserError(
-            f"stride is {options.stride}; it must be at most {limit}, as many tokens as a window of this run predicts."
-        )
-    unwrap = options.data.unwrap
-    if unwrap is None:
-        unwrap = run.config.data.unwrap if isinstance(run.config.data, TextConfig) else True
-    documents = read_documents(path, unwrap)
-    tokens = tokenize(documents, tokenizer)
-    text = HeldOutText(tokens, tokenizer.token_lengths, length, limit, options.stride)
-    return text, (
-        f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
-        f"windows of {length} tokens, {options.stride or limit} apart"
-    )
-
-
-def _with_options(config: Config, options: Arguments, shards: int) -> Config:
-    """Return the run's config with the precision given and a batch size that the devices divide."""
-    batch_size = -(-options.batch_size // shards) * shards
-    train = dataclasses.replace(config.train, batch_size=batch_size)
-    return dataclasses.replace(config, train=train, compute=ComputeConfig(precision=options.precision))
 
 
 def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:
