@@ -163,7 +163,7 @@ def test_commands_run(here, monkeypatch, capsys, command):
             assert (here / "runs/quick/inspect.html").exists()
         elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
             assert verify.main(words[4:]) == 0
-            assert capsys.readouterr().out.endswith("all that applies is kept\n")
+            assert capsys.readouterr().out.endswith("all invariants hold\n")
         elif words[1].startswith("benchmarks/"):
             script = (ROOT / words[1]).read_text()
             assert all(f'"{word}"' in script for word in words if word.startswith("--"))
