@@ -110,7 +110,7 @@ def test_indices_and_fixed_tables_are_of_32_bits() -> None:
     assert jax.eval_shape(partial(positions.sinusoidal, d_model=D), tokens).dtype == jnp.float32
     assert jax.eval_shape(lambda j: experts.assign(j[:, None], E, T), tokens).dtype == jnp.int32
     pixels = shaped(jnp.uint8, 4, 4, 3)
-    assert jax.eval_shape(lambda x: patches.standardised(x, (0.5,), (0.5,)), pixels).dtype == jnp.float32
+    assert jax.eval_shape(lambda x: patches.standardize(x, (0.5,), (0.5,)), pixels).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

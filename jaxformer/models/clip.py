@@ -22,7 +22,7 @@ from jaxformer.nn.mlp import Activation
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.masks import Causal, Mask, zero_padding
 from jaxformer.ops.norms import l2_normalize
-from jaxformer.ops.patches import patchify, standardised
+from jaxformer.ops.patches import patchify, standardize
 from jaxformer.ops.positions import sinusoidal
 from jaxformer.ops.precision import widened
 
@@ -135,7 +135,7 @@ class ImageEmbedding(nn.Module):
         init = nn.initializers.normal(c.d_model**-0.5)
         x_class_D = parameter(self, "x_class", init, (c.d_model,), "embed")
         W_E = parameter(self, "W_E", init, (prod(c.patch_size) * len(c.mean), c.d_model), "patches -> embed")
-        patches_NP = patchify(standardised(image_HWC, c.mean, c.std), c.patch_size)
+        patches_NP = patchify(standardize(image_HWC, c.mean, c.std), c.patch_size)
         x_ND = patches_NP.astype(W_E.dtype) @ W_E
         x_TD = jnp.concatenate([x_class_D[None], x_ND])
         if c.positions == "learned":

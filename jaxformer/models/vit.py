@@ -19,7 +19,7 @@ from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import Activation, uniform_fan_in
 from jaxformer.nn.parameters import parameter
 from jaxformer.nn.patches import PatchEmbedding, Placement
-from jaxformer.ops.patches import patchify, standardised
+from jaxformer.ops.patches import patchify, standardize
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ViT(nn.Module):
     def encode(self, pixels: jax.Array) -> jax.Array:
         """What the image is to the head, `(D,)`."""
         c = self.config
-        patches_NP = patchify(standardised(pixels, c.mean, c.std), c.patch_shape)
+        patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
         x_TD = self.placement(self.patch_embedding(patches_NP))
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks)
         x_TD = run_blocks(self.blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=keys)

@@ -18,7 +18,7 @@ from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.patches import PatchEmbedding
 from jaxformer.ops import masks
 from jaxformer.ops.attention import in_segments
-from jaxformer.ops.patches import patchify, standardised
+from jaxformer.ops.patches import patchify, standardize
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class FactorisedViViT(ViT):
         """What the video is to the head, `(D,)`."""
         c = self.config
         n_times = c.grid[0]
-        patches_NP = patchify(standardised(pixels, c.mean, c.std), c.patch_shape)
+        patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
         x_ND = self.patch_embedding(patches_NP)
         x_TD = self.spatial_placement(x_ND.reshape(n_times, -1, c.d_model)).reshape(-1, c.d_model)
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks + c.n_temporal_blocks)

@@ -60,12 +60,12 @@ class Experts(nn.Module):
         logits_TE = widened(x_TD) @ widened(W_DE)
         experts_TJ, weights_TJ = route(logits_TE, self.per_token)
         room = capacity(T, self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None)
-        places_TJ = assign(experts_TJ, self.n_experts, room)
+        slots_TJ = assign(experts_TJ, self.n_experts, room)
         if not self.is_initializing():
-            statistics = router_statistics(logits_TE, experts_TJ, places_TJ, room)
+            statistics = router_statistics(logits_TE, experts_TJ, slots_TJ, room)
             self.sow(ROUTER, "statistics", statistics, reduce_fn=lambda _, new: new, init_fn=lambda: None)
-        y_ECD = self._through_experts(dispatch(x_TD, places_TJ, self.n_experts, room))
-        y_TD = combine(y_ECD, places_TJ, weights_TJ)
+        y_ECD = self._through_experts(dispatch(x_TD, slots_TJ, self.n_experts, room))
+        y_TD = combine(y_ECD, slots_TJ, weights_TJ)
         return y_TD + self.make_expert(name="shared")(x_TD) if self.shared_expert else y_TD
 
     def _through_experts(self, x_ECD: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""How a state and each place of a source match: attention with one query, for recurrent networks.
+"""Alignment of a state with each position of a source: attention with one query, for recurrent networks.
 
-A is the width in which they are compared.
+A is the width of queries and keys.
 """
 
 from math import sqrt
@@ -13,18 +13,19 @@ from jaxformer.ops.precision import widened
 
 
 def additive_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Array:
-    """vᵀ tanh(q + k), `(S,)`: the alignment model of Bahdanau et al. 2015 (appendix A.1.2), where q = W_a s and
+    """Return vᵀ tanh(q + k), `(S,)`: the alignment model of Bahdanau et al. 2015 (appendix A.1.2), where q = W_a s and
     k = U_a h."""
     return jnp.tanh(q_A + k_SA) @ v_A
 
 
 def dot_scores(q_A: jax.Array, k_SA: jax.Array) -> jax.Array:
-    """qᵀ k / √A, `(S,)`: 'general' in Luong et al. 2015, section 3.1, where k = W_a h; scaled as in Vaswani et al.
-    2017."""
+    """Return qᵀ k / √A, `(S,)`: 'general' in Luong et al. 2015, section 3.1, where k = W_a h; scaled as in Vaswani et
+    al. 2017."""
     return k_SA @ q_A / sqrt(len(q_A))
 
 
 def alignment_weights(scores_S: jax.Array, valid_S: jax.Array) -> jax.Array:
-    """Softmax over the valid places (Bahdanau et al. 2015, equation 6), float32; zeros where none is valid."""
+    """Return the softmax over valid positions, `(S,)` float32 (Bahdanau et al. 2015, equation 6); zeros if none is
+    valid."""
     scores_S = jnp.where(valid_S, widened(scores_S), MASKED)
     return jnp.where(valid_S, jax.nn.softmax(scores_S), 0.0)

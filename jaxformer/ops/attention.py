@@ -13,39 +13,39 @@ from jaxformer.ops.precision import wide
 from jaxformer.ops.quantized import Quantized
 
 MASKED = float(jnp.finfo(jnp.float32).min)
-"""What a masked score becomes. Finite, so that a row with nothing visible gives no NaN."""
+"""Value of a masked score. Finite, so that a row with no visible key gives no NaN."""
 
 
 def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float = 1.0) -> jax.Array:
-    """softmax(scale · q kᵀ) over the visible keys.
+    """Return softmax(scale · q kᵀ) over the visible keys.
 
     Args:
       q_HTK: queries; H must be a multiple of G.
       k_GSK: keys.
-      mask: `(T, S)` or, for each head, `(H, T, S)`, True where a query may look, or a `Causal`; None lets every query
-        see every key.
-      scale: what the scores are multiplied by, 1/√K in the paper.
+      mask: `(T, S)` or, for each head, `(H, T, S)` bool, True where a query may attend, or a `Causal`; None for no
+        mask.
+      scale: factor of the scores, 1/√K in the paper.
 
     Returns:
-      `(H, T, S)` float32. A row sums to one, or to zero where the query sees nothing.
+      `(H, T, S)` float32. A row sums to one, or to zero where no key is visible.
     """
     return softmax(attention_scores(q_HTK, zero_hidden(k_GSK, mask, q_HTK.shape[1]), scale), mask)
 
 
 def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
-    """Return keys or values with zeros in place of those that no query of any head sees, `(G, S, K)`.
+    """Return keys or values with zeros in place of those that are masked for all queries, `(G, S, K)`.
 
     Their weights are 0, but 0 times NaN or infinity is NaN, in the output and in the gradient to the queries.
     """
     S = x_GSK.shape[1]
-    if mask is None or (isinstance(mask, Causal) and n_queries >= S):  # some query sees every key
+    if mask is None or (isinstance(mask, Causal) and n_queries >= S):  # every key is visible to some query
         return x_GSK
     visible_S = jnp.arange(S) < n_queries if isinstance(mask, Causal) else mask.any(axis=tuple(range(mask.ndim - 1)))
     return jnp.where(visible_S[:, None], x_GSK, 0)
 
 
 def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> jax.Array:
-    """scale · q kᵀ, `(H, T, S)` in float32 or wider; see `attention_weights`."""
+    """Return scale · q kᵀ, `(H, T, S)` in float32 or wider; see `attention_weights`."""
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
     q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
@@ -54,7 +54,7 @@ def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> 
 
 
 def softmax(scores_HTS: jax.Array, mask: Mask = None) -> jax.Array:
-    """Scores to weights over what the mask shows; see `attention_weights`."""
+    """Return the weights of visible keys from scores, `(H, T, S)`; see `attention_weights`."""
     if mask is None:
         return jax.nn.softmax(scores_HTS)
     mask_TS = mask.array(*scores_HTS.shape[1:]) if isinstance(mask, Causal) else mask
@@ -68,20 +68,19 @@ def attention(
     mask: Mask = None,
     scale: float = 1.0,
 ) -> jax.Array:
-    """Weighted sums of the values, `(H, T, K)` in the dtype of the values; see `attention_weights`.
+    """Return weighted sums of the values, `(H, T, K)` in the dtype of the values; see `attention_weights`.
 
-    A query that sees nothing gets zeros, and passes no gradient.
+    A query without a visible key gets zeros, and passes no gradient.
 
-    What stands at a key that the mask hides from every query, such as padding, changes no bit, be it NaN. A key that is
-    hidden from some queries only, as by a causal mask, must be finite: NaN there is NaN for all of them. To test every
-    key for that would take 4 % of the time of a causal pass; fused kernels (`ops.kernels`) do not either.
-    """
+    A key that is masked for all queries, such as padding, changes no bit, be it NaN. A key that is masked for some
+    queries only, as by a causal mask, must be finite: NaN there is NaN for all of them. To test every key for that
+    would take 4 % of the time of a causal pass; fused kernels (`ops.kernels`) do not either."""
     weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale)
     return mix(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))
 
 
 def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
-    """Weighted sums of the values, `(H, T, K)` in their dtype."""
+    """Return weighted sums of the values, `(H, T, K)` in their dtype."""
     H, T, S = weights_HTS.shape
     G = v_GSK.shape[0]
     weights_GRTS = weights_HTS.astype(v_GSK.dtype).reshape(G, H // G, T, S)
@@ -89,33 +88,32 @@ def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
 
 
 def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Callable[..., jax.Array]:
-    """Attention for a sequence of n equally long segments that do not see each other: each by itself, so that what a
-    mask would hide costs nothing.
+    """Return attention within each of n equally long segments, which computes no masked scores.
 
-    The mask it is called with must be that of `masks.segment`; it is not looked at.
+    It ignores its mask, which must be that of `masks.segment`.
     """
 
     def attend(
         q_HTK: jax.Array, k_GTK: jax.Array, v_GTK: jax.Array, mask: Mask = None, scale: float = 1.0
     ) -> jax.Array:
-        apart = (x.reshape(x.shape[0], n, -1, x.shape[-1]) for x in (q_HTK, k_GTK, v_GTK))
+        segments = (x.reshape(x.shape[0], n, -1, x.shape[-1]) for x in (q_HTK, k_GTK, v_GTK))
         each = jax.vmap(lambda q, k, v: attention(q, k, v, None, scale), in_axes=1, out_axes=1)
-        return each(*apart).reshape(q_HTK.shape[0], q_HTK.shape[1], -1)
+        return each(*segments).reshape(q_HTK.shape[0], q_HTK.shape[1], -1)
 
     return attend
 
 
 def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
-    """Queries, keys or values, `(H, T, K)`: heads first is what attention multiplies fastest."""
+    """Return queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
     D, H, K = W_DHK.shape
     if len(x_TD) == 1 or isinstance(W_DHK, Quantized):
-        # The compiler would turn the whole matrix round for one row, at every decode step.
+        # For one row, the compiler would transpose the whole matrix at every decode step.
         return (x_TD @ W_DHK.reshape(D, H * K)).reshape(-1, H, K).swapaxes(0, 1)
     return jnp.einsum("td,dhk->htk", x_TD, W_DHK)
 
 
 def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
-    """The heads, one beside the other, times the output projection: `(T, D)`."""
+    """Return the concatenated heads times the output projection, `(T, D)`."""
     H, K, D = W_HKD.shape
     if isinstance(W_HKD, Quantized):
         return y_HTK.swapaxes(0, 1).reshape(-1, H * K) @ W_HKD.reshape(H * K, D)
@@ -125,7 +123,7 @@ def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
 def cross_attention(
     q_HTK: jax.Array, x_SD: jax.Array, W_K_DGK: jax.Array, W_V_DGK: jax.Array, mask: Mask = None, scale: float = 1.0
 ) -> jax.Array:
-    """Queries are given, keys and values are of the data: softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
+    """Return softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
 
     Self-attention is the case Q = X W_Q.
     """
@@ -141,19 +139,19 @@ def multi_head_attention(
     W_O_HKD: jax.Array,
     mask: Mask = None,
 ) -> jax.Array:
-    """Four products with weights, all heads in each, `(T, D)` (Vaswani et al. 2017, section 3.2.2).
+    """Return multi-head attention from four products with weights, `(T, D)` (Vaswani et al. 2017, section 3.2.2).
 
     Args:
-      x_TD: what the queries are of.
-      source_SD: what the keys and values are of; x_TD itself in self-attention.
+      x_TD: source of the queries.
+      source_SD: source of keys and values; x_TD itself in self-attention.
     """
     scale = W_Q_DHK.shape[-1] ** -0.5
     return from_heads(cross_attention(to_heads(x_TD, W_Q_DHK), source_SD, W_K_DGK, W_V_DGK, mask, scale), W_O_HKD)
 
 
 def row_entropy(weights: jax.Array) -> jax.Array:
-    """Shannon entropy in nats of distributions along the last axis; 0·log 0 counts as 0.
+    """Return the Shannon entropy in nats of distributions along the last axis; 0·log 0 counts as 0.
 
-    log S for a uniform row of S, 0 for a one-hot row and for a row of zeros.
+    It is log S for a uniform row of S, 0 for a one-hot row and for a row of zeros.
     """
     return -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), axis=-1)

@@ -1,8 +1,7 @@
-"""Attention that never holds the T·S scores, in plain JAX.
+"""Attention in memory linear in T and S, in plain JAX.
 
-Softmax can be taken over a part of the keys at a time, if the running maximum and sum are kept (Milakov and
-Gimelshein 2018), so attention needs memory linear in T (Rabe and Staats 2021). For the gradient the blocks of scores
-are made once more, from the log of the sums (Dao et al. 2022).
+Softmax is computed over one block of keys at a time, with a running maximum and sum (Milakov and Gimelshein 2018; Rabe
+and Staats 2021). The backward pass recomputes the blocks of scores, from the log of the sums (Dao et al. 2022).
 """
 
 from dataclasses import dataclass
@@ -19,20 +18,20 @@ from jaxformer.ops.masks import Causal, Mask
 from jaxformer.ops.precision import wide, widened
 
 SAVED = "attention"
-"""Name of what the backward pass needs of the forward one, for `jax.checkpoint_policies.save_only_these_names`: with
-it, a rematerialised block does not attend twice."""
+"""Name of the saved activations, for `jax.checkpoint_policies.save_only_these_names`: with it, a rematerialised block
+does not attend twice."""
 
 
 def blockwise_attention(
     q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0, *, block: int = 512
 ) -> jax.Array:
-    """What `ops.attention.attention` gives, in memory linear in T and S, forward and backward.
+    """Return the output of `ops.attention.attention`, in memory linear in T and S, forward and backward.
 
-    Blocks that a `Causal` mask hides take no time. Differentiable once, in reverse. Hidden keys as in `attention`.
+    Blocks that a `Causal` mask hides take no time. Differentiable once, in reverse. Masked keys as in `attention`.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
-      block: the most queries, and the most keys, that are looked at together.
+      block: most queries, and most keys, of a block.
     """
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
@@ -48,14 +47,14 @@ def blockwise_attention(
 
 
 def split(x_HTK: jax.Array, n: int, b: int) -> jax.Array:
-    """`(H, T, K)` to n blocks of b positions, `(n, H, b, K)`, filled up with zeros."""
+    """Split `(H, T, K)` into n blocks of b positions, `(n, H, b, K)`, padded with zeros."""
     H, T, K = x_HTK.shape
     return jnp.moveaxis(jnp.pad(x_HTK, ((0, 0), (0, n * b - T), (0, 0))).reshape(H, n, b, K), 1, 0)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the T·S scores are cut: n_q blocks of b_q queries, n_k blocks of b_k keys, as even as can be."""
+    """Tiling of the T·S scores: n_q blocks of b_q queries, n_k blocks of b_k keys, as even as possible."""
 
     T: int
     S: int
@@ -79,7 +78,7 @@ class Tiles:
         return -(-self.S // self.n_k)
 
     def visible(self) -> tuple[np.ndarray, ...]:
-        """Query block and key block of every tile in which someone sees something, row by row."""
+        """Return query block and key block of every tile with a visible key, row by row."""
         i, j = np.indices((self.n_q, self.n_k))
         if self.causal is None:
             return i.ravel(), j.ravel()
@@ -87,41 +86,41 @@ class Tiles:
         nearest = i * self.b_q - ((j + 1) * self.b_k - 1)
         return np.nonzero((furthest >= 0) & (nearest < (self.causal.window or self.T)))
 
-    def seen(self, i: jax.Array, j: jax.Array, mask_TS: jax.Array | None) -> jax.Array:
-        """Who sees whom in a tile, `(b_q, b_k)`; the keys that fill up the last block are hidden."""
+    def mask(self, i: jax.Array, j: jax.Array, mask_TS: jax.Array | None) -> jax.Array:
+        """Return the mask of a tile, `(b_q, b_k)` bool; the padding of the last block is hidden."""
         query_b, key_c = i * self.b_q + jnp.arange(self.b_q), j * self.b_k + jnp.arange(self.b_k)
-        seen_bc = jnp.broadcast_to(key_c < self.S, (self.b_q, self.b_k))
+        mask_bc = jnp.broadcast_to(key_c < self.S, (self.b_q, self.b_k))
         if self.causal is not None:
-            seen_bc &= self.causal(query_b, key_c)
+            mask_bc &= self.causal(query_b, key_c)
         if mask_TS is not None:
-            seen_bc &= jax.lax.dynamic_slice(mask_TS, (i * self.b_q, j * self.b_k), (self.b_q, self.b_k))
-        return seen_bc
+            mask_bc &= jax.lax.dynamic_slice(mask_TS, (i * self.b_q, j * self.b_k), (self.b_q, self.b_k))
+        return mask_bc
 
 
 def scores(tiles: Tiles, i: jax.Array, j: jax.Array, q: jax.Array, k: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Scores of one tile, `(G, R, b_q, b_k)` float32 or wider, minus infinity where hidden."""
+    """Return the scores of one tile, `(G, R, b_q, b_k)` float32 or wider, minus infinity where masked."""
     scores_GRbc = jnp.einsum("grbk,gck->grbc", at(q, i), at(k, j), preferred_element_type=wide(q.dtype))
-    return jnp.where(tiles.seen(i, j, mask), scores_GRbc, -jnp.inf)
+    return jnp.where(tiles.mask(i, j, mask), scores_GRbc, -jnp.inf)
 
 
 def at(x: jax.Array, i: jax.Array) -> jax.Array:
-    """`x[i]`"""
+    """Return `x[i]`."""
     return dynamic_index_in_dim(x, i, keepdims=False)
 
 
 def put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
-    """x with `x[i]` replaced; in place where x is the carry of a loop."""
+    """Return x with `x[i]` replaced; in place where x is the carry of a loop."""
     return dynamic_update_index_in_dim(x, value, i, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Attention over blocks: `(N, G, R, b, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, R, b, K)`."""
+    """Return attention over blocks: `(N, G, R, b, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, R, b, K)`."""
     return forward(tiles, q, k, v, mask)[0]
 
 
 def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple:
-    """The output, and what `backward` needs."""
+    """Return the output, and the residuals for `backward`."""
     dtype = wide(q.dtype)
 
     def step(carry: tuple, ij: tuple) -> tuple:
@@ -139,7 +138,7 @@ def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
         ), None
 
     rows = q.shape[:-1]
-    # The maximum starts finite, so that a row with nothing visible gives zeros and no NaN.
+    # The maximum starts finite, so that a row without a visible key gives zeros and no NaN.
     start = (jnp.zeros((*rows, v.shape[-1]), dtype), jnp.zeros(rows, dtype), jnp.full(rows, MASKED, dtype))
     (sum_NGRbK, total_NGRb, top_NGRb), _ = jax.lax.scan(step, start, tiles.visible())
     total_NGRb = jnp.where(total_NGRb > 0, total_NGRb, 1)
@@ -149,7 +148,7 @@ def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
 
 
 def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
-    """Gradients to q, k and v (Dao et al. 2022, algorithm 4)."""
+    """Return the gradients with respect to q, k and v (Dao et al. 2022, algorithm 4)."""
     q, k, v, mask, y, log_total_NGRb = saved
     dtype = wide(q.dtype)
     dot_NGRb = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · gradient to it

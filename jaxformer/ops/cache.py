@@ -1,8 +1,8 @@
 """The key/value cache of one sequence.
 
-Slots are where things lie, positions are what they mean. All layers share one array of positions, and a slot
-whose position is `masks.EMPTY` holds nothing, so that masks made from positions need not know how prompts
-were padded. The slot to write is an argument and not part of the cache: one number for a whole batch.
+A slot is an index in the cache; its position is that of its token in the text. All layers share one array of positions,
+and a slot whose position is `masks.EMPTY` is empty, so that masks from positions are independent of the padding of
+prompts. The slot to write is an argument and not part of the cache: one number for a batch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jaxformer.ops.workarounds import update_slice, zero_after
 
 
 class Stored(NamedTuple):
-    """Vectors as the cache keeps them."""
+    """Vectors in the cache's dtype."""
 
     values: jax.Array
     scale_GS: jax.Array | None
-    """Of int8 values: what each vector's are multiplied by; None for floating-point ones."""
+    """Scale of each int8 vector; None for floating-point vectors."""
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer. Each lies as attention multiplies it: one query's scores are sums of rows of
-    the keys' array, and its output is a sum of rows of the values' array."""
+    """Keys and values of one layer, laid out for one query: its scores are sums of rows of the keys' array, and its
+    output is a sum of rows of the values' array."""
 
     k_GKS: Stored
     v_GSK: Stored
@@ -44,7 +44,7 @@ class KVCache(NamedTuple):
 
 
 def init_cache(n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: Any) -> KVCache:
-    """An empty cache that keeps keys and values in float32, bfloat16 or int8.
+    """Return an empty cache for keys and values in float32, bfloat16 or int8.
 
     Raises:
       UserError: another dtype.
@@ -58,14 +58,14 @@ def init_cache(n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtyp
 
 
 def write_layer(layer: LayerCache, k_GTK: jax.Array, v_GTK: jax.Array, slot: jax.Array | int) -> LayerCache:
-    """Put T keys and values at slots slot, …, slot + T - 1."""
+    """Return the cache with T keys and values written at slots slot, …, slot + T - 1."""
     k, v = (_store(x_GTK, stored.values.dtype) for x_GTK, stored in ((k_GTK, layer.k_GKS), (v_GTK, layer.v_GSK)))
     k = k._replace(values=k.values.swapaxes(1, 2))
     return LayerCache(_write_stored(layer.k_GKS, k, slot, 2), _write_stored(layer.v_GSK, v, slot, 1))
 
 
 def read_layer(layer: LayerCache, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """All keys and values, each `(G, S, K)`."""
+    """Return all keys and values, each `(G, S, K)`."""
     k, v = layer
     if k.scale_GS is None or v.scale_GS is None:
         return k.values.swapaxes(1, 2).astype(dtype), v.values.astype(dtype)
@@ -77,12 +77,13 @@ def decode_step(
     q_H1K: jax.Array, k_G1K: jax.Array, v_G1K: jax.Array, layer: LayerCache, slot: jax.Array | int, mask_1S: jax.Array,
     scale: float,
 ) -> tuple[jax.Array, LayerCache]:  # fmt: skip
-    """What attention gives for one query once its own key and value are written at `slot`, and the layer with them.
+    """Return the attention of one query, `(H, 1, K)`, and the layer with the query's own key and value written at
+    `slot`.
 
-    They take part from where they are, as storing rounds them, in place of the slot's score and weight, and are written
-    last; see `workarounds.zero_after`.
+    These replace the slot's score and weight, rounded as the cache rounds them, and are written last; see
+    `workarounds.zero_after`.
 
-    Values in the cache must be finite, also at slots that the mask hides: 0 times NaN is NaN, in all that follows.
+    Values in the cache must be finite, also at masked slots: 0 times NaN is NaN.
     """
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
     einsum = partial(jnp.einsum, preferred_element_type=wide(dtype))
@@ -106,12 +107,12 @@ def decode_step(
 
 
 def write_positions(position_S: jax.Array, positions_T: jax.Array, slot: jax.Array | int) -> jax.Array:
-    """Put T positions at slots slot, …, slot + T - 1."""
+    """Return the positions with T of them written at slots slot, …, slot + T - 1."""
     return update_slice(position_S, positions_T.astype(position_S.dtype), slot, 0)
 
 
 def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
-    """Vectors in the cache's dtype; for int8, each is rounded to 127ths of its largest number's size."""
+    """Return vectors in the cache's dtype; int8 vectors have one scale each, their largest absolute value over 127."""
     if dtype != jnp.int8:
         return Stored(x_GTK.astype(dtype), None)
     scale_GT = jnp.abs(x_GTK).max(-1).astype(jnp.float32) / 127
@@ -120,18 +121,18 @@ def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
 
 
 def _rounded(x_GTK: jax.Array, dtype: Any) -> jax.Array:
-    """What can be read again of vectors stored in the cache's dtype."""
+    """Return vectors as rounded to the cache's dtype, in their own."""
     if jnp.promote_types(x_GTK.dtype, dtype) == dtype:
         return x_GTK
-    if dtype != jnp.int8:  # a conversion there and back is one that the compiler leaves out
+    if dtype != jnp.int8:  # the compiler removes a conversion there and back
         return jax.lax.reduce_precision(x_GTK, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
     values, scale_GT = _store(x_GTK, dtype)
     assert scale_GT is not None  # int8 has one
     return values.astype(x_GTK.dtype) * scale_GT[..., None].astype(x_GTK.dtype)
 
 
-def _write_stored(whole: Stored, part: Stored, slot: jax.Array | int, axis: int) -> Stored:
-    values = update_slice(whole.values, part.values, slot, axis)
-    if whole.scale_GS is None or part.scale_GS is None:
+def _write_stored(stored: Stored, part: Stored, slot: jax.Array | int, axis: int) -> Stored:
+    values = update_slice(stored.values, part.values, slot, axis)
+    if stored.scale_GS is None or part.scale_GS is None:
         return Stored(values, None)
-    return Stored(values, update_slice(whole.scale_GS, part.scale_GS, slot, 1))
+    return Stored(values, update_slice(stored.scale_GS, part.scale_GS, slot, 1))

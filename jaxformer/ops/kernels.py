@@ -1,6 +1,6 @@
-"""Attention by kernels that were written for one kind of device, with the signature of `ops.attention.attention`.
+"""Attention by kernels for one kind of device, with the signature of `ops.attention.attention`.
 
-Each takes some shapes only. What is beyond it is known while tracing: `cudnn_refuses` and `splash_refuses` say it.
+Each supports some shapes only, which are known while tracing; see `cudnn_refuses` and `splash_refuses`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask
 
 LANES = 128
-"""Width of a TPU's vector registers; splash attention cuts positions into multiples of it."""
+"""Width of a TPU's vector registers; blocks of splash attention are multiples of it."""
 
 BLOCK = 4 * LANES
-"""The most positions that splash attention looks at together."""
+"""Most positions of a block of splash attention."""
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def order_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """What no kernel here takes."""
+    """Return the reason why no kernel here supports these positions or this mask, or None."""
     T, S = q_HTK.shape[1], k_GSK.shape[1]
     if isinstance(mask, Causal):
         return None if T == S else f"{T} queries and {S} keys do not stand at the same positions"
@@ -34,10 +34,10 @@ def order_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
 
 
 def symbolic(mask: Mask) -> Causal | None:
-    """The mask, if it is no array.
+    """Return a mask that is no array.
 
     Raises:
-      ValueError: it is.
+      ValueError: the mask is an array.
     """
     if mask is None or isinstance(mask, Causal):
         return mask
@@ -45,7 +45,8 @@ def symbolic(mask: Mask) -> Causal | None:
 
 
 def cudnn_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """Why `cudnn_attention` cannot take this, or None. GPUs before Hopper also refuse heads wider than 128."""
+    """Return the reason why `cudnn_attention` does not support this, or None. GPUs before Hopper also refuse heads
+    wider than 128."""
     K = q_HTK.shape[-1]
     if q_HTK.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attends in bfloat16 or float16, not in {q_HTK.dtype}"
@@ -63,15 +64,15 @@ def cudnn_attention(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """`attention` by cuDNN's fused kernel, on NVIDIA GPUs from Ampere on; memory linear in T.
+    """Return `attention` from cuDNN's fused kernel, on NVIDIA GPUs from Ampere on; memory linear in T.
 
     Args:
-      q_HTK, k_GSK, v_GSK, mask, scale: what `cudnn_refuses` lets pass.
+      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `cudnn_refuses`.
       implementation: "xla" computes the same without the kernel, on any device.
     """
     length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
     causal = symbolic(mask)
-    window = None if causal is None or causal.window is None else (causal.window - 1, 0)  # places to the left and right
+    window = None if causal is None or causal.window is None else (causal.window - 1, 0)  # positions before and after
     y_THK = jax.nn.dot_product_attention(
         length_first(q_HTK),
         length_first(k_GSK),
@@ -85,12 +86,12 @@ def cudnn_attention(
 
 
 def splash_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """Why `splash_attention` cannot take this, or None."""
+    """Return the reason why `splash_attention` does not support this, or None."""
     T, S = q_HTK.shape[1], k_GSK.shape[1]
     if min(T, S) < LANES:
-        return f"splash attention looks at {LANES} positions at a time, and there are {min(T, S)}"
+        return f"splash attention needs at least {LANES} positions, and there are {min(T, S)}"
     if mask is None and (T % unit(T) or S % unit(S)):
-        return f"{T} queries and {S} keys are not multiples of {unit(max(T, S))}, and no causal mask hides a filling"
+        return f"{T} queries and {S} keys are not multiples of {unit(max(T, S))}, and no causal mask hides the padding"
     return order_refuses(q_HTK, k_GSK, mask)
 
 
@@ -103,56 +104,55 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` by the Pallas kernel that skips hidden blocks, on TPUs; memory linear in T.
+    """Return `attention` from the Pallas kernel that skips masked blocks, on TPUs; memory linear in T.
 
     XLA cannot split it over devices: on several, call it in a `jax.shard_map`.
 
     Args:
-      q_HTK, k_GSK, v_GSK, mask, scale: what `splash_refuses` lets pass.
+      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `splash_refuses`.
       interpret: run the kernel's program step by step, slowly, on any device.
     """
     H, T, _ = q_HTK.shape
     S = k_GSK.shape[1]
-    # Positions that fill up the last block stand after all others: a causal mask hides them.
-    filled = [jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]), (0, 0))) for x in (q_HTK, k_GSK, v_GSK)]
+    # The padding of the last block comes after all positions: a causal mask hides it.
+    inputs = [jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]), (0, 0))) for x in (q_HTK, k_GSK, v_GSK)]
     kernel = splash_kernel(H, padded(T), padded(S), symbolic(mask), interpret)
-    return kernel(filled[0] * scale, *filled[1:])[:, :T]
+    return kernel(inputs[0] * scale, *inputs[1:])[:, :T]
 
 
 def unit(T: int) -> int:
-    """What the number of positions is rounded up to a multiple of. For few positions small, to waste little; for many
-    large, as the table of blocks would not fit the scalar memory if the blocks were small."""
+    """Return the unit that T positions are padded to a multiple of: small for short sequences, to waste little; large
+    for long ones, as the table of small blocks would not fit the scalar memory."""
     return LANES if T <= 4 * BLOCK else BLOCK
 
 
 def padded(T: int) -> int:
-    """T, rounded up."""
+    """Return T, rounded up to a multiple of `unit(T)`."""
     return -(-T // unit(T)) * unit(T)
 
 
 def block(T: int) -> int:
-    """The largest block that cuts T, a multiple of 128, evenly."""
+    """Return the largest block that divides T, a multiple of 128."""
     return max(b for b in range(LANES, BLOCK + 1, LANES) if T % b == 0)
 
 
 @cache
 def splash_kernel(H: int, T: int, S: int, mask: Causal | None, interpret: bool) -> Callable[..., jax.Array]:
-    """The kernel for these sizes, with its table of visible blocks."""
-    # Here, as it takes a quarter of a second that only a TPU needs.
+    """Return the kernel for these sizes, with its table of visible blocks."""
+    # Imported here, as it takes a quarter of a second, which only a TPU needs.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     class Blocks(splash.Mask):
-        """`mask` for one head, as the kernel's preparation asks for it: a block at a time.
+        """Mask of one head, which the kernel's preparation reads block by block.
 
-        It only asks whether any and whether all of a block is visible, and computes the rest in the kernel. Telling
-        the two without making the block turns a minute at 131,072 positions into a second.
-        """
+        It reads whether any and whether all of a block is visible; the rest is computed in the kernel. Without arrays
+        of blocks, a preparation of a minute at 131,072 positions takes a second."""
 
         shape = (T, S)
         q_sequence = np.arange(T, dtype=np.int32)
 
         def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-            """`[any, all]` of a block: its `any()` is any, and its `all()` is all."""
+            """Return `[any, all]` of a block: its `any()` is any, and its `all()` is all."""
             rows, columns = index
             assert mask is not None
             furthest, nearest = rows.stop - 1 - columns.start, rows.start - (columns.stop - 1)
@@ -161,10 +161,10 @@ def splash_kernel(H: int, T: int, S: int, mask: Causal | None, interpret: bool) 
 
         @staticmethod
         def mask_function(query: Any, key: Any) -> Any:
-            """Who sees whom, from positions that are arrays of one shape."""
+            """Return the mask of positions that are arrays of one shape."""
             assert mask is not None
-            seen = query >= key
-            return seen if mask.window is None else seen & (query - key < mask.window)
+            visible = query >= key
+            return visible if mask.window is None else visible & (query - key < mask.window)
 
         def __hash__(self) -> int:
             return hash(mask)

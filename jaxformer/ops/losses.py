@@ -1,4 +1,4 @@
-"""Losses of one example. Axes before the last are as the targets have them: T, or none for one class."""
+"""Losses of one example. Axes of logits before the last are those of the targets: T, or none for one class."""
 
 from functools import partial
 
@@ -9,23 +9,24 @@ from jaxformer.ops.precision import wide, widened
 
 
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
-    """-log softmax(logits)[target] in nats, `(T,)` float32, for integer targets."""
+    """Return -log softmax(logits)[target] in nats, `(T,)` float32, for integer targets."""
     logits_TV = widened(logits_TV)
     chosen_T = jnp.take_along_axis(logits_TV, targets_T[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits_TV, axis=-1) - chosen_T
 
 
 def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
-    """Nats that a target costs which is every class alike, `(T,)` float32: the mean of -log softmax(logits).
+    """Return the cross-entropy of a uniform target in nats, `(T,)` float32: the mean of -log softmax(logits).
 
-    Label smoothing ε (Szegedy et al. 2016, section 7) minimises 1 - ε of the target's likelihood and ε of this.
+    Label smoothing ε (Szegedy et al. 2016, section 7) minimises 1 - ε times the negative log-likelihood plus ε times
+    this.
     """
     logits_TV = widened(logits_TV)
     return jax.nn.logsumexp(logits_TV, axis=-1) - jnp.mean(logits_TV, axis=-1)
 
 
 def top1_correct(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
-    """Whether the target would be guessed, `(T,)` bool: its logit is the largest, and the first of several that are."""
+    """Return whether the target's logit is the largest, and the first of equal ones, `(T,)` bool."""
     return jnp.argmax(logits_TV, axis=-1) == targets_T
 
 
@@ -33,15 +34,16 @@ def pair_nll(
     image_E: jax.Array, text_E: jax.Array, images_NE: jax.Array, texts_NE: jax.Array, log_scale: jax.Array,
     counts_N: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Nats that it costs to tell a pair's text among N by its image, and its image among N by its text: the mean of
-    both, a float32 scalar (Radford et al. 2021, figure 3; the objective InfoNCE of van den Oord et al. 2018).
+    """Return the negative log-likelihood in nats of a pair's text among N given its image, and of its image among N
+    given its text: the mean of both, a float32 scalar (Radford et al. 2021, figure 3; InfoNCE of van den Oord et al.
+    2018).
 
-    The pair is one of the N; which one does not matter, as its own logit is made of itself.
+    The pair is one of the N; its index does not matter.
 
     Args:
-      image_E, text_E: of length 1, as are `images_NE` and `texts_NE`.
+      image_E, text_E: embeddings of length 1, as are `images_NE` and `texts_NE`.
       log_scale: logits are cosines times its exponential.
-      counts_N: bool, which of the N there are; None for all.
+      counts_N: bool, False for pairs of the N to leave out; None for all.
     """
     # Scaled by up to 100 and then exponentiated: products rounded to TF32 or bfloat16 would be wrong by a tenth.
     dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide(image_E.dtype))
@@ -52,7 +54,8 @@ def pair_nll(
 
 
 def cross_entropy(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Array | None = None) -> jax.Array:
-    """Mean of `negative_log_likelihood`, weighted: Σ w·nll / Σ w, a float32 scalar; 0 where all weights are 0.
+    """Return the weighted mean of `negative_log_likelihood`, Σ w·nll / Σ w, a float32 scalar; 0 where all weights are
+    0.
 
     Logits of weight 0 change neither it nor its gradient, be they NaN.
     """

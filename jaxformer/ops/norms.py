@@ -1,7 +1,7 @@
-"""Normalisation over the last axis. Statistics are taken in float32, the result has the dtype of `x`.
+"""Normalisation over the last axis. Statistics are float32, the result has the dtype of `x`.
 
-A row whose squares are too large for float32, from about 1e19 on, gives NaN: divided by an infinite norm it would be 0,
-and a network whose activations have blown up would look healthy.
+A row whose squares overflow float32, from about 1e19 on, gives NaN: divided by an infinite norm it would be 0, which
+would hide diverged activations.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,27 @@ from jaxformer.ops.precision import widened
 
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
+    """Return γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
     return (divide_by_norm(widened(x), jnp.mean, eps) * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
-    """γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
+    """Return γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
     wide_x = widened(x)
     centred = wide_x - jnp.mean(wide_x, axis=-1, keepdims=True)
     return (divide_by_norm(centred, jnp.mean, eps) * gamma + beta).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
-    """x / √(Σ x² + ε), which has length 1. `x` is `(…, D)`."""
+    """Return x / √(Σ x² + ε), which has length 1. `x` is `(…, D)`."""
     return divide_by_norm(widened(x), jnp.sum, eps).astype(x.dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def divide_by_norm(x: jax.Array, reduce: Callable[..., jax.Array], eps: float) -> jax.Array:
-    """x / √(reduce(x²) + ε) along the last axis, `(…, D)`; NaN where x² overflows.
+    """Return x / √(reduce(x²) + ε) along the last axis, `(…, D)`; NaN where x² overflows.
 
-    Its derivative is written in the result: in x, it takes a cube of the norm, which overflows from 1e13 on.
+    The derivative is computed from the result: from x, it needs the cube of the norm, which overflows from 1e13 on.
 
     Args:
       reduce: `jnp.mean` or `jnp.sum`.

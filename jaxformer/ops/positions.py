@@ -1,11 +1,11 @@
-"""Positions without parameters."""
+"""Position encodings without parameters."""
 
 import jax
 import jax.numpy as jnp
 
 
 def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
-    """The encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
+    """Return the encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
     PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle."""
     rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     angles = positions_T[:, None] * rates[None, :]
@@ -14,11 +14,11 @@ def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
 
 
 def rope(x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0, scaling: float = 1.0) -> jax.Array:
-    """Rotary embedding (Su et al. 2021, equation 34): feature i is turned with feature i + K/2 by the angle
-    position · base^(-2i/K), so that scores depend on distances only. K must be even.
+    """Return the rotary embedding (Su et al. 2021, equation 34), `(H, T, K)`: features i and i + K/2 are rotated by the
+    angle position · base^(-2i/K), so that scores depend on distances only. K must be even.
 
     Features are paired across halves, as in GPT-NeoX and Llama checkpoints of Hugging Face. Positions are divided by
-    `scaling`, to fit a longer text into the angles of a shorter one (Chen et al. 2023, equation 4).
+    `scaling`, for length extrapolation (Chen et al. 2023, equation 4).
     """
     half = x_HTK.shape[-1] // 2
     angles_TK = positions_T[:, None] / scaling * base ** (-jnp.arange(half) / half)[None, :]

@@ -1,4 +1,4 @@
-"""In what sums are taken and probabilities made, whatever the weights are in."""
+"""Dtype of sums and probabilities, whatever the compute dtype is."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 def wide(dtype: Any) -> Any:
-    """float32, or float64 for float64: so that a model of float64 is computed in it throughout."""
+    """Return float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """The same numbers in `wide` of their dtype."""
+    """Return the array in `wide` of its dtype."""
     return x.astype(wide(x.dtype))

@@ -1,6 +1,6 @@
-"""Recurrent networks on one sequence: gated cells, and the loop that runs them.
+"""Recurrent networks on one sequence: gated cells, and the loop over steps.
 
-Beside the axes of all modules, C are the gates of a cell, three or four, and D is the width of its state.
+C is the number of gates of a cell, three or four, and D the width of its state.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 
 State = tuple[jax.Array, ...]
-"""What a step hands to the next: `(h_D,)` of a GRU, `(h_D, c_D)` of an LSTM. The first is also the step's output."""
+"""State between steps: `(h_D,)` of a GRU, `(h_D, c_D)` of an LSTM. The first is also the step's output."""
 
 Step = Callable[[State, jax.Array, Any, Any], tuple[State, Any]]
-"""`(state, x, u, fixed)` to the next state and what to keep of the step, where u is the last output times each of the
-weights; see `recur`."""
+"""Function of `(state, x, u, fixed)` that returns the next state and a record of the step, where u is the last output
+times each of the weights; see `recur`."""
 
 
 def gru_step(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> State:
-    """A gated recurrent unit: r, z = σ(x + u), n = tanh(x + r ∘ (u + b)), h ← (1 - z) ∘ n + z ∘ h.
+    """Return the next state of a GRU: r, z = σ(x + u), n = tanh(x + r ∘ (u + b)), h ← (1 - z) ∘ n + z ∘ h.
 
     After Cho et al. 2014, section 2.3, with the reset gate r after the product with U, as in the first version of their
     paper and in cuDNN, so that all three products are one.
@@ -27,8 +27,8 @@ def gru_step(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> 
     Args:
       state: `(h_D,)`.
       x_3D: W x + b of the gates r, z and n.
-      u_3D: U h of the same.
-      b_D: the bias of U h in n, which alone is not one with that of W x.
+      u_3D: U h of the same gates.
+      b_D: bias of U h in n; in r and z it is part of x.
     """
     (h_D,) = state
     r_D, z_D = jax.nn.sigmoid(x_3D[:2] + u_3D[:2])
@@ -37,14 +37,14 @@ def gru_step(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> 
 
 
 def lstm_step(state: State, x_4D: jax.Array, u_4D: jax.Array) -> State:
-    """Long short-term memory: i, f, o = σ(x + u), g = tanh(x + u), c ← f ∘ c + i ∘ g, h ← o ∘ tanh(c).
+    """Return the next state of an LSTM: i, f, o = σ(x + u), g = tanh(x + u), c ← f ∘ c + i ∘ g, h ← o ∘ tanh(c).
 
     After Hochreiter and Schmidhuber 1997, with the forget gate f of Gers et al. 2000 and without peepholes.
 
     Args:
       state: `(h_D, c_D)`.
       x_4D: W x + b of the gates i, f, g and o.
-      u_4D: U h of the same.
+      u_4D: U h of the same gates.
     """
     _, c_D = state
     i_D, f_D, g_D, o_D = x_4D + u_4D
@@ -57,24 +57,24 @@ def recur(
 ) -> tuple[State, jax.Array, Any]:
     """Run a cell over a sequence.
 
-    Products with the last output h are made here and not in the step: as the derivative with respect to a weight sums
-    over all steps, it can be had from one product after the loop, instead of one a step added to what there is.
+    Products with the last output h are computed here and not in the step: the derivative with respect to a weight is
+    one product after the loop over all steps, instead of a sum of one product per step.
 
     Args:
       step: hashable; it must use no array but its arguments.
-      state: what the first step begins with.
-      x_T: `(T, …)`, a row a step: products with inputs, made for all steps at once.
-      valid_T: False where a step must leave the state as it is, whatever x is there; None where no step must.
-      weights: matrices `(D, …)`, any pytree; a step gets h times each.
-      fixed: any arrays that each step reads.
+      state: state before the first step.
+      x_T: `(T, …)`, one row per step: products with inputs, computed for all steps at once.
+      valid_T: False where a step leaves the state unchanged, whatever x is there; None if all are valid.
+      weights: matrices `(D, …)`, any pytree; a step receives h times each.
+      fixed: arrays that each step reads, any pytree.
 
     Returns:
-      The last state, the outputs `(T, D)`, and what the steps kept, each with a first axis T. At a place that is not
-      valid the output is the one before.
+      The last state, the outputs `(T, D)`, and the records of the steps, each with a first axis T. At an invalid
+      position the output is the previous one.
     """
     if valid_T is None:
         valid_T = jnp.ones(len(x_T), bool)
-    else:  # NaN would be in no state, but in the derivative, as 0 times it
+    else:  # NaN would reach no state, but the derivative, as 0 times NaN
         x_T = jnp.where(valid_T.reshape(-1, *(1,) * (x_T.ndim - 1)), x_T, 0)
     return _recur(step, state, x_T, valid_T, weights, fixed)
 
@@ -82,13 +82,13 @@ def recur(
 def _advance(
     step: Step, valid: jax.Array, state: State, x: jax.Array, u: Any, fixed: Any
 ) -> tuple[State, tuple[jax.Array, Any]]:
-    after, kept = step(state, x, u, fixed)
+    after, record = step(state, x, u, fixed)
     after = jax.tree.map(partial(jnp.where, valid), after, state)
-    return after, (after[0], kept)
+    return after, (after[0], record)
 
 
 def _product(h_D: jax.Array, weights: Any) -> Any:
-    """h times each matrix; of one step, or of all, `(T, D)`."""
+    """Return h times each matrix; of one step, `(D,)`, or of all, `(T, D)`."""
     return jax.tree.map(lambda W: jnp.tensordot(h_D, W, 1), weights)
 
 
@@ -98,8 +98,8 @@ def _recur(step: Step, state: State, x_T: jax.Array, valid_T: jax.Array, weights
         x, valid = now
         return _advance(step, valid, state, x, _product(state[0], weights), fixed)
 
-    last, (h_TD, kept_T) = jax.lax.scan(advance, state, (x_T, valid_T))
-    return last, h_TD, kept_T
+    last, (h_TD, record_T) = jax.lax.scan(advance, state, (x_T, valid_T))
+    return last, h_TD, record_T
 
 
 @_recur.defjvp
@@ -113,7 +113,7 @@ def _recur_jvp(step: Step, primals: tuple, tangents: tuple) -> tuple:
         after, out = _advance(step, valid, state, x, u, fixed)
         return after, (out, state, u)
 
-    last, ((h_TD, kept_T), state_T, u_T) = jax.lax.scan(advance, state, (x_T, valid_T))
+    last, ((h_TD, record_T), state_T, u_T) = jax.lax.scan(advance, state, (x_T, valid_T))
     d_u_T = _product(state_T[0], d_weights)
 
     def advance_tangent(d_state: State, now: tuple) -> tuple[State, Any]:
@@ -121,5 +121,5 @@ def _recur_jvp(step: Step, primals: tuple, tangents: tuple) -> tuple:
         d_u = jax.tree.map(jnp.add, d_u, _product(d_state[0], weights))
         return jax.jvp(partial(_advance, step, valid), (state, x, u, fixed), (d_state, d_x, d_u, d_fixed))[1]
 
-    d_last, (d_h_TD, d_kept_T) = jax.lax.scan(advance_tangent, d_state, (state_T, x_T, u_T, valid_T, d_x_T, d_u_T))
-    return (last, h_TD, kept_T), (d_last, d_h_TD, d_kept_T)
+    d_last, (d_h_TD, d_record_T) = jax.lax.scan(advance_tangent, d_state, (state_T, x_T, u_T, valid_T, d_x_T, d_u_T))
+    return (last, h_TD, record_T), (d_last, d_h_TD, d_record_T)

@@ -78,10 +78,10 @@ def test_no_two_choices_share_a_place_and_earlier_tokens_go_first() -> None:
 def test_the_way_there_and_back(room: int) -> None:
     """Experts that multiply by their number plus 1, against a loop over tokens."""
     x_TD, (experts_TJ, weights_TJ) = normal(T, D, seed=1), route(LOGITS_TE, J)
-    places_TJ = assign(experts_TJ, E, room)
-    x_ECD = jax.jit(dispatch, static_argnums=(2, 3))(x_TD, places_TJ, E, room)
+    slots_TJ = assign(experts_TJ, E, room)
+    x_ECD = jax.jit(dispatch, static_argnums=(2, 3))(x_TD, slots_TJ, E, room)
     assert x_ECD.shape == (E, room, D)
-    got = combine(x_ECD * (1 + jnp.arange(E))[:, None, None], places_TJ, weights_TJ)
+    got = combine(x_ECD * (1 + jnp.arange(E))[:, None, None], slots_TJ, weights_TJ)
     wanted, taken = np.zeros((T, D)), [0] * E
     for t in range(T):
         for expert, weight in zip(experts_TJ.tolist()[t], weights_TJ.tolist()[t], strict=True):
@@ -141,10 +141,10 @@ def test_balancing_lowers_the_probability_of_those_chosen_too_often() -> None:
 def test_what_a_token_is_reaches_no_other_one_through_the_experts() -> None:
     """NaN in one token, and in one that found no room; output and gradient."""
     experts_TJ, weights_TJ = jnp.array([[0], [1], [0], [0]]), jnp.full((4, 1), 0.5)
-    places_TJ = assign(experts_TJ, 2, 2)  # the last token is dropped
+    slots_TJ = assign(experts_TJ, 2, 2)  # the last token is dropped
 
     def through(x_TD: jax.Array) -> jax.Array:
-        return combine(jnp.sin(dispatch(x_TD, places_TJ, 2, 2)), places_TJ, weights_TJ)
+        return combine(jnp.sin(dispatch(x_TD, slots_TJ, 2, 2)), slots_TJ, weights_TJ)
 
     run = jax.value_and_grad(lambda x_TD: (jnp.nansum(through(x_TD)), through(x_TD)), has_aux=True)
     clean, hidden = (run(normal(4, 3).at[jnp.array([1, 3])].set(value)) for value in (0.0, jnp.nan))

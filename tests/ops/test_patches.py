@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxformer.ops.patches import patchify, standardised
+from jaxformer.ops.patches import patchify, standardize
 from tests.arrays import assert_close
 
 
@@ -29,6 +29,6 @@ def test_a_size_that_does_not_divide_is_an_error() -> None:
 
 def test_bytes_are_parts_of_white_and_floats_are_as_they_are() -> None:
     """255 is 1: (1 - 0.5) / 0.25 = 2. Channels have their own mean and spread."""
-    assert_close(standardised(np.uint8([[0], [255]]), (0.5,), (0.25,)), [[-2], [2]])
-    assert_close(standardised(np.float32([[0], [1]]), (0.5,), (0.25,)), [[-2], [2]])
-    assert_close(standardised(np.float32([[1, 1]]), (0.0, 0.5), (1.0, 0.1)), [[1, 5]])
+    assert_close(standardize(np.uint8([[0], [255]]), (0.5,), (0.25,)), [[-2], [2]])
+    assert_close(standardize(np.float32([[0], [1]]), (0.5,), (0.25,)), [[-2], [2]])
+    assert_close(standardize(np.float32([[1, 1]]), (0.0, 0.5), (1.0, 0.1)), [[1, 5]])

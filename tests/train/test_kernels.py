@@ -44,7 +44,7 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         ("auto", "gpu", like(128, jnp.float32), Causal(), unfused_attention,
          "attention: xla (not cudnn: cuDNN attends in bfloat16 or float16, not in float32)"),
         ("auto", "tpu", like(64), Causal(), unfused_attention,
-         "attention: xla (not splash: splash attention looks at 128 positions at a time, and there are 64)"),
+         "attention: xla (not splash: splash attention needs at least 128 positions, and there are 64)"),
         ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as configured"),
         ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as configured"),
     ],
