@@ -19,7 +19,7 @@ from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import MLP
-from jaxformer.nn.recurrent import Attending
+from jaxformer.nn.recurrent import AttentiveRecurrence
 from jaxformer.ops.attention import attention_scores, mix, softmax
 from jaxformer.ops.masks import Causal
 from jaxformer.parameters import dotted
@@ -213,7 +213,7 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
         if not path:
             check_example(module, *args)
         out = within(call, *args, **kwargs)
-        if isinstance(module, Attending):
+        if isinstance(module, AttentiveRecurrence):
             return named(path, out[0]), named(f"{path}.weights", out[1]), out[2]
         if not path:
             if isinstance(out, tuple):

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxformer.contract import contract_of
 from jaxformer.inspect.capture import LOGITS, capture
-from jaxformer.models.inputs import check_tokens
 from jaxformer.models.objective import Params
+from jaxformer.nn.embedding import check_tokens
 from jaxformer.ops.attention import row_entropy
 
 LENGTH_MULTIPLE = 64

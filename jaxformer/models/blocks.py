@@ -82,7 +82,7 @@ class BlocksConfig(ModelConfig):
     def make_block(self, execution: Execution, *, cross: bool = False) -> Block:
         """One block; with `cross`, it also attends to a source, in which no distance to a query is defined."""
         attention = partial(
-            MultiHeadAttention, self.n_heads, self.n_heads, self.width_of_head, bias=self.attention_bias,
+            MultiHeadAttention, self.n_heads, self.width_of_head, bias=self.attention_bias,
             attention=execution.attention,
         )  # fmt: skip
         return Block(

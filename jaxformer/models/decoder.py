@@ -212,7 +212,7 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         c = self.config
         attention = partial(
-            MultiHeadAttention, c.n_heads, c.kv_heads, c.width_of_head, c.scaled, c.projection_std,
+            MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
             c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
             self.execution.attention, c.rope_scaling, epsilon("rmsnorm", c.norm_eps),
         )  # fmt: skip

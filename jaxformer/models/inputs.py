@@ -11,10 +11,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxformer.contract import Contract, Input, contract_of
 from jaxformer.errors import UserError
+from jaxformer.nn.embedding import check_tokens
 
 
 def check_example(model: nn.Module, *inputs: Any) -> None:
@@ -65,20 +65,3 @@ def check_length(contract: Contract, n_tokens: int) -> None:
         raise UserError(f"{n_tokens} tokens, but this model reads a window of exactly {limit}; give it as many.")
     if n_tokens > limit:
         raise UserError(f"{n_tokens} tokens, but the model has {limit} learned positions; give it the last {limit}.")
-
-
-def check_tokens(tokens_T: Any, vocab_size: int) -> None:
-    """Raise `UserError` for ids that are no integers, or, where values are known, out of the vocabulary."""
-    dtype = tokens_T.dtype if hasattr(tokens_T, "dtype") else np.asarray(tokens_T).dtype
-    if len(tokens_T) and not jnp.issubdtype(dtype, jnp.integer):
-        raise UserError(f"token ids are {dtype}; give integers, such as int32.")
-    if isinstance(tokens_T, jax.core.Tracer):
-        return
-    ids_T = np.asarray(tokens_T)
-    wrong_T = (ids_T < 0) | (ids_T >= vocab_size)
-    if wrong_T.any():
-        at = int(wrong_T.argmax())
-        raise UserError(
-            f"token {ids_T[at]} at position {at} is not in the vocabulary of {vocab_size}; give ids from 0 to "
-            f"{vocab_size - 1}."
-        )

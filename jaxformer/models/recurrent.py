@@ -18,7 +18,7 @@ from jaxformer.fields import at_least
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.parameters import parameter
-from jaxformer.nn.recurrent import CELLS, Attending, FixedContext, Memory, Recurrence
+from jaxformer.nn.recurrent import CELLS, AttentiveRecurrence, FixedContext, Memory, Recurrence
 from jaxformer.ops.masks import EMPTY, zero_padding
 from jaxformer.ops.recurrent import State
 
@@ -112,10 +112,10 @@ class Recurrent(nn.Module):
             for i in range(c.n_layers)
         ]
         if c.attention == "none":
-            self.reader: FixedContext | Attending = FixedContext(c.cell, width, D, E)
+            self.reader: FixedContext | AttentiveRecurrence = FixedContext(c.cell, width, D, E)
         else:
             d_attention = (c.d_attention or D) if c.attention == "additive" else None
-            self.reader = Attending(c.cell, width, D, E, d_attention)
+            self.reader = AttentiveRecurrence(c.cell, width, D, E, d_attention)
         self.decoder = [Recurrence(c.cell, D, D) for _ in range(c.n_layers - 1)]
         # Two numbers for each feature, of which the larger counts (maxout, Goodfellow et al. 2013).
         read = nn.initializers.normal((D + width + E) ** -0.5)

@@ -18,7 +18,7 @@ from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import Activation, uniform_fan_in
 from jaxformer.nn.parameters import parameter
-from jaxformer.nn.patches import PatchEmbedding, Placement
+from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
 from jaxformer.ops.patches import patchify, standardize
 
 
@@ -76,9 +76,9 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
         """How many patches there are along each axis."""
         return tuple(n // size for n, size in zip(self.example()[0].shape[:-1], self.patch_shape, strict=True))
 
-    def make_placement(self, length: int) -> Placement:
+    def make_positions(self, length: int) -> LearnedPositions:
         """Positions, and a class token where it stands for the image."""
-        return Placement(length, class_token=self.pooling == "class")
+        return LearnedPositions(length, class_token=self.pooling == "class")
 
     def pool(self, x: jax.Array) -> jax.Array:
         """What stands for a sequence, `(…, N, D)` to `(…, D)`."""
@@ -95,7 +95,7 @@ class ViT(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.patch_embedding = PatchEmbedding(c.d_model)
-        self.placement = c.make_placement(prod(c.grid))
+        self.placement = c.make_positions(prod(c.grid))
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
         self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
         if c.final_norm:

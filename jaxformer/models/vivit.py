@@ -82,8 +82,8 @@ class FactorisedViViT(ViT):
         n_times, *within = c.grid
         at_one_time = replace(self.execution, attention=in_segments(n_times, self.execution.attention))
         self.patch_embedding = PatchEmbedding(c.d_model)
-        self.spatial_placement = c.make_placement(prod(within))
-        self.temporal_placement = c.make_placement(n_times)
+        self.spatial_placement = c.make_positions(prod(within))
+        self.temporal_placement = c.make_positions(n_times)
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
         self.spatial_blocks = [c.make_block(at_one_time) for _ in range(c.n_blocks)]
         self.temporal_blocks = [c.make_block(self.execution) for _ in range(c.n_temporal_blocks)]

@@ -1,4 +1,4 @@
-"""Multi-head attention with its parameters, of a sequence to itself or to another."""
+"""Multi-head attention with its parameters: self-attention and cross-attention."""
 
 from collections.abc import Callable
 from math import sqrt
@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.errors import UserError
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.attention import attention, from_heads, to_heads
@@ -26,27 +27,28 @@ AXES = {
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention in its form of four products with weights (Vaswani et al. 2017, section 3.2.2): queries, keys, values,
-    output. Self-attention has all of one sequence; cross-attention has its keys and values of another, the source.
+    """Multi-head attention with four projections (Vaswani et al. 2017, section 3.2.2): queries, keys, values, output.
+    Cross-attention takes its keys and values from another sequence, the source.
 
     Attributes:
-      n_heads, n_kv_heads: query heads H, and key/value heads G that they share; G divides H.
+      n_heads: query heads H.
       head_dim: width K of a head.
+      n_kv_heads: key/value heads G that the query heads share; G divides H. None for H.
       scaled: divide the scores by √K.
-      init_std: standard deviation of every projection at first; None for 1/√D.
-      output_projection: concatenated heads times `W_O`; without it the output is the heads, `(T, H·K)`.
-      bias: add `b_Q`, `b_K`, `b_V` and, where there is a `W_O`, `b_O`; all 0 at first.
+      init_std: standard deviation of every projection at initialisation; None for 1/√D.
+      output_projection: multiply the concatenated heads by `W_O`; without it, the output is the heads, `(T, H·K)`.
+      bias: add `b_Q`, `b_K`, `b_V` and, with `W_O`, `b_O`; all 0 at initialisation.
       qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
       rope_base: rotate queries and keys by their position; None for no rotation.
-      attention: what computes it, with the signature of `ops.attention.attention`. For that one itself, a step of one
-        token with a cache has a faster way, `ops.cache.decode_step`.
-      rope_scaling: what positions are divided by for the rotation.
+      attention: implementation, with the signature of `ops.attention.attention`. With that one, a decode step takes
+        the faster `ops.cache.decode_step`.
+      rope_scaling: divisor of the positions in the rotation.
       norm_eps: ε of the norms of queries and keys.
     """
 
     n_heads: int
-    n_kv_heads: int
     head_dim: int
+    n_kv_heads: int | None = None
     scaled: bool = True
     init_std: float | None = None
     output_projection: bool = True
@@ -60,20 +62,28 @@ class MultiHeadAttention(nn.Module):
     def __call__(
         self,
         x_TD: jax.Array,
-        positions_T: jax.Array,
-        mask: Mask,
+        positions_T: jax.Array | None = None,
+        mask: Mask = None,
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
         source: jax.Array | LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """`(T, D)` to `(T, D)`. With a cache, keys and values are written to it at `slot` and read from it.
+        """Map `(T, D)` to `(T, D)`, and the cache, if given, to the cache with keys and values written at `slot`.
 
         Args:
-          source: what to attend to in place of x_TD itself: a sequence `(S, D)`, or a cache that holds its
-            `keys_values`. Then there is nothing to write, and no other cache.
+          positions_T: int32 positions for the rotation; by default 0, 1, 2, …
+          mask: keys that a query may attend to; by default all.
+          source: sequence `(S, D)` to attend to in place of x_TD, or a cache that holds its `keys_values`; then
+            without another cache.
+
+        Raises:
+          UserError: `x_TD` has another number of axes than 2.
         """
+        if x_TD.ndim != 2:
+            raise UserError(f"expected an input of shape (T, D), got {x_TD.shape}; use jax.vmap for a batch.")
         T, D = x_TD.shape
         H, K = self.n_heads, self.head_dim
+        positions_T = jnp.arange(T) if positions_T is None else positions_T
         q_HTK = self._add_bias(to_heads(x_TD, self._projection("Q", D, H)), "Q")
         if isinstance(source, LayerCache):
             k_GTK, v_GTK = read_layer(source, x_TD.dtype)
@@ -81,9 +91,9 @@ class MultiHeadAttention(nn.Module):
             k_GTK, v_GTK = self.keys_values(source, jnp.arange(len(source)))
         else:
             k_GTK, v_GTK = self.keys_values(x_TD, positions_T)
-        q_HTK = self._place(q_HTK, "Q", positions_T)
+        q_HTK = self._normalize_and_rotate(q_HTK, "Q", positions_T)
         if cache is not None and T == 1 and self.attention is attention:
-            assert isinstance(mask, jax.Array)  # of the positions in the cache
+            assert isinstance(mask, jax.Array)  # from the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GTK, v_GTK, cache, slot, mask, self.scale)
         else:
             if cache is not None:
@@ -97,10 +107,10 @@ class MultiHeadAttention(nn.Module):
         return y_TD + self._parameter("b_O", nn.initializers.zeros, D) if self.bias else y_TD, cache
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What there is to attend to in a sequence, each `(G, S, K)`."""
-        D, G = x_SD.shape[-1], self.n_kv_heads
+        """Return the keys and values of a sequence, each `(G, S, K)`."""
+        D, G = x_SD.shape[-1], self.n_kv_heads or self.n_heads
         k_GSK, v_GSK = (self._add_bias(to_heads(x_SD, self._projection(name, D, G)), name) for name in "KV")
-        return self._place(k_GSK, "K", positions_S), v_GSK
+        return self._normalize_and_rotate(k_GSK, "K", positions_S), v_GSK
 
     def _projection(self, name: str, d_model: int, n_heads: int) -> jax.Array:
         """Return `W_Q`, `W_K` or `W_V`, `(D, H, K)`."""
@@ -112,8 +122,8 @@ class MultiHeadAttention(nn.Module):
             return y_HTK
         return y_HTK + self._parameter(f"b_{name}", nn.initializers.zeros, len(y_HTK), 1, self.head_dim)
 
-    def _place(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
-        """Queries or keys, normalised and then turned, where that is asked for."""
+    def _normalize_and_rotate(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
+        """Return queries or keys after `qk_norm` and the rotation, `(H, T, K)`."""
         if self.qk_norm:
             gamma_K = self._parameter(f"gamma_{name}", nn.initializers.ones, self.head_dim)
             x_HTK = rms_norm(x_HTK, gamma_K, self.norm_eps)
@@ -128,11 +138,11 @@ class MultiHeadAttention(nn.Module):
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)
 
     def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
-        """Everything that attends goes through here, but for a decode step, so that a probe can see
-        (`nn.intercept_methods`) what it was given, without a hook in the model."""
+        """Return the attention of the heads, `(H, T, K)`: the point where inspection intercepts queries, keys and
+        values (`nn.intercept_methods`). A decode step does not pass it."""
         return self.attention(q_HTK, k_GSK, v_GSK, mask, self.scale)
 
     @property
     def scale(self) -> float:
-        """What the scores are multiplied by."""
+        """Factor of the scores."""
         return 1 / sqrt(self.head_dim) if self.scaled else 1.0

@@ -10,19 +10,19 @@ from jaxformer.ops.cache import LayerCache
 from jaxformer.ops.masks import Mask
 
 Make = Callable[..., nn.Module]
-"""Makes a module: `functools.partial(MLP, hidden=…, d_out=…)`."""
+"""Function that makes a module, such as `functools.partial(MLP, hidden=…, d_out=…)`."""
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each optionally normalised before ('pre', Xiong et al. 2020) or after ('post',
-    Vaswani et al. 2017) and added to what it read. In between, where asked for, attention to another sequence.
+    """Attention and MLP, each with an optional norm before ('pre', Xiong et al. 2020) or after ('post', Vaswani et al.
+    2017) and a residual connection. In between, optionally, cross-attention.
 
     Attributes:
-      make_attention, make_mlp, make_norm: makers of the parts; no norm without `make_norm`.
+      make_attention, make_mlp, make_norm: functions that make the parts; no norm without `make_norm`.
       norm_placement: 'pre' or 'post'.
       residual: x + f(x) instead of f(x).
-      dropout: share of each part's output set to zero, where a key is given.
-      make_cross_attention: maker of the part that attends to a source.
+      dropout: probability of zeroing an output of each part, with a dropout key.
+      make_cross_attention: function that makes cross-attention; without it, there is none.
     """
 
     make_attention: Make
@@ -55,26 +55,26 @@ class Block(nn.Module):
         source_mask: Mask = None,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """`(T, D)` to `(T, D)`, and the layer's cache, if one was given, with the new keys and values.
+        """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
 
         Args:
-          source, source_mask: for cross-attention: a sequence `(S, D)`, or a cache with its `keys_values`; who sees
-            what of it.
-          key: switches dropout on.
+          source, source_mask: for cross-attention: a sequence `(S, D)`, or a cache with its `keys_values`, and the
+            mask of it.
+          key: dropout key; None for no dropout.
         """
         cross = self.make_cross_attention is not None
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if cross else 2))
         y_TD, cache = self.attention(self._before(x_TD, "attention"), positions_T, mask, cache, slot)
         x_TD = self._after(x_TD, y_TD, "attention", keys[0])
         if cross:
-            read_TD = self._before(x_TD, "cross_attention")
-            y_TD, _ = self.cross_attention(read_TD, positions_T, source_mask, source=source)
+            normed_TD = self._before(x_TD, "cross_attention")
+            y_TD, _ = self.cross_attention(normed_TD, positions_T, source_mask, source=source)
             x_TD = self._after(x_TD, y_TD, "cross_attention", keys[1])
         y_TD = self.mlp(self._before(x_TD, "mlp"))
         return self._after(x_TD, y_TD, "mlp", keys[-1]), cache
 
     def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What cross-attention looks at in a source, each `(G, S, K)`."""
+        """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
         keys_values: tuple[jax.Array, jax.Array] = self.cross_attention.keys_values(
             source_SD, jnp.arange(len(source_SD))
         )

@@ -1,26 +1,53 @@
-"""Tokens and positions into the residual stream, and out of it again."""
+"""Embedding and unembedding of tokens, with positions."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jaxformer.errors import UserError
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.positions import sinusoidal
 from jaxformer.ops.quantized import rows
 
 Positions = Literal["none", "learned", "sinusoidal", "rope"]
-"""How a model is told where a token stands, as configs name it."""
+"""Position encodings by the names that configs use."""
+
+
+def check_tokens(tokens_T: Any, vocab_size: int) -> None:
+    """Check the token ids of one sequence, `(T,)`; while JAX traces, only their shape and dtype.
+
+    Raises:
+      UserError: another number of axes, a dtype that is no integer, or ids that are not in the vocabulary.
+    """
+    if np.ndim(tokens_T) != 1:
+        remedy = "; use jax.vmap for a batch" if np.ndim(tokens_T) == 2 else ""
+        raise UserError(f"expected an input of shape (T,), got {np.shape(tokens_T)}{remedy}.")
+    dtype = tokens_T.dtype if isinstance(tokens_T, jax.Array | np.ndarray) else np.asarray(tokens_T).dtype
+    if len(tokens_T) and not jnp.issubdtype(dtype, jnp.integer):
+        raise UserError(f"token ids are {dtype}; give integers, such as int32.")
+    if isinstance(tokens_T, jax.core.Tracer):
+        return
+    ids_T = np.asarray(tokens_T)
+    outside_T = (ids_T < 0) | (ids_T >= vocab_size)
+    if outside_T.any():
+        position = int(outside_T.argmax())
+        raise UserError(
+            f"token {ids_T[position]} at position {position} is not in the vocabulary of {vocab_size}; "
+            f"give ids from 0 to {vocab_size - 1}."
+        )
 
 
 class Embedding(nn.Module):
-    """A row of `W_E` a token, plus its position: a row of `W_pos` ('learned'), or 'sinusoidal'.
+    """Row of `W_E` per token, plus a position encoding: a row of `W_pos` ('learned'), or 'sinusoidal'.
 
     Attributes:
       n_positions: rows of `W_pos`.
-      positions: 'learned', 'sinusoidal', or anything else for none here ('none', 'rope').
-      init_std: standard deviation of both tables at first.
-      scale: what a row of `W_E` is multiplied by before the position is added; √D in Vaswani et al. 2017, section 3.4.
+      positions: 'learned' or 'sinusoidal'; nothing is added for others ('none', 'rope').
+      init_std: standard deviation of both tables at initialisation.
+      scale: factor of a row of `W_E` before the position is added; √D in Vaswani et al. 2017, section 3.4.
     """
 
     vocab_size: int
@@ -37,7 +64,12 @@ class Embedding(nn.Module):
             self.W_pos = parameter(self, "W_pos", init, (self.n_positions, self.d_model), "positions -> embed")
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """`(T,)` int32 to `(T, D)`."""
+        """Map token ids `(T,)` int32 to `(T, D)`.
+
+        Raises:
+          UserError: another number of axes, or, unless traced, ids that are not in the vocabulary.
+        """
+        check_tokens(tokens_T, self.vocab_size)
         x_TD = self.scale * rows(self.W_E, tokens_T)
         if self.positions == "learned":
             return x_TD + rows(self.W_pos, positions_T)
@@ -46,5 +78,5 @@ class Embedding(nn.Module):
         return x_TD
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Logits `(T, V)` with the same table (Press and Wolf 2017)."""
+        """Return logits `(T, V)` from the transposed table (Press and Wolf 2017)."""
         return x_TD @ self.W_E.T

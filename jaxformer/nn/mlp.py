@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxformer.nn.parameters import parameter
 
 Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"]
-"""Those of an MLP, as configs name them."""
+"""Activations of an MLP by the names that configs use."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
@@ -22,9 +22,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "tanh": jnp.tanh,
 }
-"""Activations by the names that configs use. 'swiglu' gates: silu(x W_gate) · (x W) (Shazeer 2020); 'gelu' is the
-approximation by tanh of GPT-2, 'gelu_exact' that by the normal distribution itself, as in BERT, and 'quick_gelu' the
-approximation by a sigmoid of CLIP (Hendrycks and Gimpel 2016)."""
+"""Activations by name. 'swiglu' gates: silu(x W_gate) · (x W) (Shazeer 2020); 'gelu' is the tanh approximation of
+GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid approximation of CLIP (Hendrycks and
+Gimpel 2016)."""
 
 
 _AXES = ("embed", "hidden")
@@ -33,7 +33,7 @@ the second its input (Shoeybi et al. 2019, section 3)."""
 
 
 def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
-    """U(-1/√fan_in, 1/√fan_in): what `torch.nn.Linear` starts from, for its matrix and its bias."""
+    """Return the initialiser U(-1/√fan_in, 1/√fan_in), that of `torch.nn.Linear` for matrix and bias."""
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any = float) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -1 / sqrt(fan_in), 1 / sqrt(fan_in))
@@ -59,8 +59,8 @@ class MLP(nn.Module):
         return self._linear(x, len(self.hidden) + 1, self.d_out)
 
     def hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
-        """What the i-th hidden layer, from 1 on, makes of the one before, `(…, hidden[i - 1])`: a method, so that a
-        probe can see it."""
+        """Return the activations of the i-th hidden layer, from 1 on, `(…, hidden[i - 1])`: a method, so that
+        inspection can intercept it."""
         act, width = ACTIVATIONS[self.activation], self.hidden[i - 1]
         y = self._linear(x, i, width)
         if self.activation != "swiglu":

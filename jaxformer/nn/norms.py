@@ -13,7 +13,7 @@ from jaxformer.ops import norms
 
 
 class RMSNorm(nn.Module):
-    """`ops.norms.rms_norm` with a learned gain `gamma`, 1 at first. `(…, D)` to `(…, D)`."""
+    """`ops.norms.rms_norm` with a learned gain `gamma`, 1 at initialisation. `(…, D)` to `(…, D)`."""
 
     eps: float = 1e-6
 
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`ops.norms.layer_norm` with a learned gain `gamma`, 1 at first, and shift `beta`, 0 at first."""
+    """`ops.norms.layer_norm` with a learned gain `gamma`, 1 at initialisation, and shift `beta`, 0."""
 
     eps: float = 1e-5
 
@@ -35,22 +35,22 @@ class LayerNorm(nn.Module):
 
 
 def epsilon(norm: str, eps: float | None) -> float:
-    """ε of a norm: the one that is given, or else what its family has."""
+    """Return ε of a norm: `eps` or, without it, the norm's default."""
     return NORMS[norm].eps if eps is None else eps
 
 
 Norm = Literal["rmsnorm", "layernorm"]
-"""As configs name them."""
+"""Norms by the names that configs use."""
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
-"""The norms by the names that configs use."""
+"""Modules of the norms by name."""
 
 
 def norm_maker(norm: str, eps: float | None) -> Callable[[], nn.Module]:
-    """What makes the norm that a config names, with its `norm_eps`."""
+    """Return the function that makes a norm with ε `eps`."""
     return partial(NORMS[norm], epsilon(norm, eps))
 
 
 def check_epsilon(eps: float | None) -> None:
-    """Raise `UserError` for an ε that is not above 0: a row of zeros would be divided by it."""
+    """Raise `UserError` for an ε that is not above 0, by which a row of zeros would be divided."""
     if eps is not None and eps <= 0:
         raise UserError(f"norm_eps is {eps}; it must be above 0, such as 1e-6, or none for that of the norm.")

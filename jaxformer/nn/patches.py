@@ -1,4 +1,4 @@
-"""Patches of images and videos into the residual stream."""
+"""Embedding of the patches of images and videos."""
 
 import flax.linen as nn
 import jax
@@ -9,7 +9,7 @@ from jaxformer.nn.parameters import parameter
 
 
 class PatchEmbedding(nn.Module):
-    """A linear layer, `W_patch` and `b_patch`: patches `(…, P)` to `(…, D)`, in the dtype of the weights."""
+    """Linear layer, `W_patch` and `b_patch`: patches `(…, P)` to `(…, D)`, in the dtype of the weights."""
 
     d_model: int
 
@@ -21,15 +21,15 @@ class PatchEmbedding(nn.Module):
         return patches.astype(b_D.dtype) @ W_PD + b_D
 
 
-class Placement(nn.Module):
-    """A sequence with a learned position added to each of its parts: `(…, N, D)` to the same.
+class LearnedPositions(nn.Module):
+    """Learned positions, added to a sequence `(…, N, D)`.
 
-    With a class token, what comes out is one longer, and the first is that token (Dosovitskiy et al. 2021, equation 1):
-    the first row of `W_pos`. In the paper it is the sum of a position and a vector of its own; one of them is enough.
+    With a class token, the output is one longer, and begins with that token (Dosovitskiy et al. 2021, equation 1): the
+    first row of `W_pos`. In the paper, it is the sum of a position and another vector; one of them is enough.
 
     Attributes:
       length: N.
-      init_std: standard deviation of `W_pos` at first.
+      init_std: standard deviation of `W_pos` at initialisation.
     """
 
     length: int

@@ -1,6 +1,6 @@
-"""Recurrent layers with their parameters, alone and reading a source.
+"""Recurrent layers with their parameters, alone and with attention to a source.
 
-E is the width of the source's annotations; A the width in which attention compares; for C and D see `ops.recurrent`.
+E is the width of the source's annotations; A the width of attention; for C and D see `ops.recurrent`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from jaxformer.ops.recurrent import State, Step, gru_step, lstm_step, recur
 
 
 class Cell(NamedTuple):
-    """What layers need to know of a cell."""
+    """Recurrent cell: number of gates, number of arrays of its state, and step."""
 
     n_gates: int
     n_parts: int
-    """Of its state."""
     step: Step
 
 
@@ -36,32 +35,32 @@ def _lstm(state: State, x_4D: jax.Array, u_4D: jax.Array, _: None) -> tuple[Stat
 
 
 CELLS = {"gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, _lstm)}
-"""The cells by the names that configs use. Gates are in the order of their steps: r, z, n and i, f, g, o."""
+"""Cells by the names that configs use. Gates are in the order of their steps: r, z, n and i, f, g, o."""
 
 
 def orthogonal_gates(key: jax.Array, shape: tuple[int, int, int], dtype: Any = float) -> jax.Array:
-    """An orthogonal matrix a gate (Saxe et al. 2014; for U in Bahdanau et al. 2015, appendix B.1)."""
+    """Return one orthogonal matrix per gate (Saxe et al. 2014; for U in Bahdanau et al. 2015, appendix B.1)."""
     one = partial(nn.initializers.orthogonal(), shape=shape[1:], dtype=dtype)
     return jnp.stack([one(key) for key in jax.random.split(key, shape[0])])
 
 
-def forget_little(key: jax.Array, shape: tuple[int, int], dtype: Any = float) -> jax.Array:
-    """Biases of an LSTM: 1 for the forget gate (Jozefowicz et al. 2015), 0 for the others."""
+def lstm_bias(key: jax.Array, shape: tuple[int, int], dtype: Any = float) -> jax.Array:
+    """Return the first biases of an LSTM: 1 for the forget gate (Jozefowicz et al. 2015), 0 for the others."""
     return jnp.zeros(shape, dtype).at[1].set(1)
 
 
 def gates_of(x_TI: jax.Array, W_CID: jax.Array) -> jax.Array:
-    """What inputs give to each gate at each step, `(T, C, D)`."""
+    """Return the inputs' products with the matrix of each gate, `(T, C, D)`."""
     return jnp.einsum("ti,cid->tcd", x_TI, W_CID)
 
 
 class Recurrence(nn.Module):
-    """One layer, in one direction.
+    """Recurrent layer, in one direction.
 
     Attributes:
       cell: a name in `CELLS`.
-      d_input: width I of what it reads.
-      d_model: width D of its state.
+      d_input: width I of the input.
+      d_model: width D of the state.
     """
 
     cell: str
@@ -75,46 +74,48 @@ class Recurrence(nn.Module):
         )
         self.U = parameter(self, "U", orthogonal_gates, (C, D, D), "gates embed -> hidden")
         self.b_W = parameter(
-            self, "b_W", forget_little if self.cell == "lstm" else nn.initializers.zeros, (C, D), "gates hidden"
+            self, "b_W", lstm_bias if self.cell == "lstm" else nn.initializers.zeros, (C, D), "gates hidden"
         )
         self.b_U = parameter(self, "b_U", nn.initializers.zeros, (D,), "embed") if self.cell == "gru" else None
 
     def project(self, x_TI: jax.Array) -> jax.Array:
-        """What each step reads of its input, `(T, C, D)`: one product for all steps."""
+        """Return the input of each step, `(T, C, D)`, in one product for all steps."""
         return gates_of(x_TI, self.W) + self.b_W
 
     @property
     def recurrent_weights(self) -> jax.Array:
-        """`(D, C, D)`, the axis that products sum over first: else it would be turned at every step."""
+        """Recurrent weights `(D, C, D)`, with the axis that products sum over first, to transpose once and not per
+        step."""
         return self.U.swapaxes(0, 1)
 
     def zeros(self) -> State:
-        """The state before anything was read."""
+        """Return the state before the first step."""
         return (jnp.zeros(self.d_model, self.U.dtype),) * CELLS[self.cell].n_parts
 
     def __call__(self, x_TI: jax.Array, state: State, valid_T: jax.Array | None = None) -> tuple[jax.Array, State]:
-        """Outputs `(T, D)` and the last state. Places that are not valid change no state."""
+        """Return outputs `(T, D)` and the last state. Invalid positions change no state."""
         return self.run(self.project(x_TI), state, valid_T)
 
     def run(self, x_TCD: jax.Array, state: State, valid_T: jax.Array | None) -> tuple[jax.Array, State]:
-        """The same from what `project` gave."""
+        """Return the same from the output of `project`."""
         state, h_TD, _ = recur(CELLS[self.cell].step, state, x_TCD, valid_T, self.recurrent_weights, self.b_U)
         return h_TD, state
 
 
 class Memory(NamedTuple):
-    """The source, as the layers below read it at each step."""
+    """Source, as the layers below read it at each step."""
 
     annotations_SE: jax.Array
     values_SCD: jax.Array
-    """What each annotation gives to the gates, C h: a weighted sum of these is the product with the weighted sum."""
+    """Products of each annotation with the gates' matrices, C h; their weighted sum is the product with the weighted
+    sum."""
     keys_SA: jax.Array | None
-    """What queries are compared with; None where there is nothing to choose from."""
+    """Keys of attention; None without attention."""
     valid_S: jax.Array
 
 
 class FixedContext(nn.Module):
-    """A recurrence each step of which reads one and the same context (Cho et al. 2014, section 2.2).
+    """Recurrence that reads the same context at each step (Cho et al. 2014, section 2.2).
 
     Attributes:
       cell, d_input, d_model: see `Recurrence`.
@@ -132,20 +133,20 @@ class FixedContext(nn.Module):
         self.C = parameter(self, "C", nn.initializers.normal(self.d_source**-0.5), shape, "gates embed -> hidden")
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
-        """The source ready for `__call__`; S must be 1."""
+        """Return the source as `__call__` reads it; S must be 1."""
         return Memory(annotations_SE, gates_of(annotations_SE, self.C), None, valid_S)
 
     def __call__(
         self, x_TI: jax.Array, state: State, memory: Memory, valid_T: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, State]:
-        """Outputs `(T, D)`, the weight of the context at each step, `(T, 1)`, which is 1, and the last state."""
+        """Return outputs `(T, D)`, the weight of the context at each step, `(T, 1)`, which is 1, and the last state."""
         x_TCD = self.recurrence.project(x_TI) + memory.values_SCD
         h_TD, state = self.recurrence.run(x_TCD, state, valid_T)
         return h_TD, jnp.ones((len(x_TI), 1)), state
 
 
-class Attending(nn.Module):
-    """A recurrence each step of which chooses what it reads of the source by its last output (Bahdanau et al. 2015,
+class AttentiveRecurrence(nn.Module):
+    """Recurrence whose last output is the query of attention to the source at each step (Bahdanau et al. 2015,
     equations 5 and 6).
 
     Attributes:
@@ -172,15 +173,16 @@ class Attending(nn.Module):
             self.v_a = parameter(self, "v_a", nn.initializers.normal(A**-0.5), (A, 1), "hidden -> 1")
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
-        """The source ready for `__call__`: what does not depend on the state, for all steps at once. Annotations that
-        are not valid count as 0, be they NaN."""
+        """Return the source as `__call__` reads it, with the products that do not depend on the state. Invalid
+        annotations are 0, be they NaN."""
         annotations_SE = zero_padding(annotations_SE, valid_S)
         return Memory(annotations_SE, gates_of(annotations_SE, self.C), annotations_SE @ self.U_a, valid_S)
 
     def __call__(
         self, x_TI: jax.Array, state: State, memory: Memory, valid_T: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, State]:
-        """Outputs `(T, D)`, the weights of the annotations at each step, `(T, S)` float32, and the last state."""
+        """Return outputs `(T, D)`, the weights of the annotations at each step, `(T, S)` float32, and the last
+        state."""
         weights = {"U": self.recurrence.recurrent_weights}
         fixed = {
             "keys": memory.keys_SA, "values": memory.values_SCD, "valid": memory.valid_S, "b": self.recurrence.b_U,

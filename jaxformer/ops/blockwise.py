@@ -63,18 +63,22 @@ class Tiles:
 
     @property
     def n_q(self) -> int:
+        """Number of query blocks."""
         return -(-self.T // self.block)
 
     @property
     def n_k(self) -> int:
+        """Number of key blocks."""
         return -(-self.S // self.block)
 
     @property
     def b_q(self) -> int:
+        """Queries per block."""
         return -(-self.T // self.n_q)
 
     @property
     def b_k(self) -> int:
+        """Keys per block."""
         return -(-self.S // self.n_k)
 
     def visible(self) -> tuple[np.ndarray, ...]:

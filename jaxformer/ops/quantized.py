@@ -32,6 +32,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
         return self.values.shape
 
     @property

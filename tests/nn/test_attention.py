@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.ops import masks
 from jaxformer.ops.attention import attention, multi_head_attention
@@ -30,7 +31,7 @@ def explicit(params: dict, scale: float) -> jax.Array:
 
 
 def test_agrees_with_flax_for_the_same_weights() -> None:
-    module = MultiHeadAttention(H, H, K)
+    module = MultiHeadAttention(H, K, H)
     params = random_params(module, *INPUTS)
     flax = nn.MultiHeadDotProductAttention(H, qkv_features=H * K, out_features=D, use_bias=False)
     names = {"query": "W_Q", "key": "W_K", "value": "W_V", "out": "W_O"}
@@ -41,7 +42,7 @@ def test_agrees_with_flax_for_the_same_weights() -> None:
 @pytest.mark.parametrize("G", [6, 2])
 def test_biases_are_added_to_queries_keys_values_and_the_output(G: int) -> None:
     """As in flax, whose biases are `(heads, width)`; shared key and value heads have shared biases."""
-    module = MultiHeadAttention(H, G, K, bias=True)
+    module = MultiHeadAttention(H, K, G, bias=True)
     params = random_params(module, *INPUTS)
     shapes = {name: (n, 1, K) for name, n in (("b_Q", H), ("b_K", G), ("b_V", G))} | {"b_O": (D,)}
     assert {name: leaf.shape for name, leaf in params.items() if name.startswith("b_")} == shapes
@@ -55,34 +56,34 @@ def test_biases_are_added_to_queries_keys_values_and_the_output(G: int) -> None:
 
 
 def test_without_output_projection_there_is_no_bias_of_the_output() -> None:
-    module = MultiHeadAttention(H, H, K, output_projection=False, bias=True)
+    module = MultiHeadAttention(H, K, H, output_projection=False, bias=True)
     assert set(first_params(module, *INPUTS)) == {f"{kind}_{name}" for kind in "Wb" for name in "QKV"}
 
 
 @pytest.mark.parametrize("G", [1, 2, 3])
 def test_shared_key_value_heads_equal_repeated_ones(G: int) -> None:
-    params = random_params(MultiHeadAttention(H, G, K), *INPUTS)
+    params = random_params(MultiHeadAttention(H, K, G), *INPUTS)
     assert params["W_K"].shape == params["W_V"].shape == (D, G, K)
     repeated = {**params, **{name: jnp.repeat(params[name], H // G, axis=1) for name in ("W_K", "W_V")}}
-    shared = apply(MultiHeadAttention(H, G, K), params, *INPUTS)[0]
-    assert_close(shared, apply(MultiHeadAttention(H, H, K), repeated, *INPUTS)[0])
+    shared = apply(MultiHeadAttention(H, K, G), params, *INPUTS)[0]
+    assert_close(shared, apply(MultiHeadAttention(H, K, H), repeated, *INPUTS)[0])
 
 
 def test_without_output_projection_the_output_is_the_heads_side_by_side() -> None:
-    module = MultiHeadAttention(H, H, K, output_projection=False)
+    module = MultiHeadAttention(H, K, H, output_projection=False)
     params = random_params(module, *INPUTS)
     assert "W_O" not in params
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).reshape(T, H * K))
 
 
 def test_unscaled_scores_are_not_divided() -> None:
-    module = MultiHeadAttention(H, H, K, scaled=False, output_projection=False)
+    module = MultiHeadAttention(H, K, H, scaled=False, output_projection=False)
     params = random_params(module, *INPUTS)
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1.0).reshape(T, H * K))
 
 
 def test_qk_norm_then_rotation() -> None:
-    module = MultiHeadAttention(H, 2, K, qk_norm=True, rope_base=100.0, output_projection=False)
+    module = MultiHeadAttention(H, K, 2, qk_norm=True, rope_base=100.0, output_projection=False)
     params = random_params(module, *INPUTS)
 
     def heads(matrix: str, gain: str) -> jax.Array:
@@ -100,7 +101,7 @@ def elsewhere(*args: Any) -> jax.Array:
 
 @pytest.mark.parametrize("attend", [attention, elsewhere])
 def test_with_a_cache_it_reads_what_it_wrote(attend: Callable[..., jax.Array]) -> None:
-    module = MultiHeadAttention(H, 2, K, attention=attend)
+    module = MultiHeadAttention(H, K, 2, attention=attend)
     params = random_params(module, *INPUTS)
     layer = init_cache(1, 2, T, K, jnp.float32).layers[0]
     out = []
@@ -113,14 +114,14 @@ def test_with_a_cache_it_reads_what_it_wrote(attend: Callable[..., jax.Array]) -
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "qk_norm": True, "rope_base": 100.0}], ids=["plain", "all"])
 def test_a_source_that_is_the_sequence_itself_is_self_attention(options: dict) -> None:
-    module = MultiHeadAttention(H, 2, K, **options)
+    module = MultiHeadAttention(H, K, 2, **options)
     params = random_params(module, *INPUTS)
     assert_close(apply(module, params, *INPUTS, source=X_TD)[0], apply(module, params, *INPUTS)[0])
 
 
 def test_cross_attention_is_four_products_and_reads_keys_and_values_made_before() -> None:
     S = 5
-    module, source_SD, mask = MultiHeadAttention(H, 2, K), normal(S, D, seed=1), normal(T, S, seed=2) > 0
+    module, source_SD, mask = MultiHeadAttention(H, K, 2), normal(S, D, seed=1), normal(T, S, seed=2) > 0
     params = random_params(module, *INPUTS)
     wanted = multi_head_attention(X_TD, source_SD, *(params[f"W_{name}"] for name in "QKVO"), mask)
     assert_close(apply(module, params, X_TD, POSITIONS_T, mask, source=source_SD)[0], wanted)
@@ -134,7 +135,17 @@ def test_cross_attention_is_four_products_and_reads_keys_and_values_made_before(
 
 @pytest.mark.parametrize(("std", "wanted"), [(None, 1 / sqrt(101)), (0.3, 0.3), (0.0, 0.0)])
 def test_projections_are_drawn_with_the_standard_deviation_asked_for(std: float | None, wanted: float) -> None:
-    params = first_params(MultiHeadAttention(2, 1, 53, init_std=std), normal(T, 101), POSITIONS_T, None)
+    params = first_params(MultiHeadAttention(2, 53, 1, init_std=std), normal(T, 101), POSITIONS_T, None)
     for name in ("W_Q", "W_K", "W_V", "W_O"):
         # At least 101·53 draws: the standard deviation is known to 1/√(2·5353) = 1 %; this is five of those.
         assert np.std(params[name]) == pytest.approx(wanted, rel=0.05)
+
+
+def test_defaults_attend_everywhere_and_a_batch_is_refused():
+    module = MultiHeadAttention(n_heads=2, head_dim=3)
+    x_TD = normal(5, 4)
+    params = first_params(module, x_TD)
+    wanted = apply(MultiHeadAttention(2, 3, 2), params, x_TD, jnp.arange(5), None)[0]
+    np.testing.assert_array_equal(apply(module, params, x_TD)[0], wanted)
+    with pytest.raises(UserError, match=r"expected an input of shape \(T, D\), got \(8, 5, 4\); use jax.vmap"):
+        apply(module, params, normal(8, 5, 4))

@@ -16,7 +16,7 @@ from tests.arrays import apply, assert_close, normal, random_params
 T, D = 7, 13
 POSITIONS_T = jnp.arange(T)
 INPUTS = (normal(T, D), POSITIONS_T, masks.causal(POSITIONS_T, POSITIONS_T))
-ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 1, 5), partial(MLP, (11,), D)
+ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11,), D)
 
 
 @pytest.mark.parametrize("residual", [True, False])

@@ -1,7 +1,9 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.errors import UserError
 from jaxformer.nn.embedding import Embedding
 from jaxformer.ops.positions import sinusoidal
 from tests.arrays import apply, assert_close, first_params, normal, random_params
@@ -46,3 +48,13 @@ def test_tables_are_drawn_with_the_standard_deviation_asked_for(std: float) -> N
     for table in params.values():
         # 5353 draws: known to 1 %; this is five of those.
         assert np.std(table) == pytest.approx(std, rel=0.05)
+
+
+def test_a_batch_and_ids_outside_the_vocabulary_are_refused():
+    module, positions_T = Embedding(7, 5, 3), jnp.arange(5)
+    params = module.init(jax.random.key(0), jnp.zeros(5, int), positions_T)
+    with pytest.raises(UserError, match=r"expected an input of shape \(T,\), got \(8, 5\); use jax.vmap for a batch"):
+        module.apply(params, jnp.zeros((8, 5), int), positions_T)
+    with pytest.raises(UserError, match="token 7 at position 1 is not in the vocabulary of 7; give ids from 0 to 6"):
+        module.apply(params, jnp.array([0, 7, 0, 0, 0]), positions_T)
+    assert jax.vmap(module.apply, (None, 0, None))(params, jnp.zeros((8, 5), int), positions_T).shape == (8, 5, 3)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.nn.patches import PatchEmbedding, Placement
+from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
 from tests.arrays import apply, assert_close, first_params, normal, random_params
 
 N, P, D = 5, 7, 3
@@ -23,13 +23,13 @@ def test_pixels_take_the_dtype_of_the_weights() -> None:
 
 
 def test_each_place_has_its_row() -> None:
-    x_ND, module = normal(N, D), Placement(N, class_token=False)
+    x_ND, module = normal(N, D), LearnedPositions(N, class_token=False)
     params = random_params(module, x_ND)
     assert_close(apply(module, params, x_ND), x_ND + params["W_pos"])
 
 
 def test_a_class_token_is_the_first_row_before_every_sequence() -> None:
-    x, module = normal(2, N, D), Placement(N, class_token=True)
+    x, module = normal(2, N, D), LearnedPositions(N, class_token=True)
     params = random_params(module, x)
     placed, W_pos = apply(module, params, x), params["W_pos"]
     assert W_pos.shape == (N + 1, D)
@@ -40,5 +40,5 @@ def test_a_class_token_is_the_first_row_before_every_sequence() -> None:
 
 def test_rows_are_drawn_as_asked() -> None:
     """Of 6,400 numbers the spread is known to 1%."""
-    W_pos = first_params(Placement(100, class_token=False, init_std=0.5), normal(100, 64))["W_pos"]
+    W_pos = first_params(LearnedPositions(100, class_token=False, init_std=0.5), normal(100, 64))["W_pos"]
     assert abs(W_pos.std() - 0.5) < 0.02

@@ -10,7 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxformer.models.objective import Params
-from jaxformer.nn.recurrent import Attending, FixedContext, Recurrence, forget_little, orthogonal_gates
+from jaxformer.nn.recurrent import AttentiveRecurrence, FixedContext, Recurrence, lstm_bias, orthogonal_gates
 from tests.arrays import assert_close, normal
 from tests.fixtures.recurrent_weights import LENGTHS, D, I, cases, recurrence_of, torch_says
 
@@ -66,7 +66,7 @@ def test_a_fixed_context_is_read_as_one_more_input_at_each_step() -> None:
 def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> None:
     x_TI, h_SE = normal(4, I), normal(S, 3, seed=1)
     valid_S = jnp.arange(S) == 2
-    layer, zeros = Attending("lstm", I, D, 3, d_attention), (jnp.zeros(D), jnp.zeros(D))
+    layer, zeros = AttentiveRecurrence("lstm", I, D, 3, d_attention), (jnp.zeros(D), jnp.zeros(D))
     call = lambda module: module(x_TI, zeros, module.read(h_SE, valid_S))  # noqa: E731
     params = drawn(layer, call)
     h_TD, weights_TS, last = layer.apply({"params": params}, method=call)
@@ -83,9 +83,9 @@ def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> N
 @pytest.mark.parametrize("d_attention", [None, 3])
 def test_the_derivative_through_attention_is_the_measured_one(d_attention: int | None) -> None:
     """Of parameters, inputs, annotations and the first state, with places on both sides that are not valid."""
-    layer, valid_T, valid_S = Attending("gru", I, D, 3, d_attention), jnp.arange(4) != 1, jnp.arange(S) < 4
+    layer, valid_T, valid_S = AttentiveRecurrence("gru", I, D, 3, d_attention), jnp.arange(4) != 1, jnp.arange(S) < 4
 
-    def call(module: Attending, x_TI: jax.Array, h_SE: jax.Array, state: tuple) -> tuple:
+    def call(module: AttentiveRecurrence, x_TI: jax.Array, h_SE: jax.Array, state: tuple) -> tuple:
         return module(x_TI, state, module.read(h_SE, valid_S), valid_T)
 
     args = (normal(4, I), normal(S, 3, seed=1), (normal(D, seed=2),))
@@ -99,7 +99,7 @@ def test_gates_begin_orthogonal_and_an_lstm_remembering() -> None:
     U_CDD = orthogonal_gates(jax.random.key(0), (3, D, D))
     assert_close(jnp.einsum("cde,cfe->cdf", U_CDD, U_CDD), jnp.broadcast_to(jnp.eye(D), (3, D, D)))
     assert jnp.abs(U_CDD[0] - U_CDD[1]).max() > 0.1
-    np.testing.assert_array_equal(forget_little(jax.random.key(0), (4, 2)), [[0, 0], [1, 1], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(lstm_bias(jax.random.key(0), (4, 2)), [[0, 0], [1, 1], [0, 0], [0, 0]])
 
 
 def drawn(module: nn.Module, call: Callable) -> Params:
