@@ -79,7 +79,7 @@ def test_a_mesh_is_read_axis_by_axis():
         ("fsdp=2,fsdp=2", "must give fsdp one size of at least 1"),
     ],
 )
-def test_a_mesh_that_cannot_be_read_is_the_users_error(text, said):
+def test_invalid_mesh_is_a_user_error(text, said):
     with pytest.raises(UserError, match=said):
         parse_mesh(text)
 
@@ -94,7 +94,7 @@ def test_a_mesh_that_cannot_be_read_is_the_users_error(text, said):
         ("expert=2", (4, 1, 2, 1), 8),
     ],
 )
-def test_data_takes_what_the_other_axes_leave(text, shape, parts):
+def test_data_axis_defaults_to_the_remaining_devices(text, shape, parts):
     mesh = make_mesh(text)
     assert tuple(mesh.shape.values()) == shape
     assert mesh.axis_names == sharding.AXES
@@ -109,18 +109,18 @@ def test_data_takes_what_the_other_axes_leave(text, shape, parts):
         ("tensor=16", "needs tensor 16 x data 1 = 16 devices, but there are 8"),
     ],
 )
-def test_a_mesh_that_does_not_use_all_devices_is_the_users_error(text, said):
+def test_mesh_of_another_number_of_devices_is_a_user_error(text, said):
     with pytest.raises(UserError, match=said):
         make_mesh(text)
 
 
-def test_the_parameters_of_a_decoder_lie_as_written_here():
+def test_decoder_parameters_are_sharded_as_listed():
     """Heads and hidden layers over `tensor`, all matrices over `fsdp`, what has one axis of the model's width whole."""
     model = DecoderConfig(
         12, 6, 8, n_blocks=1, n_heads=4, n_kv_heads=2, output_projection=True, attention_bias=True, qk_norm=True,
         d_ff=(16,), activation="swiglu", norm="layernorm", final_norm=True,
     )  # fmt: skip
-    wanted = {
+    expected = {
         "embedding.W_E": P("tensor", "fsdp"),
         "embedding.W_pos": P(None, "fsdp"),
         "blocks_0.attention.W_Q": P("fsdp", "tensor", None),
@@ -148,10 +148,10 @@ def test_the_parameters_of_a_decoder_lie_as_written_here():
     }
     mesh = make_mesh(CUBE)
     placed = param_shardings(model, mesh)
-    assert {name: where.spec for name, where in placed.items()} == wanted
+    assert {name: where.spec for name, where in placed.items()} == expected
 
 
-def test_the_parameters_of_a_recurrent_model_lie_as_written_here():
+def test_recurrent_parameters_are_sharded_as_listed():
     """Gates beside each other on every device, so that a step multiplies them without moving any."""
     model = RecurrentConfig(12, 6, d_embedding=8, d_model=4, n_layers=2)
     recurrence = {
@@ -161,7 +161,7 @@ def test_the_parameters_of_a_recurrent_model_lie_as_written_here():
         "b_U": P(),
     }
     layers = ("encoder_0", "encoder_1", "backward_encoder_0", "backward_encoder_1", "decoder_0", "reader.recurrence")
-    wanted = {f"{layer}.{name}": where for layer in layers for name, where in recurrence.items()} | {
+    expected = {f"{layer}.{name}": where for layer in layers for name, where in recurrence.items()} | {
         "embedding.W_E": P("tensor", "fsdp"),
         "target_embedding.W_E": P("tensor", "fsdp"),
         "reader.C": P(None, "fsdp", "tensor"),
@@ -175,13 +175,13 @@ def test_the_parameters_of_a_recurrent_model_lie_as_written_here():
         "W_out": P("fsdp", "tensor"),
     }
     placed = param_shardings(model, make_mesh(CUBE))
-    assert {name: where.spec for name, where in placed.items()} == wanted
+    assert {name: where.spec for name, where in placed.items()} == expected
 
 
-def test_the_parameters_of_experts_lie_as_written_here():
+def test_expert_parameters_are_sharded_as_listed():
     """Experts over `expert`; what is within one, and the one that all share, as an MLP."""
     model = DecoderConfig(12, 6, 8, d_ff=(16,), activation="swiglu", n_experts=4, shared_expert=True)
-    wanted = {
+    expected = {
         "W_router": P("fsdp", None),
         "experts.W_1": P("expert", "fsdp", "tensor"),
         "experts.W_gate_1": P("expert", "fsdp", "tensor"),
@@ -196,18 +196,18 @@ def test_the_parameters_of_experts_lie_as_written_here():
     }
     placed = param_shardings(model, make_mesh("fsdp=2,expert=2,tensor=2"))
     layer = "blocks_0.mlp."
-    found = {name.removeprefix(layer): where.spec for name, where in placed.items() if name.startswith(layer)}
-    assert found == wanted
+    specs_by_name = {name.removeprefix(layer): where.spec for name, where in placed.items() if name.startswith(layer)}
+    assert specs_by_name == expected
 
 
-def test_the_parameters_of_clip_lie_as_written_here():
+def test_clip_parameters_are_sharded_as_listed():
     """What is its own, beside the blocks of its towers."""
     model = CLIPConfig(
         vision=ImageTowerConfig(image_size=8, patch_size=4, d_model=8, n_heads=2, n_blocks=1),
         text=TextTowerConfig(12, 6, d_model=8, n_heads=2, n_blocks=1),
         d_joint=4,
     )
-    wanted = {
+    expected = {
         "vision_embedding.x_class": P(),
         "vision_embedding.W_E": P("tensor", "fsdp"),
         "vision_embedding.W_pos": P(None, "fsdp"),
@@ -224,7 +224,7 @@ def test_the_parameters_of_clip_lie_as_written_here():
         "t": P(),
     }
     placed = param_shardings(model, make_mesh(CUBE))
-    assert {name: where.spec for name, where in placed.items() if "_blocks_" not in name} == wanted
+    assert {name: where.spec for name, where in placed.items() if "_blocks_" not in name} == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -232,19 +232,19 @@ def test_every_matrix_of_every_config_is_split_over_both_axes(name):
     """A device holds a fourth of it, and hardly more of all parameters."""
     config, mesh = CONFIGS[name].model, make_mesh(CUBE)
     params, axes = flatten_dict(abstract_params(config.build(), config), sep="."), parameter_axes(config.build())
-    held = 0
+    n_on_device = 0
     for path, leaf in params.items():
         shard = NamedSharding(mesh, spec(axes[path], leaf.shape, mesh)).shard_shape(leaf.shape)
-        held += np.prod(shard)
+        n_on_device += np.prod(shard)
         if axes[path].role in (Role.MATRIX, Role.EMBEDDING):
             on_mesh = [sharding.MESH_AXES.get(axis) for axis in axes[path].names]
             split = [axis and mesh.shape[axis] == 2 and n % 2 == 0 for n, axis in zip(leaf.shape, on_mesh, strict=True)]
             assert np.prod(shard) == leaf.size / 2 ** sum(map(bool, split)), path
     # Heads of the first rungs are one and cannot be split; a vocabulary of 50,257 is odd.
-    assert held <= sum(leaf.size for leaf in params.values()) / 2
+    assert n_on_device <= sum(leaf.size for leaf in params.values()) / 2
 
 
-def test_an_axis_that_does_not_divide_or_has_one_device_is_left_out():
+def test_axes_that_do_not_divide_are_not_split():
     assert spec(OUT, (8, 12), make_mesh("fsdp=2,tensor=4")) == P("fsdp", "tensor")
     assert spec(OUT, (8, 13), make_mesh("fsdp=2,tensor=4")) == P("fsdp", None)
     assert spec(OUT, (7, 12), make_mesh("fsdp=2,tensor=4")) == P(None, "tensor")
@@ -252,12 +252,12 @@ def test_an_axis_that_does_not_divide_or_has_one_device_is_left_out():
 
 
 @pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
-def test_an_optimizers_state_lies_as_the_parameters_it_is_about(name):
+def test_optimizer_state_is_sharded_as_its_parameters(name):
     model = DecoderConfig(16, 4, 8, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm")
     config = Config("test", model, data=TextConfig(), steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
     state = TrainSetup(config, make_mesh("fsdp=4,tensor=2")).abstract_state
     params = flatten_dict(state.params, sep=".")
-    seen = set()
+    names = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
         keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         if keys and keys[0] in ("muon", "adamw"):  # the two parts of muon's state
@@ -266,12 +266,12 @@ def test_an_optimizers_state_lies_as_the_parameters_it_is_about(name):
             assert leaf.size <= 3 and leaf.sharding.spec == P()  # a count of steps, muon's three coefficients
             continue
         assert leaf.sharding == params[".".join(keys)].sharding
-        seen.add(".".join(keys))
-    assert seen == set(params)
+        names.add(".".join(keys))
+    assert names == set(params)
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", CUBE, "tensor=8"])
-def test_gathering_gives_the_whole_and_its_gradient_is_summed_into_the_shards(mesh):
+def test_gather_is_an_all_gather_with_a_reduce_scatter_gradient(mesh):
     """f(W) = the sum over examples x of |W x|², whose gradient is 2 W (the sum of x xᵀ)."""
     mesh = make_mesh(mesh)
     W, x_BD = normal(16, 8), normal(16, 8, seed=1)
@@ -279,15 +279,15 @@ def test_gathering_gives_the_whole_and_its_gradient_is_summed_into_the_shards(me
 
     def gradient(shard, x_BD):
         def loss(shard):
-            whole = gather(shard, specs, mesh)["W"]
-            assert whole.shape == W.shape
-            return jnp.sum((x_BD @ whole.T) ** 2)
+            gathered_array = gather(shard, specs, mesh)["W"]
+            assert gathered_array.shape == W.shape
+            return jnp.sum((x_BD @ gathered_array.T) ** 2)
 
         return sum_over_batch(jax.grad(loss)(shard), specs), sum_over_batch(loss(shard))
 
-    everywhere = on_each_shard(gradient, mesh, (specs, P(sharding.BATCH)), (specs, P()))
+    sharded = on_each_shard(gradient, mesh, (specs, P(sharding.BATCH)), (specs, P()))
     params = {"W": jax.device_put(W, NamedSharding(mesh, specs["W"]))}
-    grads, loss = jax.jit(everywhere)(params, jax.device_put(x_BD, batch_sharding(mesh)))
+    grads, loss = jax.jit(sharded)(params, jax.device_put(x_BD, batch_sharding(mesh)))
     np.testing.assert_allclose(loss, np.sum((x_BD @ W.T) ** 2), rtol=1e-5)
     np.testing.assert_allclose(grads["W"], 2 * W @ (x_BD.T @ x_BD), rtol=1e-4, atol=1e-4)
     split = mesh.shape["fsdp"]
@@ -295,16 +295,16 @@ def test_gathering_gives_the_whole_and_its_gradient_is_summed_into_the_shards(me
 
 
 @pytest.mark.parametrize("mesh", ["", "fsdp=8", CUBE, "tensor=8"])
-def test_a_batch_is_put_together_from_rows(mesh):
+def test_batch_is_assembled_from_rows(mesh):
     split, batch = batch_sharding(make_mesh(mesh)), np.arange(48).reshape(16, 3)
-    held = local_rows(split, 16)
-    assert held.tolist() == list(range(16))  # one process holds all
-    whole = assemble(batch[held], held, 16, split)
-    assert whole.sharding == split
-    np.testing.assert_array_equal(whole, batch)
+    row_indices = local_rows(split, 16)
+    assert row_indices.tolist() == list(range(16))  # one process holds all
+    assembled = assemble(batch[row_indices], row_indices, 16, split)
+    assert assembled.sharding == split
+    np.testing.assert_array_equal(assembled, batch)
 
 
-def test_rows_and_shards_of_a_process_that_holds_some(monkeypatch):
+def test_batch_is_assembled_from_the_rows_of_one_process(monkeypatch):
     """What process 1 of two would see: devices 4 to 7, and so the second half of the batch."""
     mesh = make_mesh("data=4,tensor=2")
     split, batch = batch_sharding(mesh), np.arange(48).reshape(16, 3)
@@ -316,18 +316,18 @@ def test_rows_and_shards_of_a_process_that_holds_some(monkeypatch):
         def addressable_devices_indices_map(self, shape):
             return {d: index for d, index in split.devices_indices_map(shape).items() if d in here}
 
-    held = local_rows(Half(), 16)
-    assert held.tolist() == list(range(8, 16))
-    asked = {}
-    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, _, at: asked.update(shape=shape, at=at))
-    assemble(batch[held], held, 16, split)
-    assert asked["shape"] == (16, 3)
+    row_indices = local_rows(Half(), 16)
+    assert row_indices.tolist() == list(range(8, 16))
+    calls = {}
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, _, at: calls.update(shape=shape, at=at))
+    assemble(batch[row_indices], row_indices, 16, split)
+    assert calls["shape"] == (16, 3)
     for index in Half().addressable_devices_indices_map((16, 3)).values():
-        np.testing.assert_array_equal(asked["at"](index), batch[index])
+        np.testing.assert_array_equal(calls["at"](index), batch[index])
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", CUBE])
-def test_a_local_copy_is_whole_and_on_one_device(mesh):
+def test_local_copy_is_on_one_device(mesh):
     mesh = make_mesh(mesh)
     W = {"W_1": normal(8, 16)}
     copy = local_copy(jax.device_put(W, shardings(W, {"W_1": IN}, mesh)), mesh)
@@ -335,7 +335,7 @@ def test_a_local_copy_is_whole_and_on_one_device(mesh):
     np.testing.assert_array_equal(copy["W_1"], W["W_1"])
 
 
-def test_placing_lays_an_array_out():
+def test_global_device_put_shards_an_array():
     mesh, array = make_mesh(), np.arange(8.0)
     for where in (replicated(mesh), batch_sharding(mesh)):
         placed = global_device_put(array, where)
@@ -343,7 +343,7 @@ def test_placing_lays_an_array_out():
         np.testing.assert_array_equal(placed, array)
 
 
-def test_a_state_is_the_same_type_for_type_on_every_mesh():
+def test_state_has_the_same_shapes_and_dtypes_on_every_mesh():
     """Shapes and dtypes do not depend on where the arrays lie."""
     config = replace(CONFIGS["quick.quick"], steps=2)
     bare = partial(jax.tree.map, lambda x: (x.shape, x.dtype))
@@ -354,7 +354,7 @@ def test_a_state_is_the_same_type_for_type_on_every_mesh():
 
 @pytest.mark.parametrize("lengths", [(2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_gathering_ring_by_ring_is_gathering(monkeypatch, lengths, axis):
+def test_all_gather_by_rings_is_an_all_gather(monkeypatch, lengths, axis):
     monkeypatch.setattr(workarounds, "rings", lambda devices: lengths)
     mesh = make_mesh("fsdp=8")
     spec = P(*["fsdp" if i == axis else None for i in range(2)])

@@ -29,6 +29,10 @@ LEARNING_FIELDS = {"train.batch_size", "train.label_smoothing", "train.skip_batc
 """Fields of `train` that change the parameters; the others set reports, their intervals, and when to stop."""
 
 
+POSITION_FIELDS = {"failures", "fingerprint", "monitor", "skip_batches", "skipped"}
+"""Fields that training stores with a checkpoint, besides its step."""
+
+
 @dataclass(frozen=True)
 class Rollback:
     """A return to an earlier checkpoint, to train on from there with other options."""
@@ -94,9 +98,9 @@ def find_start(
             write_config(folder, config)
         truncate_log(folder, step if resumed else -1)
     stored = None if data_changed else position.get("monitor")
+    skipped = position["skipped"] if resumed else 0
     monitor = DivergenceMonitor.restore(stored, chance_loss(config.model), stops=t.divergence == "stop")
-    # A run from before it was stored lacks "skipped".
-    return Start(config, step, state, monitor, position.get("skipped", 0), tuple(notes), resumed)
+    return Start(config, step, state, monitor, skipped, tuple(notes), resumed)
 
 
 def restore_state(
@@ -105,13 +109,16 @@ def restore_state(
     """Return step and state of a checkpoint, in this mesh's shardings, and the position that was stored with it.
 
     Raises:
-      UserError: there is no such checkpoint, or it has taken more steps than the config.
+      UserError: there is no such checkpoint, an earlier version wrote it, or it has more steps than the config.
     """
     step, steps = checkpoints.step(which), setup.config.steps
     if step > steps:
         raise UserError(f"the run has taken {step} steps already; steps is {steps}, and must be at least that.")
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
+    if missing := POSITION_FIELDS - position.keys():
+        fields = ", ".join(sorted(missing))
+        raise UserError(f"checkpoint {step} has no {fields}: an earlier version wrote it; start a new run.")
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
     return step, TrainState(params, opt_state, failures), position
 

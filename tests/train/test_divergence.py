@@ -64,20 +64,22 @@ def falling_to(end: float, steps: int, first: float = 8.13) -> list[float]:
         (6.8, HALF_LOST_STEPS, "more than 50% of what was learned has been lost for 100 steps"),
     ],
 )
-def test_the_further_a_loss_has_gone_the_sooner_it_is_noticed(after, steps, reason):
+def test_larger_losses_are_noticed_sooner(after, steps, reason):
     (divergence,) = watch(FALLING + [after] * 150)
     assert (divergence.began, divergence.step) == (81, 80 + steps)
     assert (divergence.loss, divergence.minimum_step) == (after, 80)
     np.testing.assert_allclose(divergence.minimum, np.mean(FALLING[-MEAN_STEPS:]))
     assert reason in divergence.reason
-    said = f"the loss has been diverging since step 81: {after:.4g} at step {80 + steps}, after a minimum of 5.49 (mean"
-    assert str(divergence).startswith(said)
+    message = (
+        f"the loss has been diverging since step 81: {after:.4g} at step {80 + steps}, after a minimum of 5.49 (mean"
+    )
+    assert str(divergence).startswith(message)
     assert watch(FALLING + [after] * (steps - 1) + [MINIMUM] * 20) == []
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.15, 0.25, 0.35])
 @pytest.mark.parametrize(("before", "after"), [(5.3, 6.65), (4.5, 6.0)])
-def test_a_collapse_that_stays_is_noticed_through_the_noise_of_batches(before, after, deviation):
+def test_persistent_collapse_is_noticed_despite_noise(before, after, deviation):
     (divergence, *_) = watch(noisy(falling_to(before, 600) + [after] * 250, deviation))
     assert 598 <= divergence.began <= 601 and divergence.step <= 600 + PART_LOST_STEPS + MEAN_STEPS
     assert watch(noisy(falling_to(before, 600) + [after] * 60 + [before] * 300, deviation)) == []
@@ -98,12 +100,12 @@ def test_a_noisy_run_is_healthy(deviation):
 
 
 @pytest.mark.parametrize("first", [7.7, 8.13, 9.0])
-def test_a_network_that_exploded_and_came_back_to_chance_is_noticed(first):
+def test_return_to_chance_after_an_explosion_is_noticed(first):
     (divergence,) = watch([first, *FALLING[1:], 152.0, 1e6] + [CHANCE] * 40)
     assert (divergence.began, divergence.step) == (81, 80 + LOST_STEPS)
 
 
-def test_a_gradient_of_exactly_0_is_noticed_wherever_the_loss_is():
+def test_gradient_of_exactly_0_is_noticed_at_any_loss():
     dead = [0.0] * 40
     (divergence,) = watch(FALLING + [MINIMUM] * 40, [1.0] * 80 + dead)
     assert (divergence.began, divergence.step) == (81, 80 + FLAT_STEPS) and "exactly 0 for 5" in divergence.reason
@@ -127,7 +129,7 @@ def test_a_gradient_of_exactly_0_is_noticed_wherever_the_loss_is():
     ids=["noise", "a spike that heals", "one broken batch", "an overshoot of the first steps", "nothing learned",
          "a small loss", "steps left out", "no loss at all"],
 )  # fmt: skip
-def test_what_heals_or_never_fell_is_left_alone(losses):
+def test_spikes_that_recover_and_flat_losses_are_not_noticed(losses):
     assert watch(losses) == []
 
 
@@ -142,20 +144,20 @@ def test_a_divergence_is_returned_once_until_the_loss_returns():
     assert [each.began for each in watch(FALLING + again + [MINIMUM] * 10 + again)] == [81, 141]
 
 
-def test_a_monitor_that_was_stored_decides_as_one_that_never_stopped():
-    losses, whole = FALLING + [CHANCE + 1] * 30, DivergenceMonitor(CHANCE)
-    stopped = whole
+def test_restored_monitor_decides_as_one_that_never_stopped():
+    losses, uninterrupted = FALLING + [CHANCE + 1] * 30, DivergenceMonitor(CHANCE)
+    stopped = uninterrupted
     for step, loss in enumerate(losses, start=1):
         stopped = DivergenceMonitor.restore(json.loads(json.dumps(stopped.as_dict())), CHANCE, stops=True)
-        divergence = whole.update(step, loss, 1.0)
+        divergence = uninterrupted.update(step, loss, 1.0)
         assert stopped.update(step, loss, 1.0) == divergence
-        assert whole.healthy == (step <= 81)  # the mean loss is high too from then on
+        assert uninterrupted.healthy == (step <= 81)  # the mean loss is high too from then on
         if divergence:
             break
     assert step == 80 + ABOVE_STEPS
 
 
-def test_a_divergence_that_was_passed_over_stops_a_run_that_is_resumed_to_stop():
+def test_ignored_divergence_stops_a_run_resumed_with_stop():
     monitor = DivergenceMonitor(CHANCE)
     for step, loss in enumerate(FALLING + [CHANCE + 1] * 30, start=1):
         monitor.update(step, loss, 1.0)
@@ -169,13 +171,13 @@ def test_a_divergence_that_was_passed_over_stops_a_run_that_is_resumed_to_stop()
     assert after(stops=True) == [110 + ABOVE_STEPS] and after(stops=False) == []
 
 
-def test_a_fresh_monitor_takes_the_place_of_none_and_of_one_that_it_cannot_read():
+def test_missing_or_unreadable_monitor_is_replaced_by_a_fresh_one():
     for stored in (None, {"ceiling": 9.0, "minimum": 5.0}):
         assert DivergenceMonitor.restore(stored, CHANCE, stops=True) == DivergenceMonitor(CHANCE)
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_recorded_runs_are_judged_rightly(name):
+def test_recorded_runs_are_classified_correctly(name):
     """Of runs that diverge the loss leaves its minimum for good; noticed within 20 steps of that."""
     recorded = TRACES[name]
     norms = [inf if norm is None else norm for norm in recorded["grad_norm"]]
@@ -214,7 +216,7 @@ def test_a_benchmarked_run_that_never_diverged_is_not_counted_as_noticed(
         (DecoderConfig(vocab_size=2048), CHANCE), (ViTConfig(n_classes=10), log(10)), (CLIPConfig(), -inf),
     ],
 )  # fmt: skip
-def test_chance_is_that_of_all_classes_alike(model, loss):
+def test_chance_loss_is_that_of_a_uniform_prediction(model, loss):
     assert chance_loss(model) == loss
 
 
@@ -226,7 +228,7 @@ def steps_of(updates_SR: np.ndarray) -> list[tuple[int, np.ndarray]]:
     ]
 
 
-def test_the_parameter_whose_updates_left_their_usual_size_first_is_named():
+def test_first_parameter_with_unusual_updates_is_named():
     updates_SR = np.tile([0.02, 0.2, 0.002], (60, 1))
     updates_SR[52:, 2] = 0.1  # at step 53, 50 times what was usual
     updates_SR[54:, 0] = 9.0
@@ -247,7 +249,7 @@ def test_updates_that_grow_with_the_learning_rate_are_usual():
     assert first_to_move(["a", "b"], grown, 58, lambda step: (step + 1) / 60) is None
 
 
-def test_of_a_run_that_diverges_as_it_begins_the_largest_update_is_named():
+def test_largest_update_is_named_when_divergence_is_immediate():
     mover = first_to_move(
         ["a", "b"], steps_of(np.array([[4.0, 8.0], [6.0, 5.0], [1.0, 1.0]])), began=3, schedule=lambda step: 1.0
     )
@@ -258,10 +260,10 @@ def test_of_a_run_that_diverges_as_it_begins_the_largest_update_is_named():
     assert first_to_move(["a"], [], 1, lambda step: 1.0) is None
 
 
-def test_the_entropy_of_a_head_is_that_measured_last():
+def test_head_entropy_is_the_last_measurement():
     rows = [{"step": 0, "entropy": [[1.0, 2.0]]}, {"step": 50, "entropy": [[0.5, None]]}, {"step": 60}]
-    said = "; its head's attention entropy was 0.50 nats at step 50"
-    assert head_entropy("blocks.0.attention.heads.0.W_K", rows) == said
+    message = "; its head's attention entropy was 0.50 nats at step 50"
+    assert head_entropy("blocks.0.attention.heads.0.W_K", rows) == message
     assert head_entropy("blocks.0.attention.heads.1.W_K", rows) == head_entropy("blocks.0.mlp.W_in", rows) == ""
     assert head_entropy("blocks.0.attention.heads.0.W_K", []) == ""
 
@@ -278,7 +280,7 @@ CONFIG = Config("test", DecoderConfig(norm="rmsnorm"), TextConfig(), 10, optimiz
         (OptimizerConfig("lion", 1e30), ["--optimizer.learning-rate 0.0003", "--optimizer.clip-norm 1"]),
     ],
 )
-def test_remedies_have_values_that_are_fit_to_use(optimizer, options):
+def test_remedies_have_usable_values(optimizer, options):
     config = replace(CONFIG, optimizer=optimizer)
     assert [option for _, option in optimizer_remedies(config)] == options
     assert all(option in remedies(config) for option in [*options, "--optimizer.warmup-steps 100"])

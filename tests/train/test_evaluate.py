@@ -26,7 +26,7 @@ SHAPE = {"vocab_size": 37, "context_length": 7, "d_model": 8, "d_ff": (5,)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [DecoderConfig(**SHAPE), MLPConfig(**SHAPE, concatenate=True)], ids=["all", "last"])
-def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
+def test_evaluation_covers_all_tokens_at_any_batch_size(config):
     model = config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
     losses = jax.jit(lambda window: next_token_nll(model, params, window))
@@ -40,18 +40,18 @@ def test_evaluation_is_the_sum_over_all_tokens_whatever_the_batch(config):
         nll += part.tolist()
         n_bytes += LENGTHS[window[-len(part) :]].sum()
     for batch_size, mesh in ((8, "data=8"), (16, "data=2,fsdp=2,tensor=2")):
-        asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
-        found = Evaluator(TrainSetup(asked, make_mesh(mesh)), HeldOutText(TOKENS, LENGTHS, 7, config.n_predicted))(
-            params
-        )
-        assert found.targets == len(nll) == (94 if every == 1 else 100)
-        np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
-        assert 0 < found.others["accuracy"] < 0.3
-        np.testing.assert_allclose(found.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)
-        np.testing.assert_allclose(found.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
+        run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
+        evaluation = Evaluator(
+            TrainSetup(run_config, make_mesh(mesh)), HeldOutText(TOKENS, LENGTHS, 7, config.n_predicted)
+        )(params)
+        assert evaluation.targets == len(nll) == (94 if every == 1 else 100)
+        np.testing.assert_allclose(evaluation.loss, np.mean(nll), rtol=1e-5)
+        assert 0 < evaluation.others["accuracy"] < 0.3
+        np.testing.assert_allclose(evaluation.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)
+        np.testing.assert_allclose(evaluation.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
 
 
-def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
+def test_results_are_read_while_other_batches_are_in_flight(monkeypatch):
     """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
     config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
     evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), HeldOutText(TOKENS, LENGTHS, 7, 7))
@@ -68,15 +68,15 @@ def test_a_result_is_read_only_when_others_are_under_way(monkeypatch):
 
     monkeypatch.setattr(evaluate, "_step", step)
     n = 8  # of 100 tokens, 14 in a batch
-    found = evaluate({})
-    assert (found.loss, found.others, found.targets) == (2 / 4, {"accuracy": 1 / 4}, 100)
+    evaluation = evaluate({})
+    assert (evaluation.loss, evaluation.others, evaluation.targets) == (2 / 4, {"accuracy": 1 / 4}, 100)
     assert (
         events
         == ["begin"] * BATCHES_IN_FLIGHT + ["begin", "read"] * (n - BATCHES_IN_FLIGHT) + ["read"] * BATCHES_IN_FLIGHT
     )
 
 
-def test_nothing_to_predict_is_the_users_error(monkeypatch):
+def test_evaluation_without_targets_is_a_user_error(monkeypatch):
     """And no loss that is not a number, which would look as if training had gone wrong."""
 
     class Nothing:
@@ -93,7 +93,7 @@ def test_nothing_to_predict_is_the_users_error(monkeypatch):
 
 
 @pytest.mark.parametrize("stride", [1, 3, 7])
-def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most_before_it(stride):
+def test_stride_predicts_each_token_from_the_longest_context(stride):
     config = DecoderConfig(**SHAPE)
     model = config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
@@ -102,22 +102,24 @@ def test_with_a_stride_each_token_is_predicted_from_the_window_that_has_the_most
         first = max(0, -(-(place - 7) // stride) * stride)  # the first window, at a multiple of stride, that has it
         window = np.resize(TOKENS[first : first + 8], 8)  # what comes after a token does not change its loss
         nll.append(float(windows(window)[place - first - 1]))
-    asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=8))
-    found = Evaluator(TrainSetup(asked, make_mesh("data=8")), HeldOutText(TOKENS, LENGTHS, 7, 7, stride))(params)
-    assert found.targets == 100
-    np.testing.assert_allclose(found.loss, np.mean(nll), rtol=1e-5)
+    run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=8))
+    evaluation = Evaluator(TrainSetup(run_config, make_mesh("data=8")), HeldOutText(TOKENS, LENGTHS, 7, 7, stride))(
+        params
+    )
+    assert evaluation.targets == 100
+    np.testing.assert_allclose(evaluation.loss, np.mean(nll), rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_the_batch_and_the_devices_do_not_show_in_the_result():
+def test_evaluation_is_independent_of_batch_size_and_mesh():
     config = DecoderConfig(**{**SHAPE, "context_length": 64})
     params = first_params(config.build(), jnp.zeros(64, jnp.int32))
     tokens = np.random.default_rng(1).integers(0, 37, 2_000)  # 32 windows, or 123: no batch size below divides them
 
     def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
-        asked = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
+        run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         mesh = make_mesh(devices=jax.devices()[:n_devices])
-        return Evaluator(TrainSetup(asked, mesh), HeldOutText(tokens, LENGTHS, 64, 64, stride))(params).loss
+        return Evaluator(TrainSetup(run_config, mesh), HeldOutText(tokens, LENGTHS, 64, 64, stride))(params).loss
 
     for stride in (None, 16):
         one = loss(1, 1, stride)

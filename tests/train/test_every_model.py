@@ -111,17 +111,17 @@ ONCE = "moe.py:moe"
 @pytest.mark.parametrize(
     "spec", [pytest.param(spec, marks=[] if spec == ONCE else pytest.mark.exhaustive) for spec in CASES]
 )
-def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_path):
+def test_every_model_trains_resumes_and_is_inspected(spec, places, tmp_path):
     config = small(spec, places, steps=4)
     load = partial(config.data.load, config.model, config.train.batch_size, config.seed)
 
     def run(name: str, steps: int, n_devices: int, watched: bool = False, resume: bool = False) -> Path:
-        asked, mesh = replace(config, steps=steps), make_mesh("", jax.devices()[:n_devices])
+        run_config, mesh = replace(config, steps=steps), make_mesh("", jax.devices()[:n_devices])
         folder = tmp_path / name
         data = load(load_run(folder).tokenizer) if resume else load()
         if not resume:
-            create_run(folder, asked, data.tokenizer, allow_suffix=False)
-        setup = TrainSetup(asked, mesh)
+            create_run(folder, run_config, data.tokenizer, allow_suffix=False)
+        setup = TrainSetup(run_config, mesh)
         outcome = train(setup, data, folder, make_callbacks(setup, data, folder) if watched else [], resume)
         assert (outcome.status, outcome.step) == ("done", steps)
         return folder
@@ -138,9 +138,9 @@ def test_every_model_trains_resumes_and_is_looked_at_alike(spec, places, tmp_pat
     shutil.copytree(one, tmp_path / "stopped")
     for last in (tmp_path / "stopped/checkpoints").glob("4*"):
         shutil.rmtree(last) if last.is_dir() else last.unlink()
-    resumed, whole = load_run(run("stopped", 4, 1, resume=True)), load_run(one)
+    resumed, uninterrupted = load_run(run("stopped", 4, 1, resume=True)), load_run(one)
     assert resumed.config == config
-    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, uninterrupted.params)
     measured = [[row["loss"] for row in read_metrics(folder)[1:]] for folder in (one, tmp_path / "stopped")]
     assert measured[0] == measured[1]
 

@@ -49,7 +49,9 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as configured"),
     ],
 )  # fmt: skip
-def test_choice(kernels_run_here, name, platform, q, mask: Mask, function, line: str) -> None:
+def test_attention_is_chosen_by_platform_shape_and_option(
+    kernels_run_here, name, platform, q, mask: Mask, function, line: str
+) -> None:
     assert make_attention(name, platform, q, q, mask) == (function, line)
 
 
@@ -62,12 +64,12 @@ def test_choice(kernels_run_here, name, platform, q, mask: Mask, function, line:
         ("cudnn", "gpu", jnp.bfloat16, "'cudnn' cannot be used: RuntimeError: .* use 'auto'"),  # there is no GPU here
     ],
 )
-def test_a_kernel_asked_for_by_name_that_cannot_run_is_the_users_error(name, platform, dtype, message: str) -> None:
+def test_unavailable_kernel_by_name_is_a_user_error(name, platform, dtype, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_attention(name, platform, like(128, dtype), like(128, dtype), Causal())
 
 
-def test_a_kernel_that_fails_its_trial_is_not_chosen_and_without_a_trial_it_is() -> None:
+def test_kernel_that_fails_its_trial_is_not_chosen() -> None:
     function, line = make_attention("auto", "gpu", like(128), like(128), Causal())
     assert function is unfused_attention
     assert line.startswith("attention: xla (not cudnn: RuntimeError: ")
@@ -93,9 +95,9 @@ def wrong(change):
         (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )  # fmt: skip
-def test_trial(attend, reason: str | None) -> None:
-    said = trial(attend, like(150), jax.ShapeDtypeStruct((1, 150, 8), jnp.bfloat16), Causal())
-    assert said is None if reason is None else reason in said
+def test_trial_returns_the_reason_of_a_failure(attend, reason: str | None) -> None:
+    trial_reason = trial(attend, like(150), jax.ShapeDtypeStruct((1, 150, 8), jnp.bfloat16), Causal())
+    assert trial_reason is None if reason is None else reason in trial_reason
 
 
 @pytest.mark.parametrize("length", [100, 600])
@@ -106,7 +108,7 @@ def test_unfused_attention_is_attention(length: int, mask: Mask | str) -> None:
     assert_all_close(*(value_and_gradients(f, *arrays, given) for f in (unfused_attention, attention)))
 
 
-def test_what_the_kernel_refuses_is_attended_to_without_it() -> None:
+def test_unsupported_calls_use_unfused_attention() -> None:
     # Neither kernel could run here, had it been called.
     arrays, mask = qkv(2, 1, 130, 130, 8), Causal().array(130, 130)
     for kernel in ("splash", "cudnn"):
@@ -133,10 +135,12 @@ def test_on_a_mesh_each_device_attends_for_its_examples_and_heads(kernels_run_he
 
     placed = [jax.device_put(x, batch_sharding(mesh)) for x in arrays]
     sharded = jax.jit(on_each_shard(gradients(FusedAttention(kernel, 2)), mesh, 3 * (split,), 3 * (split,)))
-    for got, want in zip(sharded(*placed), jax.jit(gradients(FusedAttention(kernel)))(*arrays), strict=True):
-        assert got.sharding.shard_shape(got.shape)[0] == 1  # of four examples over data and fsdp
+    for actual, expected in zip(sharded(*placed), jax.jit(gradients(FusedAttention(kernel)))(*arrays), strict=True):
+        assert actual.sharding.shard_shape(actual.shape)[0] == 1  # of four examples over data and fsdp
         # The same roundings, but for sums over heads that share a group on two devices: 2^-8 once more.
-        assert jnp.linalg.norm((got - want).astype(jnp.float32)) <= 2**-7 * jnp.linalg.norm(want.astype(jnp.float32))
+        assert jnp.linalg.norm((actual - expected).astype(jnp.float32)) <= 2**-7 * jnp.linalg.norm(
+            expected.astype(jnp.float32)
+        )
     if (H, G) == (4, 2):  # nothing has to travel
         assert not any(
             f"{move}(" in sharded.lower(*placed).compile().as_text() for move in ("all-gather", "all-reduce")

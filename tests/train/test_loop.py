@@ -44,7 +44,7 @@ def compiled_in_half_the_time() -> Iterator[None]:
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_on_fewer_devices(tmp_path):
+def test_resume_on_fewer_devices_is_the_same_training(tmp_path):
     """Eight devices, then two, then one, against a run that never stopped."""
     config = Config(
         "test", MODEL, steps=20, data=TextConfig(str(write_books(tmp_path / "books"))), train=TRAIN,
@@ -59,21 +59,21 @@ def test_a_run_goes_on_on_fewer_devices(tmp_path):
         assert (outcome.status, outcome.step) == ("done", steps)
         return outcome
 
-    whole = run("whole", 20, "data=8", 8)
+    uninterrupted = run("uninterrupted", 20, "data=8", 8)
     run("moved", 10, "data=2,fsdp=4", 8)
     run("moved", 15, "tensor=2", 2, resume=True)
     moved = run("moved", 20, "", 1, resume=True)
 
-    losses = [[row["loss"] for row in read_metrics(tmp_path / name)[1:]] for name in ("whole", "moved")]
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)[1:]] for name in ("uninterrupted", "moved")]
     assert len(losses[0]) == 20
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert losses[0][-1] < losses[0][0] - 0.1
-    for got, wanted in zip(jax.tree.leaves(moved.state), jax.tree.leaves(whole.state), strict=True):
-        if np.issubdtype(got.dtype, np.floating):
-            assert_close(got, wanted)
+    for actual, expected in zip(jax.tree.leaves(moved.state), jax.tree.leaves(uninterrupted.state), strict=True):
+        if np.issubdtype(actual.dtype, np.floating):
+            assert_close(actual, expected)
 
 
-def test_what_is_due_when():
+def test_callbacks_are_due_at_their_intervals():
     samples, check = Callback(500, print, also_at=100), Callback(20, print, at_start=True)
     assert [step for step in range(1001) if samples.is_due(step)] == [100, 500, 1000]
     assert [step for step in range(50) if check.is_due(step)] == [0, 20, 40]
@@ -138,7 +138,7 @@ def run_on_one(config: Config, folder: Path, resume: bool = False, rollback: Rol
 
 
 @pytest.mark.slow
-def test_a_step_that_was_left_out_leaves_its_rate_to_the_next(monkeypatch, tmp_path, caught):
+def test_skipped_step_leaves_its_learning_rate_to_the_next(monkeypatch, tmp_path, caught):
     config = skipping(tmp_path / "books")
     breaking(monkeypatch, {3, 4, 7}, caught)
     run_on_one(config, tmp_path / "run")
@@ -153,24 +153,30 @@ def test_a_step_that_was_left_out_leaves_its_rate_to_the_next(monkeypatch, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stored", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["stored", "of a run from before it was"]
+    "stored", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["stored", "of an earlier version"]
 )
-def test_steps_left_out_before_an_interruption_are_told_after_it(monkeypatch, tmp_path, caught, stored):
+def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, tmp_path, caught, stored):
     config = skipping(tmp_path / "books", log_every=9)
     breaking(monkeypatch, {3, 4}, caught, interrupted=5)
     if not stored:
         save = loop.CheckpointManager.save
 
-        def as_before(self: Any, step: int, params: Any, opt_state: Any, position: Mapping, loss: Any) -> None:
+        def save_without_skipped(
+            self: Any, step: int, params: Any, opt_state: Any, position: Mapping, loss: Any
+        ) -> None:
             save(self, step, params, opt_state, {k: v for k, v in position.items() if k != "skipped"}, loss)
 
-        monkeypatch.setattr(loop.CheckpointManager, "save", as_before)
+        monkeypatch.setattr(loop.CheckpointManager, "save", save_without_skipped)
     interrupted = run_on_one(config, tmp_path / "run")
     assert interrupted.status == "interrupted" and interrupted.step in (5, 6)  # a signal is seen a step later
     breaking(monkeypatch, {8}, caught)
+    if not stored:
+        with pytest.raises(UserError, match="has no skipped: an earlier version wrote it; start a new run"):
+            run_on_one(config, tmp_path / "run", resume=True)
+        return
     assert run_on_one(config, tmp_path / "run", resume=True).status == "done"
     rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
-    assert rows[9]["skipped"] == (3 if stored else 1)
+    assert rows[9]["skipped"] == 3
     assert "skipped" not in rows[10]
 
 
@@ -196,13 +202,13 @@ LOST = dict.fromkeys(range(12, 31), 20.0)
 """Of the losses of steps: from step 12 on worse than knowing nothing, which is noticed at step 23."""
 
 
-def test_the_parameters_that_gave_the_first_bad_loss_are_not_healthy(monkeypatch, tmp_path):
+def test_checkpoint_that_gave_the_first_high_loss_is_not_healthy(monkeypatch, tmp_path):
     diverging(monkeypatch, dict.fromkeys(range(11, 31), 20.0))
     outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
     assert (outcome.divergence.began, outcome.healthy) == (11, 5)  # those of checkpoint 10 are tried by step 11
 
 
-def test_a_divergence_stops_and_the_checkpoint_from_before_it_is_kept(monkeypatch, tmp_path):
+def test_divergence_stops_training_and_retains_the_checkpoint_before_it(monkeypatch, tmp_path):
     diverging(monkeypatch, LOST)
     outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
     assert (outcome.status, outcome.step, outcome.healthy) == ("diverged", 23, 10)
@@ -215,7 +221,7 @@ def test_a_divergence_stops_and_the_checkpoint_from_before_it_is_kept(monkeypatc
 
 
 @pytest.mark.slow
-def test_rolled_back_a_run_goes_on_in_another_way_and_is_resumed_so(monkeypatch, tmp_path, caught):
+def test_rollback_with_other_options_survives_a_resume(monkeypatch, tmp_path, caught):
     config, batches = falling(tmp_path / "books"), dict[int, np.ndarray]()
     diverging(monkeypatch, LOST)
     run_on_one(config, tmp_path / "run")
@@ -250,7 +256,7 @@ def test_rolled_back_a_run_goes_on_in_another_way_and_is_resumed_so(monkeypatch,
 
 
 @pytest.mark.slow
-def test_rolled_back_to_the_start_a_run_keeps_no_checkpoint_of_before(monkeypatch, tmp_path):
+def test_rollback_to_the_start_removes_all_checkpoints(monkeypatch, tmp_path):
     config = falling(tmp_path / "books", steps=10)
     run_on_one(config, tmp_path / "run")
     first = read_metrics(tmp_path / "run")
@@ -265,7 +271,7 @@ def test_rolled_back_to_the_start_a_run_keeps_no_checkpoint_of_before(monkeypatc
 
 
 @pytest.mark.slow
-def test_the_batches_that_a_config_leaves_out_stay_out_from_the_start(monkeypatch, tmp_path):
+def test_rollback_to_the_start_skips_the_batches_of_the_config_too(monkeypatch, tmp_path):
     config, batches = falling(tmp_path / "books", steps=2, skip_batches=4), dict[int, np.ndarray]()
     run_on_one(config, tmp_path / "run")
     (tmp_path / "run/wandb").mkdir()
@@ -279,7 +285,7 @@ def test_the_batches_that_a_config_leaves_out_stay_out_from_the_start(monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["warn", "continue"])
-def test_a_divergence_may_be_warned_of_or_passed_over(monkeypatch, tmp_path, policy):
+def test_divergence_policies_warn_or_continue(monkeypatch, tmp_path, policy):
     diverging(monkeypatch, dict.fromkeys(range(12, 26), 20.0))
     outcome = run_on_one(falling(tmp_path / "books", divergence=policy), tmp_path / "run")
     assert (outcome.status, outcome.diverging_since) == ("done", 0)
@@ -294,7 +300,7 @@ def test_a_divergence_may_be_warned_of_or_passed_over(monkeypatch, tmp_path, pol
 
 
 @pytest.mark.slow
-def test_a_divergence_that_lasts_to_the_end_is_in_the_outcome(monkeypatch, tmp_path):
+def test_divergence_at_the_last_step_is_in_the_outcome(monkeypatch, tmp_path):
     diverging(monkeypatch, LOST)
     outcome = run_on_one(falling(tmp_path / "books", divergence="warn"), tmp_path / "run")
     assert (outcome.status, outcome.diverging_since) == ("done", 12)

@@ -61,7 +61,7 @@ def test_wsd_is_constant_and_then_a_straight_line(warmup):
     np.testing.assert_allclose([schedule(k) for k in (16, 19, 20)], [1.64, 0.56, 0.2], rtol=1e-5)
 
 
-def test_wsd_falls_over_the_last_fifth_if_nothing_is_said():
+def test_wsd_decays_over_the_last_fifth_by_default():
     schedule = make_schedule(OptimizerConfig(learning_rate=1.0, schedule="wsd"), 100)
     np.testing.assert_allclose([schedule(k) for k in (0, 80, 90, 99)], [1.0, 1.0, 0.5, 0.05], rtol=1e-5)
 
@@ -79,7 +79,7 @@ def test_a_constant_schedule_stays_at_the_peak(warmup):
     np.testing.assert_allclose([schedule(k) for k in (warmup, 9, 1000)], 0.3, rtol=1e-6)
 
 
-def test_nesterov_as_written_out_by_hand():
+def test_nesterov_follows_its_formula():
     optimizer = make_optimizer(OptimizerConfig("nesterov_sgd", learning_rate=0.1, momentum=0.9), 10, AXES)
     w, v = np.array([1.0, -2.0]), np.zeros(2)
     params, state = jnp.array(w), optimizer.init(jnp.array(w))
@@ -136,8 +136,8 @@ def test_five_steps_are_those_of_torch(name):
     params, gradients, expected = torch_run(name)
     decay = 0.1 if name == "adamw" else 0.0
     after = follow(OptimizerConfig(name, learning_rate=0.01, weight_decay=decay), params, gradients)
-    for got, wanted in zip(after, expected, strict=True):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), got, wanted)
+    for params, reference in zip(after, expected, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), params, reference)
 
 
 def test_the_first_step_of_muon_is_that_of_torch():
@@ -147,8 +147,8 @@ def test_the_first_step_of_muon_is_that_of_torch():
     config = OptimizerConfig("muon", learning_rate=0.01, weight_decay=0.1, momentum=0.95)
     after = follow(config, params, gradients[:1])[0]
     for name in ("W_Q", "W_O"):
-        moved, wanted = (np.asarray(x[name] - params[name]) for x in (after, expected[0]))
-        assert np.linalg.norm(moved - wanted) <= 0.04 * np.linalg.norm(wanted)
+        moved, reference = (np.asarray(x[name] - params[name]) for x in (after, expected[0]))
+        assert np.linalg.norm(moved - reference) <= 0.04 * np.linalg.norm(reference)
     np.testing.assert_allclose(after["gamma"], expected[0]["gamma"], atol=1e-6)
 
 
@@ -161,7 +161,7 @@ def newton_schulz(matrix: np.ndarray) -> np.ndarray:
     return x
 
 
-def test_muon_as_written_out_by_hand():
+def test_muon_follows_its_formula():
     shapes = {"W_Q": (6, 2, 5), "W_O": (2, 5, 6), "W_1": (6, 4)}
     flat = {"W_Q": (6, 10), "W_O": (10, 6), "W_1": (6, 4)}
     before = {name: normal(*shape, seed=1) for name, shape in shapes.items()}
@@ -191,7 +191,7 @@ def test_muon_moves_each_matrix_along_its_orthogonal_factor_with_the_rms_of_adam
         np.testing.assert_allclose(stretch, np.diag(np.diag(stretch)), atol=1e-5)
 
 
-def test_muon_leaves_what_is_no_hidden_matrix_to_adamw():
+def test_muon_updates_other_parameters_by_adamw():
     params = {
         "embedding": {"W_E": normal(5, 4), "W_pos": normal(3, 4)},
         "W_segment": normal(2, 4),
@@ -206,7 +206,7 @@ def test_muon_leaves_what_is_no_hidden_matrix_to_adamw():
     assert np.abs(hidden[0] - hidden[1]).max() > 0.01
 
 
-def test_lion_as_written_out_by_hand():
+def test_lion_follows_its_formula():
     before, gradients = normal(3, 4, seed=1), [normal(3, 4, seed=k) for k in (2, 3, 4)]
     config = OptimizerConfig("lion", learning_rate=0.1, b1=0.9, b2=0.99, weight_decay=0.3)
     after = follow(config, {"W": before}, [{"W": g} for g in gradients])[-1]["W"]
@@ -234,7 +234,7 @@ def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
     return after
 
 
-def test_schedule_free_is_optax_seen_from_the_average():
+def test_schedule_free_is_that_of_optax_at_the_average():
     after = schedule_free_run(OptimizerConfig("schedule_free", learning_rate=0.05, weight_decay=0.1), 20)
     plain = optax.contrib.schedule_free_adamw(0.05, b1=0.9, b2=0.95, weight_decay=0.1)
     y = jnp.ones((6, 4))
@@ -246,7 +246,7 @@ def test_schedule_free_is_optax_seen_from_the_average():
     assert np.abs(after[-1] - y).max() > 0.01  # the average is not where the gradient is taken
 
 
-def test_schedule_free_as_written_out_by_hand():
+def test_schedule_free_follows_its_formula():
     config = OptimizerConfig("schedule_free", learning_rate=0.05, warmup_steps=3, weight_decay=0.1, clip_norm=0.5)
     after = schedule_free_run(config, 6)
     x = z = np.ones((6, 4))
@@ -264,7 +264,7 @@ def test_schedule_free_as_written_out_by_hand():
 
 
 @each_optimizer
-def test_only_schedule_free_takes_its_gradient_elsewhere(config):
+def test_only_schedule_free_needs_the_gradient_at_another_point(config):
     params = {"W": normal(3, 2)}
     state = make_optimizer(config, 10, AXES).init(params)
     assert (gradient_point(config, params, state) is params) == (config.name != "schedule_free")
@@ -280,7 +280,7 @@ def test_updates_are_counted_by_the_optimizer(config):
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.weight_decay], ids=lambda c: c.name)
-def test_weight_decay_touches_matrices_and_neither_gains_biases_nor_positions(config):
+def test_weight_decay_applies_to_matrices_only(config):
     params = {name: jnp.ones((3, 2)) for name in ("W_E", "W_1", "W_pos")}
     params |= {"gamma": jnp.ones(3), "b_1": jnp.ones(3), "b_Q": jnp.ones((3, 1, 2))}
     zero = jax.tree.map(jnp.zeros_like, params)
@@ -293,7 +293,7 @@ def test_weight_decay_touches_matrices_and_neither_gains_biases_nor_positions(co
 
 
 @pytest.mark.parametrize("config", [(slow if n in STATEFUL else exhaustive)(c, id=n) for n, c in CONFIGS.items()])
-def test_training_lowers_the_loss_and_goes_on_from_disk_to_the_last_bit(tmp_path, config):
+def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
     """Compiled, with donated state, and clipped, so that a chain of states is saved."""
     config = replace(config, clip_norm=1.0, warmup_steps=2)
     model = DecoderConfig(
@@ -331,7 +331,7 @@ def test_training_lowers_the_loss_and_goes_on_from_disk_to_the_last_bit(tmp_path
     jax.tree.map(np.testing.assert_array_equal, step(copy, restored), step(params, state))
 
 
-def test_clipping_shortens_long_gradients_to_the_limit():
+def test_gradients_are_clipped_to_the_global_norm():
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, momentum=0.0, clip_norm=1.0), 10, AXES)
     params = {"W": jnp.zeros(2)}
     updates, _ = optimizer.update({"W": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
@@ -341,16 +341,16 @@ def test_clipping_shortens_long_gradients_to_the_limit():
 @pytest.mark.slow
 def test_declared_axes_decide_weight_decay_and_muon():
     """In every model. A new name is to be listed here: whether it decays, and whether Muon may have it."""
-    found: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}
+    groups: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}
     for config in MODELS.values():
         params, axes = abstract_params(config.build(), config), parameter_axes(config.build())
         labels, matrices = jax.tree_util.tree_leaves_with_path(muon_or_adamw(axes, params)), is_decayed(axes, params)
         for (path, label), decayed in zip(labels, jax.tree.leaves(matrices), strict=True):
-            found[label if decayed else "not decayed"].add(path[-1].key)
+            groups[label if decayed else "not decayed"].add(path[-1].key)
     attention, mlp = {"W_Q", "W_K", "W_V", "W_O"}, {"W_1", "W_2", "W_3", "W_gate_1", "W_router"}
     recurrent = {"W", "U", "C", "W_a", "U_a", "v_a", "W_s_0", "W_s_1", "W_o"}
-    assert found["muon"] == attention | mlp | recurrent | {"W_patch", "W_i", "W_t"}
-    assert found["adamw"] == {"W_E", "W_out"}
+    assert groups["muon"] == attention | mlp | recurrent | {"W_patch", "W_i", "W_t"}
+    assert groups["adamw"] == {"W_E", "W_out"}
     vectors = {"b_1", "b_2", "b_3", "b_Q", "b_K", "b_V", "b_O", "b_W", "b_U", "b_o", "b_out", "b_patch"}
     gains = {"gamma", "gamma_Q", "gamma_K", "beta"}
-    assert found["not decayed"] == vectors | gains | {"W_pos", "x_class", "t"}
+    assert groups["not decayed"] == vectors | gains | {"W_pos", "x_class", "t"}

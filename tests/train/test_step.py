@@ -111,24 +111,24 @@ def computed(config: Config, **fields: object) -> Config:
 
 def assert_same_training(mesh: str, config: Config, other_mesh: str, other: Config) -> None:
     """Twenty losses within 1e-5 (84 float32 epsilons), and the parameters that came of them."""
-    (losses, state), (wanted, wanted_state) = trained(mesh, config), trained(other_mesh, other)
+    (losses, state), (expected, expected_state) = trained(mesh, config), trained(other_mesh, other)
     assert len(losses) == 20
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    jax.tree.map(assert_close, state.params, wanted_state.params)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    jax.tree.map(assert_close, state.params, expected_state.params)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=8", exhaustive("fsdp=8"), exhaustive("data=2,tensor=4"), CUBE, "tensor=2"])
-def test_the_same_training_on_every_mesh(mesh):
+def test_training_is_the_same_on_every_mesh(mesh):
     assert_same_training(mesh, CONFIG, "data=1", CONFIG)
     losses = trained("data=1")[0]
     assert losses[-5:].mean() < losses[:5].mean() - 0.1  # it learned something: random tokens have frequencies
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [exhaustive(2), 4])
-def test_a_batch_in_parts_is_the_same_training(parts):
-    assert_same_training("data=2,fsdp=2", computed(CONFIG, grad_accumulation_steps=parts), "data=1", CONFIG)
+@pytest.mark.parametrize("n_microbatches", [exhaustive(2), 4])
+def test_gradient_accumulation_is_the_same_training(n_microbatches):
+    assert_same_training("data=2,fsdp=2", computed(CONFIG, grad_accumulation_steps=n_microbatches), "data=1", CONFIG)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_batch_in_parts_is_the_same_training(parts):
     ],
     ids=str,
 )
-def test_what_is_stored_or_looped_over_is_the_same_training(mesh, fields):
+def test_remat_and_scanned_blocks_are_the_same_training(mesh, fields):
     assert_same_training(mesh, computed(TWO_BLOCKS, **fields), "data=1", TWO_BLOCKS)
 
 
@@ -156,7 +156,7 @@ def test_what_is_stored_or_looped_over_is_the_same_training(mesh, fields):
     ],
     ids=str,
 )
-def test_dropout_is_the_same_however_it_is_computed(mesh, fields):
+def test_dropout_is_independent_of_mesh_remat_and_accumulation(mesh, fields):
     assert_same_training(mesh, computed(DROPOUT, **fields), "data=1", DROPOUT)
     assert np.abs(trained("data=1", DROPOUT)[0] / trained("data=1", TWO_BLOCKS)[0] - 1).max() > 1e-3
 
@@ -179,13 +179,13 @@ def gradient_of_experts(mesh: str, **fields: object) -> tuple[jax.Array, Params]
     ],
     ids=str,
 )
-def test_experts_are_the_same_on_every_mesh(mesh, fields):
+def test_gradients_of_experts_are_the_same_on_every_mesh(mesh, fields):
     """Balancing sees all that the devices take, not a part: its loss is no mean of its parts'."""
     jax.tree.map(assert_close, gradient_of_experts(mesh, **fields), gradient_of_experts("data=1"))
 
 
 @pytest.mark.slow
-def test_balancing_is_minimised_and_not_reported():
+def test_the_load_balancing_loss_is_minimised_and_not_reported():
     """The loss is that of the batch without it, and the gradient is that with it, of the whole batch at once."""
     model, params = EXPERTS.model.build(), first_params(EXPERTS.model)
     keys = setup_of("data=1", EXPERTS).example_keys(0)
@@ -199,11 +199,11 @@ def test_balancing_is_minimised_and_not_reported():
             added += 2.0 * 4 * jnp.sum(share_E * probability_E) + 0.5 * layer.z.mean()
         return nll.mean() + added, nll.mean()
 
-    wanted, nll = jax.jit(jax.grad(both, has_aux=True))(params)
+    expected, nll = jax.jit(jax.grad(both, has_aux=True))(params)
     loss, grads = gradient_of_experts("data=1")
     np.testing.assert_allclose(loss, nll, rtol=1e-6)
-    jax.tree.map(assert_close, grads, wanted)
-    assert wanted["blocks_0"]["mlp"]["W_router"].any()
+    jax.tree.map(assert_close, grads, expected)
+    assert expected["blocks_0"]["mlp"]["W_router"].any()
 
 
 @pytest.mark.slow
@@ -212,9 +212,9 @@ def test_bfloat16_is_close_and_stores_float32(mesh):
     """A rounding to bfloat16 is at most 2^-9 of a number; those of different tokens are independent, so that the mean
     over 192 of them is closer than each. Half of one rounding is left for all that follow one another."""
     losses, state = trained(mesh, computed(CONFIG, precision="bfloat16"))
-    wanted = trained("data=1")[0]
-    np.testing.assert_allclose(losses, wanted, rtol=2**-10)
-    assert np.abs(losses / wanted - 1).max() > 1e-6  # it was bfloat16
+    expected = trained("data=1")[0]
+    np.testing.assert_allclose(losses, expected, rtol=2**-10)
+    assert np.abs(losses / expected - 1).max() > 1e-6  # it was bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
 
 
@@ -227,7 +227,7 @@ def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
 @pytest.mark.parametrize(
     "name", [*map(exhaustive, ("nesterov_sgd", "adamw", "lion")), exhaustive("schedule_free"), "muon"]
 )
-def test_an_optimizer_steps_on_its_shards(name):
+def test_optimizer_updates_are_computed_on_shards(name):
     config = replace(CONFIG, optimizer=OptimizerConfig(name=name, learning_rate=HIGHER_RATES[name], clip_norm=1.0))
     assert_same_training("fsdp=8", config, "data=1", config)
     state = trained("fsdp=8", config)[1]
@@ -238,14 +238,14 @@ def test_an_optimizer_steps_on_its_shards(name):
 
 
 @pytest.mark.slow
-def test_the_first_state_is_the_same_on_every_mesh():
+def test_initial_state_is_the_same_on_every_mesh():
     one, cube = (setup_of(mesh).init_state() for mesh in ("data=1", CUBE))
     jax.tree.map(np.testing.assert_array_equal, one, cube)
     assert cube.params["W_out"].sharding.spec == P("fsdp", "tensor")
     assert cube.failures == 0
 
 
-def test_names_and_shapes_do_not_depend_on_how_it_is_computed():
+def test_parameter_names_and_shapes_are_independent_of_compute_options():
     for fields in ({"remat": "block"}, {"scan_blocks": True}, {"grad_accumulation_steps": 4}):
         other = setup_of("data=1", computed(TWO_BLOCKS, **fields)).abstract_state
         assert other == setup_of("data=1", TWO_BLOCKS).abstract_state
@@ -265,12 +265,12 @@ def test_the_batch_loss_is_the_mean_of_its_examples():
     model, params = MODEL.build(), first_params()
     one = jax.jit(lambda tokens: next_token_nll(model, params, tokens))
     loop = [float(one(tokens).mean()) for tokens in TOKENS[0]]
-    whole = jax.jit(lambda batch: CrossEntropy().loss(model, params, batch)[0])
-    np.testing.assert_allclose(whole(BATCHES[0]), np.mean(loop), rtol=1e-6)
+    unchunked = jax.jit(lambda batch: CrossEntropy().loss(model, params, batch)[0])
+    np.testing.assert_allclose(unchunked(BATCHES[0]), np.mean(loop), rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_the_step_is_optax_on_the_gradient_of_the_loss():
+def test_train_step_applies_optax_to_the_gradient_of_the_loss():
     setup, params = setup_of("data=2,fsdp=4"), first_params()
     optimizer = setup.optimizer
     grads = jax.jit(jax.grad(lambda p: CrossEntropy().loss(MODEL.build(), p, BATCHES[0])[0]))(params)
@@ -288,67 +288,67 @@ def test_the_step_is_optax_on_the_gradient_of_the_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [exhaustive(1), 4])
-def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(parts):
+@pytest.mark.parametrize("n_microbatches", [exhaustive(1), 4])
+def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(n_microbatches):
     """W_out's: with blocks that give nothing, the sum over 192 tokens of 3e37 times softmax less one-hot; float32 ends
     at 3.4e38. The autopsy must not find fault with it, either."""
-    config = computed(replace(CONFIG, model=replace(MODEL, norm="none")), grad_accumulation_steps=parts)
+    config = computed(replace(CONFIG, model=replace(MODEL, norm="none")), grad_accumulation_steps=n_microbatches)
     setup = setup_of("data=2", config)
     zeros = jax.tree.map(jnp.zeros_like, setup.init_state().params)
     zeros["embedding"]["W_E"] = jnp.full((V, 16), 3e37)
     batch = next_token_batch(np.zeros((B, T + 1), np.int32))
     loss, grads = gradient_at(setup, zeros, batch)
     np.testing.assert_allclose(loss, np.log(V), rtol=1e-6)
-    wanted = 3e37 * (1 / V - np.eye(V)[0])
-    np.testing.assert_allclose(grads["W_out"], np.broadcast_to(wanted, (16, V)), rtol=1e-5)
+    expected = 3e37 * (1 / V - np.eye(V)[0])
+    np.testing.assert_allclose(grads["W_out"], np.broadcast_to(expected, (16, V)), rtol=1e-5)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     assert first_non_finite(setup.model, jax.device_get(zeros), batch) is None
 
 
 @lru_cache
-def loss_and_gradient(config: Config, pieces: int) -> tuple[jax.Array, Params]:
+def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]:
     """Of the first batch, with its logits made in so many pieces."""
     setup = setup_of("data=1", config)
     with pytest.MonkeyPatch.context() as patch:
-        if pieces > 1:
-            patch.setattr(objective, "MAX_LOGITS_PER_CHUNK", -(-B * T // pieces) * V)
-        assert objective.n_chunks(B * T, V) == pieces
+        if n_chunks > 1:
+            patch.setattr(objective, "MAX_LOGITS_PER_CHUNK", -(-B * T // n_chunks) * V)
+        assert objective.n_chunks(B * T, V) == n_chunks
         return jax.device_get(gradient_at(setup, state_on(setup).params, BATCHES[0]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("unembedding", "pieces"),
+    ("unembedding", "n_chunks"),
     [
         ("linear", 3),
         exhaustive("linear", 7),
         ("linear", B * T),
         ("tied", 7),
         exhaustive("mlp", 7),
-        *(exhaustive(unembedding, pieces) for unembedding in ("tied", "mlp") for pieces in (3, B * T)),
+        *(exhaustive(unembedding, n_chunks) for unembedding in ("tied", "mlp") for n_chunks in (3, B * T)),
     ],
 )
-def test_logits_in_pieces_are_the_same_loss_and_gradient(unembedding, pieces):
+def test_chunked_logits_give_the_same_loss_and_gradient(unembedding, n_chunks):
     """In pieces of several sequences, in pieces with some tokens left over, and one by one."""
     last = unembedding == "mlp"
     model = replace(MODEL, unembedding=unembedding, residual=not last, final_norm=not last, dropout=0.3)
     config = replace(CONFIG, model=model)
-    jax.tree.map(assert_close, loss_and_gradient(config, pieces), loss_and_gradient(config, 1))
+    jax.tree.map(assert_close, loss_and_gradient(config, n_chunks), loss_and_gradient(config, 1))
 
 
 @pytest.mark.slow
-def test_pieces_are_summed_in_float32():
+def test_gradients_of_chunks_are_summed_in_float32():
     """A bfloat16 sum over 192 pieces is rounded 192 times, and was measured to be off by 1.9 % of the norm; what is
     computed in bfloat16 at once, and rounded once, is off by 0.4 %, and summed in float32 the pieces are no worse."""
     bfloat16 = computed(CONFIG, precision="bfloat16")
-    exact, whole, pieces = (
+    exact, unchunked, chunked = (
         loss_and_gradient(config, n)[1]["W_out"] for config, n in ((CONFIG, 1), (bfloat16, 1), (bfloat16, B * T))
     )
-    assert np.linalg.norm(pieces - exact) < 1.25 * np.linalg.norm(whole - exact)
+    assert np.linalg.norm(chunked - exact) < 1.25 * np.linalg.norm(unchunked - exact)
 
 
 @pytest.mark.slow
-def test_an_evaluation_in_pieces_is_the_same(monkeypatch):
+def test_chunked_logits_give_the_same_evaluation(monkeypatch):
     setup = setup_of("data=2")
     weights_BT = np.random.default_rng(1).random((B, T)).astype(np.float32)
 
@@ -356,12 +356,12 @@ def test_an_evaluation_in_pieces_is_the_same(monkeypatch):
         batch = BATCHES[0]._replace(weights=weights_BT)
         return make_eval_step(setup)(first_params(), batch)["nats"]
 
-    whole = run()
+    unchunked = run()
     monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", 5 * V)
-    np.testing.assert_allclose(run(), whole, rtol=1e-6)
+    np.testing.assert_allclose(run(), unchunked, rtol=1e-6)
 
 
-def test_a_class_of_the_whole_sequence_is_never_cut_into_pieces(monkeypatch):
+def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
     """A classifier has features of each token, but logits of none."""
     config = ClassifierConfig(V, T, 8, n_heads=2, d_ff=(12,), n_blocks=1, n_classes=3)
     inputs = BATCHES[0].inputs[0], np.ones((B, T), bool)
@@ -377,18 +377,18 @@ def test_a_class_of_the_whole_sequence_is_never_cut_into_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (DecoderConfig(V, T), r"DecoderConfig takes int32 \(12,\) for an example, but .* int32 \(12,\), bool \(12,\)"),
         (ClassifierConfig(V, T), r"ClassifierConfig predicts classes of shape \(\) for .* gives \(12,\) to predict"),
     ],
     ids=["inputs", "targets"],
 )
-def test_a_batch_of_something_else_is_refused(model, said):
+def test_batch_with_other_inputs_or_targets_is_refused(model, message):
     """Of masked text, which fits an encoder."""
     batch = Batch((np.zeros((B, T), np.int32), np.ones((B, T), bool)), np.zeros((B, T), np.int32))
     check_fit(EncoderConfig(V, T), batch)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         check_fit(model, batch)
 
 
@@ -413,7 +413,7 @@ def test_memory_does_not_grow_with_the_logits_of_the_batch():
     assert (grown < logits / 10).all()
 
 
-def test_pieces_are_the_fewest_that_keep_to_the_limit():
+def test_number_of_chunks_is_the_least_within_the_limit():
     assert objective.n_chunks(4096 * 32 // 2, 2048) == 2  # the ladder on two devices: 2^27 logits
     assert objective.n_chunks(16 * 128, 2048) == 1  # the default run on one device: 2^22
     assert objective.n_chunks(32 * 1024, 50_257) == 25  # 2^15 · 50,257 / 2^26 = 24.5
@@ -436,7 +436,7 @@ def good_and_bad() -> tuple[Batch, Batch]:
 @pytest.mark.parametrize(
     ("fields", "allowed"), [({"non_finite": "stop"}, 0), ({"non_finite": "skip", "max_skips": 2}, 2)]
 )
-def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_learning(fields, allowed, good_and_bad):
+def test_non_finite_steps_are_skipped_and_too_many_in_a_row_stop_training(fields, allowed, good_and_bad):
     setup = setup_of("data=2,fsdp=2", replace(CONFIG, train=replace(CONFIG.train, **fields)))
     step, state = make_train_step(setup), state_on(setup)
     good, bad = good_and_bad
@@ -468,50 +468,50 @@ def test_a_step_that_is_not_finite_is_left_out_and_too_many_in_a_row_end_all_lea
 
 
 @pytest.mark.slow
-def test_a_compiled_step_says_when_it_is_compiled_again():
-    said: list[str] = []
+def test_recompilation_for_another_batch_shape_is_reported():
+    messages: list[str] = []
     setup = setup_of("data=2")
-    step, state, split = CompiledStep(setup, said.append), state_on(setup), batch_sharding(setup.mesh)
+    step, state, split = CompiledStep(setup, messages.append), state_on(setup), batch_sharding(setup.mesh)
     assert step.compile(BATCHES[0]).startswith("memory per device: ")
     for k in range(2):
         state, _ = step(state, global_device_put(BATCHES[k], split), k)
-    assert not said
+    assert not messages
     state, metrics = step(state, global_device_put(next_token_batch(TOKENS[2][:, :8]), split), 2)
-    assert said == ["step 3 is compiled again, for a batch of (16, 7)"]
+    assert messages == ["step 3 is compiled again, for a batch of (16, 7)"]
     assert metrics.finite and np.isfinite(metrics.loss)
     state, _ = step(state, global_device_put(next_token_batch(TOKENS[3][:, :8]), split), 3)
     step(state, global_device_put(BATCHES[4], split), 4)  # both programs are kept
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
-def test_a_step_that_does_not_fit_is_refused_before_it_runs(monkeypatch):
+def test_step_beyond_memory_is_refused_before_it_runs(monkeypatch):
     monkeypatch.setattr(memory, "memory_capacity", lambda device: 10_000)
     with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory per device, and there are 9.77 KiB; lower"):
         CompiledStep(setup_of("data=1"), print).compile(BATCHES[0])
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "parts", "mesh", "said"),
+    ("batch_size", "n_microbatches", "mesh", "message"),
     [
         (12, 1, "data=8", "12 does not split over 8 devices; use a multiple such as 16"),
         (8, 2, "data=4,fsdp=2", "8 does not split over 8 devices in 2 microbatches; use a multiple such as 16"),
         (30, 2, "fsdp=2,tensor=2", "30 does not split over 2 devices in 2 microbatches; use a multiple such as 32"),
     ],
 )
-def test_a_batch_that_does_not_split_is_refused_with_one_that_does(batch_size, parts, mesh, said):
-    config = replace(computed(CONFIG, grad_accumulation_steps=parts), train=TrainConfig(batch_size=batch_size))
-    with pytest.raises(UserError, match=said):
+def test_batch_that_does_not_split_is_refused_with_a_size_that_does(batch_size, n_microbatches, mesh, message):
+    config = replace(computed(CONFIG, grad_accumulation_steps=n_microbatches), train=TrainConfig(batch_size=batch_size))
+    with pytest.raises(UserError, match=message):
         setup_of(mesh, config)
 
 
-def test_the_model_of_a_step_is_the_model():
+def test_compute_options_reach_the_sharded_model():
     """What the command line asks for reaches the model."""
     built = setup_of("data=1", computed(TWO_BLOCKS, remat="dots", scan_blocks=True)).sharded_model
     assert (built.execution.remat, built.execution.scan) == ("dots", True)
     assert built.config == TWO_BLOCKS.model
 
 
-def test_processes_that_chose_different_attention_are_told_which(monkeypatch):
+def test_processes_that_choose_different_attention_are_refused(monkeypatch):
     line = setup_of("data=1").attention_line
     monkeypatch.setattr(setup, "all_gather", lambda mine: [mine, "attention: other"])
     with pytest.raises(UserError) as caught:
