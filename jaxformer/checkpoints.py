@@ -195,7 +195,7 @@ class CheckpointReader:
                 return step
         raise UserError(
             f"every checkpoint of {self._folder} is corrupt ({steps[0]}: {self._find_corruption(steps[0])}); "
-            "put back a copy of its folder, or train anew."
+            "put back a copy of its folder, or train again."
         )
 
     def _rank(self, step: int) -> tuple[float, int]:

@@ -46,8 +46,8 @@ def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     except ValueError:
-        return f"{CHECKSUMS} or {METADATA} is not what was saved"
-    return next((f"{name} is not what was saved" for name in actual if actual[name] != expected[name]), None)
+        return f"{CHECKSUMS} or {METADATA} is invalid"
+    return next((f"{name} does not match its checksum" for name in actual if actual[name] != expected[name]), None)
 
 
 def _is_inside(name: str) -> bool:

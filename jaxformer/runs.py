@@ -121,11 +121,11 @@ def _verified(folder: Path, name: str, remedy: str = "") -> Path:
       UserError: the file has changed, or `CHECKSUMS` is missing or cannot be read.
     """
     if not (folder / name).is_file():
-        raise UserError(f"{folder} has no {name}; put back the one it was trained with{remedy}, or train anew.")
+        raise UserError(f"{folder} has no {name}; put back the one it was trained with{remedy}, or train again.")
     if not (folder / CHECKSUMS).is_file():
         raise UserError(
             f"{folder} has no {CHECKSUMS} to verify {name} with; put back the one that was written with it, or train "
-            "anew."
+            "again."
         )
     try:
         expected = parse_json((folder / CHECKSUMS).read_bytes())[name]
@@ -135,7 +135,7 @@ def _verified(folder: Path, name: str, remedy: str = "") -> Path:
         ) from error
     if sha256(folder / name) != expected:
         raise UserError(
-            f"{folder / name} is not the one that this run was trained with; put that back{remedy}, or train anew."
+            f"{folder / name} is not the one that this run was trained with; put that back{remedy}, or train again."
         )
     return folder / name
 
@@ -171,7 +171,7 @@ def load_data(folder: Path | None, config: Config, fixed: Container[str] | None 
     tokenizer = Tokenizer.load(_verified(folder, TOKENIZER)) if file.exists() else None
     data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
     if tokenizer is None and data.tokenizer is not None:
-        raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train anew.")
+        raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train again.")
     return data
 
 
@@ -278,7 +278,7 @@ def read_config(folder: Path) -> Config:
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "
-            "written with the run, or train anew."
+            "written with the run, or train again."
         ) from error
     return from_dict(Config, values, str(file))
 

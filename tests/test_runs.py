@@ -101,7 +101,7 @@ def test_run_data_uses_its_own_tokenizer(tmp_path):
     actual = load_data(folder, config).tokenizer
     assert actual is not None and actual.as_json() == tokenizer.as_json()
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; put it back, or train anew\.$"):
+    with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; put it back, or train again\.$"):
         load_data(folder, config)
 
 
@@ -135,7 +135,7 @@ def test_tokenizer_of_another_run_is_refused(tmp_path):
     words = [" ".join(f"{a}{b}{c}" for a in "xyz" for b in "abc" for c in "klm")] * 2
     one = small_run(tmp_path / "one", words)
     Tokenizer.train([words[0][::-1]] * 2, 280).save(one / "tokenizer.json")
-    refusal = r"tokenizer\.json is not the one that this run was trained with; put that back, or train anew\.$"
+    refusal = r"tokenizer\.json is not the one that this run was trained with; put that back, or train again\.$"
     with pytest.raises(UserError, match=refusal):
         load_run(one)
     with pytest.raises(UserError, match=refusal):

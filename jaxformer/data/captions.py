@@ -273,7 +273,7 @@ def _open_zip(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
                 raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
             yield file
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:
-        raise UserError(f"{path} cannot be read as a zip file: {error}; make it anew.") from error
+        raise UserError(f"{path} cannot be read as a zip file: {error}; create it again.") from error
 
 
 def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxformer.data.image_io import (
     IMAGE_SUFFIXES,
-    describe_resizing,
     read_idx,
     read_image,
     read_image_shape,
@@ -87,10 +86,6 @@ class ImageFolder:
         if self.val is None:
             return ImageSplits(*hold_out(train, val_fraction), self.classes)
         return ImageSplits(train, _read_images(self.val, size, channels), self.classes)
-
-    def describe_resizing(self, size: tuple[int, ...]) -> tuple[str, ...]:
-        """Return a sentence about images that are resized to `size`, or none."""
-        return describe_resizing(self.path, self.sizes, size)
 
 
 def open_image_folder(path: str) -> ImageFolder:

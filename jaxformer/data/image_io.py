@@ -43,19 +43,20 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{file} cannot be unpacked: {error}; get it anew.") from error
+        raise UserError(f"{file} cannot be unpacked: {error}; download it again.") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
     if content[:4] != bytes([0, 0, IDX_UINT8, axes]):
         raise UserError(
             f"{file} begins with {content[:4].hex(' ') or 'nothing'}, but an IDX file of bytes with {axes} "
-            f"{'axis' if axes == 1 else 'axes'} begins with 00 00 08 {axes:02x}; get it anew."
+            f"{'axis' if axes == 1 else 'axes'} begins with 00 00 08 {axes:02x}; download it again."
         )
     start = 4 + 4 * axes
     shape = tuple(int(n) for n in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), ">u4"))
     if len(content) != start + prod(shape):
         raise UserError(
-            f"{file} has {len(content):,} bytes, but by its header it should have {start + prod(shape):,}; get it anew."
+            f"{file} has {len(content):,} bytes, but by its header it should have {start + prod(shape):,}; download it "
+            "again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
@@ -150,7 +151,7 @@ def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Itera
         raise UserError(f"{name} does not exist; name a picture that does.") from error
     except DECODE_ERRORS as error:
         reason = "" if isinstance(error, UnidentifiedImageError) else f": {error}"  # that one only names the file
-        raise UserError(f"{name} cannot be read as a picture{reason}; leave it out, or get it anew.") from error
+        raise UserError(f"{name} cannot be read as a picture{reason}; leave it out, or download it again.") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, epoch_uniforms, evenly_spaced, padded_batches
 from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_folder
-from jaxformer.data.image_io import describe_sizes
+from jaxformer.data.image_io import describe_resizing, describe_sizes
 from jaxformer.data.infer_config import describe_changes, infer_image_size, is_fixed
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least, check_range
@@ -61,7 +61,7 @@ class ImagesConfig(ImageFolderConfig):
         splits = folder.read(self.val_fraction, inferred.image_size, inferred.channels)
         data = ImageDataset(self, inferred, splits, batch_size, seed, [self.flip, self.shift])
         reason = f"{self.path} has images of {describe_sizes(folder.sizes)} {_describe_channels(folder.channels)}"
-        resizing = folder.describe_resizing(inferred.image_size)
+        resizing = describe_resizing(self.path, folder.sizes, inferred.image_size)
         data.notes = (*describe_changes(model, inferred, reason), *resizing, *folder.notes)
         return data
 

@@ -89,8 +89,8 @@ def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...
     if tokenizer.one_in == 1:
         return ()
     return (
-        f"{name} has more than {MAX_LEARNED_CHARACTERS:,} characters of different words: the tokenizer learned from "
-        f"about 1/{tokenizer.one_in} of the text, taken from all parts of it",
+        f"{name} has more than {MAX_LEARNED_CHARACTERS:,} characters of distinct words: the tokenizer was trained "
+        f"on about 1/{tokenizer.one_in} of the text, taken from all parts of it",
     )
 
 

@@ -113,7 +113,7 @@ def cached(
             return read(folder)
         except (FileNotFoundError, Unverified) as error:
             raise UserError(
-                f"cached tokens in {folder} {error}, although written anew; set JAXFORMER_CACHE."
+                f"cached tokens in {folder} {error}, although just written; set JAXFORMER_CACHE."
             ) from error
 
 
@@ -139,7 +139,7 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
             raise Unverified("are those of another text")
         for name, checksum in zip((*SPLITS, TOKENIZER), manifest.checksums, strict=True):
             if sha256(folder / name) != checksum:
-                raise Unverified(f"are not what was written ({name})")
+                raise Unverified(f"do not match their checksum ({name})")
         train, val = (
             Split(np.memmap(folder / name, manifest.dtype, "r"), documents, n_bytes)
             for name, documents, n_bytes in zip(SPLITS, manifest.documents, manifest.n_bytes, strict=True)

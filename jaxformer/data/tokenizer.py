@@ -69,9 +69,9 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             if not path.exists():
-                raise UserError(f"{path} does not exist; put the run's tokenizer back, or train anew.") from error
+                raise UserError(f"{path} does not exist; put the run's tokenizer back, or train again.") from error
             raise UserError(
-                f"{path} is no tokenizer that can be read: {error}; put the run's tokenizer back, or train anew."
+                f"{path} is no tokenizer that can be read: {error}; put the run's tokenizer back, or train again."
             ) from error
         if inner.token_to_id(END_OF_TEXT) is None:
             raise UserError(f"{path} has no token {END_OF_TEXT}; use the tokenizer.json of a run.")

@@ -11,6 +11,7 @@ import numpy as np
 from jaxformer.config import ImageModelConfig, ModelConfig
 from jaxformer.data.dataset import HELD_OUT_SEED, epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, open_image_folder
+from jaxformer.data.image_io import describe_resizing
 from jaxformer.data.images import (
     ImageFolderConfig,
     PixelDataset,
@@ -83,7 +84,8 @@ class MovingImagesConfig(ImageFolderConfig):
         height, width = inferred.image_size
         data = MovingImageDataset(self, inferred, splits, (n_frames, height, width), batch_size, seed)
         reason = f"images of {size[0]} x {size[1]} pixels move {distance} in {n_frames} frames"
-        data.notes = (*describe_changes(model, inferred, reason), *folder.describe_resizing(size), *folder.notes)
+        resizing = describe_resizing(self.path, folder.sizes, size)
+        data.notes = (*describe_changes(model, inferred, reason), *resizing, *folder.notes)
         return data
 
 

@@ -57,8 +57,6 @@ class TextConfig(CorpusConfig):
 class Windows:
     """Every window of `length` tokens that starts at a multiple of `stride`, in batches; see `batch_indices`.
 
-    `windows[k]` is the batch at step k, `(B, length)` int32.
-
     Raises:
       UserError: the text is shorter than one window, or has fewer windows than a batch.
     """
@@ -95,10 +93,7 @@ class Windows:
         """Full batches per epoch."""
         return self.n_windows // self.batch_size
 
-    def __getitem__(self, step: int) -> np.ndarray:
-        return self.batch(step, slice(None))
-
-    def batch(self, step: int, rows: slice | np.ndarray) -> np.ndarray:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """Return rows of the batch at a step, `(n, length)` int32."""
         _, windows_B = batch_indices(self.n_windows, self.batch_size, self.seed, step)
         starts = windows_B[rows].astype(np.int64) * self.stride

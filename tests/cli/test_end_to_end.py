@@ -174,7 +174,7 @@ def test_sampling_skips_a_corrupt_last_checkpoint(here, finished):
     copy_corrupt(here, "half", flip_a_bit)
     said, speed = run("sample.py", "--run", "half", "--max-new-tokens", "5", cwd=here).stderr.splitlines()
     assert said.startswith("WARNING: checkpoint 20 of half is corrupt: params/")
-    assert "is not what was saved; 15 is used instead" in said and speed.startswith("time to first token")
+    assert "does not match its checksum; 15 is used instead" in said and speed.startswith("time to first token")
     with pytest.raises(UserError, match="the nearest intact one is 15"):
         load_run(here / "half", 20)
 

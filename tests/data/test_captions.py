@@ -293,7 +293,7 @@ def test_corrupt_zip_is_refused(tmp_path: Path, damage) -> None:
     write(tmp_path)
     file = tmp_path / "images.zip"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(UserError, match=r"images\.zip cannot be read as a zip file: .*; make it anew"):
+    with pytest.raises(UserError, match=r"images\.zip cannot be read as a zip file: .*; create it again"):
         load(str(tmp_path))
 
 

@@ -136,7 +136,7 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
 def test_note_about_a_tokenizer_sample_survives_the_cache(config, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_LEARNED_CHARACTERS", 120)
     notes = [config.load(DecoderConfig(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]
-    assert notes[0] == notes[1] and re.search(r"the tokenizer learned from about 1/[248] of the text", notes[0])
+    assert notes[0] == notes[1] and re.search(r"the tokenizer was trained on about 1/[248] of the text", notes[0])
 
 
 def test_one_of_several_processes_rebuilds_a_corrupt_cache(config, tmp_path, monkeypatch, caplog):
@@ -227,7 +227,7 @@ def test_corrupt_cache_is_rebuilt_with_one_warning(config, tmp_path, caplog, nam
 
 def test_cache_that_cannot_be_read_back_is_refused(config, monkeypatch):
     monkeypatch.setattr(token_cache, "_write_tokens", lambda file, *_: file.write_bytes(b""))
-    with pytest.raises(UserError, match="although written anew; set JAXFORMER_CACHE"):
+    with pytest.raises(UserError, match="although just written; set JAXFORMER_CACHE"):
         load_corpus(config, 270)
 
 

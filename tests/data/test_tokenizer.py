@@ -57,7 +57,7 @@ def test_saved_tokenizer_round_trips(tokenizer, tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}'])
 def test_invalid_tokenizer_file_is_refused(tmp_path, content):
     (tmp_path / "t.json").write_text(content)
-    with pytest.raises(UserError, match=r"t\.json is no tokenizer .*; put the run's tokenizer back, or train anew\.$"):
+    with pytest.raises(UserError, match=r"t\.json is no tokenizer .*; put the run's tokenizer back, or train again\.$"):
         Tokenizer.load(tmp_path / "t.json")
 
 

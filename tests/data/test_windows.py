@@ -16,7 +16,7 @@ TOKENS = np.arange(103, dtype=np.uint16)  # each token is its own place, so wind
 def test_epoch_visits_every_window_once_in_a_new_order():
     windows = Windows(TOKENS, 5, 1, 3, seed=0)
     assert windows.n_windows == 99 and windows.steps_per_epoch == 33
-    epochs = [np.concatenate([windows[e * 33 + k] for k in range(33)]) for e in range(2)]
+    epochs = [np.concatenate([windows.batch(e * 33 + k) for k in range(33)]) for e in range(2)]
     for rows in epochs:
         assert sorted(rows[:, 0]) == list(range(99))
         np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(5))
@@ -26,7 +26,7 @@ def test_epoch_visits_every_window_once_in_a_new_order():
 
 def test_windows_start_at_multiples_of_the_stride():
     windows = Windows(TOKENS, 7, 6, 2, seed=1)
-    starts = {int(s) for k in range(windows.steps_per_epoch) for s in windows[k][:, 0]}
+    starts = {int(s) for k in range(windows.steps_per_epoch) for s in windows.batch(k)[:, 0]}
     assert starts <= set(range(0, 97, 6)) and len(starts) == windows.steps_per_epoch * 2
     assert windows.n_windows == 17  # starts 0, 6, …, 96; the last covers tokens 96 to 102
 
@@ -34,8 +34,8 @@ def test_windows_start_at_multiples_of_the_stride():
 def test_batch_depends_only_on_tokens_seed_and_step():
     a, b = (Windows(TOKENS, 5, 1, 4, seed=3) for _ in range(2))
     for step in (40, 7, 0):  # in any order
-        np.testing.assert_array_equal(a[step], b[step])
-    assert (a[0] != Windows(TOKENS, 5, 1, 4, seed=4)[0]).any()
+        np.testing.assert_array_equal(a.batch(step), b.batch(step))
+    assert (a.batch(0) != Windows(TOKENS, 5, 1, 4, seed=4).batch(0)).any()
 
 
 @pytest.mark.parametrize("start", [0, 5, 23])
