@@ -82,18 +82,22 @@ def row_names(shapes: Any) -> list[str]:
     """
     names = []
     for name, norm in sorted(jax.eval_shape(parameter_norms, shapes).items()):
-        where, _, last = name.rpartition(".")
-        names += [f"{where}.heads.{head}.{last}" for head in range(len(norm))] if norm.ndim else [name]
+        parent, _, last = name.rpartition(".")
+        names += [f"{parent}.heads.{head}.{last}" for head in range(len(norm))] if norm.ndim else [name]
     return names
 
 
 def norm_rows(
-    names: Sequence[str], lr: float, g: Sequence[float], w: Sequence[float], update: Sequence[float] | None = None
+    names: Sequence[str],
+    learning_rate: float,
+    g: Sequence[float],
+    w: Sequence[float],
+    update: Sequence[float] | None = None,
 ) -> list[Row]:
     """Return a row for each name from the norms of gradients, weights and, if given, updates."""
     updates = [None] * len(names) if update is None else map(_ratio, update, w)
     rows = zip(names, g, w, updates, strict=True)
-    return [Row(name, g, w, lr * _ratio(g, w), ratio) for name, g, w, ratio in rows]
+    return [Row(name, g, w, learning_rate * _ratio(g, w), ratio) for name, g, w, ratio in rows]
 
 
 def _ratio(a: float, b: float) -> float:

@@ -30,12 +30,12 @@ from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, StepMetrics, allowed_failures
 
 FIRST_REPORT = 100
-"""The step of the first samples and update ratios, where the others come later."""
+"""Step of the first samples and update ratios, where the others come later."""
 
 
 @dataclass(frozen=True)
 class Callback:
-    """A function that training calls as `call(step, state, batch, row)` after every `every`-th step, after step
+    """Function that training calls as `call(step, state, batch, row)` after every `every`-th step, after step
     `also_at` and after the last; with `at_start` also before the first.
 
     The row holds the step's metrics so far, and what `call` returns joins it. The batch is the one that the step
@@ -68,23 +68,24 @@ class Outcome:
     """Loss in nats on the part of the validation split that periodic evaluations use; None unless the last step was
     taken just now."""
     signal: int = 0
-    """The signal that interrupted."""
+    """Signal that interrupted; 0 for none."""
     divergence: Divergence | None = None
-    """Of 'diverged'."""
+    """Divergence of 'diverged'."""
     mover: Mover | None = None
-    """The parameter that moved first as the loss left its minimum; None if none stands out."""
+    """Parameter that moved first as the loss left its minimum; None if none stands out."""
     healthy: int = 0
-    """The step of the last checkpoint from before that; 0 if there is none."""
+    """Step of the last checkpoint before that; 0 if there is none."""
     diverging_since: int = 0
-    """Of 'done', the step at which the loss left its minimum, if that was a divergence that has not ended."""
+    """Step of 'done' at which the loss left its minimum, if that was a divergence that has not ended; 0 if not."""
 
 
 def train(
     setup: TrainSetup, data: Dataset, folder: Path, callbacks: Sequence[Callback] = (), resume: bool = False,
     allow_changed_data: bool = False, sinks: Sequence[Sink] = (), rollback: Rollback | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train until `config.steps`, an interruption, a loss that is not finite, or one that diverges. Saves on every way
-    out but the last, of which the checkpoints from before are kept.
+    """Train until `config.steps`, an interruption, a loss that is not finite, or one that diverges; return the outcome.
+
+    The last state is saved, but for a divergence, after which the checkpoints before it remain.
 
     With `resume` it continues from the folder's last checkpoint, or from the start if there is none, and everything
     after that is the same to the last bit as if the run had never stopped. Data that has changed since is refused,
@@ -142,7 +143,7 @@ class TrainLoop:
         callbacks: Sequence[Callback], checkpoints: CheckpointManager, log: Log,
         received_signal: Callable[[], jax.Array | int],
     ) -> None:  # fmt: skip
-        """Begin to read the data.
+        """Start to read the data.
 
         Args:
           received_signal: returns the number of a signal that any process has received, or 0.
