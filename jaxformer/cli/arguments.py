@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import logging
@@ -13,13 +12,12 @@ import sys
 import traceback
 import types
 import typing
-from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxformer.cli.options import help_text, option_groups
 from jaxformer.config import Config
@@ -29,7 +27,7 @@ from jaxformer.fields import check_fields
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")
-OPTION = re.compile(r"--[\w.-]*\w")
+FLAG = re.compile(r"--[\w.-]*\w")
 """Pattern of a flag."""
 VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
 """Types of values, and their description in an error."""
@@ -117,6 +115,43 @@ class _OneLine(logging.Formatter):
         return escape_control(super().format(record))
 
 
+class Group(NamedTuple):
+    """A flag with the words that follow it."""
+
+    flag: str
+    """With hyphens for underscores; empty for the words before the first flag."""
+    words: list[str]
+    has_equals: bool = False
+    """True for `--flag=word`."""
+
+    def values(self, maximum: int | None) -> tuple[list[str], list[str]]:
+        """Return the words that are values of the flag, and the others.
+
+        Args:
+          maximum: number of values that the option has; None for any number.
+
+        Raises:
+          UserError: a value is missing, or there is one of a flag that has none.
+        """
+        if maximum == 0 and self.has_equals:
+            raise UserError(f"{self.flag} is {self.words[0]!r}, but it has no value; leave it out.")
+        if maximum == 1 and not self.words:
+            raise UserError(f"{self.flag} has no value; give one.")
+        return self.words[:maximum], [] if maximum is None else self.words[maximum:]
+
+
+def split_flags(arguments: Sequence[str]) -> list[Group]:
+    """Return the arguments grouped by flag. A word such as `-1` or `--` is no flag."""
+    groups = [Group("", [])]
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if FLAG.fullmatch(flag):
+            groups.append(Group(flag.replace("_", "-"), [value] if equals else [], bool(equals)))
+        else:
+            groups[-1].words.append(word)
+    return groups
+
+
 def parse(arguments: Sequence[str], default: T, program: str, description: str) -> T:
     """Return a dataclass with the fields that arguments give, nested ones dotted; the others keep their default.
 
@@ -127,77 +162,54 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
         echo(help_text(default, program, description))
         sys.exit(0)
     options = [option for group in option_groups(default) for option in group.options]
-    parser, names = _Parser(), dict(enumerate(options))
-    for number, option in names.items():
-        if option.positional:
-            parser.add_argument(str(number), type=_reader(option.flag, option.hint), nargs="?", default=SUPPRESS)
-        elif option.hint is bool:
-            for flag, value in zip(option.flags, (True, False), strict=True):
-                parser.add_argument(flag, dest=str(number), action="store_const", const=value, default=SUPPRESS)
-        else:
-            hint, nargs = option.hint, None
-            if typing.get_origin(hint) is tuple:
-                hint, nargs = typing.get_args(hint)[0], "*"
-            reader = _reader(option.flag, hint)
-            parser.add_argument(option.flag, dest=str(number), type=reader, nargs=nargs, default=SUPPRESS)
-    known, unknown = parser.read(arguments)
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    if flags:
-        near = get_close_matches(flags[0], [flag for option in options for flag in option.flags], 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists all options."
-        raise UserError(f"unknown option {flags[0]}; {hint}")
-    if unknown:
-        raise UserError(f"{unknown[0]!r} belongs to no option; leave it out, or name its option: --help lists all.")
-    values = {names[int(number)].path: value for number, value in vars(known).items()}
-    parsed = _replaced(default, {path: tuple(v) if isinstance(v, list) else v for path, v in values.items()})
+    by_flag = {flag: option for option in options if not option.positional for flag in option.flags}
+    positional = [option for option in options if option.positional]
+    values: dict[tuple[str, ...], Any] = {}
+    for group in split_flags(arguments):
+        words = group.words
+        if group.flag:
+            if group.flag not in by_flag:
+                near = get_close_matches(group.flag, by_flag, 1)
+                hint = f"did you mean {near[0]}?" if near else "--help lists all options."
+                raise UserError(f"unknown option {group.flag}; {hint}")
+            option = by_flag[group.flag]
+            given, words = group.values(option.max_values)
+            hint = typing.get_args(option.hint)[0] if option.max_values is None else option.hint
+            items = tuple(read_value(group.flag, hint, word) for word in given)
+            values[option.path] = items if option.max_values is None else next(iter(items), group.flag == option.flag)
+        for word in words:
+            if not positional:
+                raise UserError(f"{word!r} belongs to no option; leave it out, or name its option: --help lists all.")
+            option = positional.pop(0)
+            values[option.path] = read_value(option.flag, option.hint, word)
+    parsed = _replaced(default, values)
     check_fields(parsed)  # configs inside have checked themselves
     return parsed
 
 
-def _hyphenated(word: str) -> str:
-    """Return a word of the command line with hyphens for the underscores of its flag, if it begins with one."""
-    flag = OPTION.match(word)
-    return word if flag is None else flag[0].replace("_", "-") + word[flag.end() :]
+def read_value(flag: str, hint: Any, word: str) -> Any:
+    """Return a word of the command line as a value of a type.
 
-
-class _Parser(argparse.ArgumentParser):
-    """A parser without options of its own that raises `UserError`."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False, exit_on_error=False)
-
-    def read(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the known options, and all other arguments."""
-        try:
-            return self.parse_known_args([_hyphenated(word) for word in arguments])
-        except argparse.ArgumentError as error:
-            raise UserError(f"{error.argument_name}: {error.message}; --help lists all options.") from error
-
-
-def _reader(flag: str, hint: Any) -> Callable[[str], Any]:
-    """Return the function from a word of the command line to a value of a type; it raises `UserError`."""
+    Raises:
+      UserError: it is of another type, or none of the choices.
+    """
     choices: tuple[Any, ...] = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (choice for choice in choices if choice is not type(None))
-        inner = _reader(flag, hint)
-        return lambda word: None if word.lower() == "none" else inner(word)
-
-    def read(word: str) -> Any:
-        if hint is bool or typing.get_origin(hint) is typing.Literal:
-            values = {"true": True, "false": False} if hint is bool else {str(choice): choice for choice in choices}
-            if (value := word.lower() if hint is bool else word) in values:
-                return values[value]
-            near = get_close_matches(word, values, 1)
-            remedy = f"; did you mean {near[0]}?" if near else "."
-            raise UserError(f"{flag} is {word!r}; it must be one of {', '.join(values)}{remedy}")
-        if hint not in VALUE_KINDS:
-            raise UserError(f"{flag} cannot be given as an option; set it in the config file.")
-        try:
-            return hint(word)
-        except ValueError as error:
-            raise UserError(f"{flag} is {word!r}; it must be {VALUE_KINDS[hint]}.") from error
-
-    return read
+        return None if word.lower() == "none" else read_value(flag, hint, word)
+    if hint is bool or typing.get_origin(hint) is typing.Literal:
+        values = {"true": True, "false": False} if hint is bool else {str(choice): choice for choice in choices}
+        if (value := word.lower() if hint is bool else word) in values:
+            return values[value]
+        near = get_close_matches(word, values, 1)
+        remedy = f"; did you mean {near[0]}?" if near else "."
+        raise UserError(f"{flag} is {word!r}; it must be one of {', '.join(values)}{remedy}")
+    if hint not in VALUE_KINDS:
+        raise UserError(f"{flag} cannot be given as an option; set it in the config file.")
+    try:
+        return hint(word)
+    except ValueError as error:
+        raise UserError(f"{flag} is {word!r}; it must be {VALUE_KINDS[hint]}.") from error
 
 
 def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
@@ -209,19 +221,27 @@ def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
     return replace(config, **changes)  # type: ignore[type-var]
 
 
-def peek(arguments: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[argparse.Namespace, list[str]]:
-    """Return some options, before the others are known, and all other arguments.
+def peek(arguments: Sequence[str], maxima: Mapping[str, int | None]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the values of some flags, before all options are known, and all other arguments.
 
     Args:
-      options: keyword arguments of `argparse`, by flag.
+      maxima: number of values by flag; None for any number.
 
     Raises:
-      UserError: a value is missing or of the wrong type.
+      UserError: a value is missing.
     """
-    parser = _Parser()
-    for flag, known in options.items():
-        parser.add_argument(flag, **known)
-    return parser.read(arguments)
+    known: dict[str, list[str]] = {}
+    others: list[str] = []
+    for group in split_flags(arguments):
+        words = group.words
+        if group.flag in maxima:
+            known[group.flag], words = group.values(maxima[group.flag])
+        elif group.has_equals:
+            words = [f"{group.flag}={words[0]}", *words[1:]]
+        elif group.flag:
+            words = [group.flag, *words]
+        others += words
+    return known, others
 
 
 def options_given(arguments: Sequence[str]) -> set[str]:
@@ -230,8 +250,7 @@ def options_given(arguments: Sequence[str]) -> set[str]:
     Raises:
       UserError: one is given twice; only the last would count.
     """
-    flags = [re.sub(r"(^--|\.)no-", r"\1", a.partition("=")[0].replace("_", "-")) for a in arguments]
-    given = [flag for flag in flags if OPTION.fullmatch(flag)]
+    given = [re.sub(r"(^--|\.)no-", r"\1", group.flag) for group in split_flags(arguments) if group.flag]
     if repeated := [flag for flag in given if given.count(flag) > 1]:
         raise UserError(f"{repeated[0]} is given twice; give it once, where it takes several values with all of them.")
     return set(given)
@@ -250,8 +269,8 @@ def with_image_size(model: Any, arguments: Sequence[str]) -> Any:
     for prefix in ("", "vision."):
         if f"{prefix}image_size" in given and f"{prefix}patch_size" not in given:
             flag = f"--model.{prefix}image-size"
-            known, _ = peek(arguments, {flag: {"nargs": "+", "type": int}})
-            size = tuple(vars(known)[flag.removeprefix("--").replace("-", "_")])
+            known, _ = peek(arguments, {flag: None})
+            size = tuple(read_value(flag, int, word) for word in known[flag])
             if prefix and hasattr(model, "vision"):
                 model = replace(model, vision=infer_patch_size(model.vision, size))
             elif not prefix:

@@ -39,23 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    own, options = peek(arguments, {
-        "--rungs": {"nargs": "+", "default": None}, "--folder": {"default": str(RUNS / "ladder")},
-        "--help": {"action": "store_true"}, "-h": {"action": "store_true", "dest": "help"},
-    })  # fmt: skip
-    if own.help:
+    if {"-h", "--help"} & {*arguments}:
         echo(paragraphs(DESCRIPTION))
         return 0
+    own, options = peek(arguments, {"--rungs": None, "--folder": 1})
     if conflicting := sorted(SET_PER_RUNG & options_given(arguments)):
         raise UserError(f"{conflicting[0]} is set by the ladder for each rung; leave it out.")
     module = load_module(RUNGS)
     sources: dict[str, str] = module.REPORTED
-    for name in own.rungs or ():
+    if own.get("--rungs") == []:
+        raise UserError(f"--rungs is empty; name some of {', '.join(sources)}.")
+    for name in own.get("--rungs", ()):
         if name not in sources:
             raise UserError(f"there is no rung {name}; there are {', '.join(sources)}.")
-    folder = folder_named("--folder", own.folder)
+    folder = folder_named("--folder", own.get("--folder", [str(RUNS / "ladder")])[0])
     # All options are checked before hours of training.
-    configs = {name: _config(name, options) for name in sources if name in (own.rungs or sources)}
+    configs = {name: _config(name, options) for name in sources if name in own.get("--rungs", sources)}
 
     from jaxformer.ladder import as_text, has_ended, rung_result, write_results
 

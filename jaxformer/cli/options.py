@@ -45,6 +45,11 @@ class Option:
         group, dot, name = self.flag.removeprefix("--").rpartition(".")
         return (self.flag, f"--{group}{dot}no-{name}") if self.hint is bool else (self.flag,)
 
+    @property
+    def max_values(self) -> int | None:
+        """Number of words that are its value: 0 of a bool, any number (None) of a tuple, else 1."""
+        return 0 if self.hint is bool else None if typing.get_origin(self.hint) is tuple else 1
+
     def usage(self) -> str:
         """Return the option and the form of its value, as --help shows them."""
         if self.positional:

@@ -74,8 +74,8 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> Arguments:
-    known, _ = peek(arguments, {"--config": {"nargs": "?"}})
-    spec = known.config or DEFAULT_CONFIG
+    known, _ = peek(arguments, {"--config": 1})
+    (spec,) = known.get("--config", [DEFAULT_CONFIG])
     return parse(arguments, Arguments(load_config(spec), spec), PROGRAM, "Plan a training step.")
 
 

@@ -129,19 +129,19 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
       stack: contexts that end with the command.
     """
     options_given(arguments)
-    value = {"nargs": "?"}
-    known, _ = peek(arguments, {"--config": value, "--run": value, "--resume": {"action": "store_true"}})
+    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0})
+    resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
 
     # orbax and grain are slow to import; a mistyped option is answered before.
     stored = None
-    if known.resume:
+    if resume:
         from jaxformer.runs import latest_run, read_config
 
-        folder = latest_run(RUNS) if known.run is None else folder_named("--run", known.run)
+        folder = latest_run(RUNS) if run is None else folder_named("--run", run)
         stored = read_config(folder)
-    config = load_config(known.config or DEFAULT_CONFIG) if known.config or stored is None else stored
+    config = load_config(spec or DEFAULT_CONFIG) if spec or stored is None else stored
     config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
-    defaults = Arguments(config, known.config or DEFAULT_CONFIG, known.run, known.resume)
+    defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = parse(arguments, defaults, "train.py", DESCRIPTION)
     config = options.fields
     changes = ""

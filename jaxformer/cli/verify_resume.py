@@ -45,11 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    value = {"nargs": "?"}
-    known, fields = peek(arguments, {"--config": value, "--folder": value, "--kill-at": value})
-    config = load_config(known.config or DEFAULT_CONFIG)
-    defaults = Arguments(config, known.config or DEFAULT_CONFIG)
-    options = parse(arguments, defaults, PROGRAM, "Kill a run, resume it, and compare.")
+    known, fields = peek(arguments, {"--config": 1, "--folder": 1, "--kill-at": 1})
+    (spec,) = known.get("--config", [DEFAULT_CONFIG])
+    options = parse(arguments, Arguments(load_config(spec), spec), PROGRAM, "Kill a run, resume it, and compare.")
     config, kill_at = options.fields, options.kill_at
     kill_at = config.steps // 2 if kill_at is None else kill_at
     if not 1 <= kill_at < config.steps:

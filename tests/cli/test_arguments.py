@@ -4,8 +4,9 @@ import contextlib
 import fcntl
 import logging
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Annotated, Literal
 
 import jax
 import pytest
@@ -13,8 +14,8 @@ import pytest
 from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import _OneLine, load_config, run_command, with_image_size
-from jaxformer.cli.options import help_text
+from jaxformer.cli.arguments import _OneLine, load_config, parse, run_command, with_image_size
+from jaxformer.cli.options import MERGED, POSITIONAL, help_text
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -299,3 +300,58 @@ def test_a_warning_is_one_line_above_its_traceback():
     assert formatter.format(record) == "WARNING: tokens in a␤b␛; again"
     record.exc_text = "Traceback\n  line 1"
     assert formatter.format(record).split("\n") == ["WARNING: tokens in a␤b␛; again", "Traceback", "  line 1"]
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 1.0
+    layer_sizes: tuple[int, ...] = (1,)
+    fast: bool = True
+    resize: bool | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    run: Annotated[str | None, POSITIONAL] = None
+    inner: Inner = Inner()
+    merged: Annotated[Inner, MERGED] = Inner()
+    stop: tuple[str, ...] = ()
+    kind: Literal["none", "a", "b"] | None = "a"
+
+
+@pytest.mark.parametrize(
+    ("words", "parsed"),
+    [
+        ([], Outer()),
+        (["--inner.rate", "-1e-3"], Outer(inner=Inner(rate=-1e-3))),
+        (["--inner.rate=.5", "--rate=2"], Outer(inner=Inner(rate=0.5), merged=Inner(rate=2.0))),
+        (["--inner.layer_sizes", "2", "3"], Outer(inner=Inner(layer_sizes=(2, 3)))),
+        (["--inner.layer-sizes"], Outer(inner=Inner(layer_sizes=()))),
+        (["--inner.no-fast", "runs/a"], Outer("runs/a", inner=Inner(fast=False))),
+        (
+            ["runs/a", "--fast", "--stop", "--", "-x", "--->", "- a --b"],
+            Outer("runs/a", stop=("--", "-x", "--->", "- a --b")),
+        ),
+        (["--stop=--rate=3"], Outer(stop=("--rate=3",))),
+        (["--resize", "True"], Outer(merged=Inner(resize=True))),
+        (["--kind", "b", "--resize", "none"], Outer(kind="b")),
+    ],
+)
+def test_words_become_values_of_fields(words, parsed):
+    assert parse(words, Outer(), "", "") == parsed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate"], "--rate has no value; give one."),
+        (["--fast=1"], "--fast is '1', but it has no value; leave it out."),
+        (["a", "b"], "'b' belongs to no option"),
+        (["--rate", "1", "2", "3"], "'3' belongs to no option"),
+        (["--kind", "c"], "--kind is 'c'; it must be one of none, a, b."),
+        (["--resize", "maybe"], "--resize is 'maybe'; it must be one of true, false."),
+    ],
+)
+def test_words_that_fit_no_field_are_refused(words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse(words, Outer(), "", "")
