@@ -436,12 +436,12 @@ class CheckpointManager(CheckpointReader):
         writers = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
         for thread in writers:
             threading.Thread.join(thread, MAX_WAIT_SECONDS)  # their own `join` raises their errors
-        last_seen, start = time.monotonic() if writers else -math.inf, time.monotonic()
+        last_activity, start = time.monotonic() if writers else -math.inf, time.monotonic()
         while True:
             for folder in self._path.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(folder, ignore_errors=True)
-                last_seen = time.monotonic()
-            if time.monotonic() > min(last_seen + QUIET_SECONDS, start + MAX_WAIT_SECONDS):
+                last_activity = time.monotonic()
+            if time.monotonic() > min(last_activity + QUIET_SECONDS, start + MAX_WAIT_SECONDS):
                 return
             time.sleep(0.02)
 

@@ -32,7 +32,6 @@ BANNED_NAMES = {
 FILE_NAMES = {"seeing", "filling", "opening", "answers", "see", "texts", "names", "stream", "fill", "fit", "stills"}
 """Names of files that do not say their content."""
 OFFENDERS: set[str] = {
-    "jaxformer/checkpoints.py",
     "jaxformer/models/blocks.py",
     "jaxformer/models/clip.py",
     "jaxformer/models/decoder.py",
