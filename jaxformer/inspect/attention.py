@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.inspect.capture import capture
+from jaxformer.inspect.capture import Activations, capture
 from jaxformer.models.objective import Params
 from jaxformer.ops.attention import row_entropy
 
@@ -22,7 +23,7 @@ def attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) 
     return list(named_attention_maps(model, params, *inputs).values())
 
 
-def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> dict[str, jax.Array]:
+def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> Activations:
     """Return the attention maps of one example, `(H, T, S)` float32, by layer, such as `blocks.0.attention`.
 
     Args:
@@ -30,7 +31,7 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
       inputs: what the model is called with, such as tokens `(T,)`.
     """
     weights = capture(model, params, *inputs, names="*attention.weights", missing_ok=True)
-    return {name.removesuffix(".weights"): weights_HTS for name, weights_HTS in weights.items()}
+    return OrderedDict((name.removesuffix(".weights"), weights_HTS) for name, weights_HTS in weights.items())
 
 
 def row_tokens_and_mask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -28,8 +29,8 @@ LOGITS = "logits"
 
 Names = str | Collection[str]
 """A pattern of names (`blocks.*.attention.weights`, as of `fnmatch`), or several."""
-Activations = dict[str, jax.Array]
-"""Activations, or their gradients, by name in the order of the computation."""
+Activations = OrderedDict[str, jax.Array]
+"""Activations, or their gradients, by name in the order of the computation, which `jax.jit` keeps."""
 Edit = Callable[[str, jax.Array], jax.Array]
 """`edit(name, value)` returns the replacement of an activation, or the value itself."""
 
@@ -58,7 +59,7 @@ def capture(
     `blocks.0.mlp.experts`, `(E, C, D)`. A module that is called again has ` (call 2)` after its name.
 
     The model is not changed: its method calls are intercepted. Under `jax.jit`, XLA removes what is not used of the
-    result (and a dict that a jitted function returns is sorted by name; `capture_shapes` has the order).
+    result.
 
     Args:
       model: as `ModelConfig.build()` returns it, not scanned or rematerialised.
@@ -70,7 +71,7 @@ def capture(
       UserError: the inputs are those of a batch, or hold token ids out of the vocabulary; or a pattern matches nothing.
     """
     check_example(model, *inputs)
-    captured: Activations = {}
+    captured: Activations = OrderedDict()
 
     def keep(name: str, value: jax.Array) -> jax.Array:
         captured[name] = value
@@ -83,22 +84,10 @@ def capture(
 
 def capture_shapes(
     model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
-) -> dict[str, jax.ShapeDtypeStruct]:
+) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Return shapes and dtypes of what `capture` would return, in the same order, without computing it."""
-    return _ordered_shapes(lambda: capture(model, params, *inputs, names=names, missing_ok=missing_ok))
-
-
-def _ordered_shapes(call: Callable[[], Activations]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a dict of arrays in its own order, where `eval_shape` alone would sort them."""
-    order: list[str] = []
-
-    def record() -> Activations:
-        values = call()
-        order.extend(values)
-        return values
-
-    shapes = jax.eval_shape(record)
-    return {name: shapes[name] for name in order}
+    shapes: Any = jax.eval_shape(lambda: capture(model, params, *inputs, names=names, missing_ok=missing_ok))
+    return shapes
 
 
 def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tuple[Activations, Activations]:
@@ -116,7 +105,7 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
     """
 
     def shifted(shifts: Activations) -> tuple[jax.Array, Activations]:
-        captured: Activations = {}
+        captured: Activations = OrderedDict()
 
         def edit(name: str, value: jax.Array) -> jax.Array:
             captured[name] = value + shifts[name] if name in shifts else value
@@ -125,10 +114,12 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
         with intervene(names, edit):
             return loss(), captured
 
-    shapes = _ordered_shapes(lambda: shifted({})[1])
-    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    shapes: Any = jax.eval_shape(lambda: shifted(OrderedDict())[1])
+    zeros = OrderedDict(
+        (name, jnp.zeros(x.shape, x.dtype)) for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating)
+    )
     grads, values = jax.grad(shifted, has_aux=True)(zeros)
-    return {name: values[name] for name in shapes}, {name: grads[name] for name in shapes if name in grads}
+    return values, grads
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +14,11 @@ import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
-from jaxformer.inspect.capture import capture, capture_shapes, intervene
+from jaxformer.inspect.capture import Activations, capture, intervene
 from jaxformer.models.objective import Params, mean_loss
 from jaxformer.ops.attention import row_entropy
 
-PerHead = dict[str, jax.Array]
+PerHead = OrderedDict[str, jax.Array]
 """A number for each head, `(H,)`, by the name of its layer."""
 
 
@@ -97,8 +98,8 @@ def head_statistics(
       inputs_B: what the model is called with, for several examples.
       target_mask_BT: True where a target is not padding.
     """
-    statistics = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
-    return {layer: statistics[layer] for layer in _layers(model, params, inputs_B)}
+    statistics: dict[str, HeadStatistics] = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
+    return statistics
 
 
 @partial(jax.jit, static_argnames="model")
@@ -109,7 +110,7 @@ def _head_statistics(
         inputs, mask_T = example
         names = ("*attention.weights", "*attention.visible")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
-        statistics = {}
+        statistics = OrderedDict[str, HeadStatistics]()
         for layer in (name.removesuffix(".weights") for name in captured if name.endswith(".weights")):
             tokens_T, valid_T = row_tokens_and_mask(layer, inputs, mask_T)
             heads = layer_statistics(captured[f"{layer}.weights"], captured[f"{layer}.visible"], tokens_T, valid_T)
@@ -124,13 +125,6 @@ def _head_statistics(
 def target_mask(batch: Batch) -> Any:
     """Return where the targets of a batch are not padding, `(B, T)`; None without weights, or without a target axis."""
     return None if batch.weights is None or batch.weights.ndim != 2 else batch.weights > 0
-
-
-def _layers(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> list[str]:
-    """Return the names of all layers of attention, in the order of the computation."""
-    first = jax.tree.map(lambda x: x[0], inputs_B)
-    names = capture_shapes(model, params, *first, names="*attention.heads", missing_ok=True)
-    return [name.removesuffix(".heads") for name in names]
 
 
 @dataclass(frozen=True)
@@ -161,16 +155,12 @@ def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
     for kind, replacements in (("zero", jax.tree.map(jnp.zeros_like, means)), ("mean", means)):
         loss, slopes = _loss_and_slopes(model, params, batch, scales, replacements)
         rises[f"{kind}_estimate"] = jax.tree.map(jnp.negative, slopes)
-        rises[kind] = {
-            layer: jnp.stack([
-                _loss(model, params, batch, scales | {layer: scale_H.at[head].set(0)}, replacements) - loss
-                for head in range(len(scale_H))
-            ])
-            for layer, scale_H in scales.items()
-        }  # fmt: skip
-    order = _layers(model, params, batch.inputs)
-    by_layer = {kind: {layer: rise[layer] for layer in order} for kind, rise in jax.device_get(rises).items()}
-    return Ablation(float(loss), **by_layer)
+        rises[kind] = OrderedDict()
+        for layer, scale_H in scales.items():
+            ablated = (scales | {layer: scale_H.at[head].set(0)} for head in range(len(scale_H)))
+            losses = [_loss(model, params, batch, scales_H, replacements) for scales_H in ablated]
+            rises[kind][layer] = jnp.stack(losses) - loss
+    return Ablation(float(loss), **jax.device_get(rises))
 
 
 def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterable[tuple[str, int]]) -> float:
@@ -187,22 +177,22 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
     return float(_loss(model, params, batch, scales, means))
 
 
-def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, dict[str, jax.Array], PerHead]:
+def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, PerHead]:
     """Return the batch as arrays, the mean outputs of its heads, `(H, K)` by layer, and scales of 1 for all heads."""
     batch = jax.tree.map(jnp.asarray, batch)
     means = _mean_outputs(model, params, batch.inputs, target_mask(batch))
-    return batch, means, {layer: jnp.ones(len(x_HK)) for layer, x_HK in means.items()}
+    return batch, means, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
 
 
 @partial(jax.jit, static_argnames="model")
 def _mean_outputs(
     model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...], target_mask_BT: Any
-) -> dict[str, jax.Array]:
+) -> Activations:
     """Return the mean output of each head over positions that are not padding and examples, `(H, K)` by layer."""
 
-    def example_sums(example: tuple[tuple[Any, ...], Any]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def example_sums(example: tuple[tuple[Any, ...], Any]) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:
         inputs, mask_T = example
-        sums = {}
+        sums = OrderedDict[str, tuple[jax.Array, jax.Array]]()
         for name, x_HTK in capture(model, params, *inputs, names="*attention.heads", missing_ok=True).items():
             valid_T = row_tokens_and_mask(name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
@@ -210,13 +200,11 @@ def _mean_outputs(
         return sums
 
     sums_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
-    return {layer: sums_BHK.sum(axis=0) / n_B.sum() for layer, (sums_BHK, n_B) in sums_B.items()}
+    return OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
 
 
 @partial(jax.jit, static_argnames="model")
-def _loss(
-    model: nn.Module, params: Params, batch: Batch, scales: PerHead, replacements: dict[str, jax.Array]
-) -> jax.Array:
+def _loss(model: nn.Module, params: Params, batch: Batch, scales: PerHead, replacements: Activations) -> jax.Array:
     """Return the mean loss where head outputs are interpolated: scale 1 is the head's own, 0 its replacement `(K,)`."""
 
     def interpolate(name: str, value_HTK: jax.Array) -> jax.Array:

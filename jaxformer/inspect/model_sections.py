@@ -72,7 +72,8 @@ def attention_section(
             *_sides(name, names),
             np.reshape(values[name], (-1, *values[name].shape[-2:])),
         )
-        for name in capture_shapes(model, params, *inputs, names=MAPS, missing_ok=True)
+        for name in values
+        if name != LOGITS
     ]
     logits_TV, notes, prefix = values[LOGITS], {}, _prefix_length(inputs)
     if logits_TV.ndim == 2 and len(logits_TV) == len(tokens[-1]):
@@ -138,16 +139,16 @@ def residual_stream_sections(
         parts = logit_attribution(model, params, *inputs, target_T=jnp.asarray(next_T))
     except UserError:
         return []
-    if start := max(0, _prefix_length(inputs) - 1):  # predictions begin at the prefix's last token
-        tokens_T, next_T = tokens_T[start:], next_T[start:]
-        lens = {name: x_TV[start:] for name, x_TV in lens.items()}
-        parts = {name: x[..., start:] for name, x in parts.items()}
+    start = max(0, _prefix_length(inputs) - 1)  # predictions begin at the prefix's last token
+    tokens_T, next_T = tokens_T[start:], next_T[start:]
+    lens = {name: x_TV[start:] for name, x_TV in lens.items()}
+    attributions = {name: x[..., start:] for name, x in parts.items()}
     labels = [_label(token_text(int(token))) for token in tokens_T]
     layout = _heatmap_layout(tickvals=list(range(len(labels))), ticktext=labels, tickangle=-45, side="top")
     width = POSITION_PIXELS * len(labels) + 160
     return [
         _lens_figure(lens, layout, width, token_text),
-        _attribution_figure(parts, next_T, layout, width, token_text),
+        _attribution_figure(attributions, next_T, layout, width, token_text),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import UserError
-from jaxformer.inspect.capture import capture, capture_shapes, intervene
+from jaxformer.inspect.capture import Activations, capture, intervene
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -23,7 +24,7 @@ HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
 """Endings of activations whose axis of positions comes after one of heads."""
 
 
-def logit_lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Array]:
+def logit_lens(model: Decoder, params: Params, *inputs: Any) -> Activations:
     """Return the logits `(T, V)` of the residual stream after the embedding and after each block, unembedded as if it
     were the last (nostalgebraist 2020); the last are the model's own.
 
@@ -35,19 +36,19 @@ def logit_lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Ar
     """
     _check_stream(model)
     check_example(model, *inputs)
-    lens = _lens(model, params, *inputs)
-    return {name: lens[name] for name in capture_shapes(model, params, *inputs, names=STREAM)}
+    return _lens(model, params, *inputs)
 
 
 @partial(jax.jit, static_argnames="model")
-def _lens(model: Decoder, params: Params, *inputs: Any) -> dict[str, jax.Array]:
+def _lens(model: Decoder, params: Params, *inputs: Any) -> Activations:
     unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
-    return {name: unembed(x_TD) for name, x_TD in capture(model, params, *inputs, names=STREAM).items()}
+    stream = capture(model, params, *inputs, names=STREAM)
+    return OrderedDict((name, unembed(x_TD)) for name, x_TD in stream.items())
 
 
 def logit_attribution(
     model: Decoder, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
-) -> dict[str, jax.Array]:
+) -> Activations:
     """Return what each part adds to the logit of a token at each position, `(T,)` by name, `(H, T)` for heads: direct
     logit attribution (Elhage et al. 2021). The sum of all is the logit.
 
@@ -63,16 +64,13 @@ def logit_attribution(
     """
     _check_stream(model)
     check_example(model, *inputs)
-    parts = _attribute(model, params, inputs, target_T, baseline_T)
-    blocks = range(model.config.n_blocks)
-    order = [f"blocks.{i}.{part}" for i in blocks for part in ("attention.heads", "attention.b_O", "mlp")]
-    return {name: parts[name] for name in ("embedding", *order, "final_norm.beta") if name in parts}
+    return _attribute(model, params, inputs, target_T, baseline_T)
 
 
 @partial(jax.jit, static_argnames="model")
 def _attribute(
     model: Decoder, params: Params, inputs: tuple[Any, ...], target_T: jax.Array, baseline_T: jax.Array | None
-) -> dict[str, jax.Array]:
+) -> Activations:
     c = model.config
     values = capture(model, params, *inputs)
     last_TD = values[f"blocks.{c.n_blocks - 1}.after"]
@@ -84,7 +82,7 @@ def _attribute(
     if c.final_norm:
         direction_TD, constant = _through_norm(model, params, last_TD, direction_TD)
     project = lambda x_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
-    parts = {"embedding": project(values["embedding"])}
+    parts = OrderedDict(embedding=project(values["embedding"]))
     for i in range(c.n_blocks):
         layer, weights = f"blocks.{i}.attention", params[f"blocks_{i}"]["attention"]
         heads_HTK = values[f"{layer}.heads"]
@@ -120,7 +118,7 @@ def _through_norm(
 def patch_activations(
     model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
     names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
-) -> dict[str, jax.Array]:  # fmt: skip
+) -> Activations:  # fmt: skip
     """Return a metric of the logits where an activation at one position is replaced by that of another input, `(T,)` by
     name, a number per position: activation patching (Meng et al. 2022, section 2).
 
@@ -137,14 +135,13 @@ def patch_activations(
     for example in (inputs, source):
         check_example(model, *example)
     patterns = (names,) if isinstance(names, str) else tuple(names)
-    metrics = _patch(model, params, tuple(inputs), tuple(source), patterns, metric)
-    return {name: metrics[name] for name in capture_shapes(model, params, *inputs, names=patterns)}
+    return _patch(model, params, tuple(inputs), tuple(source), patterns, metric)
 
 
 @partial(jax.jit, static_argnames=("model", "names", "metric"))
 def _patch(
     model: nn.Module, params: Params, inputs: tuple, source: tuple, names: tuple[str, ...], metric: Callable
-) -> dict[str, jax.Array]:
+) -> Activations:
     replacements = capture(model, params, *source, names=names)
 
     def patch_each_position(name: str) -> jax.Array:
@@ -158,7 +155,7 @@ def _patch(
 
         return jax.lax.map(patched_metric, jnp.arange(T))
 
-    return {name: patch_each_position(name) for name in replacements}
+    return OrderedDict((name, patch_each_position(name)) for name in replacements)
 
 
 def _check_stream(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ the other vanishes, and the gradient of W_Q can rise until rows are one-hot to r
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +74,7 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
     names = scores, weights = f"{layer}.scores", f"{layer}.weights"
 
     def loss(params: Params, shifts: Activations, example: Batch) -> tuple[jax.Array, jax.Array]:
-        captured: Activations = {}
+        captured: Activations = OrderedDict()
 
         def edit(name: str, value: jax.Array) -> jax.Array:
             captured[name] = value
@@ -85,7 +86,7 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
 
     def measure_example(example: Batch) -> tuple:
         shapes = capture_shapes(model, params, *example.inputs, names=names)
-        zeros = {name: jnp.zeros(x.shape) for name, x in shapes.items()}
+        zeros = OrderedDict((name, jnp.zeros(x.shape)) for name, x in shapes.items())
         (_, w_HTS), (grads, g) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, zeros, example)
         by_name = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(grads)}
         return w_HTS, g[scores], g[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")]

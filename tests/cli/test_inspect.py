@@ -62,8 +62,8 @@ def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest
         updates = {trace["hovertemplate"].split("<br>")[0]: trace for trace in traces(browser, "Update ratios")}
         tables = [(row["step"], row["gradients"]) for row in rows if "gradients" in row]
         assert {p["name"] for p in tables[0][1]} == set(updates)
-        wanted = [p["update"] for _, table in tables for p in table if p["name"] == "embedding.W_E"]
-        assert updates["embedding.W_E"]["y"] == wanted
+        expected = [p["update"] for _, table in tables for p in table if p["name"] == "embedding.W_E"]
+        assert updates["embedding.W_E"]["y"] == expected
         titles = [heading.text for heading in browser.find_elements("tag name", "h2")]
         assert titles[:7] == [
             "Attention maps", "Logit lens", "Direct logit attribution", "Head ablation",
@@ -77,7 +77,7 @@ def test_page_without_a_prompt_shows_a_held_out_text(run: Path, capsys: pytest.C
     assert inspect.main([str(run), "--examples", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
     shown = data_of(run / "inspect.html")["section-0"]
-    assert len(shown["texts"]["text"]) == 32  # a whole window
+    assert len(shown["texts"]["text"]) == 32  # a full window
     assert "Heads and gradients are measured on held-out data: 2 examples." in (run / "inspect.html").read_text()
 
 

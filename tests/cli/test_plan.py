@@ -53,8 +53,8 @@ def test_step_that_does_not_fit_names_remedies(capsys, monkeypatch):
 
 
 def test_memory_is_read_from_out_of_memory_errors():
-    said = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 37.50G of 15.75G hbm. Exceeded by 21.75G."
-    assert memory_in_error(said) == 37.5 * 2**30
+    error = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 37.50G of 15.75G hbm. Exceeded by 21.75G."
+    assert memory_in_error(error) == 37.5 * 2**30
     other = (
         "Ran out of memory on HBM, the total memory required for HLO temporaries (148G) exceeds available HBM (15G)."
     )

@@ -90,12 +90,12 @@ def test_examples_with_many_logits_are_replayed_one_by_one(monkeypatch):
     names = tuple(row.name for row in replay(model, params, batch)[0])
     chunk_sizes, lax_map = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *args, batch_size: chunk_sizes.append(batch_size) or lax_map(*args))
-    found = []
+    result = []
     for limit in (objective.MAX_LOGITS_PER_CHUNK, 7 * 29):
         monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", limit)
         _measure_all.clear_cache()  # also of what other tests compile, therefore this one comes before them
-        found.append(_measure_all(model, names, params, batch, None))
-    together, alone = found
+        result.append(_measure_all(model, names, params, batch, None))
+    together, alone = result
     assert chunk_sizes == [EXAMPLES_PER_CHUNK, 1]
     assert "the model (logits)" in names and "final_norm" in names
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), alone, together)
@@ -162,14 +162,14 @@ def test_memory_of_a_replay_is_independent_of_the_batch_size():
     """Except for the records, 2 · 4 numbers per module and example, and the tokens."""
     model, params = TwoLayers(), {name: {"W": normal(11, 11)} for name in ("square", "out")}
     names = tuple(row.name for row in replay(model, params, next_token_batch(random_tokens(11, 4, 6)))[0])
-    few, many = (
+    small, large = (
         _measure_all.lower(model, names, params, next_token_batch(random_tokens(11, n, 200)), None)
         .compile()
         .memory_analysis()
         for n in (2 * EXAMPLES_PER_CHUNK, 20 * EXAMPLES_PER_CHUNK)
     )
     records = 18 * EXAMPLES_PER_CHUNK * (len(names) * 2 * 4 + 200) * 4
-    assert many.temp_size_in_bytes - few.temp_size_in_bytes <= 2 * records
+    assert large.temp_size_in_bytes - small.temp_size_in_bytes <= 2 * records
     assert 2 * records < 18 * EXAMPLES_PER_CHUNK * 199 * 11 * 4  # what one array of activations would take
 
 
@@ -179,9 +179,9 @@ def test_finite_step_has_no_autopsy():
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_parameter_that_is_not_finite_is_the_origin(value):
-    found = first_non_finite(*damaged(value, "blocks_1", "attention", "W_K"), BATCH)
-    assert found.origin == "the parameter blocks.1.attention.W_K"
-    assert found.modules[found.index].name == "blocks.1.attention"
+    result = first_non_finite(*damaged(value, "blocks_1", "attention", "W_K"), BATCH)
+    assert result.origin == "the parameter blocks.1.attention.W_K"
+    assert result.modules[result.index].name == "blocks.1.attention"
 
 
 @each_dtype
@@ -197,9 +197,9 @@ def test_parameter_that_is_not_finite_is_the_origin(value):
 )
 def test_first_module_to_overflow_is_the_origin(path, module, dtype):
     model, params = damaged(3e38, *path)  # both dtypes end at 3.4e38
-    found = first_non_finite(model, params, BATCH, compute_dtype=dtype)
-    assert (found.origin, found.direction) == (f"the output of {module}", "forward")
-    before, here = found.modules[: found.index], found.modules[found.index]
+    result = first_non_finite(model, params, BATCH, compute_dtype=dtype)
+    assert (result.origin, result.direction) == (f"the output of {module}", "forward")
+    before, here = result.modules[: result.index], result.modules[result.index]
     assert here.name == module and here.value.non_finite > 0
     assert all(row.value.non_finite == 0 for row in before)
 
@@ -210,12 +210,12 @@ def test_overflow_depends_on_the_compute_dtype():
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
     params = {"square": {"W": jnp.full((11, 11), 200.0)}, "out": {"W": normal(11, 11) / 1e6}}
     assert first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.bfloat16) is None
-    found = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
-    assert found.origin == "the output of square (call 2)"  # 11 · 200²
+    result = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
+    assert result.origin == "the output of square (call 2)"  # 11 · 200²
     params["square"]["W"] *= 400  # now the matrix itself
     assert first_non_finite(model, params, next_token_batch(tokens)) is None
-    found = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
-    assert found.origin == "the parameter square.W"
+    result = first_non_finite(model, params, next_token_batch(tokens), compute_dtype=jnp.float16)
+    assert result.origin == "the parameter square.W"
 
 
 class Table(nn.Module):
@@ -233,17 +233,17 @@ class Table(nn.Module):
 def test_overflow_of_the_loss_alone_is_the_origin():
     model = Table(3e38)  # logits of ±3e38 are finite, their differences are not
     params = first_params(model, TOKENS[0])
-    found = first_non_finite(model, params, BATCH)
-    assert (found.origin, found.direction) == ("the loss", "forward")
-    np.testing.assert_allclose(found.modules[found.index - 1].value.largest, 3e38, rtol=1e-6)
+    result = first_non_finite(model, params, BATCH)
+    assert (result.origin, result.direction) == ("the loss", "forward")
+    np.testing.assert_allclose(result.modules[result.index - 1].value.largest, 3e38, rtol=1e-6)
 
 
 def test_infinite_gradient_of_a_parameter_alone_is_the_origin():
     model = Table(0.0, root=True)  # √0 is 0, its slope is infinite
     params = first_params(model, TOKENS[0])
-    found = first_non_finite(model, params, BATCH)
-    assert (found.origin, found.direction) == ("the gradient of W", "backward")
-    assert found.modules[found.index].name == "the model (logits)"
+    result = first_non_finite(model, params, BATCH)
+    assert (result.origin, result.direction) == ("the gradient of W", "backward")
+    assert result.modules[result.index].name == "the model (logits)"
 
 
 class UnitNorm(nn.Module):
@@ -281,12 +281,12 @@ def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
 @each_dtype
 def test_module_whose_backward_pass_broke_is_the_origin(dtype):
     model, params = layers(zeroed=int(TOKENS[1, 2]))
-    found = first_non_finite(model, params, BATCH, compute_dtype=dtype)
-    assert (found.origin, found.direction) == ("the gradient that norm passes back to first", "backward")
-    assert found.modules[found.index].name == "norm"
-    assert all(row.value.non_finite == 0 for row in found.modules)
-    assert {row.name for row in found.modules if row.gradient.non_finite} == {"embedding", "first"}
-    assert {row.name for row in found.parameters if row.gradient.non_finite} == {
+    result = first_non_finite(model, params, BATCH, compute_dtype=dtype)
+    assert (result.origin, result.direction) == ("the gradient that norm passes back to first", "backward")
+    assert result.modules[result.index].name == "norm"
+    assert all(row.value.non_finite == 0 for row in result.modules)
+    assert {row.name for row in result.modules if row.gradient.non_finite} == {"embedding", "first"}
+    assert {row.name for row in result.parameters if row.gradient.non_finite} == {
         "embedding.embedding", "first.kernel",
     }  # fmt: skip
 
@@ -301,27 +301,27 @@ def test_replay_uses_the_dropout_keys():
         ]["dropout"]["__call__"][0] != 0, axis=-1,
     ).all()  # fmt: skip
     keys = jax.random.split(jax.random.key(0), 4000)
-    whole = np.asarray(jax.jit(jax.vmap(keep))(keys))
-    assert 0 < whole.sum() < 4000  # 7 positions survive with probability 0.41^7 = 0.2 %
-    good, bad = (keys[int(np.flatnonzero(whole == wanted)[0])][None] for wanted in (True, False))
+    survives = np.asarray(jax.jit(jax.vmap(keep))(keys))
+    assert 0 < survives.sum() < 4000  # 7 positions survive with probability 0.41^7 = 0.2 %
+    good, bad = (keys[int(np.flatnonzero(survives == expected)[0])][None] for expected in (True, False))
     assert first_non_finite(model, params, FIRST) is None
     assert first_non_finite(model, params, FIRST, good) is None
     assert first_non_finite(model, params, FIRST, bad).origin == "the gradient that norm passes back to dropout"
 
 
 def test_table_shows_rows_around_the_origin_and_its_parameters():
-    found = first_non_finite(*damaged(3e38, "blocks_1", "mlp", "W_1"), BATCH)
-    lines = str(found).splitlines()
+    result = first_non_finite(*damaged(3e38, "blocks_1", "mlp", "W_1"), BATCH)
+    lines = str(result).splitlines()
     assert lines[0] == "the output of blocks.1.mlp, forward"
     marked = [line for line in lines if line.startswith(">")]
     assert len(marked) == 1 and marked[0].split()[1] == "blocks.1.mlp"
     at = lines.index(marked[0])
-    names = [row.name for row in found.modules]
+    names = [row.name for row in result.modules]
     for i in range(-CONTEXT_ROWS, 4):  # down to the loss
-        assert lines[at + i].lstrip("> ").startswith(names[found.index + i] + " ")
-    assert names[found.index - CONTEXT_ROWS - 1] not in str(found)
+        assert lines[at + i].lstrip("> ").startswith(names[result.index + i] + " ")
+    assert names[result.index - CONTEXT_ROWS - 1] not in str(result)
     assert [line.split()[0] for line in lines[-4:]] == [f"blocks.1.mlp.{name}" for name in ("W_1", "W_2", "b_1", "b_2")]
-    row = found.modules[found.index]
+    row = result.modules[result.index]
     assert f"{row.value.largest:.2e}" in marked[0] and f" {row.value.non_finite} " in marked[0]
 
 
@@ -338,26 +338,26 @@ REPORT = Autopsy(
 def test_save_autopsy_writes_batch_keys_and_report(tmp_path):
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 3)))
     batch = jax.tree.map(np.asarray, BATCH)
-    place = save_autopsy(tmp_path, 7, batch, keys, REPORT, "attention: xla")
-    assert place == tmp_path / "autopsy/step-7"
-    assert [p.name for p in place.parent.iterdir()] == ["step-7"]
-    stored = np.load(place / "batch.npz")
+    path = save_autopsy(tmp_path, 7, batch, keys, REPORT, "attention: xla")
+    assert path == tmp_path / "autopsy/step-7"
+    assert [p.name for p in path.parent.iterdir()] == ["step-7"]
+    stored = np.load(path / "batch.npz")
     assert sorted(stored) == ["inputs.0", "targets"]
     np.testing.assert_array_equal(stored["inputs.0"], batch.inputs[0])
     np.testing.assert_array_equal(stored["targets"], batch.targets)
-    np.testing.assert_array_equal(np.load(place / "key.npy"), keys)
-    text = (place / "report.txt").read_text()
+    np.testing.assert_array_equal(np.load(path / "key.npy"), keys)
+    text = (path / "report.txt").read_text()
     assert "First: the loss, forward" in text and "checkpoint 6" in text and str(REPORT) in text
     assert "with the step's attention: xla." in text
-    stored = json.loads((place / "report.json").read_text())
+    stored = json.loads((path / "report.json").read_text())
     assert stored == {"step": 7, "execution": "attention: xla", "autopsy": json.loads(json.dumps(asdict(REPORT)))}
 
 
 def test_save_autopsy_replaces_an_earlier_one_atomically(tmp_path, monkeypatch):
     save_autopsy(tmp_path, 7, BATCH, np.zeros((3, 2), np.uint32), REPORT, "")
-    place = save_autopsy(tmp_path, 7, jax.tree.map(lambda x: x + 1, BATCH), None, None, "")
-    assert sorted(p.name for p in place.iterdir()) == ["batch.npz", "report.json", "report.txt"]
-    assert json.loads((place / "report.json").read_text()) == {"step": 7, "execution": "", "autopsy": None}
+    path = save_autopsy(tmp_path, 7, jax.tree.map(lambda x: x + 1, BATCH), None, None, "")
+    assert sorted(p.name for p in path.iterdir()) == ["batch.npz", "report.json", "report.txt"]
+    assert json.loads((path / "report.json").read_text()) == {"step": 7, "execution": "", "autopsy": None}
 
     def full(*_, **__):
         raise OSError("no space left")
@@ -365,5 +365,5 @@ def test_save_autopsy_replaces_an_earlier_one_atomically(tmp_path, monkeypatch):
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(OSError, match="no space"):
         save_autopsy(tmp_path, 7, BATCH, None, REPORT, "")
-    assert [p.name for p in place.parent.iterdir()] == ["step-7"]
-    np.testing.assert_array_equal(np.load(place / "batch.npz")["targets"], BATCH.targets + 1)
+    assert [p.name for p in path.parent.iterdir()] == ["step-7"]
+    np.testing.assert_array_equal(np.load(path / "batch.npz")["targets"], BATCH.targets + 1)

@@ -95,11 +95,11 @@ def test_captured_outputs_are_bit_identical_to_the_models(name):
     apply = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
     captured = lambda params, *inputs: outputs(capture(model, params, *inputs))  # noqa: E731
     for of_model, traced in ((apply, captured), (jax.jit(apply), jax.jit(captured))):
-        found, expected = traced(params, *inputs), of_model(params, *inputs)
-        jax.tree.map(np.testing.assert_array_equal, found, expected if isinstance(expected, tuple) else (expected,))
+        result, expected = traced(params, *inputs), of_model(params, *inputs)
+        jax.tree.map(np.testing.assert_array_equal, result, expected if isinstance(expected, tuple) else (expected,))
 
-    found = jax.jit(lambda params, *inputs: capture(model, params, *inputs))(params, *inputs)
-    for key, value in found.items():
+    result = jax.jit(lambda params, *inputs: capture(model, params, *inputs))(params, *inputs)
+    for key, value in result.items():
         assert jnp.isfinite(value.astype(jnp.float32)).all(), key
         if key.endswith(".weights"):
             sums = value.sum(-1)
@@ -109,10 +109,10 @@ def test_captured_outputs_are_bit_identical_to_the_models(name):
 def test_captures_of_a_block_satisfy_its_equations():
     """The definitions of pre-norm and of attention, by hand."""
     model, params, inputs = random_model(DECODER)
-    found = capture(model, params, *inputs)
-    x = found["embedding"]
+    result = capture(model, params, *inputs)
+    x = result["embedding"]
     for i, block in enumerate(("blocks.0.", "blocks.1.")):
-        own = {key.removeprefix(block): value for key, value in found.items() if key.startswith(block)}
+        own = {key.removeprefix(block): value for key, value in result.items() if key.startswith(block)}
         attention = params[f"blocks_{i}"]["attention"]
         np.testing.assert_array_equal(own["before"], x)
         np.testing.assert_allclose(
@@ -132,7 +132,7 @@ def test_captures_of_a_block_satisfy_its_equations():
         assert own["mlp.hidden.1"].shape == (T, 16) and (own["mlp.hidden.1"] >= 0).all()
         x = own["after"]
         np.testing.assert_allclose(x, own["before"] + own["attention"] + own["mlp"], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found["logits"], x @ params["W_out"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result["logits"], x @ params["W_out"], rtol=1e-4, atol=1e-4)
 
 
 def test_names_select_by_pattern():
@@ -244,29 +244,29 @@ def test_model_continues_from_a_replaced_stream():
 def test_replaced_attention_weights_mix_the_values():
     """In a head that attends to the first position alone, the output is the first value everywhere."""
     model, params, (tokens,) = random_model(MODELS["grouped"])
-    found = {}
+    result = {}
 
     def attend_to_first(name: str, value: jax.Array) -> jax.Array:
         if name == "blocks.0.attention.weights":
             return value.at[1].set(jnp.zeros((T, T)).at[:, 0].set(1))
-        found[name] = value
+        result[name] = value
         return value
 
     with intervene("*", attend_to_first):
         model.apply({"params": params}, tokens)
-    values = found["blocks.0.attention.values"]
-    np.testing.assert_allclose(found["blocks.0.attention.heads"][1], jnp.broadcast_to(values[0, 0], (T, 4)), rtol=1e-6)
+    values = result["blocks.0.attention.values"]
+    np.testing.assert_allclose(result["blocks.0.attention.heads"][1], jnp.broadcast_to(values[0, 0], (T, 4)), rtol=1e-6)
     before = capture(model, params, tokens)["blocks.0.attention.heads"]
-    np.testing.assert_allclose(found["blocks.0.attention.heads"][0], before[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result["blocks.0.attention.heads"][0], before[0], rtol=1e-5, atol=1e-6)
 
 
 def test_maps_and_entropy_agree_with_captured_queries_and_keys():
     model, params, inputs = random_model(DECODER)
-    found = capture(model, params, *inputs, names=("*.queries", "*.keys"))
+    result = capture(model, params, *inputs, names=("*.queries", "*.keys"))
     maps = attention_maps(model, params, *inputs)
     entropy = attention_entropy(model, params, *(x[None] for x in inputs))
     for i, (weights, of_heads) in enumerate(zip(maps, entropy, strict=True)):
-        q_HTK, k_HTK = (np.asarray(found[f"blocks.{i}.attention.{name}"], np.float64) for name in ("queries", "keys"))
+        q_HTK, k_HTK = (np.asarray(result[f"blocks.{i}.attention.{name}"], np.float64) for name in ("queries", "keys"))
         scores = q_HTK @ k_HTK.swapaxes(-1, -2) / np.sqrt(q_HTK.shape[-1])
         w = np.where(np.tri(T, dtype=bool), np.exp(scores), 0)
         w /= w.sum(axis=-1, keepdims=True)

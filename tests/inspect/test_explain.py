@@ -38,7 +38,7 @@ def test_explanations_agree_with_a_full_pass(name):
         else:
             weights = sorted(mean_TT[at - 1], reverse=True)[:2]
             np.testing.assert_allclose([w for _, w in row.attended], weights, rtol=1e-4)
-            assert all(place < at for place, _ in row.attended)
+            assert all(position < at for position, _ in row.attended)
 
 
 def test_prompt_of_a_prefix_model_is_its_prefix():

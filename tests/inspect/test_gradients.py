@@ -54,8 +54,8 @@ def test_update_grid_disambiguates_names_wraps_and_falls_back_to_u() -> None:
         ["encoder_blocks", "attention.W_Q", "cross.W_Q"], ["0", "500", "<0.001"],
         ["decoder_blocks", "attention.W_Q", "cross.W_Q"], ["0", "0.00", "inf"],
     ]  # fmt: skip
-    many = [f"blocks.0.mlp.a_rather_long_name_{i}" for i in range(9)]
-    lines = update_grid([Row(name, 1.0, 1.0, 0.1, 2.0) for name in many], many, 1.0).splitlines()
+    names = [f"blocks.0.mlp.a_rather_long_name_{i}" for i in range(9)]
+    lines = update_grid([Row(name, 1.0, 1.0, 0.1, 2.0) for name in names], names, 1.0).splitlines()
     assert max(map(len, lines)) <= 100 and sum(line.count("2,000") for line in lines) == 9
 
 
@@ -63,8 +63,8 @@ def test_report_has_a_row_per_parameter_and_head() -> None:
     per_block = {f"attention.heads.{h}.{name}" for h in range(3) for name in ("W_Q", "W_O")}
     per_block |= {"attention.heads.0.W_K", "attention.heads.0.W_V"}  # one key/value head
     per_block |= {f"mlp.{name}" for name in ("W_1", "b_1", "W_2", "b_2")} | {"attention_norm.gamma", "mlp_norm.gamma"}
-    wanted = {f"blocks.{i}.{name}" for i in (0, 1) for name in per_block}
-    assert set(ROWS) == wanted | {"embedding.W_E", "embedding.W_pos", "W_out"}
+    expected = {f"blocks.{i}.{name}" for i in (0, 1) for name in per_block}
+    assert set(ROWS) == expected | {"embedding.W_E", "embedding.W_pos", "W_out"}
     assert len(ROWS) == len(REPORT.rows)
 
 
@@ -84,8 +84,8 @@ def test_norms_and_ratios_agree_with_numpy(name: str, part: object) -> None:
         float(np.sqrt((np.asarray(part(tree), np.float64) ** 2).sum())) for tree in (PARAMS, GRADS, UPDATES)
     )
     row = ROWS[name]
-    wanted = (g, w, LR * g / w, update / w) if w else (g, w, inf, inf)
-    assert (row.g, row.w, row.u, row.update) == pytest.approx(wanted, rel=1e-5)
+    expected = (g, w, LR * g / w, update / w) if w else (g, w, inf, inf)
+    assert (row.g, row.w, row.u, row.update) == pytest.approx(expected, rel=1e-5)
 
 
 def test_report_without_updates_has_an_empty_column() -> None:
@@ -127,36 +127,36 @@ def test_per_example_gradients_agree_with_a_loop(name: str) -> None:
     grads = []
     with jax.enable_x64(True):
         params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        found = per_example_gradients(model, params, batch)
+        result = per_example_gradients(model, params, batch)
         one = jax.jit(jax.value_and_grad(lambda p, example: objective_of(model).example_loss(model, p, example)))
         total_B = np.ones(n) if weights is None else weights.sum(axis=1)
         alone = [one(params, jax.tree.map(lambda x, b=b: x[b], batch)) for b in range(n)]
     for b, (nats, grad) in enumerate(alone):
         grad = jax.tree.map(lambda g, b=b: np.asarray(g) / total_B[b], grad)
-        assert found.loss_B[b] == pytest.approx(float(nats) / total_B[b], rel=1e-5)
+        assert result.loss_B[b] == pytest.approx(float(nats) / total_B[b], rel=1e-5)
         grads.append(np.concatenate([g.ravel() for g in jax.tree.leaves(grad)]))
         for row in gradient_report(params, grad, lr=1.0).rows:
             part, _, head = row.name.partition(".heads.")
             if head:
                 h, of_head = head.split(".")
-                assert found.parameters[f"{part}.{of_head}"][b, int(h)] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
+                assert result.parameters[f"{part}.{of_head}"][b, int(h)] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
             else:
-                assert found.parameters[row.name][b] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
+                assert result.parameters[row.name][b] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
     g_BP = np.stack(grads)
     mean_P, norm_B = g_BP.mean(axis=0), np.linalg.norm(g_BP, axis=1)
-    np.testing.assert_allclose(found.norm_B, norm_B, rtol=1e-5)
-    np.testing.assert_allclose(found.cosine_B, g_BP @ mean_P / norm_B / np.linalg.norm(mean_P), rtol=1e-5, atol=1e-6)
-    assert found.mean_norm == pytest.approx(np.linalg.norm(mean_P), rel=1e-5)
+    np.testing.assert_allclose(result.norm_B, norm_B, rtol=1e-5)
+    np.testing.assert_allclose(result.cosine_B, g_BP @ mean_P / norm_B / np.linalg.norm(mean_P), rtol=1e-5, atol=1e-6)
+    assert result.mean_norm == pytest.approx(np.linalg.norm(mean_P), rel=1e-5)
     trace = g_BP.var(axis=0, ddof=1).sum()  # of the covariance, without bias
-    wanted = trace / (mean_P @ mean_P - trace / n) if mean_P @ mean_P > trace / n else inf
-    assert found.noise_scale == pytest.approx(wanted, rel=1e-3)
+    expected = trace / (mean_P @ mean_P - trace / n) if mean_P @ mean_P > trace / n else inf
+    assert result.noise_scale == pytest.approx(expected, rel=1e-3)
 
 
 def test_equal_examples_have_zero_noise_scale() -> None:
     model, params, (tokens,) = random_model(MODELS["decoder"])
-    found = per_example_gradients(model, params, Batch((jnp.stack([tokens] * 3),), jnp.stack([tokens] * 3)))
-    np.testing.assert_allclose(found.cosine_B, np.ones(3), rtol=1e-5)
-    assert found.noise_scale < 1e-4
+    result = per_example_gradients(model, params, Batch((jnp.stack([tokens] * 3),), jnp.stack([tokens] * 3)))
+    np.testing.assert_allclose(result.cosine_B, np.ones(3), rtol=1e-5)
+    assert result.noise_scale < 1e-4
 
 
 def test_noise_scale_by_hand() -> None:

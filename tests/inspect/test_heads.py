@@ -22,69 +22,69 @@ def test_layer_statistics_by_hand():
     uniform = jnp.tril(jnp.ones((4, 4))) / jnp.arange(1, 5)[:, None]
     previous = jnp.eye(4, k=-1).at[0, 0].set(1)
     induction = jnp.array([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])  # after 5 came 7 (position 1)
-    found = layer_statistics(jnp.stack([uniform, previous, induction]), jnp.tril(jnp.ones((4, 4), bool)), tokens_T)
-    np.testing.assert_allclose(found.entropy, [np.log([1, 2, 3, 4]).mean(), 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(found.share, [1, 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(found.distance, [(0 + 0.5 + 1 + 1.5) / 4, 0.75, (0 + 1 + 1 + 1) / 4], rtol=1e-6)
-    np.testing.assert_allclose(found.first, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1 / 3, 1 / 3], rtol=1e-6)
-    np.testing.assert_allclose(found.previous, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1, 1], rtol=1e-6)
-    np.testing.assert_allclose(found.duplicate, [(1 / 3 + 1 / 4) / 2, 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(found.induction, [(1 / 3 + 1 / 4) / 2, 1, 1], rtol=1e-6)
+    result = layer_statistics(jnp.stack([uniform, previous, induction]), jnp.tril(jnp.ones((4, 4), bool)), tokens_T)
+    np.testing.assert_allclose(result.entropy, [np.log([1, 2, 3, 4]).mean(), 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(result.share, [1, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(result.distance, [(0 + 0.5 + 1 + 1.5) / 4, 0.75, (0 + 1 + 1 + 1) / 4], rtol=1e-6)
+    np.testing.assert_allclose(result.first, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1 / 3, 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(result.previous, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(result.duplicate, [(1 / 3 + 1 / 4) / 2, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(result.induction, [(1 / 3 + 1 / 4) / 2, 1, 1], rtol=1e-6)
 
 
 def test_rows_of_padding_do_not_count():
     weights = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 5))))
     valid = jnp.array([True, True, True, False, False])
     tokens = jnp.array([1, 2, 1, 1, 2])
-    seen = jnp.ones((5, 5), bool)
-    padded = layer_statistics(weights, seen, tokens, valid)
-    other = layer_statistics(weights.at[:, 3:].set(1 / 5), seen, tokens.at[3:].set(9), valid)
+    visible = jnp.ones((5, 5), bool)
+    padded = layer_statistics(weights, visible, tokens, valid)
+    other = layer_statistics(weights.at[:, 3:].set(1 / 5), visible, tokens.at[3:].set(9), valid)
     jax.tree.map(np.testing.assert_array_equal, padded, other)
 
 
 def test_head_statistics_are_means_over_examples():
     model, params, (tokens,) = random_model(MODELS["decoder"])
     tokens_BT = jnp.stack([tokens, (tokens * 3) % 7])
-    found = head_statistics(model, params, tokens_BT)
-    assert list(found) == ["blocks.0.attention", "blocks.1.attention"]
+    result = head_statistics(model, params, tokens_BT)
+    assert list(result) == ["blocks.0.attention", "blocks.1.attention"]
     from jaxformer.inspect import attention_maps
 
-    seen = jnp.tril(jnp.ones((T, T), bool))
-    one = [layer_statistics(attention_maps(model, params, tokens_T)[1], seen, tokens_T) for tokens_T in tokens_BT]
+    visible = jnp.tril(jnp.ones((T, T), bool))
+    one = [layer_statistics(attention_maps(model, params, tokens_T)[1], visible, tokens_T) for tokens_T in tokens_BT]
     for name in ("entropy", "share", "distance", "previous", "duplicate"):
-        wanted = np.nanmean([getattr(x, name) for x in one], axis=0)
-        np.testing.assert_allclose(getattr(found["blocks.1.attention"], name), wanted, rtol=1e-4, atol=1e-6)
+        expected = np.nanmean([getattr(x, name) for x in one], axis=0)
+        np.testing.assert_allclose(getattr(result["blocks.1.attention"], name), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_padding_of_the_target_changes_neither_statistics_nor_ablation():
     model, params, (source, valid, target) = random_model(MODELS["encoder-decoder"])
     n = len(target) - 3
-    found = []
+    result = []
     for filling in (1, 2):
         padded = target.at[n:].set(filling)
         weights = jnp.where(jnp.arange(len(target)) < n, 1.0, 0.0)
         batch = Batch(tuple(x[None] for x in (source, valid, padded)), jnp.roll(padded, -1)[None] % n, weights[None])
         batch = batch._replace(targets=batch.targets.at[:, n - 1 :].set(0))
-        looks = head_statistics(model, params, *batch.inputs, target_mask_BT=target_mask(batch))
+        statistics = head_statistics(model, params, *batch.inputs, target_mask_BT=target_mask(batch))
         entropy = attention_entropy(model, params, *batch.inputs, target_mask_BT=target_mask(batch))
-        for look, of_log in zip(looks.values(), entropy, strict=True):
-            np.testing.assert_allclose(look.entropy, of_log, rtol=1e-5)
-        found.append((looks, ablate_heads(model, params, batch)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0][0], found[1][0])
-    for name in found[0][1].mean:
-        np.testing.assert_allclose(found[0][1].mean[name], found[1][1].mean[name], rtol=1e-4, atol=1e-5)
+        for heads, of_log in zip(statistics.values(), entropy, strict=True):
+            np.testing.assert_allclose(heads.entropy, of_log, rtol=1e-5)
+        result.append((statistics, ablate_heads(model, params, batch)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result[0][0], result[1][0])
+    for name in result[0][1].mean:
+        np.testing.assert_allclose(result[0][1].mean[name], result[1][1].mean[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", "masked", "clip", "vit"])
 def test_every_model_with_attention_has_head_statistics(name):
     model, params, inputs = random_model(MODELS[name])
     inputs = [x % 3 if x.dtype == jnp.int32 else x for x in inputs]  # so that tokens repeat
-    found = head_statistics(model, params, *(x[None] for x in inputs))
-    assert found
-    for layer, of in found.items():
+    result = head_statistics(model, params, *(x[None] for x in inputs))
+    assert result
+    for layer, of in result.items():
         has_tokens = name != "vit" and not layer.startswith("vision") and "cross" not in layer
         assert np.isfinite(of.entropy).all()
-        for of_places in (of.distance, of.first, of.previous):  # of another sequence, places mean nothing
+        for of_places in (of.distance, of.first, of.previous):  # positions of two sequences are not comparable
             assert np.isnan(of_places).all() if "cross" in layer else np.isfinite(of_places).all()
         assert not np.isnan(of.duplicate).all() if has_tokens else np.isnan(of.duplicate).all()
 
@@ -103,31 +103,31 @@ def test_ablation_of_clip_uses_the_contrastive_loss():
     image_B = jnp.asarray(rng.integers(0, 256, (3, *inputs[0].shape)), jnp.uint8)
     tokens_BT = jnp.asarray(rng.integers(0, V, (3, T)), jnp.int32)
     batch = Batch((image_B, tokens_BT, jnp.ones((3, T), bool)), jnp.arange(3))
-    found = ablate_heads(model, params, batch)
+    result = ablate_heads(model, params, batch)
     loss = jax.jit(lambda params: objective_of(model).loss(model, params, batch)[0])
-    np.testing.assert_allclose(found.loss, loss(params), rtol=1e-5)
+    np.testing.assert_allclose(result.loss, loss(params), rtol=1e-5)
     W_O = params["text_blocks_0"]["attention"]["W_O"]
     params["text_blocks_0"]["attention"]["W_O"] = W_O.at[1].set(0)
-    rise = loss(params) - found.loss
-    np.testing.assert_allclose(found.zero["text_blocks.0.attention"][1], rise, rtol=1e-3, atol=1e-5)
+    rise = loss(params) - result.loss
+    np.testing.assert_allclose(result.zero["text_blocks.0.attention"][1], rise, rtol=1e-3, atol=1e-5)
 
 
 def test_zero_ablation_equals_zero_output_weights():
     model, params, batch = batch_of("decoder")
-    found = ablate_heads(model, params, batch)
+    result = ablate_heads(model, params, batch)
 
     @jax.jit
     def loss(params):
         return jnp.mean(jax.vmap(lambda x: objective_of(model).example_loss(model, params, x))(batch))
 
-    np.testing.assert_allclose(found.loss, loss(params), rtol=1e-6)
+    np.testing.assert_allclose(result.loss, loss(params), rtol=1e-6)
     for block in range(2):
         attention = params[f"blocks_{block}"]["attention"]
         for head in range(3):
             silent = attention | {"W_O": attention["W_O"].at[head].set(0)}
             without = params | {f"blocks_{block}": params[f"blocks_{block}"] | {"attention": silent}}
             np.testing.assert_allclose(
-                found.zero[f"blocks.{block}.attention"][head], loss(without) - loss(params), rtol=1e-3, atol=2e-5
+                result.zero[f"blocks.{block}.attention"][head], loss(without) - loss(params), rtol=1e-3, atol=2e-5
             )
 
 
@@ -135,11 +135,11 @@ def test_estimates_approach_ablation_for_small_heads():
     model, params, batch = batch_of("decoder")
     for block in ("blocks_0", "blocks_1"):
         params[block]["attention"]["W_O"] *= 1e-2
-    found = ablate_heads(model, params, batch)
+    result = ablate_heads(model, params, batch)
     for kind in ("zero", "mean"):
-        for layer, rise in getattr(found, kind).items():
-            np.testing.assert_allclose(getattr(found, f"{kind}_estimate")[layer], rise, rtol=0.2, atol=2e-5)
-    assert max(abs(x).max() for x in found.zero.values()) > 1e-4
+        for layer, rise in getattr(result, kind).items():
+            np.testing.assert_allclose(getattr(result, f"{kind}_estimate")[layer], rise, rtol=0.2, atol=2e-5)
+    assert max(abs(x).max() for x in result.zero.values()) > 1e-4
 
 
 def test_mean_ablation_of_a_constant_head_changes_nothing():
@@ -147,18 +147,18 @@ def test_mean_ablation_of_a_constant_head_changes_nothing():
     model, params, batch = batch_of("biased")
     attention = params["blocks_1"]["attention"]
     params["blocks_1"]["attention"] = attention | {"W_V": attention["W_V"].at[:, 2].set(0)}
-    found = ablate_heads(model, params, batch)
-    assert abs(found.mean["blocks.1.attention"][2]) < 1e-5 < 1e-2 < abs(found.zero["blocks.1.attention"][2])
-    assert abs(found.mean["blocks.1.attention"][0]) > 1e-4
+    result = ablate_heads(model, params, batch)
+    assert abs(result.mean["blocks.1.attention"][2]) < 1e-5 < 1e-2 < abs(result.zero["blocks.1.attention"][2])
+    assert abs(result.mean["blocks.1.attention"][0]) > 1e-4
 
 
 def test_ablation_loss_of_no_one_and_all_heads():
     """Without heads it is the loss, with one that of `ablate_heads`, with a block's all that of mean outputs."""
     model, params, batch = batch_of("decoder")
-    found = ablate_heads(model, params, batch)
-    np.testing.assert_allclose(ablation_loss(model, params, batch, []), found.loss, rtol=1e-6)
+    result = ablate_heads(model, params, batch)
+    np.testing.assert_allclose(ablation_loss(model, params, batch, []), result.loss, rtol=1e-6)
     one = ablation_loss(model, params, batch, [("blocks.0.attention", 1)])
-    np.testing.assert_allclose(one - found.loss, found.mean["blocks.0.attention"][1], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(one - result.loss, result.mean["blocks.0.attention"][1], rtol=1e-4, atol=1e-6)
     name = "blocks.1.attention.heads"
     means = np.mean([capture(model, params, x)[name].mean(1) for x in batch.inputs[0]], axis=0)
     losses = []
@@ -181,10 +181,10 @@ def test_losses_are_normalised_by_the_weights():
             np.testing.assert_allclose(weighted.zero[layer], rise, rtol=1e-3, atol=1e-5)
     first = batch._replace(weights=jnp.zeros(batch.targets.shape).at[:, 0].set(1))
     logits_BV = jax.jit(jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T)[0]))(batch.inputs[0])
-    wanted = -np.mean(
+    expected = -np.mean(
         [jax.nn.log_softmax(row)[target] for row, target in zip(logits_BV, batch.targets[:, 0], strict=True)]
     )
-    np.testing.assert_allclose(ablate_heads(model, params, first).loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(ablate_heads(model, params, first).loss, expected, rtol=1e-5)
 
 
 def test_mean_ablation_ignores_padding():
@@ -202,5 +202,5 @@ def test_mean_ablation_ignores_padding():
 def test_layers_are_in_the_order_of_the_computation():
     config = replace(MODELS["decoder"], n_blocks=11)
     model, params, (tokens,) = random_model(config)
-    wanted = [f"blocks.{i}.attention" for i in range(11)]
-    assert list(head_statistics(model, params, tokens[None])) == wanted
+    expected = [f"blocks.{i}.attention" for i in range(11)]
+    assert list(head_statistics(model, params, tokens[None])) == expected

@@ -25,9 +25,9 @@ MODEL = DecoderConfig(
 def repeated(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens `(n, T + 1)`, and a mask `(n, T)` of those whose successor is predictable by induction."""
     lengths = rng.integers(8, 15, n)
-    places = np.arange(T + 1) % lengths[:, None]
+    positions = np.arange(T + 1) % lengths[:, None]
     tokens = np.stack([rng.permutation(V) for _ in range(n)])  # no token twice before the sequence repeats itself
-    return np.take_along_axis(tokens, places, 1).astype(np.int32), np.arange(T) >= lengths[:, None]
+    return np.take_along_axis(tokens, positions, 1).astype(np.int32), np.arange(T) >= lengths[:, None]
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +60,17 @@ def test_induction_heads_have_high_scores_and_their_ablation_raises_the_loss(tra
     tokens, counts = repeated(np.random.default_rng(1), 32)
     weights = counts / counts.sum(1, keepdims=True)
     batch = Batch((tokens[:, :-1],), tokens[:, 1:], weights.astype(np.float32))
-    found = head_statistics(model, params, *map(jnp.asarray, batch.inputs))
+    result = head_statistics(model, params, *map(jnp.asarray, batch.inputs))
     scores = {
         (layer, h): float(x)
-        for layer, layer_statistics in found.items()
+        for layer, layer_statistics in result.items()
         for h, x in enumerate(layer_statistics.induction)
     }
     ranked = sorted(scores, key=lambda head: -scores[head])
     best = ranked[0]
-    assert best[0] == "blocks.1.attention" and scores[best] > 0.5  # it takes an earlier layer that looks one back
+    assert (
+        best[0] == "blocks.1.attention" and scores[best] > 0.5
+    )  # induction needs a previous-token head in an earlier layer
 
     without = ablate_heads(model, params, batch)
     heads = [head for head in ranked if scores[head] > 0.3]

@@ -44,17 +44,17 @@ def fresh(config: DecoderConfig):
 
 @pytest.mark.parametrize("name", CASES_BY_COST)
 def test_expected_statistics_are_observed(name):
-    found = check_init(*fresh(CASES[name]))
-    assert len(found.expected) == len(found.observed) == CASES[name].n_blocks
-    for i, (wanted, seen) in enumerate(zip(found.expected, found.observed, strict=True)):
-        # After a block, what it wrote is alike at places that looked at the same: no longer independent.
-        np.testing.assert_allclose(seen.stream, wanted.stream, rtol=0.3 if i else 0.1)
-        np.testing.assert_allclose(seen.scores, wanted.scores, rtol=0.5 if i else 0.2)
-        np.testing.assert_allclose(seen.entropy, wanted.entropy, rtol=0.1)
+    result = check_init(*fresh(CASES[name]))
+    assert len(result.expected) == len(result.observed) == CASES[name].n_blocks
+    for i, (expected, observed) in enumerate(zip(result.expected, result.observed, strict=True)):
+        # A block writes similar vectors at positions with similar attention: they are no longer independent.
+        np.testing.assert_allclose(observed.stream, expected.stream, rtol=0.3 if i else 0.1)
+        np.testing.assert_allclose(observed.scores, expected.scores, rtol=0.5 if i else 0.2)
+        np.testing.assert_allclose(observed.entropy, expected.entropy, rtol=0.1)
         if not i:
-            np.testing.assert_allclose(seen.growth, wanted.growth, rtol=0.15)
-    assert not found.warnings
-    assert str(found).count("\n") == 1 + len(found.observed)
+            np.testing.assert_allclose(observed.growth, expected.growth, rtol=0.15)
+    assert not result.warnings
+    assert str(result).count("\n") == 1 + len(result.observed)
 
 
 def test_epsilon_of_a_layer_norm_affects_small_streams():
@@ -102,5 +102,5 @@ def test_single_token_has_no_one_hot_warning():
 
 
 def test_zero_stream_is_no_error():
-    found = check_init(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
-    assert np.isnan(found.expected[0].growth) and found.expected[0].stream == 0
+    result = check_init(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
+    assert np.isnan(result.expected[0].growth) and result.expected[0].stream == 0

@@ -38,6 +38,7 @@ DECODER = DecoderConfig(
     norm="rmsnorm", residual=True, scaled=True,
 )  # fmt: skip
 ENCODER = EncoderConfig(vocab_size=11, context_length=8, d_model=8, n_heads=2, n_blocks=1, d_ff=(8,))
+HEAD_FIELDS = ("entropy", "share", "distance", "first", "previous", "duplicate", "induction")
 TOKENS_T = np.array([3, 1, 4, 1, 5, 9], np.int32)
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -56,17 +57,17 @@ def decoder() -> tuple[Any, Any]:
 
 def test_attention_section_has_maps_and_token_probabilities(decoder):
     model, params = decoder
-    found = attention_section(model, params, (jnp.array(TOKENS_T),), WORDS.__getitem__)
-    assert found.texts == {"text": ["three", "one", "four", "one", "five", "nine"]}
-    wanted = capture(model, params, jnp.array(TOKENS_T), names="*.weights")
-    assert [(layer.name, layer.rows, layer.columns) for layer in found.layers] == [
+    result = attention_section(model, params, (jnp.array(TOKENS_T),), WORDS.__getitem__)
+    assert result.texts == {"text": ["three", "one", "four", "one", "five", "nine"]}
+    expected = capture(model, params, jnp.array(TOKENS_T), names="*.weights")
+    assert [(layer.name, layer.rows, layer.columns) for layer in result.layers] == [
         (f"blocks.{i}.attention", "text", "text") for i in range(2)
     ]
-    for layer in found.layers:
-        np.testing.assert_allclose(layer.weights_HTS, wanted[f"{layer.name}.weights"], atol=1e-5)
-    told = explain(model, params, TOKENS_T.tolist(), 1)
-    assert found.notes["text"][0] == ""
-    for note, token in zip(found.notes["text"][1:], told, strict=True):
+    for layer in result.layers:
+        np.testing.assert_allclose(layer.weights_HTS, expected[f"{layer.name}.weights"], atol=1e-5)
+    explanations = explain(model, params, TOKENS_T.tolist(), 1)
+    assert result.notes["text"][0] == ""
+    for note, token in zip(result.notes["text"][1:], explanations, strict=True):
         others = ", ".join(f"“{WORDS[other]}” {p:.1%}" for other, p in token.alternatives)
         assert note == f"Probability {token.probability:.1%}; alternatives: {others}."
 
@@ -77,17 +78,17 @@ def test_attention_section_has_cross_attention():
     )
     model, params = random_model(config)
     inputs = (jnp.array(TOKENS_T), jnp.ones(6, bool), jnp.array([0, 2, 7], jnp.int32))
-    found = attention_section(model, params, inputs, WORDS.__getitem__)
-    assert found.texts["target"] == ["zero", "two", "seven"]
-    sides = {layer.name: (layer.rows, layer.columns, layer.weights_HTS.shape) for layer in found.layers}
+    result = attention_section(model, params, inputs, WORDS.__getitem__)
+    assert result.texts["target"] == ["zero", "two", "seven"]
+    sides = {layer.name: (layer.rows, layer.columns, layer.weights_HTS.shape) for layer in result.layers}
     assert sides == {
         "encoder_blocks.0.attention": ("source", "source", (2, 6, 6)),
         "decoder_blocks.0.attention": ("target", "target", (2, 3, 3)),
         "decoder_blocks.0.cross_attention": ("target", "source", (2, 3, 6)),
     }
     logits_TV = model.apply({"params": params}, *inputs)
-    assert found.notes["target"][1].startswith(f"Probability {jax.nn.softmax(logits_TV[0])[2]:.1%};")
-    assert "source" not in found.notes
+    assert result.notes["target"][1].startswith(f"Probability {jax.nn.softmax(logits_TV[0])[2]:.1%};")
+    assert "source" not in result.notes
 
 
 @pytest.mark.parametrize(("attention", "layers"), [("additive", ["reader"]), ("none", [])])
@@ -96,9 +97,9 @@ def test_recurrent_attention_is_one_head(attention, layers):
         RecurrentConfig(vocab_size=11, context_length=8, d_embedding=4, d_model=4, attention=attention)
     )
     inputs = (jnp.array(TOKENS_T), jnp.ones(6, bool), jnp.array([0, 2, 7], jnp.int32))
-    found = attention_section(model, params, inputs, WORDS.__getitem__)
-    assert [layer.name for layer in found.layers] == layers
-    for layer in found.layers:
+    result = attention_section(model, params, inputs, WORDS.__getitem__)
+    assert [layer.name for layer in result.layers] == layers
+    for layer in result.layers:
         assert (layer.rows, layer.columns, layer.weights_HTS.shape) == ("target", "source", (1, 3, 6))
         np.testing.assert_allclose(layer.weights_HTS.sum(-1), 1, atol=1e-5)
 
@@ -106,11 +107,11 @@ def test_recurrent_attention_is_one_head(attention, layers):
 def test_masked_tokens_have_likeliest_tokens():
     model, params = random_model(ENCODER)
     tokens_T = jnp.array([3, 10, 4], jnp.int32)
-    found = attention_section(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask_token=10)
+    result = attention_section(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask_token=10)
     p_V = jax.nn.softmax(model.apply({"params": params}, tokens_T, jnp.ones(3, bool))[1])
     first, *_ = np.argsort(-np.asarray(p_V))
-    assert found.notes["text"][1].startswith(f"Likeliest here: “{WORDS[first]}” {p_V[first]:.1%}, ")
-    assert found.notes["text"][0] == found.notes["text"][2] == ""
+    assert result.notes["text"][1].startswith(f"Likeliest here: “{WORDS[first]}” {p_V[first]:.1%}, ")
+    assert result.notes["text"][0] == result.notes["text"][2] == ""
 
 
 def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
@@ -148,16 +149,15 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
     figure, table = head_sections(model, params, batch)
     assert isinstance(figure, Figure) and isinstance(table, Table)
-    looks, without = head_statistics(model, params, *batch.inputs), ablate_heads(model, params, batch)
+    statistics, without = head_statistics(model, params, *batch.inputs), ablate_heads(model, params, batch)
     np.testing.assert_allclose(figure.traces[0]["z"], list(without.mean.values()), atol=1e-6)
     row = next(row for row in table.rows if row[0] == "blocks.1.attention, head 0")
-    look = looks["blocks.1.attention"]
+    heads = statistics["blocks.1.attention"]
     name = "blocks.1.attention"
     np.testing.assert_allclose(
         np.array(row[1:], float),
         [
-            *(float(x[0]) for x in (look.entropy, look.share, look.distance, look.first, look.previous, look.duplicate,
-                                    look.induction)),
+            *(float(getattr(heads, field)[0]) for field in HEAD_FIELDS),
             *(float(x[name][0]) for x in (without.mean, without.mean_estimate, without.zero, without.zero_estimate)),
         ],
         atol=1e-6,

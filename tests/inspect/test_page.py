@@ -144,12 +144,12 @@ def test_page_fits_the_screen_and_colour_scheme(tmp_path: Path, width: int, sche
     with browsing(tmp_path / "p.html", width, scheme) as browser:
         browser.find_element("css selector", ".tokens button").click()  # its first row attends to itself alone
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        found = browser.execute_script("""
+        result = browser.execute_script("""
             const style = (css) => getComputedStyle(document.querySelector(css));
             return [style("body").color, style("body").backgroundColor, style("section").backgroundColor,
                     style(".xtitle, .xtick text").fill, style(".tokens button").backgroundColor];
         """)
-        text, behind, card, label, shade = (np.array(re.findall(r"[\d.]+", colour), float) for colour in found)
+        text, behind, card, label, shade = (np.array(re.findall(r"[\d.]+", colour), float) for colour in result)
         assert (text[:3].mean() > behind[:3].mean()) == (scheme == "dark")
         assert min(contrast(text, behind), contrast(text, card), contrast(label, card)) >= 7  # WCAG 2, level AAA
         assert shade[3] == 0.5  # a token of weight 1

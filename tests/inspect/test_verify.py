@@ -31,9 +31,9 @@ def checks(name: str, **changes) -> dict:
     inputs = random_inputs(config, 3)
     example = [x[0] for x in inputs]
     outputs = jax.tree.leaves(jax.eval_shape(lambda: model.apply({"params": params}, *example)))[0]
-    found = list(verify(model, params, inputs, jnp.zeros((3, *outputs.shape[:-1]), jnp.int32)))
-    assert [check.name for check in found] == NAMES
-    return {check.name: check for check in found}
+    result = list(verify(model, params, inputs, jnp.zeros((3, *outputs.shape[:-1]), jnp.int32)))
+    assert [check.name for check in result] == NAMES
+    return {check.name: check for check in result}
 
 
 @pytest.mark.slow
@@ -42,9 +42,9 @@ def checks(name: str, **changes) -> dict:
 )
 def test_all_checks_hold_for_every_model(name):
     layers = ("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_layers")
-    found = checks(name, **{field: 1 for field in layers if hasattr(MODELS[name], field)})
-    assert all(check.holds for check in found.values()), found
-    deviation = {name for name, check in found.items() if check.deviation is not None}
+    result = checks(name, **{field: 1 for field in layers if hasattr(MODELS[name], field)})
+    assert all(check.holds for check in result.values()), result
+    deviation = {name for name, check in result.items() if check.deviation is not None}
     assert {"batching", "gradients"} <= deviation
     if name in ("grouped", "attending", "encoder-decoder"):
         assert {"causality", "padding", "decoding"} <= deviation
@@ -99,12 +99,12 @@ def always_drop_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_planted_fault_fails_its_check(plant, broken, monkeypatch):
     plant(monkeypatch)
-    found = checks("decoder", n_blocks=1, dropout=0.3 if plant is always_drop_out else 0.0)
-    failed = {name for name, check in found.items() if not check.holds}
+    result = checks("decoder", n_blocks=1, dropout=0.3 if plant is always_drop_out else 0.0)
+    failed = {name for name, check in result.items() if not check.holds}
     assert failed >= broken
     assert failed <= broken | {"decoding", "padding"}  # which also part where they are masked or dropped otherwise
     if plant is drop_the_scale:
-        assert found["decoding"].detail.endswith("differ from token 3 on")  # the first that comes alone
+        assert result["decoding"].detail.endswith("differ from token 3 on")  # the first that comes alone
 
 
 @pytest.mark.slow
@@ -119,13 +119,13 @@ def test_wrong_derivative_fails_the_gradient_check():
     with pytest.MonkeyPatch.context() as patch:
         mix = attention.mix
         patch.setattr(attention, "mix", lambda weights, v: doubled(mix(weights, v)))
-        found = checks("decoder", n_blocks=1)
-    assert not found["gradients"].holds and found["gradients"].deviation > 1e-2
-    assert all(check.holds for name, check in found.items() if name != "gradients")
+        result = checks("decoder", n_blocks=1)
+    assert not result["gradients"].holds and result["gradients"].deviation > 1e-2
+    assert all(check.holds for name, check in result.items() if name != "gradients")
 
 
 def test_attention_mask_check_covers_the_window(monkeypatch):
-    """One that hides nothing is seen, whatever the least number of tokens is."""
+    """A window that hides nothing fails, as the inputs are longer than it."""
     monkeypatch.setattr(
         masks, "sliding_window", lambda query_T, key_S, width: jnp.ones((len(query_T), len(key_S)), bool)
     )
@@ -133,8 +133,8 @@ def test_attention_mask_check_covers_the_window(monkeypatch):
     model, params, _ = random_model(config)
     inputs = random_inputs(config, 2)
     assert inputs[0].shape == (2, 78)
-    found = attention_mask(model, params, (inputs[0][0],))
-    assert not found.holds and "78 tokens" in found.detail
+    result = attention_mask(model, params, (inputs[0][0],))
+    assert not result.holds and "78 tokens" in result.detail
     short = attention_mask(model, params, (inputs[0][0][:70],))
     assert short.holds and short.detail.endswith("a window of 70 untested")
 
@@ -143,27 +143,27 @@ def test_attention_mask_check_covers_the_window(monkeypatch):
 def test_clip_scale_at_its_limit_passes_the_gradient_check():
     model, params, _ = random_model(MODELS["clip"])
     inputs = [x[0] for x in random_inputs(MODELS["clip"], 2)]
-    found = gradients(model, params | {"t": jnp.float32(5)}, Batch(tuple(inputs), jnp.int32(0)))
-    assert found.holds, found
+    result = gradients(model, params | {"t": jnp.float32(5)}, Batch(tuple(inputs), jnp.int32(0)))
+    assert result.holds, result
 
 
 def test_infinite_slope_fails_the_gradient_check():
     model, params, inputs = random_model(MODELS["decoder"])
     steep = params | {"W_out": np.full(params["W_out"].shape, 1e300)}
-    found = gradients(model, steep, Batch(inputs, jnp.zeros(T, jnp.int32)))
-    assert not found.holds and np.isnan(found.deviation)
+    result = gradients(model, steep, Batch(inputs, jnp.zeros(T, jnp.int32)))
+    assert not result.holds and np.isnan(result.deviation)
 
 
 def test_causality_does_not_apply_to_constant_logits():
     model, params, inputs = random_model(MODELS["decoder"])
-    found = causality(model, params | {"W_out": jnp.zeros_like(params["W_out"])}, inputs)
-    assert found.deviation is None and "no logit depends" in found.detail
+    result = causality(model, params | {"W_out": jnp.zeros_like(params["W_out"])}, inputs)
+    assert result.deviation is None and "no logit depends" in result.detail
 
 
 def test_padding_does_not_apply_without_padding():
     model, params, inputs = random_model(MODELS["masked"])
-    whole = (inputs[0][None], jnp.ones((1, T), bool))
-    assert padding(model, params, whole).deviation is None
+    unpadded = (inputs[0][None], jnp.ones((1, T), bool))
+    assert padding(model, params, unpadded).deviation is None
 
 
 def test_capture_refuses_a_scanned_model():

@@ -90,8 +90,8 @@ def test_known_trip_count_of_the_compiler_is_used():
 
 
 def test_bytes_sent_by_kind():
-    found = {c.kind: (c.times, c.n_bytes) for c in parse(PROGRAM).collectives(4)}
-    assert found == {
+    result = {c.kind: (c.times, c.n_bytes) for c in parse(PROGRAM).collectives(4)}
+    assert result == {
         "all-gather": (16, 16 * 1 / 2 * 64),  # one all-gather of 4 x 8 bfloat16 between 2, in two fusions
         "reduce-scatter": (16, 16 * 1 / 2 * 64),  # written as an all-reduce and a slice
         "all-reduce": (1, 2 * 3 / 4 * 4),  # a float32 between all 4
@@ -106,9 +106,9 @@ def test_asynchronous_collectives_count_once_by_their_result():
         "  %sent = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%loss), source_target_pairs={{0,1}}\n"
         "  ROOT %total",
     ).replace("(%w), replica", "(%small), replica")
-    found = {c.kind: (c.times, c.n_bytes) for c in parse(text).collectives(4)}
-    assert found["all-gather"] == (17, 17 * 32)
-    assert found["collective-permute"] == (1, 12)
+    result = {c.kind: (c.times, c.n_bytes) for c in parse(text).collectives(4)}
+    assert result["all-gather"] == (17, 17 * 32)
+    assert result["collective-permute"] == (1, 12)
 
 
 def test_memory_traffic():
@@ -151,13 +151,13 @@ def test_collectives_of_a_compiled_program():
 
     def step(w_L):
         def body(total, w):
-            whole = jax.lax.all_gather(w, "x", tiled=True)
-            return total + jax.lax.psum_scatter(jnp.sin(whole), "x", tiled=True), None
+            gathered = jax.lax.all_gather(w, "x", tiled=True)
+            return total + jax.lax.psum_scatter(jnp.sin(gathered), "x", tiled=True), None
 
         return jax.lax.scan(body, w_L[0], w_L)[0]
 
     each = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec(None, "x"), out_specs=PartitionSpec("x"))
     text = jax.jit(each).lower(jax.ShapeDtypeStruct((5, 32), jnp.float32)).compile().as_text()
-    found = {c.kind: (c.times, c.n_bytes) for c in parse(text).collectives(8)}
+    result = {c.kind: (c.times, c.n_bytes) for c in parse(text).collectives(8)}
     sent = 5 * 7 / 8 * 32 * 4
-    assert found == {"all-gather": (5, sent), "reduce-scatter": (5, sent)}
+    assert result == {"all-gather": (5, sent), "reduce-scatter": (5, sent)}

@@ -77,8 +77,8 @@ def test_format_row_shows_recall_by_the_name_of_the_objective():
     # Of two pairs with identical image and text embeddings, recall is 100 %.
     half = np.eye(2, dtype=np.float32)
     measures = {"image": half, "text": half, "log_scale": np.zeros(2), "caption": np.arange(2), "weight": np.ones(2)}
-    found = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
-    shown = format_row({"step": 0, "epoch": 0.0, CaptionDataset.unit: 0, **found})
+    result = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
+    shown = format_row({"step": 0, "epoch": 0.0, CaptionDataset.unit: 0, **result})
     assert shown == "step       0  held-out 0.313 (100.0% recall at 5)"  # log(1 + 1/e)
 
 
