@@ -19,7 +19,7 @@ from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
-from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_vocab_size, is_fixed
+from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_vocab_size
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -134,11 +134,8 @@ class CaptionDataset(Dataset):
         table = read_captions(folder / CAPTIONS)
         files = [row.file for row in table]
         sizes = sorted(read_image_sizes(folder / IMAGES, files))
-        size, patch = infer_image_size(
-            model.vision.image_size, model.vision.patch_size, sizes[0] if len(sizes) == 1 else None,
-            is_fixed("vision.image_size", fixed), is_fixed("vision.patch_size", fixed),
-        )  # fmt: skip
-        original, model = model, replace(model, vision=replace(model.vision, image_size=size, patch_size=patch))
+        vision = infer_image_size(model.vision, sizes[0] if len(sizes) == 1 else None, fixed, "vision.")
+        original, model = model, replace(model, vision=vision)
         shape = model.example()[0].shape
         if config.shift >= max(shape[:2]):
             raise UserError(
@@ -160,7 +157,8 @@ class CaptionDataset(Dataset):
         reason = (
             f"{config.path} has images of {describe_sizes(sizes)} and supports {self.tokenizer.vocab_size:,} tokens"
         )
-        self.notes = (*describe_changes(original, model, reason), *describe_resizing(config.path, sizes, size))
+        resizing = describe_resizing(config.path, sizes, vision.image_size)
+        self.notes = (*describe_changes(original, model, reason), *resizing)
         self.tokens, self.valid, self.n_shortened = tokenize_captions(captions, self.tokenizer, length)
         self.caption_ids = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size

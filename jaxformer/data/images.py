@@ -72,15 +72,8 @@ def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Cont
     Args:
       fixed: names of fields that are not inferred; None for all.
     """
-    patch = getattr(model, "patch_size", None)
-    size, new_patch = infer_image_size(
-        model.image_size, patch or (1, 1), folder.size, is_fixed("image_size", fixed),
-        patch is None or is_fixed("patch_size", fixed),
-    )  # fmt: skip
-    changes: dict[str, Any] = {"image_size": size} | ({} if patch is None else {"patch_size": new_patch})
-    if not is_fixed("n_classes", fixed):
-        changes["n_classes"] = len(folder.classes)
-    return infer_channels(model, folder.channels, fixed, changes)
+    changes: dict[str, Any] = {} if is_fixed("n_classes", fixed) else {"n_classes": len(folder.classes)}
+    return infer_channels(infer_image_size(model, folder.size, fixed), folder.channels, fixed, changes)
 
 
 def infer_channels(

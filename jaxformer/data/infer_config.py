@@ -25,27 +25,29 @@ def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int =
     return replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size + extra))
 
 
-def infer_image_size(
-    size: tuple[int, ...], patch: tuple[int, ...], images: tuple[int, ...] | None, fixed_size: bool, fixed_patch: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the height and width of the model's images and of its patches, in pixels.
+def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Container[str] | None, prefix: str = "") -> Any:
+    """Return the config with the size of the images, in about as many patches as before.
 
-    The model adopts the size of the images, with about as many patches as before. Images need resizing where the
-    model's size is fixed, where their sizes differ or exceed `MAX_INFERRED_SIDE_PIXELS`, and where no patch divides it.
+    Images need resizing where the model's size is fixed, where their sizes differ or exceed
+    `MAX_INFERRED_SIDE_PIXELS`, and where no patch divides it.
 
     Args:
-      size: height and width of the model's images.
-      patch: height and width of its patches.
+      model: config with `image_size` and, unless it has no patches, `patch_size`, heights and widths in pixels.
       images: height and width of all images; None where they differ.
-      fixed_size: `size` must stay.
-      fixed_patch: `patch` must stay.
+      fixed: names of fields that are not inferred; None for all.
+      prefix: of the two fields' names in `fixed`.
     """
+    patch = getattr(model, "patch_size", None)
+    fixed_size = is_fixed(f"{prefix}image_size", fixed)
+    fixed_patch = patch is None or is_fixed(f"{prefix}patch_size", fixed)
     if fixed_size or images is None or max(images) > MAX_INFERRED_SIDE_PIXELS:
-        images = size
+        images = model.image_size
     sides = [
-        _infer_side(old, side, new, fixed_size, fixed_patch) for old, side, new in zip(size, patch, images, strict=True)
+        _infer_side(old, side, new, fixed_size, fixed_patch)
+        for old, side, new in zip(model.image_size, patch or (1, 1), images, strict=True)
     ]
-    return tuple(side for side, _ in sides), tuple(side for _, side in sides)
+    size, new_patch = zip(*sides, strict=True)
+    return replace(model, image_size=size, **({} if patch is None else {"patch_size": new_patch}))
 
 
 def infer_patch_size(model: Any, size: tuple[int, ...]) -> Any:

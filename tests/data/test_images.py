@@ -330,12 +330,13 @@ def test_channels_of_idx_files_are_inferred_or_converted(idx_folder: Path) -> No
         ((37, 28), "", (35, 28), (7, 7)),  # 37 is a prime
         ((300, 28), "", (28, 28), (7, 7)),
         (None, "", (28, 28), (7, 7)),
-        ((40, 32), "size", (28, 28), (7, 7)),
+        ((40, 32), "image", (28, 28), (7, 7)),
         ((40, 35), "patch", (42, 35), (7, 7)),
     ],
 )
 def test_image_and_patch_sizes_are_inferred(images: tuple | None, fixed: str, size: tuple, patch: tuple) -> None:
-    assert infer_image_size((28, 28), (7, 7), images, fixed == "size", fixed == "patch") == (size, patch)
+    model = infer_image_size(replace(MODEL, image_size=(28, 28), patch_size=(7, 7)), images, {f"{fixed}_size"})
+    assert (model.image_size, model.patch_size) == (size, patch)
 
 
 def test_class_without_training_images_is_refused(tmp_path: Path) -> None:
