@@ -41,13 +41,13 @@ many, and a row is another from there on."""
 
 
 def agree(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> float:
-    """Which share of the texts is the same up to their first difference, in the worst row."""
+    """Return the fraction of the texts that is the same up to their first difference, in the worst row."""
     equal = ([x == y for x, y in zip(row, other, strict=True)] for row, other in zip(a, b, strict=True))
     return min((row.index(False) if False in row else len(row)) / len(row) for row in equal)
 
 
 def measure(batch_size: int, device: str, folder: Path, python: str, rounds: int) -> tuple[dict, dict]:
-    """Tokens a second of each side, and what it measured besides; versions."""
+    """Return the tokens per second of each side with its other measurements, and the versions."""
     with ExitStack() as stack:
         ours = {
             weights: stack.enter_context(

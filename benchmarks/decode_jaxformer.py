@@ -28,7 +28,7 @@ from jaxformer.models.decoder import DecoderConfig
 
 
 def drawn(params: Any, seed: int) -> Any:
-    """Weights of GPT-2's standard deviation, but for gains; large enough matrices that texts do not all repeat."""
+    """Return weights of GPT-2's standard deviation, gains of 1, and matrices so large that not all texts repeat."""
     draw = np.random.default_rng(seed)
 
     def one(path: tuple, leaf: jax.Array) -> np.ndarray:
@@ -90,7 +90,7 @@ def main(folder: Path, batch_size: int, weights: Any) -> None:
 
 
 def read_a_step(params: Any) -> int:
-    """Bytes of parameters that a step reads: all, but of the positions' table one row, which is next to nothing."""
+    """Return the bytes of parameters that a decode step reads: all but the table of positions."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return sum(leaf.nbytes for path, leaf in leaves if "W_pos" not in jax.tree_util.keystr(path))
 

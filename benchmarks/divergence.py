@@ -63,7 +63,7 @@ class Piece:
 
 
 def pieces() -> dict[str, Piece]:
-    """All runs by name."""
+    """Return all runs by name."""
     runs = [Piece(f"before-{seed}", replace(BEFORE, seed=seed), True) for seed in SEEDS]
     for name, rates in RATES.items():
         for rate in rates:
@@ -79,7 +79,7 @@ def pieces() -> dict[str, Piece]:
 
 
 def load(which: str) -> Config:
-    """A committed config, `FILE:NAME`."""
+    """Return a committed config, `FILE:NAME`."""
     sys.path.insert(0, str(record.ROOT))
     file, _, name = which.partition(":")
     config: Config = getattr(import_module(f"configs.{file}"), name)

@@ -1,4 +1,4 @@
-"""What looking inside costs a training run: the config of plain `train.py`, with everything it looks at by default.
+"""Overhead of inspection in a training run: the default config of `train.py`, with its default reports.
 
     python benchmarks/inspection.py [OPTIONS OF train.py]
 
@@ -35,7 +35,7 @@ class Stopwatch:
         self.later: dict[str, float] = {}
 
     def timing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Return the same function, timed."""
 
         def timed(*given: Any) -> Any:
             began = time.perf_counter()

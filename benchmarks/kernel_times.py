@@ -1,4 +1,4 @@
-"""What kept a device busy, from a profile that `jax.profiler` wrote.
+"""Device time by kernel, from a profile that `jax.profiler` wrote.
 
 python benchmarks/kernel_times.py FOLDER [STEPS]
 """
@@ -12,7 +12,7 @@ from jax.profiler import ProfileData
 
 
 def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
-    """Milliseconds a step of the kernels that took longest in the newest profile, and of all of them as 'total'.
+    """Return the milliseconds per step of the longest kernels in the newest profile, and of all of them as 'total'.
 
     Kernels whose names differ in a last number only, as those of different blocks do, count as one. On a CPU, which has
     no kernels, it is the operations that XLA's threads did, and one counts for those inside it as well.
@@ -31,7 +31,7 @@ def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
 
 
 def table(found: dict[str, float]) -> str:
-    """A row a kernel."""
+    """Return a table with one row per kernel."""
     whole = found["total"] or 1.0  # nothing was seen where the profiler may not look at the device
     return "\n".join(f"{ms:10.3f} ms  {ms / whole:6.1%}  {name[:90]}" for name, ms in found.items())
 

@@ -46,7 +46,7 @@ def train(folder: Path, steps: int, log: Path, resume: bool) -> subprocess.Popen
 
 
 def writes(folder: Path) -> bool:
-    """Whether a checkpoint is being written this moment."""
+    """Return whether a checkpoint is being written."""
     return any((folder / CHECKPOINTS).glob(f"*{TEMPORARY}"))
 
 

@@ -41,7 +41,7 @@ SPIKE_NATS = 0.5
 EARLY = 300
 """Steps of the full schedule after which the cheaper pieces end."""
 OUTCOMES = ("done", "interrupted")
-"""How a training ends whose loss stayed within reason: at its end, or where this benchmark interrupts it."""
+"""Exit statuses of a stable training: at its end, or where this benchmark interrupts it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Recipe:
     """Path below DATA; None for what the config names."""
 
     def pieces(self, data: Path | None) -> Iterator[Piece]:
-        """Every training, where the data is there."""
+        """Return every training whose data is available."""
         path = None
         if self.data is not None:
             if data is None or not list(data.glob(f"{self.data}*")):
@@ -185,7 +185,7 @@ def excursion(losses: np.ndarray, width: int, warmup: int) -> float:
 
 
 def instructions() -> str:
-    """The widest vector instructions that XLA may use here."""
+    """Return the widest vector instructions that XLA may use here."""
     if "xla_cpu_max_isa=" in (flags := os.environ.get("XLA_FLAGS", "")):
         return flags.partition("xla_cpu_max_isa=")[2].split()[0]
     info = Path("/proc/cpuinfo")
@@ -220,7 +220,7 @@ def measure(pieces: list[Piece], out: Path, jobs: int, seconds: float) -> None:
 
 
 def start(piece: Piece, out: Path, cores: list[int]) -> subprocess.Popen:
-    """A process of its own for a piece, on its own cores."""
+    """Start a process for one training, on its own cores."""
     fields = json.dumps([piece.config, piece.seed, piece.devices, piece.factor, piece.steps, piece.path])
     return subprocess.Popen(
         ["taskset", "-c", ",".join(map(str, cores)), sys.executable, __file__, "--out", str(out), "--piece", fields],

@@ -21,7 +21,7 @@ difference between the models (5e-7 to 1e-6 was seen); a GPU rounds what it mult
 
 @dataclass(frozen=True)
 class Job:
-    """What to train."""
+    """One training to measure."""
 
     config: str
     """FILE:NAME in `configs/`."""
@@ -60,5 +60,5 @@ def start(job: Job, folder: Path, peers: Mapping[str, Sequence[str]], python: st
 
 
 def software(workers: Sequence[Worker]) -> dict[str, str]:
-    """Versions of what was measured; of this Python, the one that jaxformer ran on."""
+    """Return the versions of what was measured; of Python, the one that jaxformer ran on."""
     return {name: version for worker in reversed(workers) for name, version in worker.facts["versions"].items()}

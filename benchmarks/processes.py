@@ -21,10 +21,10 @@ class Failed(RuntimeError):
 
 
 class Turn(NamedTuple):
-    """What a worker did in its turn."""
+    """Measurements of one turn of a worker."""
 
     values: list[float]
-    """What each step gave, such as its loss."""
+    """Result of each step, such as its loss."""
     ms: list[float]
     """Milliseconds a step, of each burst."""
 
@@ -79,7 +79,7 @@ def serve(
     tracer: Callable[[str], AbstractContextManager] = nullcontext,
     **facts: Any,
 ) -> None:
-    """A worker's life: say what it is, then take the steps that are asked for and say how they went.
+    """Serve as a worker: describe itself, then take the requested steps and report their times.
 
     The steps of a burst are begun one after another, and only then waited for, as in training: a device that works
     by itself always has the next step at hand. A burst of one step is timed with all that goes around it.
@@ -115,7 +115,7 @@ def take_turns(workers: Sequence[Worker], rounds: int, bursts: int, steps: int =
 
 
 def has(python: str, *packages: str) -> bool:
-    """Whether an interpreter exists and has these packages."""
+    """Return whether an interpreter exists and has these packages."""
     look = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
     try:
         return subprocess.run([python, "-c", look, *packages], check=False).returncode == 0

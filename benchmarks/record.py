@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: the hardware, the versions, the commit, the date."""
+"""Metadata of every benchmark: the hardware, the versions, the commit, the date."""
 
 import contextlib
 import datetime
@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def cpu() -> str:
-    """The model of the CPU, as the system names it."""
+    """Return the model of the CPU, as the system names it."""
     if platform.system() == "Darwin":
         return _said("sysctl", "-n", "machdep.cpu.brand_string")
     info = Path("/proc/cpuinfo")
@@ -35,12 +35,12 @@ def cpu() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of this Python and of the named packages."""
+    """Return the versions of this Python and of the named packages."""
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def commit() -> str:
-    """The commit that is checked out, `-dirty` where something but results differs from it; in a copy without git,
+    """Return the commit that is checked out, `-dirty` where more than results differs; in a copy without git,
     what the variable COMMIT says."""
     try:
         changed = _said("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")

@@ -20,7 +20,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "norm": ("rmsnorm", "layernorm"), "norm_placement": ("pre",), "positions": ("rope", "learned"),
     "unembedding": ("tied", "linear"), "dropout": (0.0,),
 }  # fmt: skip
-"""What is written here; every other field of the config is followed."""
+"""Fields that are fixed here; every other field of the config is followed."""
 EPS = 1e-6
 
 
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def matrices(self) -> list[nn.Parameter]:
-        """The parameters that weight decay reaches."""
+        """Return the parameters with weight decay."""
         return [p for p in self.parameters() if p.ndim >= 2 and p is not self.positions]
 
 

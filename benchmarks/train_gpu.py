@@ -40,7 +40,7 @@ PROFILED = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure."""
+    """Settings of the measurement."""
 
     rounds: int
     bursts: int
@@ -59,7 +59,7 @@ class Plan:
         return WARM_UP + self.rounds * self.bursts * self.steps + PROFILED
 
     def job(self, config: str, batch_size: int, tiny: Mapping[str, Any], **changes: Any) -> Job:
-        """The config with these changes; looking for smoke, with the tiny fields of the model as well."""
+        """Return the config with these changes; in a smoke test, with a tiny model."""
         changes |= {"train": {"batch_size": min(batch_size, 4) if self.smoke else batch_size}}
         changes |= {"compute": {"precision": self.precision}}
         if self.smoke:
@@ -97,7 +97,7 @@ def flops_a_token(facts: Mapping[str, Any]) -> int:
 def measure(
     name: str, job: Job, peers: Mapping[str, Sequence[str]], plan: Plan, matmul: Worker
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The figures of jaxformer, the peers and the card's rate, by turns, and the versions of what was measured."""
+    """Return the figures of jaxformer, of the peers and of the matrix products, measured by turns, and the versions."""
     print(f"\n{name}:", flush=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         workers = start(job, Path(folder), peers, plan.python_torch, stack)
@@ -197,7 +197,7 @@ MEASUREMENTS = {"gpt2_124m": gpt2_124m, "rmsnorm": rmsnorm, "long_context": long
 
 
 def parse() -> argparse.Namespace:
-    """The arguments."""
+    """Return the arguments."""
     parser = argparse.ArgumentParser(description="Training speed on a GPU beside torch.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MEASUREMENTS)} (default: all)")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, any device")

@@ -35,7 +35,7 @@ BATCHES = 8
 
 
 def read_job(job: dict[str, Any]) -> Config:
-    """The config that a `peers.Job` asks for."""
+    """Return the config of a `peers.Job`."""
     file, _, name = job["config"].partition(":")
     # Imported by name: a command's way of reading configs would bring in all that reads arguments.
     config: Config = getattr(import_module(f"configs.{file}"), name)
@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
 
 
 def in_a_product(name: str, untied: bool) -> bool:
-    """Whether a parameter is a matrix that every token is multiplied with, and no table of which it takes a row."""
+    """Return whether a parameter is a matrix that every token is multiplied with, and no table."""
     leaf = name.rpartition(".")[2]
     return leaf.startswith("W_") and leaf != "W_pos" and not (untied and leaf == "W_E")
 

@@ -41,12 +41,12 @@ class Record:
 
 
 def size(batch: Batch | np.ndarray) -> int:
-    """Tokens in a batch's windows."""
+    """Return the tokens of a batch."""
     return batch.targets.size + len(batch.targets) if isinstance(batch, Batch) else batch.size
 
 
 def tokens_per_second(stream: Iterator[Any], batches: int) -> float:
-    """Over so many batches, after the first."""
+    """Return the tokens per second over so many batches, after the first."""
     next(stream)
     began = time.perf_counter()
     total = sum(size(next(stream)) for _ in range(batches))

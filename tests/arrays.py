@@ -19,7 +19,7 @@ LADDER = Path(__file__).parents[1] / "configs" / "ladder.py"
 
 
 def rung(name: str) -> ModelConfig:
-    """The model of a rung, in the sources' size."""
+    """Return the model config of a rung, in the sources' size."""
     return load_config(f"{LADDER}:{name}").model
 
 
@@ -34,13 +34,13 @@ def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> jax.Array:
 
 
 def first_params(module: nn.Module, *args: Any) -> Params:
-    """What the module starts training from."""
+    """Return the initial parameters of a module."""
     return jax.jit(lambda: module.init(jax.random.key(0), *args)["params"])()
 
 
 def random_params(module: nn.Module, *args: Any, seed: int = 0) -> Params:
-    """Parameters unlike the first ones, and no program compiled for them: gains are not one and biases not
-    zero, so that one in the wrong place shows."""
+    """Return random parameters without compiling a program: gains are not one and biases not zero, so that a misplaced
+    one shows."""
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args)["params"])
     draw = np.random.default_rng(seed)
 
@@ -55,19 +55,19 @@ def random_params(module: nn.Module, *args: Any, seed: int = 0) -> Params:
 
 
 def build(config: ModelConfig) -> tuple[nn.Module, Params]:
-    """A model with random parameters."""
+    """Return a model with random parameters."""
     model = config.build()
     return model, random_params(model, jnp.zeros(config.context_length, jnp.int32))
 
 
 @partial(jax.jit, static_argnames=("module", "method"))
 def apply(module: nn.Module, params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
-    """The module's output, by one compiled program."""
+    """Return the module's output, by one compiled program."""
     return module.apply({"params": params}, *args, method=method, **kwargs)
 
 
 def assert_close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    """Every number within tolerance · max(1, the largest wanted); 1e-5 is 84 float32 epsilons."""
+    """Assert that arrays agree within tolerance · max(1, the largest expected); 1e-5 is 84 float32 epsilons."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape
     assert np.isfinite(got).all()
@@ -75,8 +75,10 @@ def assert_close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 
 
 def assert_same_however_computed(config: Any, params: Params, *inputs: Any) -> None:
-    """With dropout, a loss and its gradient are those of blocks that are simply called where they are looped over and
-    computed again in the backward pass. Every parameter has a part in it."""
+    """Assert that loss and gradient with dropout do not depend on scanning blocks and activation checkpointing.
+
+    Every parameter must have a gradient.
+    """
 
     @partial(jax.jit, static_argnums=0)
     def value_and_grad(model: nn.Module) -> tuple:

@@ -41,12 +41,12 @@ def browsing(page: Path, width: int = 1200, scheme: str = "light") -> Iterator[A
 
 
 def complaints(browser: Any) -> list[str]:
-    """What the console says."""
+    """Return the errors and warnings of the console."""
     return [entry["message"] for entry in browser.get_log("browser")]
 
 
 def traces(browser: Any, title: str) -> list[dict[str, Any]]:
-    """The traces of the figure below a heading, as the page has drawn them."""
+    """Return the traces of the figure below a heading, as drawn."""
     script = """
         const heading = [...document.querySelectorAll("h2")].find((h) => h.textContent === arguments[0]);
         const plain = (values) => values && Array.from(values, (v) => (ArrayBuffer.isView(v) ? Array.from(v) : v));

@@ -22,8 +22,10 @@ import pytest
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the hook that leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """What is exhaustive is slow; and files of slow tests come first, for a file is one worker's alone, and the other
-    would have nothing to do at the end."""
+    """Mark exhaustive tests as slow, and run files of slow tests first.
+
+    A file belongs to one worker; if a slow one came last, the other worker would idle.
+    """
     for item in items:
         if "exhaustive" in item.keywords:
             item.add_marker("slow")

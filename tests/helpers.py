@@ -1,4 +1,4 @@
-"""What several tests need."""
+"""Helpers of several tests: data, options, small runs, processes and disks."""
 
 import os
 import pty
@@ -31,7 +31,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def write_books(folder: Path, n: int = 6, words: int = 900) -> Path:
-    """A folder of texts with something to learn: words from a small grammar, the same for every run."""
+    """Write a folder of texts from a small grammar, the same at every call."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     nouns, verbs = ["cat", "dog", "king", "sea", "house"], ["sees", "likes", "finds", "leaves"]
@@ -44,7 +44,7 @@ def write_books(folder: Path, n: int = 6, words: int = 900) -> Path:
 
 
 def changed(options: Sequence[str], *changes: str) -> list[str]:
-    """The options, in which those that `changes` name are replaced: none may be given twice."""
+    """Return the options, in which those that `changes` name are replaced; none may be given twice."""
     groups: dict[str, list[str]] = {}
     for part in (options, changes):
         flag = ""
@@ -57,7 +57,7 @@ def changed(options: Sequence[str], *changes: str) -> list[str]:
 
 
 def tiny(data: Path, steps: int = 20, *changes: str) -> list[str]:
-    """Options that make `train.py` a matter of seconds, some of them changed."""
+    """Return options with which `train.py` takes seconds, some of them changed."""
     options = [
         "--config", str(ROOT / "configs/quick.py"), "--data.path", str(data), "--steps", str(steps),
         "--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16", "--model.n-blocks", "1",
@@ -70,7 +70,7 @@ def tiny(data: Path, steps: int = 20, *changes: str) -> list[str]:
 
 
 def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
-    """A run's folder with a small model, after some steps of gradient descent: all that sampling and measuring need."""
+    """Create a run of a small model, after some steps of gradient descent, for sampling and evaluation."""
     model = DecoderConfig(
         vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,),
         norm="rmsnorm",
@@ -79,7 +79,7 @@ def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
         Config(folder.name, model, data=TextConfig(), steps=max(1, steps)),
         Tokenizer.train(texts, model.vocab_size),
     )
-    place, built = create_run(folder, config, tokenizer, allow_suffix=False), model.build()
+    run_folder, built = create_run(folder, config, tokenizer, allow_suffix=False), model.build()
     params = jax.jit(built.init)(jax.random.key(0), jnp.zeros(model.context_length, jnp.int32))["params"]
     if steps:
         tokens = np.array(tokenizer.encode(texts[0]))
@@ -88,9 +88,9 @@ def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
         step = jax.jit(lambda params: jax.tree.map(lambda p, g: p - 0.5 * g, params, jax.grad(loss)(params)))
         for _ in range(steps):
             params = step(params)
-    with CheckpointManager(place) as checkpoints:
+    with CheckpointManager(run_folder) as checkpoints:
         checkpoints.save(steps, params, {"none": jnp.zeros(1)}, {"step": steps}, None)
-    return place
+    return run_folder
 
 
 def start(script: str, *arguments: str, cwd: Path) -> subprocess.Popen:
@@ -112,7 +112,7 @@ IN_TERMINAL = """if True:
 
 
 def start_in_terminal(script: str, *arguments: str, cwd: Path) -> tuple[subprocess.Popen, int]:
-    """As `start`, in a terminal of its own; with the descriptor that is its screen and keyboard."""
+    """Start a script as `start` does, in a terminal of its own; return its descriptor, too."""
     terminal, its_side = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", IN_TERMINAL, str(ROOT / script), *arguments],
@@ -131,7 +131,7 @@ def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def flip_a_bit(file: Path) -> None:
-    """One in the middle, as a failing disk does."""
+    """Flip a bit in the middle of a file, as a failing disk does."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -139,7 +139,7 @@ def flip_a_bit(file: Path) -> None:
 
 @contextmanager
 def mounted(parent: Path, size: str) -> Iterator[Path]:
-    """A small disk of its own; skips the test where mounting is not permitted."""
+    """Mount a small disk; skip the test where mounting is not permitted."""
     disk = parent / "disk"
     disk.mkdir()
     try:
@@ -155,7 +155,7 @@ def mounted(parent: Path, size: str) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int) -> Path:
-    """A file that takes all but `leave` bytes of a small disk."""
+    """Fill a small disk but for `leave` bytes; return the file."""
     file = disk / "full"
     file.write_bytes(b"")
     with file.open("r+b", buffering=0) as out:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
+FILES = sorted([*(ROOT / "jaxformer").rglob("*.py"), *(ROOT / "configs").glob("*.py"), *ROOT.glob("*.py")])
 NO_FIRST_WORDS = {"What", "Whether", "How", "Which", "Where", "Who", "Whom", "Whose", "When", "Why", "That", "If"}
 NO_VERBS = {
     "The", "A", "An", "All", "Any", "As", "At", "By", "Each", "Every", "For", "From", "In", "It", "Its", "No", "None",
