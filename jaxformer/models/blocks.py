@@ -1,4 +1,4 @@
-"""What the models that are stacks of `Block` around an encoder have in common."""
+"""Base of the configs of models that are stacks of `Block`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from jaxformer.nn.norms import Norm, check_epsilon, norm_maker
 
 @dataclass(frozen=True)
 class BlocksConfig(ModelConfig):
-    """The shape of a block, and what stands before and after all of them. The defaults are `base` of Vaswani et al.
-    2017, table 3."""
+    """Shape of a block, its dropout and positions. The defaults are `base` of Vaswani et al. 2017, table 3."""
 
     d_model: int = 512
     n_heads: int = 8
@@ -38,13 +37,13 @@ class BlocksConfig(ModelConfig):
     """Biases in the MLP."""
     norm: Norm = "layernorm"
     norm_eps: float | None = None
-    """ε that norms add to the mean square or variance; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    """ε added to the mean square or variance in norms; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "post"
-    """After what a part adds, or before what it reads, and then once more after the last block."""
+    """Norms after each residual connection, or before each part and once more after the last block."""
     positions: Positions = "sinusoidal"
     rope_base: float = 10_000.0
     dropout: float = 0.1
-    """Share of the embedding, and of what each part adds, that is set to zero in training."""
+    """Probability of zeroing, in training, a feature of the embedding or of a part's output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,18 +56,18 @@ class BlocksConfig(ModelConfig):
         if any(width < 1 for width in self.d_ff):
             raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
         if self.positions == "rope" and self.width_of_head % 2:
-            raise UserError(f"RoPE turns pairs of features; a head of width {self.width_of_head} must be even.")
+            raise UserError(f"head_dim is {self.width_of_head}, but RoPE rotates pairs of features; make it even.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
 
     @property
     def width_of_head(self) -> int:
-        """K."""
+        """Width K of a head."""
         return self.head_dim or self.d_model // self.n_heads
 
     @property
     def final_norm(self) -> bool:
-        """Whether a stack ends in one more norm: with pre-norm, nothing else has normalised the residual stream."""
+        """A stack ends in one more norm: with pre-norm, the residual stream is not normalised otherwise."""
         return self.norm_placement == "pre"
 
     def attention_shape(self, n_positions: int, mask: Any = None) -> AttentionShape:
@@ -76,11 +75,11 @@ class BlocksConfig(ModelConfig):
         return AttentionShape(self.n_heads, self.n_heads, self.width_of_head, n_positions, mask)
 
     def make_norm(self) -> nn.Module:
-        """One norm."""
+        """Return a norm."""
         return norm_maker(self.norm, self.norm_eps)()
 
     def make_block(self, execution: Execution, *, cross: bool = False) -> Block:
-        """One block; with `cross`, it also attends to a source, in which no distance to a query is defined."""
+        """Return a block; with `cross`, it has cross-attention, without a rotation."""
         attention = partial(
             MultiHeadAttention, self.n_heads, self.width_of_head, bias=self.attention_bias,
             attention=execution.attention,
@@ -97,7 +96,7 @@ class BlocksConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
-    """The same for models of tokens."""
+    """Base of the configs of models of tokens with such blocks."""
 
     @property
     def contract(self) -> Contract:

@@ -1,4 +1,4 @@
-"""CLIP: a tower that reads images and one that reads texts, into one space (Radford et al. 2021, figure 3)."""
+"""CLIP: an image tower and a text tower with a joint embedding space (Radford et al. 2021, figure 3)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxformer.ops.positions import sinusoidal
 from jaxformer.ops.precision import widened
 
 LARGEST_LOG_SCALE = log(100)
-"""Logits are scaled by no more than 100 (section 2.5)."""
+"""Largest factor of the logits, 100 (section 2.5), as a logarithm."""
 
 
 @dataclass(frozen=True)
 class TowerConfig(BlocksConfig):
-    """What both towers have: blocks as those of GPT-2 (section 2.4)."""
+    """Base of both towers' configs: blocks as those of GPT-2 (section 2.4)."""
 
     n_blocks: int = 12
     attention_bias: bool = True
@@ -53,12 +53,11 @@ class ImageTowerConfig(TowerConfig):
     image_size: tuple[int, ...] = (224, 224)
     """Height and width in pixels; one number stands for both."""
     patch_size: tuple[int, ...] = (32, 32)
-    """Height and width of the patches that stand for tokens, one number for both; they must divide those of the
-    image."""
+    """Height and width of a patch in pixels, one number for both; they must divide those of the image."""
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     """Of the pixels from 0 to 1 in each channel, which is subtracted; the default is that of CLIP's own images."""
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    """By which each channel is divided then."""
+    """Divisor of each channel after that."""
     d_model: int = 768
     n_heads: int = 12
     d_ff: tuple[int, ...] = (3072,)
@@ -73,7 +72,7 @@ class ImageTowerConfig(TowerConfig):
 
     @property
     def n_patches(self) -> int:
-        """N."""
+        """Number N of patches."""
         return prod(self.image_size) // prod(self.patch_size)
 
 
@@ -102,7 +101,7 @@ class CLIPConfig(ModelConfig):
     d_joint: int = 512
     """Width of the space that images and texts share."""
     temperature: float = 0.07
-    """What cosines are divided by at first, to be logits."""
+    """Divisor of cosines in the logits at initialisation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,13 +123,13 @@ class CLIPConfig(ModelConfig):
 
 
 class ImageEmbedding(nn.Module):
-    """An image as a residual stream: the class token, then a projection of each patch, with positions added."""
+    """Class token and a projection of each patch, with positions added."""
 
     config: ImageTowerConfig
 
     @nn.compact
     def __call__(self, image_HWC: jax.Array) -> jax.Array:
-        """`(H, W, C)` uint8 to `(1 + N, D)`."""
+        """Map an image `(H, W, C)` uint8 to `(1 + N, D)`."""
         c = self.config
         init = nn.initializers.normal(c.d_model**-0.5)
         x_class_D = parameter(self, "x_class", init, (c.d_model,), "embed")
@@ -146,7 +145,7 @@ class ImageEmbedding(nn.Module):
 
 
 class CLIP(nn.Module):
-    """An image and a text in, a place for each in one space out; the nearer they are, the better they match."""
+    """Embeddings of an image and of a text in one space; the nearer they are, the better they match."""
 
     config: CLIPConfig
     execution: Execution = PLAIN
@@ -177,11 +176,12 @@ class CLIP(nn.Module):
     def __call__(
         self, image_HWC: jax.Array, tokens_T: jax.Array, valid_T: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`encode_image`, `encode_text` and `log_scale`: logits are cosines times the exponential of the last."""
+        """Return `encode_image`, `encode_text` and `log_scale`; logits are cosines times the exponential of the
+        last."""
         return self.encode_image(image_HWC), self.encode_text(tokens_T, valid_T), self.log_scale()
 
     def encode_image(self, image_HWC: jax.Array) -> jax.Array:
-        """Where an image lies in the joint space, `(E,)` float32 of length 1: what its class token has become.
+        """Return the embedding of an image, `(E,)` float32 of length 1, from its class token.
 
         Args:
           image_HWC: uint8, of the config's size.
@@ -191,16 +191,14 @@ class CLIP(nn.Module):
         return _joint(self.vision_norm(x_D) if self.config.vision.final_norm else x_D, self.W_i)
 
     def encode_text(self, tokens_T: jax.Array, valid_T: jax.Array | None = None) -> jax.Array:
-        """Where a text lies in the joint space, `(E,)` float32 of length 1: what its last token has become, the only
-        one that sees all others.
+        """Return the embedding of a text, `(E,)` float32 of length 1, from its last token, which attends to all others.
 
         Args:
           tokens_T: int32.
-          valid_T: True where there is a token, False where there is padding, which is on the right; None if all are
-            tokens.
+          valid_T: True for tokens, False for padding, which is on the right; None if all are tokens.
 
         Raises:
-          ValueError: there are more tokens than learned positions.
+          ValueError: more tokens than learned positions.
         """
         self.config.text.check_length(len(tokens_T))
         x_TD = zero_padding(self.text_embedding(tokens_T, jnp.arange(len(tokens_T))), valid_T)
@@ -209,13 +207,13 @@ class CLIP(nn.Module):
         return _joint(self.text_norm(x_D) if self.config.text.final_norm else x_D, self.W_t)
 
     def log_scale(self) -> jax.Array:
-        """The logarithm of what cosines are multiplied by, a float32 scalar, at most that of 100."""
+        """Return the logarithm of the factor of cosines, a float32 scalar, at most that of 100."""
         t = widened(self.t)
-        # Its gradient is that of `t` also beyond: it would never come back otherwise.
+        # Straight-through gradient: beyond the limit, `t` would never return otherwise.
         return t + jax.lax.stop_gradient(jnp.minimum(t, LARGEST_LOG_SCALE) - t)
 
     def _through(self, blocks: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:
-        """The residual stream `(T, D)` after a tower's blocks."""
+        """Return the residual stream `(T, D)` after a tower's blocks."""
         x_TD, keys = input_dropout(self, dropout, x_TD, len(blocks))
         return run_blocks(blocks, self.execution, x_TD, jnp.arange(len(x_TD)), mask, keys=keys)
 

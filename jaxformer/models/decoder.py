@@ -1,4 +1,4 @@
-"""The decoder-only transformer: every rung of the ladder from one head without residuals to RMSNorm, and on."""
+"""Decoder-only transformer: every rung of the ladder from one head without residuals to RMSNorm, and on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxformer.ops.masks import Causal, Mask
 
 @dataclass(frozen=True)
 class DecoderConfig(TokenModelConfig):
-    """The shape of a `Decoder`. The defaults are the `residual` rung."""
+    """Shape of a `Decoder`. The defaults are the `residual` rung."""
 
     d_model: int = 256
     n_blocks: int = 1
@@ -51,37 +51,37 @@ class DecoderConfig(TokenModelConfig):
     window: int | None = None
     """Positions a query looks back at, itself included; without it, all."""
     prefix: bool = False
-    """Each sequence begins with a prefix that all of it sees, also what comes before (a prefix language model, Raffel
-    et al. 2020); how long it is the model is told with the sequence. Of a text that is continued, it is the prompt."""
+    """Attend in both directions within a prefix of each sequence (prefix language model, Raffel et al. 2020). Its
+    length is an input; in generation, the prefix is the prompt."""
     d_ff: tuple[int, ...] = (2048, 2048)
     """Widths of the MLP's hidden layers."""
     activation: Activation = "relu"
     bias: bool = True
     """Biases in the MLP."""
     n_experts: int | None = None
-    """MLPs in each block, each with hidden layers as wide as d_ff, of which a token goes through some; without it, one
-    that all go through."""
+    """Experts in each block, MLPs with hidden layers as wide as d_ff; without it, one MLP for all tokens."""
     experts_per_token: int = 2
-    """Of them, those that a token goes through."""
+    """Experts that process each token."""
     capacity_factor: float | None = None
-    """In training, tokens that an expert has room for, in even shares; without it, room for all: slower, exact."""
+    """Capacity of an expert in training, as a multiple of its even share of tokens; without it, no token is dropped:
+    slower, exact."""
     shared_expert: bool = False
-    """One more expert in each block, that all tokens go through."""
+    """One more expert in each block, for all tokens."""
     balance_weight: float = 0.01
-    """Of the loss that spreads tokens evenly over experts; each block adds its own."""
+    """Weight of the load-balancing loss of each block."""
     router_z_weight: float = 0.001
-    """Of the loss that keeps the logits of routers small; each block adds its own."""
+    """Weight of the router z-loss of each block."""
     residual: bool = True
     norm: Literal["none", Norm] = "none"
     norm_eps: float | None = None
-    """ε that norms add to the mean square or variance; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    """ε added to the mean square or variance in norms; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "pre"
     final_norm: bool = False
     """One more norm before the logits."""
     positions: Positions = "learned"
     rope_base: float = 10_000.0
     rope_scaling: float = 1.0
-    """What RoPE divides positions by; above 1 for texts longer than those a model was trained on."""
+    """Divisor of positions in RoPE; above 1 for texts longer than the training context."""
     embedding_std: float = 1.0
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
@@ -115,9 +115,11 @@ class DecoderConfig(TokenModelConfig):
                 f"not d_model {self.d_model}; set output_projection."
             )
         if self.positions == "rope" and self.width_of_head % 2:
-            raise UserError(f"RoPE turns pairs of features; a head of width {self.width_of_head} must be even.")
+            raise UserError(f"head_dim is {self.width_of_head}, but RoPE rotates pairs of features; make it even.")
         if self.prefix and self.window is not None:
-            raise UserError(f"window is {self.window}, but a prefix is seen from everywhere; leave one of them out.")
+            raise UserError(
+                f"window is {self.window}, but a prefix is attended to from every position; leave one of them out."
+            )
         if self.unembedding == "mlp" and self.residual:
             raise UserError(
                 "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
@@ -152,7 +154,7 @@ class DecoderConfig(TokenModelConfig):
         if self.experts_per_token > self.n_experts:
             raise UserError(
                 f"experts_per_token is {self.experts_per_token}, but n_experts is {self.n_experts}; "
-                "a token goes through each at most once."
+                "use at most n_experts."
             )
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise UserError(
@@ -163,23 +165,23 @@ class DecoderConfig(TokenModelConfig):
 
     @property
     def kv_heads(self) -> int:
-        """G."""
+        """Number G of key/value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def width_of_head(self) -> int:
-        """K."""
+        """Width K of a head."""
         return self.head_dim or self.d_model // self.n_heads
 
     @property
     def attention_window(self) -> int:
-        """The most positions a query sees, itself included: the window, or else as many as the context has, also in
-        a text that goes on past it."""
+        """Most positions that a query attends to, itself included: the window or, without it, the context length, also
+        in a longer text."""
         return self.window or self.context_length
 
     @property
     def extrapolates(self) -> bool:
-        """Whether there are positions past the context length: all but learned ones."""
+        """True for positions that continue past the context length: all but learned ones."""
         return self.positions != "learned"
 
     @property
@@ -204,7 +206,7 @@ class DecoderConfig(TokenModelConfig):
 
 
 class Decoder(nn.Module):
-    """One sequence in, the logits of each next token out: `(T,)` int32 to `(T, V)`."""
+    """Causal language model: tokens `(T,)` int32 to the logits of each next token, `(T, V)`."""
 
     config: DecoderConfig
     execution: Execution = PLAIN
@@ -242,19 +244,19 @@ class Decoder(nn.Module):
             self.W_out = parameter(self, "W_out", init, (c.d_model, c.vocab_size), "embed -> vocab")
 
     def __call__(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
-        """Logits `(T, V)`.
+        """Return logits `(T, V)`.
 
         Args:
-          prefix: how many of the first tokens every token sees, also those before it (Raffel et al. 2020, figure 3);
-            None for a model that is causal throughout.
+          prefix: number of first tokens that every token attends to (Raffel et al. 2020, figure 3); None for causal
+            attention.
 
         Raises:
-          ValueError: T is beyond the context length, and positions are learned.
+          ValueError: T exceeds the context length, and positions are learned.
         """
         return self.unembed(self.features(tokens_T, prefix))
 
     def features(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
-        """The residual stream after the last block, `(T, D)`: what `unembed` makes logits of."""
+        """Return the residual stream after the last block, `(T, D)`, the input of `unembed`."""
         c = self.config
         if c.positions == "learned" and len(tokens_T) > c.context_length:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
@@ -270,24 +272,23 @@ class Decoder(nn.Module):
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int,
         prefix: jax.Array | int | None = None,
     ) -> tuple[jax.Array, KVCache]:  # fmt: skip
-        """The features `(T, D)` of tokens that follow what the cache holds, and the cache with them added at `slot`.
+        """Return the features `(T, D)` of the tokens after those in the cache, and the cache with them added at `slot`.
 
-        Prefill is T tokens at slot 0, a decode step is one token. A place whose position is `masks.EMPTY` is
-        padding: nothing ever sees it, and its own features mean nothing. A `prefix` must come in one call; later
-        ones need not be told of it.
+        Prefill is T tokens at slot 0, a decode step is one token. A token whose position is `masks.EMPTY` is padding:
+        it is masked, and its own features are undefined. A `prefix` must come in one call; later calls do without it.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
         mask_TS = self.mask(positions_T, position_S, prefix)
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x_TD, longer = block(x_TD, positions_T, mask_TS, layer, slot)
-            assert longer is not None  # a block gives a cache back where it was given one
-            layers.append(longer)
+            x_TD, updated = block(x_TD, positions_T, mask_TS, layer, slot)
+            assert updated is not None  # as a cache was given
+            layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Residual stream `(T, D)` to logits `(T, V)`; of one place alone, `(D,)` to `(V,)`."""
+        """Return logits `(T, V)` of the residual stream `(T, D)`; of one position, `(V,)` of `(D,)`."""
         c = self.config
         if c.norm != "none" and c.final_norm:
             x_TD = self.final_norm(x_TD)
@@ -296,13 +297,13 @@ class Decoder(nn.Module):
         return self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
 
     def mask(self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
-        """Who sees whom, `(T, S)`, from positions: as far back as `attention_window`, also of a prefix."""
-        seen_TS = Causal(self.config.attention_window)(query_T, key_S)
+        """Return the mask `(T, S)` from positions: as far back as `attention_window`, also in a prefix."""
+        mask_TS = Causal(self.config.attention_window)(query_T, key_S)
         if prefix is not None:
-            seen_TS |= (key_S < prefix) & (query_T[:, None] - key_S < self.config.attention_window)
-        return seen_TS & masks.padding(query_T, key_S)
+            mask_TS |= (key_S < prefix) & (query_T[:, None] - key_S < self.config.attention_window)
+        return mask_TS & masks.padding(query_T, key_S)
 
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
-        """An empty cache for one sequence."""
+        """Return an empty cache of `n_slots` slots for one sequence."""
         c = self.config
         return init_cache(c.n_blocks, c.kv_heads, n_slots, c.width_of_head, dtype)

@@ -1,4 +1,4 @@
-"""The encoder-only transformer: every token sees all others (Devlin et al. 2019), and two heads for it."""
+"""Encoder-only transformer with bidirectional attention (Devlin et al. 2019), and two heads for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxformer.ops.quantized import rows
 
 @dataclass(frozen=True)
 class EncoderConfig(TokenBlocksConfig):
-    """The shape of a `MaskedLanguageModel`. The defaults are BERT-mini of Turc et al. 2019, without segments."""
+    """Shape of a `MaskedLanguageModel`. The defaults are BERT-mini of Turc et al. 2019, without segments."""
 
     d_model: int = 256
     n_blocks: int = 4
@@ -35,7 +35,7 @@ class EncoderConfig(TokenBlocksConfig):
     embedding_norm: bool = True
     """A norm before the first block."""
     n_segments: int = 0
-    """Kinds of segments that a token may be in, such as BERT's first and second sentence; 0 for no such embedding."""
+    """Number of segments, such as BERT's first and second sentence; 0 for no segment embedding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,11 +55,11 @@ class EncoderConfig(TokenBlocksConfig):
 
 @dataclass(frozen=True)
 class ClassifierConfig(EncoderConfig):
-    """The shape of a `Classifier`: an encoder, and a class for the whole sequence."""
+    """Shape of a `Classifier`: an encoder, and a class per sequence."""
 
     n_classes: int = 2
     pooling: Literal["first", "mean"] = "first"
-    """What stands for the sequence: the features of its first token, or the mean over all tokens."""
+    """Features of the sequence: those of its first token, or the mean over all tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +74,7 @@ class ClassifierConfig(EncoderConfig):
 
 
 class Encoder(nn.Module):
-    """What the models of this file share: tokens in, features out."""
+    """Base of the models of this file: tokens to features."""
 
     config: EncoderConfig
     execution: Execution = PLAIN
@@ -95,12 +95,12 @@ class Encoder(nn.Module):
     def features(
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
     ) -> jax.Array:
-        """`(T, D)`, 0 at padded places.
+        """Return features `(T, D)`, 0 at padding.
 
         Args:
           tokens_T: int32.
-          valid_T: True where there is a token, False where there is padding; None if all are tokens.
-          segments_T: int32, in which segment each token is; None if all are in the first.
+          valid_T: True for tokens, False for padding; None if all are tokens.
+          segments_T: int32, segment of each token; None if all are in the first.
 
         Raises:
           ValueError: more tokens than learned positions, or segments for a model that has none.
@@ -116,15 +116,15 @@ class Encoder(nn.Module):
         if c.embedding_norm:
             x_TD = self.embedding_norm(x_TD)
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks)
-        seen_TT = masks.tokens(len(tokens_T), valid_T)
-        x_TD = run_blocks(self.blocks, self.execution, x_TD, positions_T, seen_TT, keys=keys)
+        mask_TT = masks.tokens(len(tokens_T), valid_T)
+        x_TD = run_blocks(self.blocks, self.execution, x_TD, positions_T, mask_TT, keys=keys)
         if c.final_norm:
             x_TD = self.final_norm(x_TD)
         return masks.zero_padding(x_TD, valid_T)
 
 
 class MaskedLanguageModel(Encoder):
-    """The logits of the token that belongs at each place: `(T,)` int32 to `(T, V)`."""
+    """Masked language model: tokens `(T,)` int32 to the logits of the token at each position, `(T, V)`."""
 
     def setup(self) -> None:
         super().setup()
@@ -136,17 +136,17 @@ class MaskedLanguageModel(Encoder):
     def __call__(
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
     ) -> jax.Array:
-        """Logits `(T, V)`; the arguments are those of `features`."""
+        """Return logits `(T, V)`; the arguments are those of `features`."""
         return self.unembed(self.features(tokens_T, valid_T, segments_T))
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Features `(T, D)` to logits `(T, V)`; one may give it those of the masked places alone."""
+        """Return logits `(T, V)` of features `(T, D)`, which may be those of masked positions only."""
         y_TD = self.head_norm(ACTIVATIONS[self.config.activation](self.head(x_TD)))
         return self.embedding.unembed(y_TD) + self.b_out
 
 
 class Classifier(Encoder):
-    """The logits of a sequence's class: `(T,)` int32 to `(n_classes,)`."""
+    """Sequence classifier: tokens `(T,)` int32 to logits `(n_classes,)`."""
 
     config: ClassifierConfig
 
@@ -157,7 +157,7 @@ class Classifier(Encoder):
     def __call__(
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
     ) -> jax.Array:
-        """Logits `(n_classes,)`; the arguments are those of `features`. There must be a token."""
+        """Return logits `(n_classes,)`; the arguments are those of `features`. There must be a token."""
         x_TD = self.features(tokens_T, valid_T, segments_T)
         if self.config.pooling == "first":
             return self.head(x_TD[0])

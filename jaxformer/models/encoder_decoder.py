@@ -1,4 +1,4 @@
-"""The Transformer of 2017: an encoder reads the source, a decoder writes the target (Vaswani et al., figure 1)."""
+"""Encoder-decoder transformer (Vaswani et al. 2017, figure 1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxformer.ops.masks import Causal
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig(TokenBlocksConfig):
-    """The shape of an `EncoderDecoder`; source and target share one vocabulary, and each may be `context_length` long.
+    """Shape of an `EncoderDecoder`; source and target share one vocabulary, and each may be `context_length` long.
     The defaults are `base` of the paper."""
 
     n_encoder_blocks: int = 6
@@ -45,19 +45,19 @@ class EncoderDecoderConfig(TokenBlocksConfig):
 
 
 class EncoderDecoderCache(NamedTuple):
-    """All that decoding has to know of a source and of the target so far."""
+    """Cache of the source and of the target so far."""
 
     target: KVCache
     source: tuple[LayerCache, ...]
     """The source's keys and values in each block of the decoder."""
     valid_S: jax.Array | None
-    """Where the source has a token."""
+    """True for the source's tokens, False for padding; None if all are tokens."""
 
 
 class EncoderDecoder(nn.Module):
-    """A source and the target so far in, the logits of each next token of the target out.
+    """Sequence-to-sequence model: a source and the target so far to the logits of the target's next tokens.
 
-    One embedding serves the source, the target and the logits (section 3.4); it is scaled by √D where it is read.
+    One embedding serves the source, the target and the logits (section 3.4); it is scaled by √D at the input.
     """
 
     config: EncoderDecoderConfig
@@ -65,7 +65,7 @@ class EncoderDecoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        # Drawn so that, scaled, it is as large as the positions that are added.
+        # Initialised so that, scaled, it is as large as the positions that are added.
         self.embedding = Embedding(
             c.vocab_size, c.context_length, c.d_model, c.positions, init_std=c.d_model**-0.5, scale=sqrt(c.d_model)
         )
@@ -76,12 +76,12 @@ class EncoderDecoder(nn.Module):
             self.encoder_norm, self.decoder_norm = c.make_norm(), c.make_norm()
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
-        """Logits `(T, V)` of the tokens that follow each of the target's.
+        """Return logits `(T, V)` of the tokens that follow each token of the target.
 
         Args:
           source_S: int32 tokens.
-          valid_S: True where the source has a token, False where it is padding; None if all are tokens.
-          target_T: int32 tokens, of which the first starts the target. Padding on its right changes nothing before.
+          valid_S: True for the source's tokens, False for padding; None if all are tokens.
+          target_T: int32 tokens after a start token. Padding on its right changes nothing before it.
 
         Raises:
           ValueError: source or target is longer than the context, and positions are learned.
@@ -89,7 +89,7 @@ class EncoderDecoder(nn.Module):
         return self.unembed(self.features(source_S, valid_S, target_T))
 
     def features(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
-        """The decoder's residual stream after its last block, `(T, D)`: what `unembed` makes logits of."""
+        """Return the decoder's residual stream after its last block, `(T, D)`, the input of `unembed`."""
         source_SD = self.encode(source_S, valid_S)
         self.config.check_length(len(target_T))
         positions_T = jnp.arange(len(target_T))
@@ -100,7 +100,7 @@ class EncoderDecoder(nn.Module):
         )
 
     def encode(self, source_S: jax.Array, valid_S: jax.Array | None = None) -> jax.Array:
-        """Return the source as the decoder attends to it, `(S, D)`; rows at padded positions mean nothing."""
+        """Return the source as the decoder attends to it, `(S, D)`; rows at padding are undefined."""
         self.config.check_length(len(source_S))
         positions_S = jnp.arange(len(source_S))
         x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
@@ -111,7 +111,8 @@ class EncoderDecoder(nn.Module):
     def start(
         self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: Any = jnp.float32
     ) -> EncoderDecoderCache:
-        """The source read, its keys and values made once for each block, and room for a target of n_slots tokens."""
+        """Return the cache with the source's keys and values for each block, and `n_slots` empty slots for the
+        target."""
         c, source_SD = self.config, self.encode(source_S, valid_S)
         target, empty = (
             init_cache(c.n_decoder_blocks, c.n_heads, n, c.width_of_head, dtype) for n in (n_slots, len(source_S))
@@ -125,9 +126,10 @@ class EncoderDecoder(nn.Module):
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: EncoderDecoderCache, slot: jax.Array | int
     ) -> tuple[jax.Array, EncoderDecoderCache]:
-        """The features `(T, D)` of tokens that follow the target in the cache, and the cache with them added at `slot`.
+        """Return the features `(T, D)` of tokens after the target in the cache, and the cache with them added at
+        `slot`.
 
-        As of `Decoder`: a place whose position is `masks.EMPTY` is padding.
+        A token whose position is `masks.EMPTY` is padding, as in `Decoder`.
         """
         position_S = write_positions(cache.target.position_S, positions_T, slot)
         mask = masks.causal(positions_T, position_S) & masks.padding(positions_T, position_S)
@@ -135,15 +137,15 @@ class EncoderDecoder(nn.Module):
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer, source in zip(self.decoder_blocks, cache.target.layers, cache.source, strict=True):
-            x_TD, longer = block(x_TD, positions_T, mask, layer, slot, source, source_mask)
-            assert longer is not None  # a block gives a cache back where it was given one
-            layers.append(longer)
+            x_TD, updated = block(x_TD, positions_T, mask, layer, slot, source, source_mask)
+            assert updated is not None  # as a cache was given
+            layers.append(updated)
         return x_TD, cache._replace(target=KVCache(tuple(layers), position_S))
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Features `(T, D)` to logits `(T, V)`; of one place alone, `(D,)` to `(V,)`."""
+        """Return logits `(T, V)` of features `(T, D)`; of one position, `(V,)` of `(D,)`."""
         return self.embedding.unembed(self.decoder_norm(x_TD) if self.config.final_norm else x_TD)
 
     def _embed(self, tokens_T: jax.Array, positions_T: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:
-        """The residual stream before the first block, and a dropout key for each block, if dropout is on."""
+        """Return the residual stream before the first block, and one dropout key per block, if dropout is on."""
         return input_dropout(self, self.embedding_dropout, self.embedding(tokens_T, positions_T), n_blocks)

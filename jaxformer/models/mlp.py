@@ -1,4 +1,4 @@
-"""The first two rungs: language models without attention."""
+"""Language models without attention: the first two rungs of the ladder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxformer.nn.mlp import MLP
 
 @dataclass(frozen=True)
 class MLPConfig(TokenModelConfig):
-    """The shape of an `MLPLanguageModel`."""
+    """Shape of an `MLPLanguageModel`."""
 
     d_model: int = 256
     d_ff: tuple[int, ...] = (2048, 2048)
     """Widths of the hidden layers."""
     concatenate: bool = False
-    """One MLP on all positions at once, instead of on each alone."""
+    """One MLP on all positions concatenated, instead of on each position."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,17 +42,16 @@ class MLPConfig(TokenModelConfig):
         return replace(super().contract, max_tokens=self.context_length, fixed_length=self.concatenate)
 
     def build(self, execution: Execution = PLAIN) -> MLPLanguageModel:
-        """It has no blocks and no attention: `execution` changes nothing."""
+        """Return the module; without blocks and attention, `execution` changes nothing."""
         return MLPLanguageModel(self)
 
 
 class MLPLanguageModel(nn.Module):
     """Embedding, positions, MLP, logits.
 
-    On each position alone it is a 1-gram model, `(T,)` to `(T, V)`. On all positions concatenated it needs a
-    full window and predicts what follows it, `(context_length,)` to `(1, V)`; its first matrix grows with
-    the square of T·D.
-    """
+    Applied to each position, it is a 1-gram model, `(T,)` to `(T, V)`. Applied to all positions concatenated, it reads
+    a full window and predicts the next token, `(context_length,)` to `(1, V)`; its first matrix grows with the square
+    of T·D."""
 
     config: MLPConfig
 

@@ -1,5 +1,5 @@
-"""Recurrent sequence to sequence: one network reads a sentence, another writes its translation (Sutskever et al. 2014,
-Cho et al. 2014), from one fixed context or from what it attends to at each word (Bahdanau et al. 2015)."""
+"""Recurrent encoder-decoder (Sutskever et al. 2014, Cho et al. 2014), with a fixed context or with attention to the
+source at each step (Bahdanau et al. 2015)."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from jaxformer.ops.recurrent import State
 
 @dataclass(frozen=True)
 class RecurrentConfig(TokenModelConfig):
-    """The shape of a `Recurrent`. Source and target have one vocabulary."""
+    """Shape of a `Recurrent`. Source and target share one vocabulary."""
 
     cell: Literal["gru", "lstm"] = "gru"
     d_embedding: int = 256
-    """Width of a token, and of what logits are made from."""
+    """Width of the token embedding, and of the features before the logits."""
     d_model: int = 256
-    """Width of a state: of each direction of the encoder, and of the decoder."""
+    """Width of the state of the decoder, and of each direction of the encoder."""
     n_layers: int = 1
-    """Of the encoder, and of the decoder."""
+    """Layers of the encoder, and of the decoder."""
     bidirectional: bool = True
-    """The encoder also reads from the end."""
+    """Encode the source in both directions."""
     attention: Literal["none", "additive", "dot"] = "additive"
-    """How the decoder's state and a place of the source are compared; none gives it one fixed context instead."""
+    """Scores of the decoder's state with the source; none for one fixed context."""
     d_attention: int | None = None
-    """Width in which additive attention compares; without it, d_model."""
+    """Width of additive attention; without it, d_model."""
     tied: bool = False
-    """One table of tokens for source, target and logits, in and out as in Vaswani et al. 2017, section 3.4."""
+    """One embedding for source, target and logits, as in Vaswani et al. 2017, section 3.4."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class RecurrentConfig(TokenModelConfig):
 
     @property
     def d_source(self) -> int:
-        """E, the width of an annotation: the states of all directions."""
+        """Width E of an annotation: the states of all directions."""
         return self.d_model * (2 if self.bidirectional else 1)
 
     @property
@@ -69,25 +69,25 @@ class RecurrentConfig(TokenModelConfig):
         )
 
     def build(self, execution: Execution = PLAIN) -> Recurrent:
-        """It has no blocks and no self-attention: `execution` changes nothing."""
+        """Return the module; without blocks and self-attention, `execution` changes nothing."""
         return Recurrent(self)
 
 
 class RecurrentCache(NamedTuple):
-    """All that the next step needs."""
+    """Source and state of decoding."""
 
     memory: Memory
     states: tuple[State, ...]
-    """Of each layer of the decoder."""
+    """State of each layer of the decoder."""
 
 
 class Recurrent(nn.Module):
-    """A source `(S,)` and the target's tokens so far `(T,)` in, the logits of each next one out, `(T, V)`.
+    """Sequence-to-sequence model: a source `(S,)` and the target so far `(T,)` to the logits of the next tokens, `(T,
+    V)`.
 
-    As in Bahdanau et al. 2015, appendix A.2, with two liberties: the decoder begins with what both directions of the
-    encoder end with, layer for layer, and the output layer reads the new state, as their equation 4 has it. Of several
-    layers, the first attends. A fixed context is what the last layer of the encoder ends with.
-    """
+    As in Bahdanau et al. 2015, appendix A.2, with two changes: the decoder's first state is from the last states of
+    both directions of the encoder, layer for layer, and the output layer reads the new state, as in their equation 4.
+    Of several layers, the first attends. A fixed context is the last state of the encoder's last layer."""
 
     config: RecurrentConfig
 
@@ -117,7 +117,7 @@ class Recurrent(nn.Module):
             d_attention = (c.d_attention or D) if c.attention == "additive" else None
             self.reader = AttentiveRecurrence(c.cell, width, D, E, d_attention)
         self.decoder = [Recurrence(c.cell, D, D) for _ in range(c.n_layers - 1)]
-        # Two numbers for each feature, of which the larger counts (maxout, Goodfellow et al. 2013).
+        # Two numbers per feature, of which the larger counts (maxout, Goodfellow et al. 2013).
         read = nn.initializers.normal((D + width + E) ** -0.5)
         self.W_o = parameter(self, "W_o", read, (D + width + E, 2 * width), "embed -> maxout")
         self.b_o = parameter(self, "b_o", nn.initializers.zeros, (2 * width,), "maxout")
@@ -128,20 +128,20 @@ class Recurrent(nn.Module):
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
-        """Logits `(T, V)` of what follows each token of the target, which begins with a start token.
+        """Return logits `(T, V)` of the tokens that follow each token of the target, which begins with a start token.
 
         Args:
-          valid_S: True where a token stands; padding is on the right.
+          source_S, target_T: int32 tokens.
+          valid_S: True for tokens, False for padding, which is on the right.
         """
         return self.unembed(self.features(source_S, valid_S, target_T))
 
     def features(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
-        """What `unembed` makes logits of, `(T, d_embedding)`."""
+        """Return the input of `unembed`, `(T, d_embedding)`."""
         return self._decode(target_T, None, self._encode(source_S, valid_S))[0]
 
     def alignment(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
-        """How much each place of the source counted when the token after each of the target's was made, `(T, S)`
-        float32.
+        """Return the attention weights on the source at each step of the target, `(T, S)` float32.
 
         Raises:
           UserError: the model has no attention.
@@ -151,37 +151,38 @@ class Recurrent(nn.Module):
         return self._decode(target_T, None, self._encode(source_S, valid_S))[1]
 
     def start(self, source_S: jax.Array, valid_S: jax.Array, n_slots: int, dtype: Any = jnp.float32) -> RecurrentCache:
-        """What the decoder begins with once the source is read.
+        """Return the cache of a source: its annotations and the decoder's first state.
 
         Args:
-          n_slots: of no use here; the state stays as large however long the target is.
-          dtype: of what is kept of the source.
+          source_S, valid_S: as in `__call__`.
+          n_slots: unused; the state has a fixed size.
+          dtype: of the source's annotations, keys and values.
 
         Raises:
           UserError: the dtype is of integers.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise UserError(f"a recurrent model cannot keep its source as {jnp.dtype(dtype)}; use float32 or bfloat16.")
+            raise UserError(f"the cache's dtype is {jnp.dtype(dtype)}; use float32 or bfloat16 for a recurrent model.")
         memory, states = self._encode(source_S, valid_S)
         return RecurrentCache(_as(dtype, memory), states)
 
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: RecurrentCache, slot: jax.Array | int
     ) -> tuple[jax.Array, RecurrentCache]:
-        """The features `(T, d_embedding)` of tokens that follow what the cache holds, and the cache after them.
+        """Return the features `(T, d_embedding)` of the tokens after those in the cache, and the cache after them.
 
-        A place whose position is `masks.EMPTY` is padding: it changes no state, and its own features mean nothing.
+        A token whose position is `masks.EMPTY` is padding: it changes no state, and its own features are undefined.
         """
-        read = RecurrentCache(_as(cache.states[0][0].dtype, cache.memory), cache.states)
-        x_TD, _, states = self._decode(tokens_T, positions_T != EMPTY, read)
+        cast = RecurrentCache(_as(cache.states[0][0].dtype, cache.memory), cache.states)
+        x_TD, _, states = self._decode(tokens_T, positions_T != EMPTY, cast)
         return x_TD, RecurrentCache(cache.memory, states)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Features to logits `(T, V)`; of one place alone, `(d_embedding,)` to `(V,)`."""
+        """Return logits `(T, V)` of features; of one position, `(V,)` of `(d_embedding,)`."""
         return self.embedding.unembed(x_TD) if self.config.tied else x_TD @ self.W_out
 
     def _encode(self, source_S: jax.Array, valid_S: jax.Array) -> RecurrentCache:
-        """Read the source."""
+        """Return the annotations of the source and the decoder's first state."""
         c = self.config
         x_SE = zero_padding(self._embed(self.embedding, source_S), valid_S)
         states: list[State] = []
@@ -202,7 +203,7 @@ class Recurrent(nn.Module):
     def _decode(
         self, tokens_T: jax.Array, valid_T: jax.Array | None, cache: RecurrentCache
     ) -> tuple[jax.Array, jax.Array, tuple[State, ...]]:
-        """Features `(T, d_embedding)`, the weights `(T, S)` of what was read of the source, and the last states."""
+        """Return features `(T, d_embedding)`, attention weights on the source `(T, S)`, and the last states."""
         memory = cache.memory
         x_TI = self._embed(self.embedding if self.config.tied else self.target_embedding, tokens_T)
         h_TD, weights_TS, state = self.reader(x_TI, cache.states[0], memory, valid_T)
@@ -219,10 +220,10 @@ class Recurrent(nn.Module):
         return self._drop(x_TI * sqrt(self.config.d_embedding) if self.config.tied else x_TI)
 
     def _drop(self, x: jax.Array) -> jax.Array:
-        """Dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
+        """Apply dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
         return self.drop(x, deterministic=not self.has_rng("dropout"))
 
 
 def _as(dtype: Any, memory: Memory) -> Memory:
-    """Its numbers in another dtype."""
+    """Return the memory with floating-point arrays in another dtype."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, memory)

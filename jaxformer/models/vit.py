@@ -1,4 +1,4 @@
-"""The Vision Transformer: an image is a sequence of patches (Dosovitskiy et al. 2021, figure 1)."""
+"""Vision Transformer: an image is a sequence of patches (Dosovitskiy et al. 2021, figure 1)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from jaxformer.ops.patches import patchify, standardize
 
 @dataclass(frozen=True)
 class ViTConfig(BlocksConfig, ImageModelConfig):
-    """The shape of a `ViT`. The defaults are ViT-B/16 of the paper, table 1."""
+    """Shape of a `ViT`. The defaults are ViT-B/16 of the paper, table 1."""
 
     patch_size: tuple[int, ...] = (16, 16)
     """Height and width in pixels, one number for both; they must divide those of the image."""
     pooling: Literal["class", "mean"] = "class"
-    """What stands for the image: the features of a token added for that, or the mean over all patches."""
+    """Features of the image: those of an added class token, or the mean over all patches."""
     mean: tuple[float, ...] = (0.5,)
     """Of pixels from 0 to 1; one for all channels, or one for each. What the model sees is (pixel - mean) / std."""
     std: tuple[float, ...] = (0.5,)
@@ -68,26 +68,26 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
-        """Of a patch along each axis but the channels."""
+        """Shape of a patch without channels."""
         return self.patch_size
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """How many patches there are along each axis."""
+        """Number of patches along each axis."""
         return tuple(n // size for n, size in zip(self.example()[0].shape[:-1], self.patch_shape, strict=True))
 
     def make_positions(self, length: int) -> LearnedPositions:
-        """Positions, and a class token where it stands for the image."""
+        """Return the positions of `length` patches, with a class token if `pooling` needs it."""
         return LearnedPositions(length, class_token=self.pooling == "class")
 
     def pool(self, x: jax.Array) -> jax.Array:
-        """What stands for a sequence, `(…, N, D)` to `(…, D)`."""
+        """Return the features of a sequence, `(…, D)` of `(…, N, D)`."""
         return x[..., 0, :] if self.pooling == "class" else jnp.mean(x, axis=-2)
 
 
 class ViT(nn.Module):
-    """Patches, positions, blocks in which every patch sees all others, and a class: `(height, width, C)` uint8 to
-    logits `(n_classes,)`."""
+    """Image classifier with bidirectional attention among patches: `(height, width, C)` uint8 to logits
+    `(n_classes,)`."""
 
     config: ViTConfig
     execution: Execution = PLAIN
@@ -108,11 +108,11 @@ class ViT(nn.Module):
         self.b_out = parameter(self, "b_out", init, (c.n_classes,), "classes")
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
-        """Logits `(n_classes,)`; floats in place of uint8 are taken as parts of white."""
+        """Return logits `(n_classes,)`; pixels may be floats with white at 1 in place of uint8."""
         return self.encode(pixels) @ self.W_out + self.b_out
 
     def encode(self, pixels: jax.Array) -> jax.Array:
-        """What the image is to the head, `(D,)`."""
+        """Return the features of the image, `(D,)`."""
         c = self.config
         patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
         x_TD = self.placement(self.patch_embedding(patches_NP))

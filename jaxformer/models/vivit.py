@@ -1,4 +1,4 @@
-"""The Video Vision Transformer: a video is a sequence of tubelets, patches with a duration (Arnab et al. 2021)."""
+"""Video Vision Transformer: a video is a sequence of tubelets, patches with a duration (Arnab et al. 2021)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from jaxformer.ops.patches import patchify, standardize
 
 @dataclass(frozen=True)
 class ViViTConfig(ViTConfig):
-    """The shape of a `ViViT` or `FactorisedViViT`. The defaults are ViViT-B/16x2 of the paper."""
+    """Shape of a `ViViT` or `FactorisedViViT`. The defaults are ViViT-B/16x2 of the paper."""
 
     n_frames: int = 32
     tubelet_frames: int = 2
     """Duration of a tubelet; its height and width are `patch_size`. It must divide the video's."""
     attention: Literal["joint", "factorised"] = "joint"
-    """Every tubelet sees all others (model 1), or those of its time, and then the times see each other (model 2)."""
+    """Attention among all tubelets (model 1), or among those of one time, and then among times (model 2)."""
     n_temporal_blocks: int = 4
-    """In which the times see each other, where attention is factorised."""
+    """Blocks of attention among times, if attention is factorised."""
     n_classes: int = 400
 
     def __post_init__(self) -> None:
@@ -62,17 +62,17 @@ class ViViTConfig(ViTConfig):
 
 
 class ViViT(ViT):
-    """Joint space-time attention (model 1, section 3.3): a ViT of tubelets, `(frames, height, width, C)` uint8 to
+    """Video classifier with joint space-time attention (model 1, section 3.3): `(frames, height, width, C)` uint8 to
     logits `(n_classes,)`."""
 
     config: ViViTConfig
 
 
 class FactorisedViViT(ViT):
-    """The factorised encoder (model 2, figure 4): a ViT for each time, without a head, and then a transformer of what
-    those say, `(frames, height, width, C)` uint8 to logits `(n_classes,)`.
+    """Video classifier with a factorised encoder (model 2, figure 4): a ViT per time, and a transformer over the
+    features of the times, `(frames, height, width, C)` uint8 to logits `(n_classes,)`.
 
-    All times lie one after the other in one sequence: only attention has to know them apart.
+    All times form one sequence, of which attention sees one segment at a time.
     """
 
     config: ViViTConfig
@@ -92,7 +92,7 @@ class FactorisedViViT(ViT):
         self._make_head()
 
     def encode(self, pixels: jax.Array) -> jax.Array:
-        """What the video is to the head, `(D,)`."""
+        """Return the features of the video, `(D,)`."""
         c = self.config
         n_times = c.grid[0]
         patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
@@ -101,8 +101,8 @@ class FactorisedViViT(ViT):
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks + c.n_temporal_blocks)
         spatial_keys, temporal_keys = (None, None) if keys is None else jnp.split(keys, [c.n_blocks])
         time_T = jnp.repeat(jnp.arange(n_times), len(x_TD) // n_times)
-        seen_TT = masks.segment(time_T, time_T)
-        x_TD = run_blocks(self.spatial_blocks, self.execution, x_TD, time_T, seen_TT, keys=spatial_keys)
+        mask_TT = masks.segment(time_T, time_T)
+        x_TD = run_blocks(self.spatial_blocks, self.execution, x_TD, time_T, mask_TT, keys=spatial_keys)
         x_TD = self.spatial_norm(x_TD) if c.final_norm else x_TD
         x_TD = self.temporal_placement(c.pool(x_TD.reshape(n_times, -1, c.d_model)))
         x_TD = run_blocks(self.temporal_blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=temporal_keys)
