@@ -22,9 +22,9 @@ def test_weights_agree_with_torch(name):
     H, K, _ = params["W_O"].shape
     module = MultiHeadAttention(H, K, H, output_projection=True, bias=True)
     mask = masks.Causal() if name == "causal" else masks.tokens(T, jnp.arange(T) < FIXTURE["n_valid"])
-    found = capture(module, params, x_TD, jnp.arange(T), mask)
-    np.testing.assert_allclose(found["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
-    np.testing.assert_allclose(found["output.0"], FIXTURE[f"{name}.out"], atol=1e-5)
+    result = capture(module, params, x_TD, jnp.arange(T), mask)
+    np.testing.assert_allclose(result["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
+    np.testing.assert_allclose(result["output.0"], FIXTURE[f"{name}.out"], atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -41,6 +41,6 @@ def test_weights_agree_with_flax(causal):
     names = {"W_Q": "query", "W_K": "key", "W_V": "value", "W_O": "out"}
     params = {name: kernels[of].reshape(*((H, K, D) if name == "W_O" else (D, H, K))) for name, of in names.items()}
     module = MultiHeadAttention(H, K, H, output_projection=True)
-    found = capture(module, params, x_TD, jnp.arange(T), mask_TT)
+    result = capture(module, params, x_TD, jnp.arange(T), mask_TT)
     (weights,) = sown["intermediates"]["attention_weights"]
-    np.testing.assert_allclose(found["weights"], weights, atol=1e-5)
+    np.testing.assert_allclose(result["weights"], weights, atol=1e-5)
