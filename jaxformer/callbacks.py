@@ -28,7 +28,7 @@ from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.parameters import Row
 from jaxformer.runs import PLOTS, SAMPLES, count_parameters, parameter_order
 from jaxformer.sharding import local_copy
-from jaxformer.train.log import say
+from jaxformer.train.log import print_line
 from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState
 
@@ -50,7 +50,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
     """
     config, model, t = setup.config, setup.model, setup.config.train
     if not (fits := _fits_on_one_device(setup)):
-        say("attention entropy and samples are left out: the model is too large to be copied to one device")
+        print_line("attention entropy and samples are left out: the model is too large to be copied to one device")
     callbacks = []
     if fits and isinstance(model, Decoder) and t.report_every:
         callbacks.append(Callback(config.steps, _init_check(setup, data), at_start=True))
@@ -112,7 +112,7 @@ def _init_check(setup: TrainSetup, data: Dataset) -> Any:
         if step:
             return None
         report = check_init(model, local_copy(state.params, setup.mesh), *probe.inputs[:1])
-        say(str(report))
+        print_line(str(report))
         return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
 
     return call
@@ -124,7 +124,7 @@ def _update_ratios(setup: TrainSetup) -> Any:
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         if "gradients" in row:
             order = parameter_order(setup.model, setup.config.model)
-            say(update_grid([Row(**parameter) for parameter in row["gradients"]], order, row["lr"]))
+            print_line(update_grid([Row(**parameter) for parameter in row["gradients"]], order, row["lr"]))
 
     return call
 
@@ -139,7 +139,7 @@ def _samples(setup: TrainSetup, folder: Path, write: Write) -> Any:
             for temperature, text in write(params):
                 text = f"[step {step:,}, temperature {temperature:g}] {text}"
                 file.write(text + "\n\n")
-                say(text)
+                print_line(text)
 
     return call
 

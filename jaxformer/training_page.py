@@ -11,7 +11,7 @@ from typing import Any
 from jaxformer.inspect.page import write_page
 from jaxformer.inspect.training_sections import Row, training_sections
 from jaxformer.runs import read_config
-from jaxformer.train.log import Sink, read_metrics, read_samples, say
+from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
 
 REPORT = "report.html"
 MAX_TIME_SHARE = 0.01
@@ -25,7 +25,7 @@ def page_sink(folder: Path) -> Sink:
 
     def sink(row: dict[str, Any]) -> None:
         nonlocal next_update
-        rows.extend([row] if rows else read_metrics(folder))  # at first also those from before a resumption
+        rows.extend([row] if rows else read_metrics(folder))  # initially with those from before a resumption
         start = time.perf_counter()
         if "val_loss" in row and start >= next_update:
             is_written = write_training_page(folder, rows)
@@ -48,6 +48,6 @@ def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
     try:
         write_page(folder / REPORT, title, [fact], training_sections(rows, read_samples(folder)))
     except OSError as error:
-        say(f"{REPORT} cannot be written: {error.strerror or error}; training continues")
+        print_line(f"{REPORT} cannot be written: {error.strerror or error}; training continues")
         return False
     return True

@@ -182,7 +182,7 @@ def _prepare(
     from jaxformer.callbacks import make_callbacks
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
-    from jaxformer.train.log import console, say
+    from jaxformer.train.log import console, print_line
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup, check_fit
     from jaxformer.train.sinks import prepare_sinks
@@ -211,7 +211,7 @@ def _prepare(
         folder = Path(broadcast(str(folder)))
 
     for line in header(setup, data, folder, resume):
-        say(line)
+        print_line(line)
     callbacks = make_callbacks(setup, data, folder)
     sinks = [page_sink(folder)] if config.train.report_every else []
     step = options.from_step
@@ -241,7 +241,7 @@ def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) 
     """Draw plots and report, print the outcome, and return the exit status; a closed terminal stops none of it."""
     from jaxformer.runs import PLOTS
     from jaxformer.signals import record_signals
-    from jaxformer.train.log import plot_metrics, read_metrics, say
+    from jaxformer.train.log import plot_metrics, print_line, read_metrics
     from jaxformer.training_page import write_training_page
     from jaxformer.training_report import footer
 
@@ -253,7 +253,7 @@ def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) 
             write_training_page(folder, rows)
         barrier()
         for line in footer(setup, data, folder, outcome, rows):
-            say(line)
+            print_line(line)
     if outcome.status == "interrupted":
         return 128 + outcome.signal
     return 0 if outcome.status == "done" else 1

@@ -49,7 +49,7 @@ console = Console(highlight=False, soft_wrap=True)
 """Terminal output of training; processes other than the first are quiet."""
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line; on a terminal, control characters in it are shown as symbols."""
     console.print(escape_control(text) if console.is_terminal else text, markup=False)
 
@@ -116,10 +116,10 @@ class Log:
         if "step_ms" in row:
             self._progress.update(self._task, note="  ".join([f"loss {row['loss']:.3f}", *_speed(row), *left]))
         if "val_loss" in row or ("step_ms" in row and self._shows(row["step"])):
-            say("\n".join([format_row(row, left), *(entropy_lines(row) if self._show_entropy else [])]))
+            print_line("\n".join([format_row(row, left), *(entropy_lines(row) if self._show_entropy else [])]))
         for kind in ("note", "warning"):
             if kind in row:
-                say(f"step {row['step']:,}  {kind}: {row[kind]}")
+                print_line(f"step {row['step']:,}  {kind}: {row[kind]}")
 
     def _shows(self, step: int) -> bool:
         return self._show_every > 0 and (step % self._show_every == 0 or step == self._steps)

@@ -22,7 +22,7 @@ from jaxformer.sharding import assemble, batch_sharding, local_rows
 from jaxformer.signals import record_signals
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, Sink, say
+from jaxformer.train.log import Log, Sink, print_line
 from jaxformer.train.remedies import remedies
 from jaxformer.train.resume import Rollback, Start, find_start
 from jaxformer.train.setup import TrainSetup, TrainState
@@ -103,9 +103,9 @@ def train(
         cannot be written, or another process trains in it.
     """
     rows = local_rows(batch_sharding(setup.mesh), setup.config.train.batch_size)
-    train_step = CompiledStep(setup, say)
-    say("compiling the training step ...")
-    say(train_step.compile(data.batch(0, rows)))
+    train_step = CompiledStep(setup, print_line)
+    print_line("compiling the training step ...")
+    print_line(train_step.compile(data.batch(0, rows)))
     evaluate = Evaluator(setup, data)
     barrier()  # some may have found the compiled step in their cache
     with ExitStack() as stack:
@@ -245,7 +245,7 @@ class TrainLoop:
             self._save_state(done.step - 1, None)
             return self._failed("non_finite", done)
         self.n_skipped += 1
-        say(f"step {done.step:,} is not finite and was left out, {self.failures} in a row")
+        print_line(f"step {done.step:,} is not finite and was left out, {self.failures} in a row")
         return None
 
     def _failed(

@@ -119,13 +119,13 @@ def make_train_step(setup: TrainSetup) -> Any:
 class CompiledStep:
     """Train step that is compiled for each shape of a batch, so that its memory is known before it runs."""
 
-    def __init__(self, setup: TrainSetup, say: Callable[[str], None]) -> None:
+    def __init__(self, setup: TrainSetup, print_line: Callable[[str], None]) -> None:
         """Compile nothing yet.
 
         Args:
-          say: receives the memory that a step needs, and the batches that it is compiled again for.
+          print_line: receives the memory that a step needs, and the batches that it is compiled again for.
         """
-        self._setup, self._step, self._say = setup, make_train_step(setup), say
+        self._setup, self._step, self._print_line = setup, make_train_step(setup), print_line
         self._compiled: dict[Any, Any] = {}
 
     def compile(self, batch: Batch) -> str:
@@ -149,7 +149,7 @@ class CompiledStep:
         """Apply `make_train_step`."""
         if _shapes(batch) not in self._compiled:
             sizes = " and ".join(dict.fromkeys(str(x.shape) for x in jax.tree.leaves(batch)))
-            self._say(f"step {step + 1:,} is compiled again, for a batch of {sizes}")
+            self._print_line(f"step {step + 1:,} is compiled again, for a batch of {sizes}")
             self.compile(batch)
         return self._compiled[_shapes(batch)](state, batch, np.int32(step))
 
