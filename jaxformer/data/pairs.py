@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
 from jaxformer.data.text import read_text
@@ -76,7 +77,7 @@ class PairsConfig(DataConfig):
 
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     """Return the config of a model of a source, its mask and a target; `UserError` for another model."""
-    if not isinstance(model, TokenModelConfig) or len(model.example()) != 3:
+    if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.SEQUENCE_TO_SEQUENCE:
         raise UserError(
             f"the data is pairs of texts, but {type(model).__name__} describes no sequence-to-sequence model; change "
             "one."

@@ -21,7 +21,6 @@ from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.page import AttentionLayer, AttentionSection, Figure, Section, Table, plain
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.saturation import saturation
-from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params
 
 MAPS = ("*attention.weights", "reader.weights")
@@ -129,7 +128,7 @@ def residual_stream_sections(
     model: nn.Module, params: Params, inputs: tuple[Any, ...], token_text: TokenText
 ) -> list[Section]:
     """Return the logit lens and the direct logit attribution of a decoder; `[]` for a model without such a stream."""
-    if not isinstance(model, Decoder):
+    if not contract_of(model).has_residual_stream:
         return []
     tokens_T = np.asarray(inputs[0])
     try:
@@ -240,7 +239,7 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
 def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
     """Return the gradients of a decoder's first layer of attention as it becomes one-hot; `[]` for another model."""
     layer, first = "blocks.0.attention", jax.tree.map(lambda x: x[0], batch.inputs)
-    if not isinstance(model, Decoder) or not capture_shapes(
+    if contract_of(model).task is not Task.CAUSAL_LM or not capture_shapes(
         model, params, *first, names=f"{layer}.weights", missing_ok=True
     ):
         return []

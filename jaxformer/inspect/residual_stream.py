@@ -11,9 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.contract import contract_of
 from jaxformer.errors import UserError
 from jaxformer.inspect.capture import Activations, capture, intervene
-from jaxformer.models.decoder import Decoder
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
@@ -24,7 +24,7 @@ HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
 """Endings of activations whose axis of positions comes after one of heads."""
 
 
-def logit_lens(model: Decoder, params: Params, *inputs: Any) -> Activations:
+def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
     """Return the logits `(T, V)` of the residual stream after the embedding and after each block, unembedded as if it
     were the last (nostalgebraist 2020); the last are the model's own.
 
@@ -40,14 +40,14 @@ def logit_lens(model: Decoder, params: Params, *inputs: Any) -> Activations:
 
 
 @partial(jax.jit, static_argnames="model")
-def _lens(model: Decoder, params: Params, *inputs: Any) -> Activations:
+def _lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
     unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
     stream = capture(model, params, *inputs, names=STREAM)
     return OrderedDict((name, unembed(x_TD)) for name, x_TD in stream.items())
 
 
 def logit_attribution(
-    model: Decoder, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
+    model: nn.Module, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
 ) -> Activations:
     """Return what each part adds to the logit of a token at each position, `(T,)` by name, `(H, T)` for heads: direct
     logit attribution (Elhage et al. 2021). The sum of all is the logit.
@@ -69,7 +69,7 @@ def logit_attribution(
 
 @partial(jax.jit, static_argnames="model")
 def _attribute(
-    model: Decoder, params: Params, inputs: tuple[Any, ...], target_T: jax.Array, baseline_T: jax.Array | None
+    model: nn.Module, params: Params, inputs: tuple[Any, ...], target_T: jax.Array, baseline_T: jax.Array | None
 ) -> Activations:
     c = model.config
     values = capture(model, params, *inputs)
@@ -98,7 +98,7 @@ def _attribute(
 
 
 def _through_norm(
-    model: Decoder, params: Params, x_TD: jax.Array, direction_TD: jax.Array
+    model: nn.Module, params: Params, x_TD: jax.Array, direction_TD: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the direction before the final norm that corresponds to one after it, for the stream `x_TD`; and the part
     of the norm's own bias."""
@@ -160,7 +160,7 @@ def _patch(
 
 def _check_stream(model: nn.Module) -> None:
     """Raise `UserError` where blocks do not add to a stream that becomes logits at the end."""
-    if not isinstance(model, Decoder) or not model.config.residual:
+    if not contract_of(model).has_residual_stream:
         raise UserError(
             f"this {type(model).__name__} has no residual stream that becomes logits; use a decoder with "
             "model.residual true."

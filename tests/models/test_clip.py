@@ -101,7 +101,7 @@ def test_the_content_of_padding_changes_no_bit_and_padding_is_as_if_it_were_not_
     assert jnp.abs(padded - encode(TOKENS_T)).max() > 0.1
 
 
-def test_a_texts_last_token_sees_all_and_no_other_does_more_than_those_before() -> None:
+def test_text_attention_is_causal_and_the_last_token_attends_to_all() -> None:
     """What a token can change is the place of every text that ends with it or after it."""
     model, params = build(CONFIG)
 
@@ -138,7 +138,7 @@ def test_pixels_are_standardised() -> None:
     assert_close(found[0], params["vision_embedding"]["x_class"])
 
 
-def test_a_batch_equals_its_pairs_one_by_one(case: tuple) -> None:
+def test_a_batch_equals_its_pairs_computed_separately(case: tuple) -> None:
     model, params = case
     images = jnp.stack([IMAGE, IMAGE[::-1], IMAGE[:, ::-1]])
     tokens_BT, valid_BT = random_tokens(V, 3, T, seed=2), jnp.arange(T) < jnp.array([[6], [1], [3]])
@@ -165,7 +165,7 @@ def test_the_first_scale_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.exhaustive
-def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+def test_execution_changes_neither_loss_nor_gradient() -> None:
     towers = {"vision": replace(VISION, dropout=0.3), "text": replace(TEXT, dropout=0.3)}
     config = replace(CONFIG, **towers)
     params = random_params(config.build(), *config.example())
@@ -203,7 +203,7 @@ def test_dropout_acts_only_with_a_key() -> None:
             assert jnp.abs(a[tower] - b[tower]).max() > 0.01
 
 
-def test_every_parameter_has_its_place_on_a_mesh() -> None:
+def test_every_parameter_has_a_sharding() -> None:
     params, axes = abstract_params(CONFIG.build(), CONFIG), parameter_axes(CONFIG.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
@@ -233,6 +233,6 @@ def test_more_tokens_than_positions_are_refused() -> None:
         (lambda: replace(CONFIG, temperature=0.001), "temperature is 0.001; it must be at least 0.01"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_with_its_value(change, said) -> None:
+def test_an_invalid_config_is_refused_with_its_value(change, said) -> None:
     with pytest.raises(UserError, match=said):
         change()

@@ -60,7 +60,7 @@ def whole(params, batch, across=BatchReduction()):  # noqa: B008
     return jax.value_and_grad(lambda params: OBJECTIVE.loss(MODEL, params, batch, across=across)[0])(params)
 
 
-def test_it_is_what_clip_is_trained_on() -> None:
+def test_clip_has_the_contrastive_objective() -> None:
     assert objective_of(MODEL) is OBJECTIVES["contrastive"]
     assert isinstance(objective_of(MODEL), Contrastive)
 
@@ -78,7 +78,7 @@ def test_the_loss_of_two_pairs_by_hand() -> None:
     assert OBJECTIVE.summary(measures)["loss"] == pytest.approx(wanted, abs=1e-6)
 
 
-def test_all_alike_costs_the_logarithm_of_how_many_there_are() -> None:
+def test_the_loss_of_equal_embeddings_is_the_logarithm_of_their_number() -> None:
     batch = Batch((places(*[40] * 7), places(*[40] * 7)), CAPTIONS[:7])
     assert_close(OBJECTIVE.loss(Given(), TEN, batch)[0], log(7), 1e-6)
 
@@ -155,14 +155,14 @@ def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
     assert_close(loss, sum(whole(PARAMS, half)[0] for half in halves) / 2, 1e-6)
 
 
-def test_a_device_alone_would_have_another_loss() -> None:
+def test_negatives_of_other_devices_change_the_loss() -> None:
     """So that the test before this one sees the gathering."""
     halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
     apart = sum(whole(PARAMS, half)[0] for half in halves) / 2
     assert abs(apart - whole(PARAMS, PAIRS)[0]) > 0.1
 
 
-def test_a_part_of_an_accumulated_batch_adds_its_share() -> None:
+def test_losses_of_microbatches_sum_to_that_of_the_batch() -> None:
     assert_close(whole(PARAMS, PAIRS, BatchReduction(4))[0], whole(PARAMS, PAIRS)[0] / 4, 1e-6)
 
 
@@ -182,7 +182,7 @@ def test_pairs_of_weight_0_are_as_if_they_were_not_there() -> None:
     assert summaries[0]["loss"] == pytest.approx(float(wanted), abs=1e-6)
 
 
-def test_what_is_found_first_by_hand() -> None:
+def test_recall_by_hand() -> None:
     """Images at 0°, 90° and 180°; texts 80°, 100° and 170°.
 
     The nearest texts of the images are the first (80° off), the first or second (10°, both), the third; of the texts'
@@ -207,7 +207,7 @@ def test_recall_counts_what_stands_before_the_best_right_answer() -> None:
     assert [recall(scores, right, k) for k in (1, 2, 3)] == [0.0, 0.5, 1.0]
 
 
-def test_a_model_that_puts_all_in_one_place_finds_nothing() -> None:
+def test_recall_of_equal_embeddings_is_zero() -> None:
     """Equal scores are no success: chance would be a half."""
     assert recall(np.ones((8, 8)), np.eye(8, dtype=bool), 4) == 0
 

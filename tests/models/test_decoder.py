@@ -107,7 +107,7 @@ def case(request: pytest.FixtureRequest) -> Small:
     return Small(CONFIGS[request.param], *build(CONFIGS[request.param]))
 
 
-def test_no_output_feels_a_later_input(case: Small) -> None:
+def test_no_output_depends_on_a_later_input(case: Small) -> None:
     weights_TV = normal(T, V)
 
     def mixed_logits(nudge_TD: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def test_the_content_of_padding_changes_no_bit(case: Small) -> None:
     np.testing.assert_array_equal(decoded[:, :1], other_decoded[:, :1])
 
 
-def test_a_batch_equals_its_rows_one_by_one(case: Small) -> None:
+def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
     tokens_BT = random_tokens(V, 5, T, seed=1)
     together = jax.jit(jax.vmap(case.forward))(tokens_BT)
     assert_close(together, jnp.stack([case.forward(tokens_T) for tokens_T in tokens_BT]))
@@ -191,7 +191,7 @@ def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["modern", "window"])
-def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(name: str) -> None:
+def test_a_prefix_is_visible_to_all_and_the_rest_is_causal(name: str) -> None:
     """By the gradient of each output with respect to each embedding. A window bounds it all."""
     config, n = replace(CONFIGS[name], n_blocks=1), 3
     model, params = build(config)
@@ -332,7 +332,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
     ],
     ids=str,
 )
-def test_a_shape_that_cannot_be_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
+def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
     with pytest.raises(UserError) as error:
         replace(PLAIN, **fields)
     assert all(word in str(error.value) for word in said)

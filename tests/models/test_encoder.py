@@ -90,7 +90,7 @@ def test_padding_is_as_if_it_were_not_there(case: tuple) -> None:
     assert_close(padded if padded.shape == (C,) else padded[:4], alone)
 
 
-def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
+def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
     model, params = case
     tokens_BT, valid_BT = random_tokens(V, 3, T, seed=2), jnp.arange(T) < jnp.array([[7], [1], [4]])
     together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(tokens_BT, valid_BT)
@@ -116,7 +116,7 @@ def test_segments_matter_and_are_the_first_where_none_are_given() -> None:
 
 
 @pytest.mark.slow
-def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+def test_execution_changes_neither_loss_nor_gradient() -> None:
     config = replace(MASKED, attention_bias=False, dropout=0.3)
     params = random_params(config.build(), TOKENS_T)
 
@@ -141,7 +141,7 @@ def test_bert_base_has_as_many_parameters_as_its_release() -> None:
 
 
 @pytest.mark.parametrize("config", [MASKED, FIRST], ids=["masked", "classifier"])
-def test_every_parameter_has_its_place_on_a_mesh(config: EncoderConfig) -> None:
+def test_every_parameter_has_a_sharding(config: EncoderConfig) -> None:
     params, axes = abstract_params(config.build(), config), parameter_axes(config.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
@@ -160,6 +160,6 @@ def test_what_a_model_does_not_have_is_refused() -> None:
     ("name", "value"),
     [("n_blocks", 0), ("n_segments", -1), ("embedding_std", -1.0), ("n_classes", 0), ("pooling", "last")],
 )
-def test_a_shape_that_cannot_be_is_refused_with_its_value(name: str, value: object) -> None:
+def test_an_invalid_config_is_refused_with_its_value(name: str, value: object) -> None:
     with pytest.raises(UserError, match=f"{name} is {value!r}"):
         replace(FIRST, **{name: value})

@@ -80,7 +80,7 @@ def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
     return build(CONFIGS[request.param])
 
 
-def test_no_logit_feels_a_later_token_of_the_target_or_padding_of_the_source(case: tuple) -> None:
+def test_no_logit_depends_on_a_later_target_token_or_source_padding(case: tuple) -> None:
     """By the gradient with respect to what is embedded: nothing from there, something from everywhere else."""
     model, params = case
     weights_TV = normal(T, V)
@@ -134,7 +134,7 @@ def test_decoding_with_a_cache_equals_the_full_pass(case: tuple) -> None:
     assert_close(decode(params), apply(model, params, *INPUTS))
 
 
-def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
+def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
     model, params = case
     source_BS, target_BT = random_tokens(V, 3, S, seed=2), random_tokens(V, 3, T, seed=3)
     valid_BS = jnp.arange(S) < jnp.array([[7], [1], [4]])
@@ -144,7 +144,7 @@ def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
 
 
 @pytest.mark.exhaustive
-def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+def test_execution_changes_neither_loss_nor_gradient() -> None:
     config = replace(POST, norm_placement="pre", dropout=0.3)
     params = random_params(config.build(), *INPUTS)
 
@@ -214,7 +214,7 @@ def test_beam_search_of_one_beam_takes_the_likeliest_token_at_each_step() -> Non
         np.testing.assert_array_equal(full(source_S, valid_S, target).argmax(-1), tokens_T)
 
 
-def test_a_cache_may_be_narrow() -> None:
+def test_source_and_target_caches_have_the_given_dtype() -> None:
     """Both that of the target and what is kept of the source."""
     model, params = build(POST)
     cache = jax.eval_shape(lambda: model.apply({"params": params}, SOURCE_S, VALID_S, T, jnp.bfloat16, method="start"))
@@ -246,7 +246,7 @@ def test_base_has_as_many_parameters_as_counted_by_hand() -> None:
     assert count_parameters(params) == V * D + 6 * (encoder + decoder) == 63_045_632
 
 
-def test_every_parameter_has_its_place_on_a_mesh() -> None:
+def test_every_parameter_has_a_sharding() -> None:
     model = replace(POST, positions="learned").build()
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), *INPUTS)["params"])
     placed = flatten_dict(shardings(params, parameter_axes(model), make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
@@ -276,7 +276,7 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
     ],
     ids=str,
 )
-def test_a_shape_that_cannot_be_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
+def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
     with pytest.raises(UserError) as error:
         replace(POST, **fields)
     assert all(word in str(error.value) for word in said)

@@ -53,7 +53,7 @@ def opened(config: ModelConfig) -> Run:
         (MLPConfig(**SHAPE, concatenate=True), range(CONTEXT), "5 tokens, but this model reads a window of exactly 6"),
     ],
 )
-def test_a_loss_of_what_is_no_sequence_says_what_was_expected(config: ModelConfig, tokens: Any, said: str) -> None:
+def test_an_invalid_sequence_is_refused_with_the_expected_shape(config: ModelConfig, tokens: Any, said: str) -> None:
     run = opened(config)
     with pytest.raises(UserError, match=said):
         run.loss(run.params, jnp.asarray(tokens, jnp.int32))
@@ -90,11 +90,11 @@ def test_an_example_of_every_model_is_one_and_a_batch_is_not(name: str) -> None:
         check_example(model, *(np.stack([x, x]) for x in example))
 
 
-def test_a_model_from_elsewhere_takes_what_it_takes() -> None:
+def test_a_module_without_contract_is_not_checked() -> None:
     check_example(SimpleNamespace(), np.zeros((3, 4)))  # type: ignore[arg-type]
 
 
-def test_every_probe_of_one_example_refuses_a_batch_and_ids_that_are_none() -> None:
+def test_every_inspection_of_one_example_refuses_a_batch_and_invalid_ids() -> None:
     model: nn.Module
     model, params = build(DecoderConfig(**SHAPE, output_projection=True))
     wrong_T, batch = jnp.array([1, V, 2]), jnp.zeros((2, 3), jnp.int32)

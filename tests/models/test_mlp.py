@@ -55,7 +55,7 @@ def test_loss_has_a_term_for_each_row_of_logits(config: MLPConfig, terms: int) -
 
 
 @pytest.mark.parametrize("fields", [{"d_model": 0}, {"d_ff": (11, -1)}, {"vocab_size": -2}], ids=str)
-def test_a_shape_that_cannot_be_is_refused_with_its_value(fields: dict) -> None:
+def test_an_invalid_config_is_refused_with_its_value(fields: dict) -> None:
     with pytest.raises(UserError) as error:
         replace(ROWWISE, **fields)
     ((name, value),) = fields.items()

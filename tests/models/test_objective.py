@@ -33,7 +33,7 @@ def batch() -> Batch:
 PARAMS = {"W": jnp.asarray(np.random.default_rng(1).normal(size=(D, V)), jnp.float32)}
 
 
-def test_the_loss_is_the_weighted_sum_and_smoothing_is_minimised_but_not_told(batch):
+def test_the_reported_loss_is_weighted_and_lacks_smoothing(batch):
     """Against optax, whose smoothed labels have the same definition."""
     logits = batch.inputs[0] @ PARAMS["W"]
     labels = optax.smooth_labels(jax.nn.one_hot(batch.targets, V), 0.1)
@@ -46,7 +46,7 @@ def test_the_loss_is_the_weighted_sum_and_smoothing_is_minimised_but_not_told(ba
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_what_parts_add_is_the_loss_of_the_whole(batch, weighted):
+def test_losses_of_microbatches_sum_to_the_loss_of_the_batch(batch, weighted):
     whole = batch if weighted else batch._replace(weights=None)
     wanted = OBJECTIVE.loss(Linear(), PARAMS, whole)[0]
     parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], whole) for i in range(3)]
@@ -56,7 +56,7 @@ def test_what_parts_add_is_the_loss_of_the_whole(batch, weighted):
     np.testing.assert_allclose(np.sum(alone) if weighted else np.mean(alone), wanted, rtol=1e-6)
 
 
-def test_one_class_an_example_is_measured_by_hand():
+def test_metrics_of_one_class_per_example_by_hand():
     """Logits that are given: the target is the largest, is not, is the second of two that are, and does not count."""
     model, params = Linear(), {"W": jnp.eye(D, V)}
     x = np.array([[2.0, 0, 0], [0, 0, 1], [0, 3, 3], [1, 1, 1]], np.float32)
@@ -72,5 +72,5 @@ def test_one_class_an_example_is_measured_by_hand():
     assert summary["accuracy"] == 1 / 3
 
 
-def test_a_module_without_a_config_of_ours_has_logits():
+def test_a_module_without_contract_has_the_cross_entropy():
     assert isinstance(objective_of(Linear()), CrossEntropy)

@@ -110,7 +110,7 @@ def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
         assert (alignment_TS[:, length:] == 0).all()
 
 
-def test_no_output_feels_a_later_token_and_each_feels_all_before(case: Small) -> None:
+def test_an_output_depends_on_all_earlier_tokens_and_no_later_one(case: Small) -> None:
     logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
     variants = jnp.stack([TARGET_T.at[i].add(1) % V for i in range(T)])
     others_TTV = jax.vmap(lambda target_T: case.forward(SOURCE_S, VALID_S, target_T))(variants)
@@ -120,7 +120,7 @@ def test_no_output_feels_a_later_token_and_each_feels_all_before(case: Small) ->
     assert_close(same[0], logits_TV)
 
 
-def test_what_stands_in_padding_changes_no_bit(case: Small) -> None:
+def test_padding_changes_no_bit(case: Small) -> None:
     other_S = jnp.where(VALID_S, SOURCE_S, (SOURCE_S + 3) % V)
     assert (other_S != SOURCE_S).any()
     logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
@@ -136,7 +136,7 @@ def test_every_valid_token_of_the_source_is_felt(case: Small) -> None:
         assert jnp.abs(other - logits_TV).max() > 1e-4
 
 
-def test_a_batch_equals_its_rows_one_by_one(case: Small) -> None:
+def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
     source_BS, target_BT = random_tokens(V, 3, S, seed=4), random_tokens(V, 3, T, seed=5)
     valid_BS = jnp.arange(S) < jnp.array([[6], [1], [3]])
     together = jax.jit(jax.vmap(case.forward))(source_BS, valid_BS, target_BT)
@@ -235,7 +235,7 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert jnp.abs(call({"dropout": jax.random.key(0)}) - without).max() > 0.01
 
 
-def test_halves_are_kept_of_the_source_if_asked_for() -> None:
+def test_a_bfloat16_cache_stores_the_source_in_bfloat16() -> None:
     case = drawn(BAHDANAU)
     start = partial(case.model.apply, {"params": case.params}, method="start")
     cache = start(SOURCE_S, VALID_S, 16, jnp.bfloat16)
@@ -247,7 +247,7 @@ def test_halves_are_kept_of_the_source_if_asked_for() -> None:
         start(SOURCE_S, VALID_S, 16, jnp.int8)
 
 
-def test_it_can_be_computed_in_halves(case: Small) -> None:
+def test_bfloat16_is_close(case: Small) -> None:
     halves = replace(case, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params))
     logits_TV = halves.forward(SOURCE_S, VALID_S, TARGET_T)
     assert logits_TV.dtype == jnp.bfloat16
@@ -274,7 +274,7 @@ def test_a_fixed_context_has_no_alignment() -> None:
     ],
     ids=str,
 )
-def test_a_shape_that_cannot_be_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
+def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
     with pytest.raises(UserError) as error:
         replace(BAHDANAU, **fields)
     assert all(word in str(error.value) for word in said)

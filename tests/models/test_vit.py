@@ -91,7 +91,7 @@ def test_without_positions_the_order_of_patches_means_nothing() -> None:
     assert_close(*there(params))
 
 
-def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
+def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
     model, params = case
     together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(PIXELS)
     for row, pixels in zip(together, PIXELS, strict=True):
@@ -125,7 +125,7 @@ def test_dropout_acts_only_with_a_key(case: tuple) -> None:
 
 
 @pytest.mark.exhaustive
-def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+def test_execution_changes_neither_loss_nor_gradient() -> None:
     model, params = build(CLASS)
     batch = Batch((PIXELS,), np.int32([1, 4, 0]))
     keys_B = jax.random.split(jax.random.key(0), 3)
@@ -141,7 +141,7 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
         assert_close(ours, theirs)
 
 
-def test_every_parameter_has_its_place_on_a_mesh() -> None:
+def test_every_parameter_has_a_sharding() -> None:
     """A patch's pixels over `tensor`, the model's width over `fsdp`."""
     params, axes = abstract_params(CLASS.build(), CLASS), parameter_axes(CLASS.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
@@ -170,6 +170,6 @@ def test_weights_of_8_bits_say_nearly_the_same(case: tuple) -> None:
         ({"std": (float("nan"),)}, r"std is nan; it must be a finite number"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_with_its_value(changes: dict, said: str) -> None:
+def test_an_invalid_config_is_refused_with_its_value(changes: dict, said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(CLASS, **changes)

@@ -118,7 +118,7 @@ def test_time_has_a_direction(case: tuple) -> None:
     assert jnp.abs(apply(model, params, PIXELS[0]) - apply(model, params, PIXELS[0, ::-1])).max() > 0.05
 
 
-def test_a_batch_equals_its_rows_one_by_one(case: tuple) -> None:
+def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
     model, params = case
     together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(PIXELS)
     assert together.shape == (3, 5)
@@ -137,7 +137,7 @@ def test_dropout_acts_only_with_a_key(case: tuple) -> None:
 
 
 @pytest.mark.exhaustive
-def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
+def test_execution_changes_neither_loss_nor_gradient() -> None:
     model, params = build(replace(FACTORISED, n_temporal_blocks=2))
     batch, keys_B = Batch((PIXELS,), np.int32([1, 4, 0])), jax.random.split(jax.random.key(0), 3)
 
@@ -153,7 +153,7 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradient() -> None:
         assert_close(ours, theirs)
 
 
-def test_every_parameter_has_its_place_on_a_mesh() -> None:
+def test_every_parameter_has_a_sharding() -> None:
     params, axes = abstract_params(FACTORISED.build(), FACTORISED), parameter_axes(FACTORISED.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
@@ -168,6 +168,6 @@ def test_every_parameter_has_its_place_on_a_mesh() -> None:
         ({"n_temporal_blocks": 0}, "n_temporal_blocks is 0"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_with_its_value(changes: dict, said: str) -> None:
+def test_an_invalid_config_is_refused_with_its_value(changes: dict, said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(JOINT, **changes)

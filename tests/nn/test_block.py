@@ -23,7 +23,7 @@ ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11
 @pytest.mark.parametrize(
     ("norm", "placement"), [(None, "pre"), (RMSNorm, "pre"), (RMSNorm, "post"), (LayerNorm, "pre"), (LayerNorm, "post")]
 )
-def test_agrees_with_the_parts_put_together_by_hand(norm: type | None, placement: str, residual: bool) -> None:
+def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residual: bool) -> None:
     block = Block(ATTENTION, FEED_FORWARD, norm, placement, residual)
     params = random_params(block, *INPUTS)
     x, positions, mask = INPUTS
@@ -97,7 +97,7 @@ def test_dropout_keeps_the_expectation_and_draws_anew_for_each_part() -> None:
     assert_close(np.unique(y), [0, 1 / 0.7, 2 / 0.7])
 
 
-def test_the_same_key_drops_the_same_places() -> None:
+def test_the_same_key_drops_the_same_features() -> None:
     first, again, other = (dropped(residual=True, key=jax.random.key(seed)) for seed in (2, 2, 3))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()

@@ -66,7 +66,7 @@ def test_parameters_have_the_same_names_and_values_whatever_the_execution():
     jax.tree.map(np.testing.assert_array_equal, scanned, PARAMS)
 
 
-def test_the_backward_pass_finds_only_what_remat_stores():
+def test_remat_saves_fewer_activations():
     def stored(execution):
         _, pull = jax.vjp(lambda params: loss(params, execution), PARAMS)
         return sum(leaf.size for leaf in jax.tree.leaves(pull))
@@ -82,7 +82,7 @@ def test_a_scan_holds_one_block_and_a_loop_all():
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_what_is_gathered_is_asked_for_by_the_name_of_the_block(scan):
+def test_gather_receives_the_name_of_the_block(scan):
     asked = []
 
     def gather(name, params):

@@ -76,7 +76,7 @@ def test_agrees_with_a_loop_over_tokens(module: Experts) -> None:
     assert_close(routers({"layer": sown[ROUTER]})["layer"].dropped, dropped / (T * module.per_token))
 
 
-def test_a_batch_is_its_rows_one_by_one(module: Experts) -> None:
+def test_a_batch_equals_its_examples_computed_separately(module: Experts) -> None:
     params = params_of(module)
     one = jax.jit(partial(output, module, params))
     assert_close(jax.jit(jax.vmap(one))(X_BTD), jnp.stack([one(x_TD) for x_TD in X_BTD]))

@@ -101,7 +101,7 @@ def test_rows_sum_to_one(mask: jax.Array | None) -> None:
     assert_close(attention_weights(q, k, mask).sum(-1), np.ones((H, T)))
 
 
-def test_a_row_that_sees_nothing_is_zero_and_passes_no_gradient() -> None:
+def test_a_fully_masked_row_is_zero_and_passes_no_gradient() -> None:
     q, k, v = qkv(2)
     blind = 3
     mask = jnp.ones((T, S), bool).at[blind].set(False)
@@ -176,7 +176,7 @@ def test_vmap_adds_a_batch() -> None:
     assert_close(batched[1], attention(q_BHTK[1], k_BGSK[1], k_BGSK[1], scale=0.3))
 
 
-def test_a_mask_for_each_head_hides_from_each_head_its_own() -> None:
+def test_masks_may_differ_per_head() -> None:
     """A key that one head sees counts, whatever the others see; what stands at one that none sees does not."""
     q, k, v = qkv(H)
     mask_HTS = (normal(H, T, S, seed=4) > 0).at[:, :, 2].set(False)
@@ -192,7 +192,7 @@ NOT_FINITE = {"NaN": jnp.nan, "infinity": jnp.inf}
 @pytest.mark.parametrize("value", NOT_FINITE.values(), ids=NOT_FINITE)
 @pytest.mark.parametrize("attend", [ops.attention, partial(blockwise_attention, block=3)], ids=["whole", "tiled"])
 @pytest.mark.parametrize("mask", ["padding", "causal"])
-def test_what_stands_at_a_key_that_no_query_sees_changes_no_bit(attend: Callable, mask: str, value: float) -> None:
+def test_a_fully_masked_key_changes_no_bit(attend: Callable, mask: str, value: float) -> None:
     """Output and gradients, some of the other keys hidden from some queries."""
     q, k, v = qkv(G=2)
     seen_TS = ~HIDDEN_S & (jnp.arange(S) != jnp.arange(T)[:, None]) if mask == "padding" else masks.Causal(3)

@@ -76,7 +76,7 @@ def test_exactly_the_tiles_with_something_visible_are_looked_at(T: int, S: int, 
     np.testing.assert_array_equal(np.argwhere(per_tile), np.stack(tiles.visible(), axis=1))
 
 
-def test_a_row_that_sees_nothing_is_zero_and_passes_no_gradient() -> None:
+def test_a_fully_masked_row_is_zero_and_passes_no_gradient() -> None:
     q, k, v = qkv(4, 2, 9, 9, 8)
     blind = 5
     mask = jnp.ones((9, 9), bool).at[blind].set(False)

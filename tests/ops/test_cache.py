@@ -34,7 +34,7 @@ def test_an_empty_cache_has_a_layer_a_block_and_no_position() -> None:
     np.testing.assert_array_equal(empty.position_S, np.full(S, EMPTY))
 
 
-def test_what_was_written_can_be_read_and_the_rest_is_untouched() -> None:
+def test_writes_are_read_back_and_other_slots_are_unchanged() -> None:
     k, v = normal(G, 2, K, seed=1), normal(G, 2, K, seed=2)
     layer = write_layer(cache().layers[0], k, v, 4)
     for whole, part in zip(read_layer(layer, jnp.float32), (k, v), strict=True):
@@ -46,7 +46,7 @@ def test_what_was_written_can_be_read_and_the_rest_is_untouched() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2), (jnp.int8, 1 + 4 / K)], ids=str)
-def test_a_cache_takes_its_dtypes_space(dtype: Any, size: float) -> None:
+def test_cache_bytes_follow_the_dtype(dtype: Any, size: float) -> None:
     """int8 has one float32 scale a vector besides."""
     layer = cache(dtype).layers[0]
     assert sum(x.nbytes for x in jax.tree.leaves(layer)) == round(2 * G * S * K * size)
@@ -55,7 +55,7 @@ def test_a_cache_takes_its_dtypes_space(dtype: Any, size: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(jnp.bfloat16, 2**-8), (jnp.int8, 0.5 / 127)], ids=["bfloat16", "int8"])
-def test_what_is_stored_in_less_is_near(dtype: Any, share: float) -> None:
+def test_narrow_caches_are_close(dtype: Any, share: float) -> None:
     """bfloat16 keeps 8 bits, so it rounds by at most 2^-9 to 2^-8 of each number; int8 by half a 127th of the
     vector's largest, whatever its size."""
     k, v = normal(G, S, K, seed=1) * 1e3, normal(G, S, K, seed=2) * jnp.arange(S)[:, None]  # the first is all zeros
@@ -95,7 +95,7 @@ def test_a_cache_of_another_dtype_is_refused(dtype: str) -> None:
         cache(dtype)
 
 
-def test_a_step_that_sees_nothing_gives_zeros() -> None:
+def test_a_fully_masked_decode_step_is_zero() -> None:
     layer = write_layer(cache().layers[0], normal(G, S, K), normal(G, S, K), 0)
     y, _ = decode_step(normal(G, 1, K), normal(G, 1, K), normal(G, 1, K), layer, 2, jnp.zeros((1, S), bool), 1.0)
     np.testing.assert_array_equal(y, np.zeros((G, 1, K)))

@@ -35,7 +35,7 @@ def test_weights_are_the_softmax_over_the_chosen() -> None:
     assert_close(weights_TJ, of_all / of_all.sum(1, keepdims=True))
 
 
-def test_one_alone_has_its_probability_among_all() -> None:
+def test_the_weight_of_one_expert_per_token_is_its_probability() -> None:
     experts_T1, weights_T1 = route(LOGITS_TE, 1)
     assert_close(weights_T1, softmax(LOGITS_TE).max(1, keepdims=True))
     np.testing.assert_array_equal(experts_T1[:, 0], np.asarray(LOGITS_TE).argmax(1))
@@ -62,7 +62,7 @@ def test_places_by_hand() -> None:
     np.testing.assert_array_equal(assign(experts_TJ, 3, 2), [[0, 2], [1, 4], [3, 6], [6, 6]])
 
 
-def test_no_two_choices_share_a_place_and_earlier_tokens_go_first() -> None:
+def test_slots_are_unique_and_earlier_tokens_go_first() -> None:
     experts_TJ, _ = route(LOGITS_TE, J)
     room = 4
     places = np.asarray(assign(experts_TJ, E, room))
@@ -138,7 +138,7 @@ def test_balancing_lowers_the_probability_of_those_chosen_too_often() -> None:
     assert gradient_E[2] > 0 and (jnp.delete(gradient_E, 2) < 0).all()
 
 
-def test_what_a_token_is_reaches_no_other_one_through_the_experts() -> None:
+def test_experts_mix_no_tokens() -> None:
     """NaN in one token, and in one that found no room; output and gradient."""
     experts_TJ, weights_TJ = jnp.array([[0], [1], [0], [0]]), jnp.full((4, 1), 0.5)
     slots_TJ = assign(experts_TJ, 2, 2)  # the last token is dropped

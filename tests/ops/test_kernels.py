@@ -119,7 +119,7 @@ FULL = jnp.ones((256, 256), bool)
         (splash_refuses, like(4, 128, 64), like(2, 256, 64), Causal(), "128 queries and 256 keys"),
     ],
 )  # fmt: skip
-def test_what_a_kernel_refuses_and_why(refuses, q, k, mask: Mask, reason: str | None) -> None:
+def test_kernels_refuse_unsupported_inputs_with_a_reason(refuses, q, k, mask: Mask, reason: str | None) -> None:
     said = refuses(q, k, mask)
     assert said is None if reason is None else reason in said
 

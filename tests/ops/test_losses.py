@@ -67,7 +67,7 @@ def test_bfloat16_logits_give_a_float32_loss() -> None:
     assert_close(loss, negative_log_likelihood(LOGITS, TARGETS), 2**-7)  # logits rounded to 8 bits
 
 
-def test_a_pair_is_told_from_others_by_hand() -> None:
+def test_pair_nll_by_hand() -> None:
     """Of two images and two texts at right angles, scaled by 2: log(1 + e^-2) each way; alone, nothing."""
     one, two = jnp.eye(2)
     scale = jnp.float32(log(2))

@@ -31,7 +31,7 @@ def test_a_channel_of_zeros_stays_zero():
 
 @pytest.mark.parametrize("multiply", [_product, _product_of_integers])
 @pytest.mark.parametrize("shape", [(17,), (1, 17), (5, 17), (2, 3, 17)])
-def test_what_is_multiplied_keeps_15_bits(shape, multiply):
+def test_the_other_factor_has_15_bits(shape, multiply):
     """Also as other devices than a CPU multiply."""
     q, x = quantize(jnp.asarray(MATRIX), (0,)), DRAW.normal(size=shape).astype(np.float32)
     got, wanted = jax.jit(multiply)(x, q.values, q.scale), x @ whole(q)
@@ -41,7 +41,7 @@ def test_what_is_multiplied_keeps_15_bits(shape, multiply):
     assert multiply(x.astype(jnp.bfloat16), q.values, q.scale).dtype == jnp.bfloat16
 
 
-def test_a_cpu_multiplies_integers_in_a_batch_too():
+def test_a_cpu_multiplies_integers_also_under_vmap():
     q, x = quantize(jnp.asarray(MATRIX), (0,)), jnp.asarray(DRAW.normal(size=(2, 3, 17)), jnp.float32)
     wanted = _product_of_integers(x, q.values, q.scale)
     np.testing.assert_array_equal(x @ q, wanted)

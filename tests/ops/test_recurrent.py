@@ -114,7 +114,7 @@ def test_the_derivative_is_that_of_a_plain_loop(cell):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_what_stands_at_a_place_that_is_not_valid_changes_no_bit(cell: str) -> None:
+def test_invalid_positions_change_no_bit(cell: str) -> None:
     valid_T = jnp.array([True, False, True, True, False])
     run = jax.jit(jax.value_and_grad(partial(summed, partial(looped, cell), valid_T), argnums=(0, 1, 2, 3)))
     clean, hidden = (jnp.where(valid_T[:, None, None], X_T[cell], value) for value in (0, jnp.nan))
