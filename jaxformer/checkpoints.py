@@ -161,10 +161,10 @@ class CheckpointReader:
         expected, stored = _shapes(abstract), _shapes(self._metadata(step, item))
         for name in sorted({**expected, **stored}):
             if stored.get(name) != expected.get(name):
-                there, here = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, expected))
+                saved, given = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, expected))
                 raise UserError(
-                    f"checkpoint {step} of {self._folder} does not fit the config: {item}/{name} is {there} in the "
-                    f"checkpoint and {here} in the config; put back the config.json that was written with the run."
+                    f"checkpoint {step} of {self._folder} does not fit the config: {item}/{name} is {saved} in the "
+                    f"checkpoint and {given} in the config; put back the config.json that was written with the run."
                 )
 
     def _metadata(self, step: int, item: str) -> Any:
@@ -397,8 +397,8 @@ class CheckpointManager(CheckpointReader):
 
     def _verify(self, step: int) -> str | None:
         """Return the corruption of a checkpoint; each process verifies its share of the files."""
-        share = slice(jax.process_index(), None, jax.process_count())
-        return next(filter(None, all_gather(find_corruption(self._path / str(step), share) or "")), None)
+        own_files = slice(jax.process_index(), None, jax.process_count())
+        return next(filter(None, all_gather(find_corruption(self._path / str(step), own_files) or "")), None)
 
     def _quarantine(self) -> None:
         """Quarantine checkpoints newer than the last intact one, and remove the rest of interrupted deletions."""
@@ -406,7 +406,7 @@ class CheckpointManager(CheckpointReader):
         if not steps:
             return
         intact = self._require_intact(steps[::-1])
-        wanted = {*steps[-2:], min(steps, key=self._rank)}
+        preserved = {*steps[-2:], min(steps, key=self._rank)}
         for step in steps if is_main_process() else ():
             path, quarantine = self._path / str(step), self._path / f"{step}.corrupt"
             reason = self._find_corruption(step) if step >= intact else find_corruption(path, NO_ARRAYS)
@@ -420,8 +420,8 @@ class CheckpointManager(CheckpointReader):
                 else:
                     shutil.rmtree(path)
                     action = "removed"
-            # A checkpoint that is not wanted and misses files was being deleted when the process was killed.
-            if step > intact or step in wanted or not reason.endswith(MISSING):
+            # A checkpoint that is not preserved and misses files was being deleted when the process was killed.
+            if step > intact or step in preserved or not reason.endswith(MISSING):
                 warn(f"checkpoint {step} of {self._folder} is corrupt: {reason}; {action}")
         self._corruption = {intact: None}  # the others may be saved again
 

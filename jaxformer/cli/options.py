@@ -88,18 +88,18 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
     inner: list[Group] = []
     hints, docs = typing.get_type_hints(type(default), include_extras=True), field_docstrings(type(default))
     for f in dataclasses.fields(default):
-        value, hint, here = getattr(default, f.name), hints[f.name], (*path, f.name)
+        value, hint, field_path = getattr(default, f.name), hints[f.name], (*path, f.name)
         hint, *marks = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
         if MERGED in marks:
-            merged, *below = option_groups(value, prefix, here)
+            merged, *below = option_groups(value, prefix, field_path)
             group.options.extend(merged.options)
             inner += below
         elif dataclasses.is_dataclass(value):
-            inner += option_groups(value, f"{prefix}{f.name}.", here)
+            inner += option_groups(value, f"{prefix}{f.name}.", field_path)
         elif HIDDEN not in marks:
             positional = POSITIONAL in marks
             flag = f.name if positional else f"--{prefix}{f.name}".replace("_", "-")
-            group.options.append(Option(here, flag, hint, value, docs.get(f.name, ""), positional))
+            group.options.append(Option(field_path, flag, hint, value, docs.get(f.name, ""), positional))
     return [group, *inner]
 
 
