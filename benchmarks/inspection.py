@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import record
 
-from jaxformer.cli import callbacks, report, train
+from jaxformer import callbacks, training_page
+from jaxformer.cli import train
 from jaxformer.train import loop
 
 TARGET = 0.03
@@ -37,9 +38,9 @@ class Stopwatch:
     def timing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the same function, timed."""
 
-        def timed(*given: Any) -> Any:
+        def timed(*given: Any, **options: Any) -> Any:
             began = time.perf_counter()
-            found = jax.block_until_ready(call(*given))
+            found = jax.block_until_ready(call(*given, **options))
             took = time.perf_counter() - began
             seconds = self.later if name in self.first else self.first
             seconds[name] = seconds.get(name, 0.0) + took
@@ -51,14 +52,14 @@ class Stopwatch:
 def main() -> None:
     """Train, print, and write the result."""
     watch, whole = Stopwatch(), Stopwatch()
-    make_callbacks, reporter, training = callbacks.make_callbacks, report.reporter, loop.train
+    make_callbacks, page_sink, training = callbacks.make_callbacks, training_page.page_sink, loop.train
 
-    def timed_hooks(*given: Any) -> list[loop.Callback]:
+    def timed_callbacks(*given: Any) -> list[loop.Callback]:
         made = make_callbacks(*given)
-        return [replace(callback, call=watch.timing(f"hook {i}", callback.call)) for i, callback in enumerate(made)]
+        return [replace(callback, call=watch.timing(f"callback {i}", callback.call)) for i, callback in enumerate(made)]
 
-    callbacks.make_callbacks = timed_hooks
-    report.reporter = lambda folder: watch.timing("report.html", reporter(folder))
+    callbacks.make_callbacks = timed_callbacks
+    training_page.page_sink = lambda folder: watch.timing("report.html", page_sink(folder))
     loop.train = whole.timing("training", training)
     with tempfile.TemporaryDirectory() as folder:
         status = train.main(["--run", str(Path(folder) / "run"), *sys.argv[1:]])

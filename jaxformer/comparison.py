@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from math import isfinite
@@ -92,6 +93,25 @@ def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator
             relative = float(np.linalg.norm(wide_x - wide_y) / norm) if norm else 0.0
             if not relative <= tolerance or tolerance == 0:
                 yield f"step {step:,}, {name}: relative difference {relative:.2e}"
+
+
+def exact_differences(a: Path, b: Path) -> list[str]:
+    """Return all differences of two runs that should be identical to the last bit.
+
+    Besides those of logs and checkpoints, these are rows that one log has twice, and other last checkpoints.
+
+    Raises:
+      UserError: a run has no intact checkpoint.
+    """
+    last = [CheckpointReader(run).step() for run in (a, b)]
+    rows = [Counter(row["step"] for row in read_metrics(run)) for run in (a, b)]
+    repeated = [step for step in sorted(rows[0] & rows[1]) if rows[0][step] != rows[1][step]]
+    return [
+        *([f"the last checkpoints are of steps {last[0]:,} and {last[1]:,}"] if last[0] != last[1] else []),
+        *(f"step {step:,} has {rows[0][step]} and {rows[1][step]} rows of metrics" for step in repeated),
+        *log_differences(a, b),
+        *checkpoint_differences(a, b),
+    ]
 
 
 def _by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:

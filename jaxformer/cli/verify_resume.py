@@ -74,7 +74,7 @@ def _main(arguments: list[str]) -> int:
 
 def _verify(options: list[str], kill_at: int, folder: Path) -> int:
     from jaxformer.checkpoints import CheckpointReader
-    from jaxformer.comparison import checkpoint_differences, log_differences
+    from jaxformer.comparison import exact_differences
     from jaxformer.train.log import read_metrics
 
     def last_step(run: Path) -> int:
@@ -96,10 +96,7 @@ def _verify(options: list[str], kill_at: int, folder: Path) -> int:
     echo(f"killed after step {last_step(resumed):,}; resuming from the checkpoint of step {theirs.step():,}")
     with _training(["--resume", "--run", str(resumed)], folder / "resumed.log") as process:
         _check_success(process, folder / "resumed.log")
-    differences = [*log_differences(uninterrupted, resumed), *checkpoint_differences(uninterrupted, resumed)]
-    if ours.step() != theirs.step():
-        differences.insert(0, f"the last checkpoints are of steps {ours.step():,} and {theirs.step():,}")
-    if differences:
+    if differences := exact_differences(uninterrupted, resumed):
         echo("\n".join(differences[:MAX_LINES]))
         return 1
     arrays = ours.arrays(ours.step())

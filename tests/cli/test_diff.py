@@ -12,6 +12,7 @@ import pytest
 
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import diff
+from jaxformer.comparison import exact_differences
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -158,3 +159,25 @@ def test_wrong_input_is_one_sentence(options: list[str], said: str, capsys, tmp_
     assert diff.main(options) == 2
     printed = capsys.readouterr()
     assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"rows": row(1, step_ms=9.0)}, []),
+        ({"rows": [*ROWS, ROWS[2]]}, ["step 2 has 1 and 2 rows of metrics"]),
+        ({"rows": ROWS[:2]}, ["steps logged by one run only: 1, first step 2 of "]),
+        ({"params": PARAMS | {"b": np.float32([-1.0])}}, ["step 2, params/b: relative difference 2.00e+00"]),
+        ({"step": 3}, ["the last checkpoints are of steps 2 and 3", "no step has a checkpoint of both"]),
+    ],
+)
+def test_exact_differences_include_repeated_rows_and_the_last_step(one, tmp_path, changes, said) -> None:
+    lines = exact_differences(Path(one), Path(make(tmp_path / "other", **changes)))
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said))
+
+
+def test_exact_differences_include_the_sign_of_zero(tmp_path) -> None:
+    runs = [make(tmp_path / name, params={"W": np.float32([zero, np.nan])}) for name, zero in (("a", 0.0), ("b", -0.0))]
+    (line,) = exact_differences(*map(Path, runs))
+    assert line.startswith("step 2, params/W: relative difference")
