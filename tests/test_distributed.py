@@ -423,7 +423,7 @@ def test_full_disk_ends_all_processes_and_the_run_resumes(books, tmp_path):
         while not (disk / "run/checkpoints/50").exists():
             assert time.monotonic() < until and all(p.poll() is None for p in processes), processes[0].communicate()
             time.sleep(0.01)
-        full = fill(disk, shutdown=60_000)  # for the log, not for a checkpoint
+        full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
         message = [process.communicate(timeout=120) for process in processes]
         statuses = [process.returncode for process in processes]
         assert 2 in statuses and set(statuses) <= {1, 2}, message

@@ -79,7 +79,7 @@ def test_induction_heads_have_high_scores_and_their_ablation_raises_the_loss(tra
     assert ablation_loss(model, params, batch, heads) - without.loss >= 1
     assert all(without.mean[layer][h] < 0.1 for layer, h in others)
 
-    table = model_sections.heads(model, params, batch)[1]  # of the page
+    table = model_sections.head_sections(model, params, batch)[1]  # of the page
     assert isinstance(table, Table)
     column = table.head.index("induction")
     assert max(table.rows, key=lambda row: row[column])[0] == f"{best[0]}, head {best[1]}"

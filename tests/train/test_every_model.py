@@ -149,7 +149,7 @@ def test_every_model_trains_resumes_and_is_inspected(spec, places, tmp_path):
     check_fit(config.model, batch)
     assert first_non_finite(model, resumed.params, batch) is None
     plan = make_plan(TrainSetup(config, make_mesh("", jax.devices()[:1])))
-    assert plan.parameters == sum(w.size for w in jax.tree.leaves(resumed.params)) and plan.model_flops > 0
+    assert plan.n_parameters == sum(w.size for w in jax.tree.leaves(resumed.params)) and plan.model_flops > 0
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     grads = jax.jit(jax.grad(lambda p: objective_of(model).example_loss(model, p, example)))(resumed.params)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads)) and any(np.any(g) for g in jax.tree.leaves(grads))
