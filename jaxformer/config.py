@@ -138,7 +138,7 @@ class OptimizerConfig:
     """Decay of the squared gradients in adamw, muon's other parameters and schedule_free; of lion's momentum (in
     its paper 0.99)."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, on matrices only, never on gains, biases or positions; not for nesterov_sgd."""
+    """Decoupled weight decay, on matrices and embeddings, never on gains, biases or positions; not for nesterov_sgd."""
     clip_norm: float | None = None
     """Maximum global norm of the gradient (gradient clipping); none to switch it off."""
 

@@ -46,24 +46,23 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules(parts, joints)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, axes: Axes) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
     """Return the named optimizer, after gradient clipping if `clip_norm` is set; its state is the same without.
 
-    Weight decay is decoupled, w ← w - lr·decay·w, and reaches matrices only.
+    Weight decay is decoupled, w ← w - lr·decay·w, and reaches matrices and embeddings; see `is_decayed`.
 
     - `nesterov_sgd`: Sutskever et al. 2013 as torch has it: v ← m·v + g, w ← w - lr·(g + m·v).
     - `adamw`: Loshchilov and Hutter 2019.
-    - `muon`: Jordan et al. 2024 for matrices, also for those of patches and of CLIP's joint space; `adamw` for
-      embeddings of tokens, logits, positions, gains and biases. Its updates are given the size of AdamW's (Liu et al.
-      2025, equation 4), so that one learning rate and one weight decay serve both. optax corrects the bias of the
-      momentum, as Adam does and the authors do not: for the first 1/(1 - momentum) steps or so the newest gradient
-      counts for more.
+    - `muon`: Jordan et al. 2024 for matrices, also for those of ViT's patches and of CLIP's joint space; `adamw` for
+      embeddings of tokens and of CLIP's patches, logits, positions, gains and biases; see `muon_or_adamw`. Its
+      updates are given the size of AdamW's (Liu et al. 2025, equation 4), so that one learning rate and one weight
+      decay serve both. optax corrects the bias of the momentum, as Adam does and the authors do not: for the first
+      1/(1 - momentum) steps or so the newest gradient counts for more.
     - `lion`: Chen et al. 2023, algorithm 2.
     - `schedule_free`: Defazio et al. 2024, algorithm 1, over AdamW. The parameters are the average x, which is what
       to evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning
       rates without the algorithm's Adam correction, as in the authors' later code.
     """
-    schedule = make_schedule(config, steps)
     decay = {"weight_decay": config.weight_decay, "mask": partial(is_decayed, axes)}
     adamw = optax.adamw(schedule, config.b1, config.b2, **decay)
     rule = {

@@ -87,7 +87,7 @@ class TrainSetup:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Optimizer with clipping and schedule."""
-        return make_optimizer(self.config.optimizer, self.config.steps, self.parameter_axes)
+        return make_optimizer(self.config.optimizer, self.schedule, self.parameter_axes)
 
     @cached_property
     def model(self) -> nn.Module:

@@ -1,6 +1,7 @@
 """Schedules and optimizers."""
 
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -10,12 +11,15 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxformer.config import OptimizerConfig
+from jaxformer.config import Config, OptimizerConfig
 from jaxformer.contract import ParameterAxes
+from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs import abstract_params
+from jaxformer.sharding import make_mesh
 from jaxformer.train.optimizer import (
     gradient_point,
     is_decayed,
@@ -24,6 +28,7 @@ from jaxformer.train.optimizer import (
     muon_or_adamw,
     updates_taken,
 )
+from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params, normal, random_tokens
 from tests.helpers import exhaustive, slow
 from tests.inspect.test_capture import MODELS
@@ -79,8 +84,26 @@ def test_a_constant_schedule_stays_at_the_peak(warmup):
     np.testing.assert_allclose([schedule(k) for k in (warmup, 9, 1000)], 0.3, rtol=1e-6)
 
 
+def test_the_schedule_of_a_setup_is_that_of_its_optimizer():
+    class HalvingSetup(TrainSetup):
+        @cached_property
+        def schedule(self) -> optax.Schedule:
+            return lambda count: 0.5**count
+
+    config = Config("x", MLPConfig(9, 4, d_model=4, d_ff=(4,)), TextConfig(), 10, optimizer=CONFIGS["nesterov_sgd"])
+    optimizer = HalvingSetup(config, make_mesh("", jax.devices()[:1])).optimizer
+    params = {"W": jnp.ones(2)}
+    state = optimizer.init(params)
+    sizes = []
+    for _ in range(3):
+        updates, state = optimizer.update({"W": jnp.zeros(2) + (not sizes)}, state, params)
+        sizes.append(float(updates["W"][0]))
+    np.testing.assert_allclose(sizes, [-1.9, -0.5 * 0.81, -0.25 * 0.729], rtol=1e-6)
+
+
 def test_nesterov_follows_its_formula():
-    optimizer = make_optimizer(OptimizerConfig("nesterov_sgd", learning_rate=0.1, momentum=0.9), 10, AXES)
+    config = OptimizerConfig("nesterov_sgd", learning_rate=0.1, momentum=0.9)
+    optimizer = make_optimizer(config, make_schedule(config, 10), AXES)
     w, v = np.array([1.0, -2.0]), np.zeros(2)
     params, state = jnp.array(w), optimizer.init(jnp.array(w))
     for _ in range(3):
@@ -112,7 +135,7 @@ AXES = {
 
 def follow(config: OptimizerConfig, params: dict, gradients: list[dict]) -> list[dict]:
     """The parameters after each step of given gradients."""
-    optimizer, after = make_optimizer(config, len(gradients), AXES), []
+    optimizer, after = make_optimizer(config, make_schedule(config, len(gradients)), AXES), []
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for grads in gradients:
         updates, state = update(grads, state, params)
@@ -223,7 +246,7 @@ CURVE = normal(6, 4, seed=7) ** 2
 
 def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
     """Down the bowl: the parameters after each step."""
-    optimizer = make_optimizer(config, steps, AXES)
+    optimizer = make_optimizer(config, make_schedule(config, steps), AXES)
     params = {"W": jnp.ones((6, 4))}
     state, after = optimizer.init(params), []
     for _ in range(steps):
@@ -266,13 +289,14 @@ def test_schedule_free_follows_its_formula():
 @each_optimizer
 def test_only_schedule_free_needs_the_gradient_at_another_point(config):
     params = {"W": normal(3, 2)}
-    state = make_optimizer(config, 10, AXES).init(params)
+    state = make_optimizer(config, make_schedule(config, 10), AXES).init(params)
     assert (gradient_point(config, params, state) is params) == (config.name != "schedule_free")
 
 
 @each_optimizer
 def test_updates_are_counted_by_the_optimizer(config):
-    optimizer, params = make_optimizer(config, 10, AXES), {"W_1": normal(3, 5), "gamma": jnp.ones(3)}
+    optimizer = make_optimizer(config, make_schedule(config, 10), AXES)
+    params = {"W_1": normal(3, 5), "gamma": jnp.ones(3)}
     state = optimizer.init(params)
     for count in range(3):
         assert updates_taken(state) == count
@@ -280,11 +304,11 @@ def test_updates_are_counted_by_the_optimizer(config):
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.weight_decay], ids=lambda c: c.name)
-def test_weight_decay_applies_to_matrices_only(config):
+def test_weight_decay_applies_to_matrices_and_embeddings_only(config):
     params = {name: jnp.ones((3, 2)) for name in ("W_E", "W_1", "W_pos")}
     params |= {"gamma": jnp.ones(3), "b_1": jnp.ones(3), "b_Q": jnp.ones((3, 1, 2))}
     zero = jax.tree.map(jnp.zeros_like, params)
-    optimizer = make_optimizer(config, 10, AXES)
+    optimizer = make_optimizer(config, make_schedule(config, 10), AXES)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     for name in ("W_E", "W_1"):
         np.testing.assert_allclose(updates[name], -config.learning_rate * config.weight_decay, rtol=1e-4)
@@ -300,7 +324,7 @@ def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
         23, 7, 12, n_blocks=1, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm", qk_norm=True
     ).build()
     batch = random_tokens(23, 4, 8)
-    optimizer = make_optimizer(config, 20, parameter_axes(model))
+    optimizer = make_optimizer(config, make_schedule(config, 20), parameter_axes(model))
 
     def loss(params):
         return jnp.mean(jax.vmap(lambda tokens: next_token_nll(model, params, tokens))(batch))
@@ -332,7 +356,8 @@ def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
 
 
 def test_gradients_are_clipped_to_the_global_norm():
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, momentum=0.0, clip_norm=1.0), 10, AXES)
+    config = OptimizerConfig(learning_rate=1.0, momentum=0.0, clip_norm=1.0)
+    optimizer = make_optimizer(config, make_schedule(config, 10), AXES)
     params = {"W": jnp.zeros(2)}
     updates, _ = optimizer.update({"W": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
     np.testing.assert_allclose(updates["W"], [-0.6, -0.8], rtol=1e-6)
