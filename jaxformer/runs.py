@@ -274,7 +274,7 @@ def read_config(folder: Path) -> Config:
         values = dict(parse_json(file.read_bytes()))
         for field, package, base in (("model", jaxformer.models, ModelConfig), ("data", jaxformer.data, DataConfig)):
             part = dict(values[field])
-            values[field] = from_dict(_find_class(part.pop("kind"), package, base), part, f"{file}: {field}")
+            values[field] = from_dict(_find_class(part.pop("kind"), package, base, file), part, f"{file}: {field}")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "
@@ -303,11 +303,14 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
     return newest.parent
 
 
-def _find_class(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
+def _find_class(kind: Any, package: ModuleType, base: type[T], file: Path) -> type[T]:
     """Return the config class `file.Class` of a package, or of another file that is imported already.
 
+    Args:
+      file: the stored config, for messages.
+
     Raises:
-      ValueError: there is none. Nothing outside the package is imported.
+      UserError: there is none. Nothing outside the package is imported.
     """
     module_name, _, class_name = str(kind).partition(".")
     if module_name in {m.name for m in pkgutil.iter_modules(package.__path__)}:
@@ -319,4 +322,7 @@ def _find_class(kind: Any, package: ModuleType, base: type[T]) -> type[T]:
     if named:
         own = [cls for cls in named if cls.__module__.startswith(f"{package.__name__}.")]
         return (own or named)[-1]
-    raise ValueError(f"no {base.__name__} {abbreviate(kind)} is imported; import the file that defines it first")
+    raise UserError(
+        f"{file} cannot be read, as no {base.__name__} {abbreviate(kind)} is imported; import the file that defines it "
+        "first, or name it (train.py --resume --config FILE.py:NAME)."
+    )

@@ -90,7 +90,8 @@ def footer(
         )
     last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
     lines.append(final_line(step, outcome.evaluation.as_row() if outcome.evaluation else last))
-    if (prompt := example_prompt(config, data)) is not None:
+    opens = all(type(part).__module__.startswith("jaxformer.") for part in (config.model, config.data))
+    if opens and (prompt := example_prompt(config, data)) is not None:  # the command imports no other file
         lines.append(f"sample from it: python sample.py --run {quoted} --prompt {shlex.quote(prompt)}")
     return lines
 

@@ -133,13 +133,14 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
 
     # orbax and grain are slow to import; a mistyped option is answered before.
+    named = load_config(spec) if spec else None  # first, as it may define the classes of the stored config
     stored = None
     if resume:
         from jaxformer.runs import latest_run, read_config
 
         folder = latest_run(RUNS) if run is None else folder_named("--run", run)
         stored = read_config(folder)
-    config = load_config(spec or DEFAULT_CONFIG) if spec or stored is None else stored
+    config = named or stored or load_config(DEFAULT_CONFIG)
     config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = parse(arguments, defaults, "train.py", DESCRIPTION)

@@ -8,7 +8,10 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.train import _conclude, _start, main
+from jaxformer.config import Config, TokenModelConfig
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.runs import write_config
 from jaxformer.sharding import make_mesh
 from jaxformer.train.loop import Outcome
 from jaxformer.train.setup import TrainSetup
@@ -26,6 +29,26 @@ from tests.helpers import ROOT
 def test_rollback_options_need_resume(options, said):
     with pytest.raises(UserError, match=said):
         _start(["--config", f"{ROOT}/configs/quick.py", *options], ExitStack())
+
+
+def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_path):
+    file = tmp_path / "fresh.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from jaxformer.config import Config, TokenModelConfig\n"
+        "from jaxformer.data.windows import TextConfig\n"
+        "@dataclass(frozen=True)\n"
+        "class FreshConfig(TokenModelConfig):\n    pass\n"
+        "fresh = Config('fresh', FreshConfig(), TextConfig(), steps=1)\n"
+    )
+    write_config(tmp_path, Config("fresh", TokenModelConfig(), TextConfig(), steps=1))
+    stored = tmp_path / "config.json"
+    stored.write_text(stored.read_text().replace("config.TokenModelConfig", "fresh.FreshConfig"))
+    resume = ["--resume", "--run", str(tmp_path)]
+    with pytest.raises(UserError, match=r"no ModelConfig 'fresh.FreshConfig' is imported; .*--config"):
+        _start(resume, ExitStack())
+    with pytest.raises(UserError, match="was trained with seed 0, not 1"):
+        _start([*resume, "--config", f"{file}:fresh", "--seed", "1"], ExitStack())
 
 
 def test_closing_the_terminal_at_the_end_stops_no_report(monkeypatch, tmp_path, capfd):
