@@ -150,7 +150,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
             continue
         try:
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, TypeError):  # defined in no file
+        except (OSError, TypeError, SyntaxError):  # defined in no file, or inside something that no dedent undoes
             continue
         assert isinstance(node, ast.ClassDef)
         for statement, following in pairwise(node.body):

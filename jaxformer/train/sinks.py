@@ -6,6 +6,7 @@ import importlib
 import os
 import shlex
 import socket
+import struct
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -71,22 +72,25 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
     """Write an event file of this start's own below the folder's tensorboard/, with all rows there are.
 
     Events are written synchronously: the thread of tensorboardX's SummaryWriter dies of a full disk, and training would
-    then wait for it forever.
+    then wait for it forever. They are framed here, as its RecordWriter waits for the disk (fsync) after each event.
     """
     _package("tensorboard")
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
-    from tensorboardX.record_writer import RecordWriter
+    from tensorboardX.record_writer import masked_crc32c
 
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
     with user_error_on_write(folder, TENSORBOARD):
         (folder / TENSORBOARD).mkdir(exist_ok=True)
-        writer = RecordWriter(str(folder / TENSORBOARD / name))
+        file = (folder / TENSORBOARD / name).open("xb")
 
     def write(**event: Any) -> None:
+        content = Event(wall_time=time.time(), **event).SerializeToString()
+        length = struct.pack("<Q", len(content))
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
         with user_error_on_write(folder, TENSORBOARD):
-            writer.write(Event(wall_time=time.time(), **event).SerializeToString())
-            writer.flush()
+            file.write(b"".join((length, checksums[0], content, checksums[1])))  # a TFRecord
+            file.flush()
 
     def sink(row: dict[str, Any]) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
@@ -101,7 +105,7 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
         yield sink
     finally:
         with suppress(OSError):  # every event was flushed, or its failure raised
-            writer.close()
+            file.close()
 
 
 @contextmanager

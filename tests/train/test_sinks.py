@@ -131,6 +131,13 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     assert {"loss", "val_loss", "lr", "entropy/0/1", "gradients/blocks.0.attention.heads.1.W_K/update"} <= names
 
 
+def test_tensorboard_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", None)
+    write_rows(tmp_path, range(3))
+    with open_sinks(tmp_path, CONFIG) as (sink,):
+        sink({"step": 3, "loss": 2.0})
+
+
 def test_tensorboard_receives_the_rows_logged_before_it_was_enabled(tmp_path):
     write_rows(tmp_path, range(3))
     with open_sinks(tmp_path, CONFIG) as (sink,):
