@@ -50,11 +50,13 @@ def losses(run) -> list[float]:
 @pytest.mark.slow
 def test_a_model_is_one_file(package):
     importlib.import_module("bigram")
-    options = ["--config", "bigram.py:bigram", "--data.path", "books", "--steps", "20", "--model.vocab-size", "280"]
-    assert command.main([*options, *FAST]) == 0
+    options = ["--config", "bigram.py:bigram", "--data.path", "books", "--model.vocab-size", "280", *FAST]
+    assert command.main([*options, "--steps", "20"]) == 0
     first, *_, last = losses(package / "runs/bigram")
     assert last < first
+    assert command.main([*options, "--steps", "22", "--resume", "--run", "runs/bigram"]) == 0
     run = load_run("runs/bigram")
+    assert run.step == 22
     assert parameter_axes(run.model)["W"].role is Role.EMBEDDING
     pieces = generate(
         run.model, run.params, [run.tokenizer.encode("The")], Sampling(), seeds=[0], max_new_tokens=4, context_length=64

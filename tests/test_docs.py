@@ -76,10 +76,13 @@ def test_the_readme_is_short():
     assert len(PAGES[Path("README.md")].split()) <= MAX_README_WORDS
 
 
-@pytest.mark.parametrize("page", [*PAGES, Path("CHANGELOG.md")], ids=str)
-def test_links_lead_to_files(page):
-    for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
-        assert (ROOT / page.parent / link).exists(), link
+@pytest.mark.parametrize("page", [*PAGES, Path("CHANGELOG.md"), Path("CONTRIBUTING.md")], ids=str)
+def test_links_lead_to_files_and_headings(page):
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", (ROOT / page).read_text()):
+        file = ROOT / page.parent / link
+        assert file.exists(), link
+        headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else [""]
+        assert anchor in {heading.lower().replace(" ", "-") for heading in headings}, anchor
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

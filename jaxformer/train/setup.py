@@ -53,7 +53,7 @@ class TrainState(NamedTuple):
 class TrainSetup:
     """A config on a mesh. Steps, evaluation, callbacks, plans and autopsies receive it in place of the two.
 
-    Each part is derived when it is first used, and once.
+    Each part is derived when it is first used, and once; a subclass may bring another `optimizer` or `schedule`.
 
     Raises:
       UserError: the batch does not split evenly over the devices.
@@ -63,10 +63,11 @@ class TrainSetup:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        B, n_parts, n = self.config.train.batch_size, self.config.compute.grad_accumulation_steps, self.n_shards
-        if B % (n * n_parts):
-            up = -(-B // (n * n_parts)) * n * n_parts
-            also = f" in {n_parts} microbatches" if n_parts > 1 else ""
+        B, n_microbatches = self.config.train.batch_size, self.config.compute.grad_accumulation_steps
+        n = self.n_shards
+        if B % (n * n_microbatches):
+            up = -(-B // (n * n_microbatches)) * n * n_microbatches
+            also = f" in {n_microbatches} microbatches" if n_microbatches > 1 else ""
             raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
 
     @property
