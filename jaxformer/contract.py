@@ -83,7 +83,8 @@ class Contract:
         argument of the call and of `extend`.
       attention: shape of the multi-head self-attention, by which the trainer chooses the implementation; None for a
         model without.
-      has_residual_stream: all blocks add to one stream, which `unembed` reads (logit lens, direct logit attribution).
+      has_residual_stream: all blocks add to one stream, which `unembed` reads, as of `models.decoder.Decoder`; the
+        logit lens and the direct logit attribution also read its config.
     """
 
     task: Task = Task.OTHER

@@ -50,7 +50,7 @@ def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, floa
     """Return, per image, the names of all classes with their probabilities, the likeliest first.
 
     Raises:
-      UserError: an image cannot be read, or the run has as many names of classes as its model has not.
+      UserError: an image cannot be read, or the number of class names is not that of the model's classes.
     """
     probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
     n = len(probs[0])

@@ -1,4 +1,4 @@
-"""Looking at a model: probes that read, and reports that print. Nothing here is in the training step."""
+"""Inspection of a model: captures, interventions, measurements and reports. Nothing here is in the training step."""
 
 from jaxformer.inspect.alignment import alignment, draw_alignment
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps

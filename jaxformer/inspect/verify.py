@@ -337,9 +337,8 @@ def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
     """Check the loss's gradient against finite differences in float64, along itself and a random direction."""
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        if (
-            contract_of(model).task is Task.CONTRASTIVE
-        ):  # beyond the largest scale the gradient is, on purpose, not that of the loss
+        if contract_of(model).task is Task.CONTRASTIVE:
+            # Beyond the largest scale, the gradient is, on purpose, not that of the loss.
             exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 1e-3)}
         plain = model.config.build()
         loss: Callable[[Params], jax.Array] = jax.jit(lambda p: objective_of(plain).example_loss(plain, p, example))
