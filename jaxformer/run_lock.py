@@ -33,10 +33,12 @@ def run_lock(folder: Path) -> Iterator[None]:
     with user_error_on_write(folder, LOCK):
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        is_locked_elsewhere = False
         with contextlib.suppress(OSError):  # a file system without locks
-            if not try_lock(lock, TIMEOUT_SECONDS):
-                process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
-                raise UserError(f"{process} is training in {folder}; wait for it or stop it, or choose another --run.")
+            is_locked_elsewhere = not try_lock(lock, TIMEOUT_SECONDS)
+        if is_locked_elsewhere:
+            process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
+            raise UserError(f"{process} is training in {folder}; wait for it or stop it, or choose another --run.")
         with contextlib.suppress(OSError):  # the process id is for messages only
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)

@@ -46,7 +46,7 @@ def explanation_table(completion: Completion) -> str:
         (repr(row["token"]), f"{row['probability']:.3f}", f"{row['entropy']:.2f}", pairs(row["alternatives"]),
          pairs(row["attended"])) for row in explained
     ]  # fmt: skip
-    rows.insert(0, ("token", "chance", "entropy", "instead of", "looked at"))
+    rows.insert(0, ("token", "probability", "entropy", "alternatives", "attended"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     left_out = len(completion.text.tokens) - len(explained)
     note = f"  {left_out} more, past the context, are not explained\n" if left_out else ""

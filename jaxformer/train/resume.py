@@ -27,8 +27,6 @@ RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "mesh"}
 """Fields that may differ on resuming, besides `compute` and most of `train`; data is compared by its content."""
 LEARNING_FIELDS = {"train.batch_size", "train.label_smoothing", "train.skip_batches"}
 """Fields of `train` that change the parameters; the others set reports, their intervals, and when to stop."""
-
-
 POSITION_FIELDS = {"failures", "fingerprint", "monitor", "skip_batches", "skipped"}
 """Fields that training stores with a checkpoint, besides its step."""
 
@@ -84,7 +82,7 @@ def find_start(
         if not allow_changed_data:
             raise UserError(
                 f"the data is not what this run was trained on: its content or split has changed since, it is "
-                f"{data.describe()}; restore it, start a new run, or go on regardless with --allow-changed-data."
+                f"{data.describe()}; restore it, start a new run, or resume regardless with --allow-changed-data."
             )
         notes.append(f"the data is not what it was before; now it is {data.describe()}")
     if rollback is not None:

@@ -450,7 +450,7 @@ def test_every_field_of_sampling_is_an_option(capsys):
 
 
 def test_every_token_is_explained(here, rows, capsys):
-    """The chance is the model's own, whatever the sampler did with it."""
+    """The probability is the model's own, whatever the sampler did with it."""
     (row,) = rows("--run", "runs/quick", "--prompt", "The cat", "--explain", "--top-k", "2", "--temperature", "1.5")
     explained = row["explained"]
     assert [len(explained), len(row["tokens"])] == [12, 12] or row["ended"] == "stop token"
@@ -461,7 +461,7 @@ def test_every_token_is_explained(here, rows, capsys):
 
     assert sample.main(["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "3"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    head = next(i for i, line in enumerate(printed) if line.split()[:3] == ["token", "chance", "entropy"])
+    head = next(i for i, line in enumerate(printed) if line.split()[:3] == ["token", "probability", "entropy"])
     assert len(printed[head + 1 :]) == 3 and all(line.startswith(("  '", '  "')) for line in printed[head + 1 :])
 
 
