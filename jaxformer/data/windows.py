@@ -200,8 +200,8 @@ class TextDataset(Dataset):
 
     def describe(self) -> str:
         train, val = self.corpus.train, self.corpus.val
-        return (
-            f"{self.name}: {train.documents:,} documents, {len(train.tokens):,} tokens, "
-            f"{train.n_bytes / len(train.tokens):.2f} bytes per token; "
-            f"held out: {val.documents:,} documents, {len(val.tokens):,} tokens"
-        )
+        sizes = [
+            f"{split.documents:,} document{'s' if split.documents != 1 else ''}, {len(split.tokens):,} tokens"
+            for split in (train, val)
+        ]
+        return f"{self.name}: {sizes[0]}, {train.n_bytes / len(train.tokens):.2f} bytes per token; held out: {sizes[1]}"
