@@ -1,14 +1,15 @@
-"""Speed of the input pipeline at the ladder's shape, beside grain's usual one record an example.
+"""Speed of the input pipeline at the ladder's shape, beside grain's usual one record per example.
 
     python benchmarks/windows.py
 
 Both read the same tokens in the same process by turns: batches of 4096 windows of 33 tokens at stride 1, shuffled
 without replacement. One makes each batch with one gather (`jaxformer.data.windows`), in the background;
-the other has grain read window by window, shuffle and batch, in one thread. The target is 50 million tokens a second.
+the other has grain read window by window, shuffle and batch, in one thread. The target is 50 million tokens per second.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -77,4 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()  # it has no options
     main()
