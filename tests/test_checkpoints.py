@@ -191,8 +191,8 @@ def test_corrupt_best_checkpoint_is_skipped(folder, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", [exhaustive(CHECKSUMS), "params", exhaustive("_CHECKPOINT_METADATA")])
-@pytest.mark.parametrize(("best", "targets_seen"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
-def test_rest_of_an_interrupted_deletion_is_removed_silently(tmp_path, caplog, gone, best, targets_seen):
+@pytest.mark.parametrize(("best", "n_warnings"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
+def test_rest_of_an_interrupted_deletion_is_removed_silently(tmp_path, caplog, gone, best, n_warnings):
     write(tmp_path, 5, 10, losses={5: 2.0, 10: 1.0 if best == 10 else 3.0})
     path = tmp_path / "checkpoints/5" / gone
     shutil.copytree(path.parent, tmp_path / "copy")
@@ -202,7 +202,7 @@ def test_rest_of_an_interrupted_deletion_is_removed_silently(tmp_path, caplog, g
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.steps() == [10, 15]
-    assert len(caplog.records) == targets_seen
+    assert len(caplog.records) == n_warnings
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "15"]
 
 

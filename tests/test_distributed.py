@@ -121,10 +121,10 @@ class Metadata(BaseHTTPRequestHandler):
 
     def do_GET(self):
         number, key = self.path.split("/")[1], self.path.split("/")[-1]
-        targets_seen = {"agent-worker-number": number, "worker-network-endpoints": "127.0.0.1,127.0.0.1", "tpu-env": ""}
+        metadata = {"agent-worker-number": number, "worker-network-endpoints": "127.0.0.1,127.0.0.1", "tpu-env": ""}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(targets_seen[key].encode())
+        self.wfile.write(metadata[key].encode())
 
     def log_message(self, *_):
         pass
@@ -271,17 +271,17 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
 def test_several_processes_train_as_one(tmp_path, one_process, n, devices, mesh):
     expected, resumed = one_process
     processes = start_all(n, devices, lambda where: ["-m", "tests.across", str(tmp_path), mesh, *where[1::2]], ROOT)
-    message = []
+    reports = []
     for process in processes:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, out + err
-        message.append(json.loads(out.splitlines()[-1]))
+        reports.append(json.loads(out.splitlines()[-1]))
     rows = CONFIG.train.batch_size
-    for i, targets_seen in enumerate(message):
-        np.testing.assert_allclose(targets_seen["losses"], expected, rtol=1e-5)
-        assert targets_seen["text"] == "from 0"
-        assert targets_seen["largest"] == n - 1  # every process said its own number
-        assert targets_seen["rows"] == list(range(i * rows // n, (i + 1) * rows // n))  # it reads no others
+    for i, report in enumerate(reports):
+        np.testing.assert_allclose(report["losses"], expected, rtol=1e-5)
+        assert report["text"] == "from 0"
+        assert report["largest"] == n - 1  # every process said its own number
+        assert report["rows"] == list(range(i * rows // n, (i + 1) * rows // n))  # it reads no others
     np.testing.assert_allclose(resumed(tmp_path), expected[SAVED:], rtol=1e-5)
 
 
@@ -324,11 +324,11 @@ def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, nu
     assert time.monotonic() - sent < 60
     assert processes[1 - victim].returncode == status, out + err
     if number == signal.SIGTERM:
-        targets_seen = processes[victim].communicate(timeout=60)
-        assert processes[victim].returncode == status, targets_seen
+        output = processes[victim].communicate(timeout=60)
+        assert processes[victim].returncode == status, output
         assert "and saved; resume with: python train.py --resume --run run" in out  # process 0 says so, and it alone
-        assert "saved" not in targets_seen[0]
-        assert not err and not targets_seen[1]
+        assert "saved" not in output[0]
+        assert not err and not output[1]
     else:
         processes[victim].kill()
         processes[victim].communicate()
