@@ -372,7 +372,7 @@ def test_failed_process_does_not_wait_for_a_save(tmp_path):
         from jaxformer.distributed import (
             DistributedOptions, barrier, connect, exit_on_lost_process, is_main_process
         )
-        from jaxformer.sharding import make_mesh, place, replicated
+        from jaxformer.sharding import global_device_put, make_mesh, replicated
         folder, moment, _, coordinator, _, processes, _, process = sys.argv[1:]
         write_sums = CheckpointManager._write_checksums
 
@@ -383,7 +383,7 @@ def test_failed_process_does_not_wait_for_a_save(tmp_path):
         def job(*_):
             connect(DistributedOptions(coordinator, int(processes), int(process), 10))
             with exit_on_lost_process("advice"), CheckpointManager(Path(folder)) as checkpoints:
-                tree = {"W": place(np.ones(3), replicated(make_mesh()))}
+                tree = {"W": global_device_put(np.ones(3), replicated(make_mesh()))}
                 save = lambda step: checkpoints.save(step, tree, tree, {}, None)
                 save(5)
                 checkpoints._wait()
