@@ -448,10 +448,10 @@ def test_differing_programs_of_processes_are_refused(books, tmp_path):
     program = """if True:
         import sys
         from jaxformer.cli import train
-        from jaxformer.train import step
+        from jaxformer.train import setup
         if sys.argv[-1] == "1":
-            chosen = step.make_attention
-            step.make_attention = lambda *args, **options: (chosen(*args, **options)[0], "attention: other")
+            chosen = setup.make_attention
+            setup.make_attention = lambda *args, **options: (chosen(*args, **options)[0], "attention: other")
         sys.exit(train.main())
     """
     options = [*tiny(books), "--mesh", "fsdp=2", "--run", "run"]
