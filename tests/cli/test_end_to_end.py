@@ -205,7 +205,9 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, finished, 
         full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
         result = run("train.py", "--resume", "--run", str(disk / "run"), cwd=here)
         assert result.returncode == 2, result.stdout + result.stderr
-        assert result.stderr.startswith(f"error: checkpoint 20 (15 is intact) cannot be written to {disk}/run: No space")
+        assert result.stderr.startswith(
+            f"error: checkpoint 20 (15 is intact) cannot be written to {disk}/run: No space"
+        )
         assert result.stderr.count("\n") == 1
         assert {folder.name for folder in (disk / "run/checkpoints").iterdir()} <= {"10", "15"}
         full.unlink()
