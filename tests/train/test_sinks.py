@@ -132,10 +132,13 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
 
 
 def test_tensorboard_does_not_wait_for_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.fsync", None)
+    synced = []
+    monkeypatch.setattr("os.fsync", synced.append)
     write_rows(tmp_path, range(3))
     with open_sinks(tmp_path, CONFIG) as (sink,):
         sink({"step": 3, "loss": 2.0})
+        assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]
+    assert synced == []
 
 
 def test_tensorboard_receives_the_rows_logged_before_it_was_enabled(tmp_path):
