@@ -19,6 +19,7 @@ from jaxformer.decode import Sampling, generate
 from jaxformer.decode.translate import translate_tokens
 from jaxformer.distributed import is_main_process
 from jaxformer.errors import user_error_on_write
+from jaxformer.extras import missing_extras
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
 from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import target_mask
@@ -193,7 +194,7 @@ def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         weights_TS = alignment(setup.model, local_copy(state.params, setup.mesh), source_S, target_T)
-        if weights_TS is not None and is_main_process():
+        if weights_TS is not None and is_main_process() and not missing_extras("matplotlib"):
             with user_error_on_write(folder, PLOTS):
                 (folder / PLOTS).mkdir(exist_ok=True)
                 draw_alignment(np.asarray(weights_TS), source_texts, target_texts, folder / PLOTS / "alignment.png")

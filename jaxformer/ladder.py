@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.checkpoints import CheckpointReader
+from jaxformer.extras import import_extra, missing_extras
 from jaxformer.files import write_atomically
 from jaxformer.inspect.page import Figure, Table, write_page
 from jaxformer.runs import abstract_params, count_parameters, read_config
@@ -128,18 +129,25 @@ def as_text(results: Sequence[RungResult]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def write_results(results: Sequence[RungResult], folder: Path) -> None:
-    """Write ladder.csv, ladder.png and ladder.html below the folder that holds the runs."""
+def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
+    """Write ladder.csv, and, where their extras are installed, ladder.png and ladder.html below the folder that holds
+    the runs; return the names of the files."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([field.name for field in fields(RungResult)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
     write_atomically(folder / "ladder.csv", text.getvalue())
     curves = [_loss_curve(folder / r.rung, r.ended_early) for r in results]
-    write_atomically(folder / "ladder.png", _picture(curves))
+    written = ["ladder.csv"]
+    if not missing_extras("matplotlib"):
+        write_atomically(folder / "ladder.png", _picture(curves))
+        written.append("ladder.png")
+    if missing_extras("plotly"):
+        return written
     note = "Losses are of held-out text; entropies of heads, separated by ; between blocks."
     table = Table("Outcomes", HEAD, [astuple(r) for r in results], note)
     write_page(folder / "ladder.html", "The ladder", [ABOUT], [table, _figure(curves)])
+    return [*written, "ladder.html"]
 
 
 @dataclass(frozen=True)
@@ -159,9 +167,7 @@ def _loss_curve(run: Path, cause: str) -> _Curve:
 
 def _picture(curves: Sequence[_Curve]) -> bytes:
     """Return held-out losses over steps, one curve per rung, as a PNG."""
-    from matplotlib import figure  # slow to import
-
-    picture = figure.Figure(figsize=(9, 5), layout="constrained")
+    picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
     axes = picture.subplots()
     for curve in curves:
         axes.plot(curve.steps, curve.losses, "o-", markersize=3, label=curve.label)

@@ -17,6 +17,7 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.fill_mask import MASK
 from jaxformer.distributed import is_main_process
+from jaxformer.extras import missing_extras
 from jaxformer.inspect import first_non_finite, save_autopsy
 from jaxformer.nn.execution import Execution
 from jaxformer.runs import count_parameters
@@ -53,6 +54,8 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
             f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "
             f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
         )
+    if config.train.report_every and (extras := missing_extras("plotly", "matplotlib")):
+        lines.append(f"note: what needs the extras {extras} is left out; pip install 'jaxformer[{extras}]' adds it")
     return lines
 
 

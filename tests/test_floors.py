@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"contract", "errors", "files", "signals", "terminal"},
-    {"fields", "integrity", "run_lock"},
+    {"extras", "fields", "integrity", "run_lock"},
     {"config"},
     {"data"},
     {"ops"},

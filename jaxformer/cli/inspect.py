@@ -12,6 +12,7 @@ from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
+from jaxformer.extras import import_extra
 from jaxformer.fields import at_least
 from jaxformer.terminal import echo
 
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), "python -m jaxformer inspect", DESCRIPTION)
     at_least(options, 1, *["examples"] if options.examples is not None else [])
+    import_extra("plotly", "inspect")  # before the run is read
     machine.set_up()
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)
     path = run.path / "inspect.html" if options.out is None else Path(options.out)

@@ -26,7 +26,7 @@ Train rung after rung of {RUNGS}, each in a run of its own below the folder, wit
 --data.path, --train.batch-size and all others of train.py. A rung that has ended is not trained again, and one that was
 interrupted is resumed, so that the same command continues the ladder. A rung that diverges or becomes not finite has
 ended, too. The outcomes stand in one table beside the sources' figures: in the terminal, and in the folder as
-ladder.csv, ladder.png and ladder.html, a page that needs no network.
+ladder.csv, ladder.png (extra plots) and ladder.html (extra pages), a page that needs no network.
 
 --rungs NAME …    rungs to train, in the order of the ladder (default: all)
 
@@ -73,8 +73,8 @@ def _main(arguments: list[str]) -> int:
             raise UserError(f"rung {name} ended with status {status} before its last step; the same command resumes.")
     results = [rung_result(folder / name, sources[name]) for name in configs]
     echo(as_text(results))
-    write_results(results, folder)
-    echo(f"the same in {folder}: ladder.csv, ladder.png, ladder.html")
+    written = write_results(results, folder)
+    echo(f"the same in {folder}: {', '.join(written)}")
     return 0
 
 

@@ -181,6 +181,7 @@ def _prepare(
 ) -> Prepared:  # fmt: skip
     """Read the data, create the folder of a new run, and print the header."""
     from jaxformer.callbacks import make_callbacks
+    from jaxformer.extras import missing_extras
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, print_line
@@ -214,7 +215,7 @@ def _prepare(
     for line in header(setup, data, folder, resume):
         print_line(line)
     callbacks = make_callbacks(setup, data, folder)
-    sinks = [page_sink(folder)] if config.train.report_every else []
+    sinks = [page_sink(folder)] if config.train.report_every and not missing_extras("plotly") else []
     step = options.from_step
     arguments = {
         "callbacks": callbacks, "resume": resume, "allow_changed_data": options.allow_changed_data, "sinks": sinks,
@@ -240,6 +241,7 @@ def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
 
 def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
     """Draw plots and report, print the outcome, and return the exit status; a closed terminal stops none of it."""
+    from jaxformer.extras import missing_extras
     from jaxformer.runs import PLOTS
     from jaxformer.signals import record_signals
     from jaxformer.train.log import plot_metrics, print_line, read_metrics
@@ -249,9 +251,11 @@ def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) 
     with record_signals(signal.SIGHUP):
         rows = read_metrics(folder)
         if is_main_process() and setup.config.train.report_every:
-            with user_error_on_write(folder, PLOTS):
-                plot_metrics(folder)
-            write_training_page(folder, rows)
+            if not missing_extras("matplotlib"):
+                with user_error_on_write(folder, PLOTS):
+                    plot_metrics(folder)
+            if not missing_extras("plotly"):
+                write_training_page(folder, rows)
         barrier()
         for line in footer(setup, data, folder, outcome, rows):
             print_line(line)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxformer.data.dataset import epoch_uniforms
+from jaxformer.extras import import_extra
 
 HALF_RANGE = 127.5
 """Half the range of a pixel's values, and their middle."""
@@ -59,8 +60,7 @@ def augment(
 ) -> np.ndarray:
     """Return an augmented image, uint8 of the same shape: bilinear, rounded down, its edge repeated beyond it; see
     `Augmentations`."""
-    from PIL import Image  # slow to import
-
+    Image = import_extra("PIL.Image", "data augmentation")
     height, width, _ = image_HWC.shape
     middle_2 = np.array([width, height]) / 2
     corners_34 = np.array([[x, y, 1] for x in (-middle_2[0], middle_2[0]) for y in (-middle_2[1], middle_2[1])]).T

@@ -10,16 +10,21 @@ import datetime
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from babel import Locale, UnknownLocaleError
-from babel.dates import format_date
 
 from jaxformer.config import DataConfig, ModelConfig
 from jaxformer.data.pairs import Pair, PairDataset, build_pair_dataset, check_seq2seq
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.extras import import_extra
 from jaxformer.fields import at_least
+
+if TYPE_CHECKING:
+    from babel import Locale
+
+WRITING = "writing dates in many languages"
 
 FORMS = ("short", "medium", "long", "full")
 """Babel's formats, such as 27/9/23 and Wednesday, 27 September 2023."""
@@ -54,7 +59,7 @@ class DatesConfig(DataConfig):
         for name in ("locales", "forms"):
             if not getattr(self, name):
                 raise UserError(f"data.{name} is empty; give at least 1.")
-        for locale in self.locales:
+        for locale in set(self.locales) - set(LOCALES):  # a run opens without Babel
             _locale(locale)
         for form in self.forms:
             if form not in FORMS:
@@ -94,14 +99,16 @@ def write_date(day: datetime.date, locale: str, form: str) -> Pair:
     The locale's name comes first, without which 3/4/2021 is ambiguous.
 
     Raises:
-      UserError: the locale is unknown to Babel.
+      UserError: the locale is unknown to Babel, or Babel is not installed.
     """
-    return Pair(f"{locale} {format_date(day, form, locale=_locale(locale))}", day.isoformat())
+    text = import_extra("babel.dates", WRITING).format_date(day, form, locale=_locale(locale))
+    return Pair(f"{locale} {text}", day.isoformat())
 
 
 @cache
 def _locale(name: str) -> Locale:
+    babel = import_extra("babel", WRITING)
     try:
-        return Locale.parse(name)
-    except (UnknownLocaleError, ValueError) as error:
+        return babel.Locale.parse(name)
+    except (babel.UnknownLocaleError, ValueError) as error:
         raise UserError(f"the locale {name!r} is not known to Babel; give one such as {LOCALES[0]}.") from error

@@ -15,10 +15,12 @@ import numpy as np
 
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.errors import UserError
+from jaxformer.extras import import_extra
 
 if TYPE_CHECKING:
     from PIL import Image
 
+READING = "reading images"
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
 """Pillow's modes by the number of channels."""
@@ -91,10 +93,9 @@ def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
 
 def resize_images(images: np.ndarray, size: tuple[int, ...], channels: int) -> np.ndarray:
     """Return images `(n, H, W, C)` uint8 resized to `size`, height and width, and converted, as `read_image` does."""
-    from PIL import Image
-
     if images.shape[1:] == (*size, channels):
         return images
+    Image = import_extra("PIL.Image", READING)
     new = np.empty((len(images), *size, channels), np.uint8)
     for to, pixels in zip(new, images, strict=True):
         to[:] = _pixels(Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), "", channels, size)
@@ -140,17 +141,18 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
 @contextmanager
 def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
     """Open an image; raise `UserError` with its name for errors in decoding it."""
-    from PIL import Image, UnidentifiedImageError  # slow to import
-
     if channels not in MODES:
         raise UserError(f"model.channels is {channels}, but pictures can be read as 1 (grey) or 3 (colour); set one.")
+    pillow, Image = import_extra("PIL", READING), import_extra("PIL.Image", READING)
     try:
         with Image.open(file) as image:
             yield image
     except FileNotFoundError as error:
         raise UserError(f"{name} does not exist; name a picture that does.") from error
     except DECODE_ERRORS as error:
-        reason = "" if isinstance(error, UnidentifiedImageError) else f": {error}"  # that one only names the file
+        reason = (
+            "" if isinstance(error, pillow.UnidentifiedImageError) else f": {error}"
+        )  # that one only names the file
         raise UserError(f"{name} cannot be read as a picture{reason}; leave it out, or download it again.") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error
@@ -158,8 +160,7 @@ def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Itera
 
 def _pixels(image: Image.Image, name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
     """Return `(height, width, C)` uint8, resized to `size` (height, width), bicubic, unless it is None."""
-    from PIL import Image, ImageOps
-
+    Image, ImageOps = import_extra("PIL.Image", READING), import_extra("PIL.ImageOps", READING)
     if image.mode.startswith(("I", "F")):  # Pillow would clip all above 255 to white
         raise UserError(f"{name} has more than 8 bits per channel; convert it to 8.")
     image = ImageOps.exif_transpose(image)

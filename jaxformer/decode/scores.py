@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxformer.errors import UserError
+from jaxformer.extras import import_extra
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
@@ -25,13 +26,10 @@ def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, fl
       UserError: sacrebleu is not installed, there is no hypothesis, or not one reference for each.
     """
     _check(hypotheses, references)
-    try:
-        from sacrebleu import corpus_bleu, corpus_chrf
-    except ImportError as error:
-        raise UserError("BLEU and chrF need sacrebleu; get it by pip install 'jaxformer[translation]'.") from error
+    sacrebleu = import_extra("sacrebleu", "computing BLEU and chrF")
     return {
-        "bleu": corpus_bleu(list(hypotheses), [list(references)]).score,
-        "chrf": corpus_chrf(list(hypotheses), [list(references)]).score,
+        "bleu": sacrebleu.corpus_bleu(list(hypotheses), [list(references)]).score,
+        "chrf": sacrebleu.corpus_chrf(list(hypotheses), [list(references)]).score,
     }
 
 

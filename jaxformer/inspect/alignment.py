@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.extras import import_extra
 from jaxformer.inspect.attention import CROSS, named_attention_maps
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -48,9 +49,11 @@ def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequen
       source: text of each source token; spaces and line breaks are shown as symbols.
       target: text of each target token that is predicted; an empty one is the end of the text.
       file: the picture.
-    """
-    from matplotlib.figure import Figure  # slow to import, and only needed here
 
+    Raises:
+      UserError: matplotlib is not installed.
+    """
+    Figure = import_extra("matplotlib.figure", "drawing an alignment").Figure
     T, S = weights_TS.shape
     figure = Figure(figsize=(1.5 + 0.22 * S, 1.5 + 0.22 * T), layout="constrained")
     axes = figure.subplots()

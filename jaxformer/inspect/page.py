@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxformer.extras import import_extra
 from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
 
@@ -173,12 +174,14 @@ def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -
       title: heading of the page.
       facts: sentences below the title.
       sections: each with a heading and a link.
-    """
-    from plotly.offline import get_plotlyjs  # slow to import, and only needed here
 
+    Raises:
+      UserError: plotly is not installed.
+    """
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
     data = {key: json_data for key, section in keyed.items() if (json_data := section.data()) is not None}
-    plotly, js = get_plotlyjs(), (ASSETS / "page.js").read_text(encoding="utf-8")
+    plotly = import_extra("plotly.offline", "writing a page").get_plotlyjs()
+    js = (ASSETS / "page.js").read_text(encoding="utf-8")
     return TEMPLATE.format(
         title=html.escape(title), facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
         links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),

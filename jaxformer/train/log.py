@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jaxformer.errors import UserError, folder_vanished_error, parse_json, user_error_on_write
+from jaxformer.extras import import_extra
 from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
 from jaxformer.runs import METRICS, PLOTS, SAMPLES
@@ -249,9 +250,12 @@ def read_samples(folder: Path) -> list[str]:
 
 
 def plot_metrics(folder: Path) -> None:
-    """Draw losses and attention entropies over steps as PNG files in the run's plots/."""
-    from matplotlib.figure import Figure  # slow to import, and only needed here
+    """Draw losses and attention entropies over steps as PNG files in the run's plots/.
 
+    Raises:
+      UserError: matplotlib is not installed.
+    """
+    Figure = import_extra("matplotlib.figure", "drawing plots").Figure
     rows = read_metrics(folder)
     (folder / PLOTS).mkdir(exist_ok=True)
     figure = Figure(figsize=(8, 5), layout="constrained")

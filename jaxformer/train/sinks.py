@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import socket
@@ -16,12 +15,13 @@ from typing import Any
 
 from jaxformer.config import Config
 from jaxformer.errors import UserError, user_error_on_write
+from jaxformer.extras import import_extra
 from jaxformer.fields import flatten, to_dict
 from jaxformer.files import write_atomically
 from jaxformer.train.log import Sink, read_metrics
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""Package that each extra installs."""
+"""Package of each sink."""
 TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb/id"
 
@@ -74,10 +74,9 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
     Events are written synchronously: the thread of tensorboardX's SummaryWriter dies of a full disk, and training would
     then wait for it forever. They are framed here, as its RecordWriter waits for the disk (fsync) after each event.
     """
-    _package("tensorboard")
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.proto.summary_pb2 import Summary
-    from tensorboardX.record_writer import masked_crc32c
+    events, summaries, writer = (
+        _package("tensorboard", part) for part in (".proto.event_pb2", ".proto.summary_pb2", ".record_writer")
+    )
 
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
     with user_error_on_write(folder, TENSORBOARD):
@@ -85,21 +84,21 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
         file = (folder / TENSORBOARD / name).open("xb")
 
     def write(**event: Any) -> None:
-        content = Event(wall_time=time.time(), **event).SerializeToString()
+        content = events.Event(wall_time=time.time(), **event).SerializeToString()
         length = struct.pack("<Q", len(content))
-        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
+        checksums = [struct.pack("<I", writer.masked_crc32c(part)) for part in (length, content)]
         with user_error_on_write(folder, TENSORBOARD):
             file.write(b"".join((length, checksums[0], content, checksums[1])))  # a TFRecord
             file.flush()
 
     def sink(row: dict[str, Any]) -> None:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
-        write(step=row["step"], summary=Summary(value=values))
+        values = [summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
+        write(step=row["step"], summary=summaries.Summary(value=values))
 
     try:
         write(file_version="brain.Event:2")
         # From this step on, readers discard earlier files, which may lack steps or have steps too many.
-        write(step=0, session_log=SessionLog(status=SessionLog.START))
+        write(step=0, session_log=events.SessionLog(status=events.SessionLog.START))
         for row in read_metrics(folder):
             sink(row)
         yield sink
@@ -163,13 +162,9 @@ def discard_wandb_run(folder: Path) -> None:
 _OPENERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}
 
 
-def _package(name: str) -> ModuleType:
-    """Return the package that an extra installs, or raise `UserError`."""
-    with suppress(ImportError):
-        package = importlib.import_module(PACKAGES[name])
-        if getattr(package, "__file__", None):  # else a namespace package: any folder of that name
-            return package
-    raise UserError(f"train.log_to {name} needs {PACKAGES[name]}; get it by pip install 'jaxformer[{name}]'.")
+def _package(name: str, part: str = "") -> ModuleType:
+    """Return the package of a sink, or a part of it such as `.record_writer`, or raise `UserError`."""
+    return import_extra(f"{PACKAGES[name]}{part}", f"train.log_to {name}")
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def test_no_folder_opens_no_sinks():
 def test_missing_package_is_a_user_error_with_the_extra(monkeypatch, name, package):
     for module in (None, ModuleType(package)):  # not installed, or a namespace package
         monkeypatch.setitem(sys.modules, package, module)
-        with pytest.raises(UserError, match=rf"log_to {name} needs {package}; .*pip install 'jaxformer\[{name}\]'"):
+        with pytest.raises(UserError, match=rf"log_to {name} needs {package}, .*pip install 'jaxformer\[{name}\]'"):
             prepare_sinks([name])
 
 
@@ -180,10 +180,10 @@ def test_missing_package_is_a_user_error_with_the_extra(monkeypatch, name, packa
 def test_missing_package_stops_training_before_a_run_folder_exists(tmp_path, monkeypatch):
     write_books(tmp_path / "books")
     (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden/tensorboardX.py").write_text("raise ImportError")
+    (tmp_path / "hidden/tensorboardX.py").write_text("raise ModuleNotFoundError(name='tensorboardX')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
     result = run("train.py", *tiny(tmp_path / "books"), "--train.log-to", "tensorboard", cwd=tmp_path)
-    assert result.returncode == 2 and result.stderr.startswith("error: train.log_to tensorboard needs tensorboardX; ")
+    assert result.returncode == 2 and result.stderr.startswith("error: train.log_to tensorboard needs tensorboardX, ")
     assert result.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 

@@ -1,0 +1,57 @@
+"""Import of optional packages, which extras of this project install."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+from jaxformer.errors import UserError
+
+EXTRAS = {
+    "PIL": "images",
+    "babel": "dates",
+    "gguf": "gguf",
+    "jinja2": "hf",
+    "matplotlib": "plots",
+    "plotly": "pages",
+    "pyarrow": "data",
+    "sacrebleu": "translation",
+    "safetensors": "hf",
+    "tensorboardX": "tensorboard",
+    "wandb": "wandb",
+}
+"""Extra that installs each package."""
+
+
+def missing_extras(*packages: str) -> str:
+    """Return the extras of those packages that are not installed, such as "pages,plots"; empty if all are."""
+    return ",".join(sorted({EXTRAS[package] for package in packages if not _is_installed(package)}))
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.has_location  # a namespace package, any folder of that name, has none
+
+
+def import_extra(module: str, purpose: str) -> ModuleType:
+    """Return a module of an optional package.
+
+    Args:
+      module: such as `PIL.Image`.
+      purpose: subject of the error's sentence, such as "train.log_to wandb".
+
+    Raises:
+      UserError: the package is not installed, or fails when imported.
+    """
+    package = module.partition(".")[0]
+    remedy = f"get it by pip install 'jaxformer[{EXTRAS[package]}]'"
+    try:
+        # Any folder of the package's name would do as a namespace package.
+        if getattr(importlib.import_module(package), "__file__", None):
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise UserError(f"{purpose} needs {package}, which lacks {error.name}; {remedy}.") from error
+    except ImportError as error:
+        raise UserError(f"{purpose} needs {package}, which cannot be imported: {error}; reinstall it.") from error
+    raise UserError(f"{purpose} needs {package}, which is not installed; {remedy}.")
