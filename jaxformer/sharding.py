@@ -33,7 +33,9 @@ REPLICATED = PartitionSpec()
 MESH_AXES: dict[str, str] = {
     "embed": "fsdp",
     "experts": "expert",
-    **dict.fromkeys(("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "maxout"), "tensor"),
+    **dict.fromkeys(
+        ("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "alignment", "maxout"), "tensor"
+    ),
 }
 """Mesh axis that splits each named axis of a parameter, where it divides its length; other axes are not split."""
 SPLIT_VECTORS = ("experts", "heads", "hidden")

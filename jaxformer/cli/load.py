@@ -76,4 +76,4 @@ def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
     from jaxformer.runs import load_run  # orbax takes a second to import
 
     run = load_run(run_folder(options), options.checkpoint, mesh)
-    return dataclasses.replace(run, params=store(run.params, options.weights))
+    return dataclasses.replace(run, params=store(run.params, options.weights, run.model))

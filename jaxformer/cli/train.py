@@ -186,7 +186,7 @@ def _prepare(
     from jaxformer.sharding import make_mesh
     from jaxformer.train.log import console, print_line
     from jaxformer.train.resume import Rollback
-    from jaxformer.train.setup import TrainSetup, check_fit
+    from jaxformer.train.setup import TrainSetup
     from jaxformer.train.sinks import prepare_sinks
     from jaxformer.training_page import page_sink
     from jaxformer.training_report import header
@@ -204,7 +204,7 @@ def _prepare(
         config = dataclasses.replace(config, model=data.model)
         setup = TrainSetup(config, mesh)
         setup.check_devices()
-    check_fit(config.model, data.batch(0, slice(1)))
+    setup.check_fit(data.batch(0, slice(1)))
     barrier()  # no run is created where a process has no data
 
     if not resume:

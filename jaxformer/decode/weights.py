@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.contract import ParameterAxes, Role
 from jaxformer.models.objective import Params
+from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.quantized import Quantized, quantize
 
 Format = Literal["float32", "bfloat16", "int8"]
 
-SUMMED_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
-    (r"W_pos$", ()),  # looked up, never multiplied
-    (r"W_(a$|s_)", ()),  # within a loop, or read once per source
-    (r"W_router$", ()),  # small, and rounding would route tokens to other experts
-    (r"experts\.W_", (1,)),  # (E, D, F), (E, F, D)
-    (r"W_E$", (1,)),  # (V, D): a row is a token's channel, for the embedding and for the logits
-    (r"W_O$", (0, 1)),  # (H, K, D)
-    (r"W_", (0,)),  # (D, H, K), (D, F), (F, D), (D, V)
-)
-"""Axes that a product with a parameter sums over, by the first pattern that its name matches. Other parameters, and
-those without such axes, stay in float32: norms and biases, which are small."""
+EXACT_AXES = {"positions", "gates", "alignment", "choices"}
+"""Axes of matrices that stay in float32: looked up and never multiplied (positions), read within a loop or once per
+source (gates, alignment), or routing tokens, which rounding would send to other experts (choices)."""
 
 
-def store(params: Params, weights: Format) -> Params:
-    """Return the parameters with matrices in the given format, on the same devices."""
+def store(params: Params, weights: Format, model: nn.Module) -> Params:
+    """Return a model's parameters with matrices in the given format, on the same devices."""
+    if weights == "float32":
+        return params
+    declared = parameter_axes(model)
 
     def convert(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         if weights == "bfloat16":
             return leaf.astype(jnp.bfloat16)
-        name = ".".join(str(key.key) for key in path)
-        axes = next((axes for pattern, axes in SUMMED_AXES if re.search(pattern, name)), ())
-        return quantize(leaf, axes) if axes else leaf
+        summed = summed_axes(declared[".".join(str(key.key) for key in path)])
+        return quantize(leaf, summed) if summed else leaf
 
-    if weights == "float32":
-        return params
     return jax.jit(lambda params: jax.tree_util.tree_map_with_path(convert, params))(params)
+
+
+def summed_axes(axes: ParameterAxes) -> tuple[int, ...]:
+    """Return the axes of a parameter over which an int8 scale reaches: those that products with it sum over, but of an
+    embedding a token's features. No axes for a parameter that stays in float32."""
+    if axes.role is Role.VECTOR or EXACT_AXES & set(axes.names):
+        return ()
+    first, last = len(axes.stack), len(axes.names) - len(axes.outputs)
+    return tuple(range(last, len(axes.names)) if "vocab" in axes.inputs else range(first, last))
 
 
 def restored(params: Params) -> Params:

@@ -167,10 +167,10 @@ class AttentiveRecurrence(nn.Module):
         self.C = parameter(
             self, "C", nn.initializers.normal(E**-0.5), (CELLS[self.cell].n_gates, E, D), "gates embed -> hidden"
         )
-        self.U_a = parameter(self, "U_a", nn.initializers.normal(E**-0.5), (E, A), "embed -> hidden")
+        self.U_a = parameter(self, "U_a", nn.initializers.normal(E**-0.5), (E, A), "embed -> alignment")
         if self.d_attention is not None:
-            self.W_a = parameter(self, "W_a", nn.initializers.normal(D**-0.5), (D, A), "embed -> hidden")
-            self.v_a = parameter(self, "v_a", nn.initializers.normal(A**-0.5), (A, 1), "hidden -> 1")
+            self.W_a = parameter(self, "W_a", nn.initializers.normal(D**-0.5), (D, A), "embed -> alignment")
+            self.v_a = parameter(self, "v_a", nn.initializers.normal(A**-0.5), (A, 1), "alignment -> 1")
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
         """Return the source as `__call__` reads it, with the products that do not depend on the state. Invalid

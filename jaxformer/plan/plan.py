@@ -78,7 +78,7 @@ def make_plan(setup: TrainSetup) -> Plan:
     batch, device, n = setup.abstract_batch, setup.mesh.devices.flat[0], setup.mesh.size
     traced = make_train_step(setup).trace(setup.abstract_state, batch, jax.ShapeDtypeStruct((), jnp.int32))
     chip = CHIPS.get(device.device_kind)
-    of_model, visible = model_flops(setup.config)
+    of_model, visible = model_flops(setup)
     known: dict[str, Any] = {
         "device": device.device_kind,
         "attention": setup.attention_line,

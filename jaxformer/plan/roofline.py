@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxformer.config import Config
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.kernels import BLOCK
 from jaxformer.ops.masks import Causal, Mask
@@ -174,7 +173,7 @@ def visible_pairs(mask: Mask, T: int, S: int, block: int = 1) -> int:
     return int((nearest // block - furthest // block + 1).sum()) * block * block
 
 
-def model_flops(config: Config) -> tuple[float, float]:
+def model_flops(setup: TrainSetup) -> tuple[float, float]:
     """Return the FLOPs that a model needs per step, over all devices, and the share of blocks that an attention kernel
     computes.
 
@@ -187,11 +186,12 @@ def model_flops(config: Config) -> tuple[float, float]:
         calls.append((q_HTK, k_GSK, mask))
         return q_HTK
 
-    model_config, rngs = config.model, {}
-    if getattr(model_config, "n_experts", None) is not None:  # a dropout key selects the capacity of training
-        model_config, rngs = replace(model_config, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
-    model = model_config.build(Execution(attention=record))
-    params = abstract_params(config.model.build(), config.model)
+    config, rngs = setup.config, {}
+    params = abstract_params(setup.model, config.model)
+    if getattr(config.model, "n_experts", None) is not None:  # a dropout key selects the capacity of training
+        routed, rngs = replace(config.model, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
+        setup = replace(setup, config=replace(config, model=routed))
+    model = setup.build(Execution(attention=record))
     jaxpr = jax.make_jaxpr(lambda params, *example: model.apply({"params": params}, *example, rngs=rngs))(
         params, *config.model.example()
     )

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxformer.config import ComputeConfig, Config, ModelConfig
+from jaxformer.config import ComputeConfig, Config
 from jaxformer.contract import ParameterAxes, Task
 from jaxformer.data.dataset import Batch
 from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
 from jaxformer.memory import check_parameters
 from jaxformer.models.objective import Params
-from jaxformer.nn.execution import Execution
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
@@ -93,7 +93,11 @@ class TrainSetup:
     @cached_property
     def model(self) -> nn.Module:
         """Model for one example on one device, in the simplest execution: for initialisation and inspection."""
-        return self.config.model.build()
+        return self.build()
+
+    def build(self, execution: Execution = PLAIN) -> nn.Module:
+        """Return the model for one example, computed as `execution` specifies."""
+        return self.config.model.build(execution)
 
     @cached_property
     def parameter_axes(self) -> Mapping[str, ParameterAxes]:
@@ -172,7 +176,7 @@ class TrainSetup:
             lambda name, params: gather(params, specs[name], mesh) if name in specs else params,
             mesh.shape["expert"] if any("expert" in axes for axes in jax.tree.leaves(specs)) else 1,
         )
-        return self.config.model.build(execution)
+        return self.build(execution)
 
     def compute_params(self, params: Params) -> Params:
         """Cast a device's shards to the compute dtype and gather those outside blocks, for `sharded_model`."""
@@ -192,8 +196,34 @@ class TrainSetup:
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and shardings of a batch of the longest examples."""
         B, split = self.config.train.batch_size, batch_sharding(self.mesh)
-        example = Batch(self.config.model.example(), abstract_targets(self.config.model))
+        example = Batch(self.config.model.example(), self.abstract_targets)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split), example)
+
+    @cached_property
+    def abstract_targets(self) -> jax.ShapeDtypeStruct | None:
+        """Shape and dtype of the classes to predict in an example of the largest size; None without classes."""
+        if self.config.model.contract.task is Task.CONTRASTIVE:
+            return None
+        call: Callable[..., Any] = lambda params, *example: self.model.apply({"params": params}, *example)  # noqa: E731
+        params = abstract_params(self.model, self.config.model)
+        logits = jax.eval_shape(call, params, *self.config.model.example())
+        return jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
+
+    def check_fit(self, batch: Batch) -> None:
+        """Raise `UserError` where a batch lacks the inputs or the targets that the model is for."""
+        model = type(self.config.model).__name__
+        expected, actual = self.config.model.example(), batch.inputs
+        if [(x.dtype, x.ndim + 1) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
+            texts = [", ".join(f"{x.dtype} {x.shape[skip:]}" for x in xs) for skip, xs in ((0, expected), (1, actual))]
+            raise UserError(
+                f"{model} takes {texts[0]} for an example, but the data gives {texts[1]}; change one of them."
+            )
+        targets = self.abstract_targets
+        if targets is not None and targets.ndim + 1 != batch.targets.ndim:
+            raise UserError(
+                f"{model} predicts classes of shape {targets.shape} for an example, but the data gives "
+                f"{batch.targets.shape[1:]} to predict; change one of them."
+            )
 
 
 def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
@@ -209,30 +239,3 @@ def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
     if config.precision == "bfloat16" and no_sums and mesh.shape["tensor"] > 1:
         raise UserError("compute.precision is bfloat16, which a CPU cannot sum over a tensor axis; use float32 there.")
     return jnp.dtype(config.precision)
-
-
-def abstract_targets(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
-    """Return shape and dtype of the classes to predict in an example of the largest size; None without classes."""
-    if config.contract.task is Task.CONTRASTIVE:
-        return None
-    model = config.build()
-    call: Callable[..., Any] = lambda params, *example: model.apply({"params": params}, *example)  # noqa: E731
-    logits = jax.eval_shape(call, abstract_params(model, config), *config.example())
-    return jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
-
-
-def check_fit(model: ModelConfig, batch: Batch) -> None:
-    """Raise `UserError` where a batch lacks the inputs or the targets that a model is for."""
-    expected, actual = model.example(), batch.inputs
-    if [(x.dtype, x.ndim + 1) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
-        texts = [", ".join(f"{x.dtype} {x.shape[skip:]}" for x in xs) for skip, xs in ((0, expected), (1, actual))]
-        raise UserError(
-            f"{type(model).__name__} takes {texts[0]} for an example, but the data gives {texts[1]}; change one of "
-            "them."
-        )
-    targets = abstract_targets(model)
-    if targets is not None and targets.ndim + 1 != batch.targets.ndim:
-        raise UserError(
-            f"{type(model).__name__} predicts classes of shape {targets.shape} for an example, but the data gives "
-            f"{batch.targets.shape[1:]} to predict; change one of them."
-        )

@@ -15,7 +15,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.runs import abstract_params, count_parameters, read_config, write_config
-from jaxformer.train.setup import check_fit
+from jaxformer.sharding import make_mesh
+from jaxformer.train.setup import TrainSetup
 from tests.data.test_images import idx
 from tests.helpers import ROOT, write_books
 
@@ -60,7 +61,7 @@ def test_vision_configs_match_fashion_mnist(name: str, tmp_path: Path) -> None:
         for what, array in (("images-idx3", pixels), ("labels-idx1", labels)):
             (tmp_path / f"{part}-{what}-ubyte").write_bytes(idx(array))
     data = replace(config.data, path=str(tmp_path)).load(config.model, 2, seed=0)
-    check_fit(config.model, data.batch(0))
+    TrainSetup(config, make_mesh()).check_fit(data.batch(0))
 
 
 @pytest.mark.parametrize("spec", ["mlm.py", "prefix.py", "moe.py:moe", "moe.py:dense"])
@@ -71,4 +72,4 @@ def test_data_of_a_config_matches_its_model(spec: str, tmp_path: Path) -> None:
     assert isinstance(config.data, TextConfig) and isinstance(config.model, DecoderConfig | EncoderConfig)
     model = replace(config.model, vocab_size=280)
     books = replace(config.data, path=str(write_books(tmp_path / "books")))
-    check_fit(model, books.load(model, 2, seed=0).batch(0))
+    TrainSetup(replace(config, model=model), make_mesh()).check_fit(books.load(model, 2, seed=0).batch(0))

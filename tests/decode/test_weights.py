@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.contract import ParameterAxes
 from jaxformer.decode.generate import generate
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.weights import restored, store
+from jaxformer.decode.weights import restored, store, summed_axes
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.quantized import Quantized
 from tests.arrays import first_params
@@ -52,7 +53,7 @@ def n_bytes(params):
 @pytest.mark.slow
 def test_int8_quarters_every_matrix_and_moves_logits_within_a_bound(built):
     model, params = built
-    small = store(params, "int8")
+    small = store(params, "int8", model)
     flat = jax.tree_util.tree_leaves_with_path(small, is_leaf=lambda x: isinstance(x, Quantized))
     for path, leaf in flat:
         name = path[-1].key
@@ -66,7 +67,7 @@ def test_int8_quarters_every_matrix_and_moves_logits_within_a_bound(built):
 def test_int8_products_equal_those_of_the_restored_weights(built):
     """So nothing but the rounding of weights makes a difference: not the layout, not the scales."""
     model, params = built
-    small = store(params, "int8")
+    small = store(params, "int8", model)
     exact = restored(small)
     a, b = (logits(model, p, TOKENS) for p in (exact, small))
     np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
@@ -74,10 +75,29 @@ def test_int8_products_equal_those_of_the_restored_weights(built):
 
 def test_bfloat16_halves_the_bytes_and_moves_logits_within_a_bound(built):
     model, params = built
-    small = store(params, "bfloat16")
+    small = store(params, "bfloat16", model)
     assert n_bytes(small) == n_bytes(params) / 2
     exact, rounded = (logits(model, p, TOKENS) for p in (params, small))
     assert 1e-4 < jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("axes", "summed"),
+    [
+        ("vocab -> embed", (1,)),  # a row is a token's channel, for the embedding and for the logits
+        ("patches -> embed", (0,)),
+        ("heads head_dim -> embed", (0, 1)),
+        ("experts embed -> hidden", (1,)),
+        ("embed -> vocab", (0,)),
+        ("positions -> embed", ()),
+        ("embed -> choices", ()),
+        ("embed -> alignment", ()),
+        ("gates embed -> hidden", ()),
+        ("embed", ()),
+    ],
+)
+def test_int8_scales_reach_over_the_axes_that_products_sum_over(axes, summed):
+    assert summed_axes(ParameterAxes.parse(axes)) == summed
 
 
 @pytest.mark.slow
@@ -85,7 +105,7 @@ def test_bfloat16_halves_the_bytes_and_moves_logits_within_a_bound(built):
 def test_generation_with_rounded_weights_is_greedy_by_full_passes(weights):
     model = MODELS["learned, biases"].build()
     params = first_params(model, TOKENS)
-    small = store(params, weights)
+    small = store(params, weights, model)
     run = lambda params, prompts: list(  # noqa: E731
         generate(
             model, params, prompts, Sampling(temperature=0), [0] * len(prompts), max_new_tokens=4, context_length=16

@@ -152,7 +152,7 @@ def test_every_parameter_has_a_sharding() -> None:
 
 def test_weights_of_8_bits_say_nearly_the_same(case: tuple) -> None:
     model, params = case
-    exact, rounded = (apply(model, p, PIXELS[0]) for p in (params, store(params, "int8")))
+    exact, rounded = (apply(model, p, PIXELS[0]) for p in (params, store(params, "int8", model)))
     assert 1e-4 < jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.05
 
 

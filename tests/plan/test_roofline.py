@@ -99,7 +99,7 @@ def test_model_flops_by_hand():
     T, D, L, F, V = 12, 16, 3, 32, 48
     weights = L * (4 * D * D + 2 * D * F) + D * V
     attention = L * 4 * D * (T * (T + 1) // 2)  # two products over the pairs that a causal mask does not hide
-    assert model_flops(CONFIG)[0] == 3 * 16 * (2 * T * weights + attention)
+    assert model_flops(TrainSetup(CONFIG, make_mesh()))[0] == 3 * 16 * (2 * T * weights + attention)
 
 
 def test_model_flops_of_experts_count_routed_tokens():
@@ -109,7 +109,9 @@ def test_model_flops_of_experts_count_routed_tokens():
     attention = L * 4 * D * (T * (T + 1) // 2)
     for capacity in (None, 1.25):
         model = replace(MODEL, n_experts=E, experts_per_token=J, capacity_factor=capacity)
-        assert model_flops(replace(CONFIG, model=model))[0] == 3 * 16 * (2 * T * weights + attention)
+        assert model_flops(TrainSetup(replace(CONFIG, model=model), make_mesh()))[0] == 3 * 16 * (
+            2 * T * weights + attention
+        )
 
 
 def test_minimal_bytes_sent_by_hand():

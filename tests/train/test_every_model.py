@@ -24,7 +24,7 @@ from jaxformer.runs import create_run, load_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
-from jaxformer.train.setup import TrainSetup, check_fit
+from jaxformer.train.setup import TrainSetup
 from tests.data.test_captions import MODEL as CLIP
 from tests.data.test_captions import write as write_captions
 from tests.data.test_images import write_idx
@@ -146,9 +146,10 @@ def test_every_model_trains_resumes_and_is_inspected(spec, places, tmp_path):
 
     # Any of it can be computed again, planned, and differentiated from outside.
     batch, model = load().batch(0), resumed.model
-    check_fit(config.model, batch)
     assert first_non_finite(model, resumed.params, batch) is None
-    plan = make_plan(TrainSetup(config, make_mesh("", jax.devices()[:1])))
+    setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
+    setup.check_fit(batch)
+    plan = make_plan(setup)
     assert plan.n_parameters == sum(w.size for w in jax.tree.leaves(resumed.params)) and plan.model_flops > 0
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     grads = jax.jit(jax.grad(lambda p: objective_of(model).example_loss(model, p, example)))(resumed.params)

@@ -29,7 +29,7 @@ from jaxformer.parameters import row_names
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import batch_sharding, global_device_put, make_mesh, parse_mesh
 from jaxformer.train import setup
-from jaxformer.train.setup import TrainSetup, TrainState, check_fit
+from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step
 from tests.arrays import assert_close
 from tests.helpers import exhaustive
@@ -387,9 +387,9 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
 def test_batch_with_other_inputs_or_targets_is_refused(model, message):
     """Of masked text, which fits an encoder."""
     batch = Batch((np.zeros((B, T), np.int32), np.ones((B, T), bool)), np.zeros((B, T), np.int32))
-    check_fit(EncoderConfig(V, T), batch)
+    TrainSetup(replace(CONFIG, model=EncoderConfig(V, T)), make_mesh()).check_fit(batch)
     with pytest.raises(UserError, match=message):
-        check_fit(model, batch)
+        TrainSetup(replace(CONFIG, model=model), make_mesh()).check_fit(batch)
 
 
 @pytest.mark.slow
