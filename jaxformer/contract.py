@@ -83,6 +83,8 @@ class Contract:
         argument of the call and of `extend`.
       attention: shape of the multi-head self-attention, by which the trainer chooses the implementation; None for a
         model without.
+      patches: name of the field of the config that holds `image_size` and `patch_size`, such as `vision`; empty for the
+        config itself, None for a model without patches.
       has_residual_stream: all blocks add to one stream, which `unembed` reads, as of `models.decoder.Decoder`; the
         logit lens and the direct logit attribution also read its config.
     """
@@ -99,6 +101,7 @@ class Contract:
     extrapolates: bool = False
     has_prefix: bool = False
     attention: AttentionShape | None = None
+    patches: str | None = None
     has_residual_stream: bool = False
 
 

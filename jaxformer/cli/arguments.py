@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from jaxformer.cli.options import help_text, option_groups
-from jaxformer.config import Config
+from jaxformer.config import Config, ModelConfig
 from jaxformer.data.infer_config import infer_patch_size
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
 from jaxformer.fields import check_fields
@@ -263,19 +263,17 @@ def model_fields(arguments: Sequence[str]) -> set[str]:
     return {flag.removeprefix(prefix).replace("-", "_") for flag in given}
 
 
-def with_image_size(model: Any, arguments: Sequence[str]) -> Any:
+def with_image_size(model: ModelConfig, arguments: Sequence[str]) -> ModelConfig:
     """Return the model's config with the image size of unparsed arguments, and patches that divide it unless given."""
-    given = model_fields(arguments)
-    for prefix in ("", "vision."):
-        if f"{prefix}image_size" in given and f"{prefix}patch_size" not in given:
-            flag = f"--model.{prefix}image-size"
-            known, _ = peek(arguments, {flag: None})
-            size = tuple(read_value(flag, int, word) for word in known[flag])
-            if prefix and hasattr(model, "vision"):
-                model = replace(model, vision=infer_patch_size(model.vision, size))
-            elif not prefix:
-                model = infer_patch_size(model, size)
-    return model
+    holder, given = model.contract.patches, model_fields(arguments)
+    prefix = f"{holder}." if holder else ""
+    if holder is None or f"{prefix}image_size" not in given or f"{prefix}patch_size" in given:
+        return model
+    flag = f"--model.{prefix}image-size"
+    size = tuple(read_value(flag, int, word) for word in peek(arguments, {flag: None})[0][flag])
+    if not holder:
+        return infer_patch_size(model, size)
+    return replace(model, **{holder: infer_patch_size(getattr(model, holder), size)})
 
 
 def folder_named(flag: str, value: str) -> Path:

@@ -245,7 +245,7 @@ def _fill_masks(options: Arguments, given: set[str], prompts: Sequence[Prompt | 
         if options.jsonl:
             echo(json.dumps(row))
             continue
-        masks = ["  " + ", ".join(f"{text!r} {p:.3f}" for text, p in candidates) for candidates in row["gaps"]]
+        masks = ["  " + ", ".join(f"{text!r} {p:.3f}" for text, p in candidates) for candidates in row["masks"]]
         echo("\n".join([row["text"], *masks]))
     return 2 if len(fitting) < len(prompts) else 0
 

@@ -52,11 +52,9 @@ def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Containe
 
 def infer_patch_size(model: Any, size: tuple[int, ...]) -> Any:
     """Return the config with images of this size, one number for both sides, and patches that divide it; the config
-    itself where it has no patches or this is no size."""
+    itself where this is no size."""
     sides = size * 2 if len(size) == 1 else size
-    if not (hasattr(model, "patch_size") and hasattr(model, "image_size")) or len(sides) != 2:
-        return model
-    if min(sides) < 1 or max(sides) > MAX_BY_FIELD["image_size"]:
+    if len(sides) != 2 or min(sides) < 1 or max(sides) > MAX_BY_FIELD["image_size"]:
         return model
     patches = [
         _infer_side(old, patch, new, fixed_size=True, fixed_patch=False)[1]

@@ -56,7 +56,7 @@ def fill_prompt(run: Run, prompt: Prompt, tokens: Sequence[int], n_candidates: i
         filled[mask.position] = mask.candidates[0][0]
     candidates = [[(tokenizer.decode([token]), float(f"{p:.4g}")) for token, p in mask.candidates] for mask in masks]
     text = tokenizer.decode(filled)
-    return {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "gaps": candidates}
+    return {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "masks": candidates}
 
 
 def fill_masks(model: Any, params: Params, tokens: Sequence[int], n_candidates: int) -> list[FilledMask]:

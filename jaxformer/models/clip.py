@@ -115,7 +115,7 @@ class CLIPConfig(ModelConfig):
         return Contract(
             Task.CONTRASTIVE, (image, *token_inputs(self.text.context_length, "tokens_T", "valid_T")),
             vocab_size=text.vocab_size, max_tokens=text.max_tokens,
-            attention=self.vision.attention_shape(1 + self.vision.n_patches),
+            attention=self.vision.attention_shape(1 + self.vision.n_patches), patches="vision",
         )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> CLIP:

@@ -57,7 +57,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
     @property
     def contract(self) -> Contract:
         n_patches = prod(self.image_size) // prod(self.patch_size)
-        return replace(super().contract, attention=self.attention_shape(self.n_positions(n_patches)))
+        return replace(super().contract, attention=self.attention_shape(self.n_positions(n_patches)), patches="")
 
     def n_positions(self, n_patches: int) -> int:
         """Return the number of patches and, where there is one, the class token."""
@@ -95,7 +95,7 @@ class ViT(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.patch_embedding = PatchEmbedding(c.d_model)
-        self.placement = c.make_positions(prod(c.grid))
+        self.position_embedding = c.make_positions(prod(c.grid))
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
         self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
         if c.final_norm:
@@ -115,7 +115,7 @@ class ViT(nn.Module):
         """Return the features of the image, `(D,)`."""
         c = self.config
         patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
-        x_TD = self.placement(self.patch_embedding(patches_NP))
+        x_TD = self.position_embedding(self.patch_embedding(patches_NP))
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks)
         x_TD = run_blocks(self.blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=keys)
         return c.pool(self.final_norm(x_TD) if c.final_norm else x_TD)

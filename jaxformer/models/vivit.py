@@ -82,8 +82,8 @@ class FactorisedViViT(ViT):
         n_times, *within = c.grid
         at_one_time = replace(self.execution, attention=in_segments(n_times, self.execution.attention))
         self.patch_embedding = PatchEmbedding(c.d_model)
-        self.spatial_placement = c.make_positions(prod(within))
-        self.temporal_placement = c.make_positions(n_times)
+        self.spatial_position_embedding = c.make_positions(prod(within))
+        self.temporal_position_embedding = c.make_positions(n_times)
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
         self.spatial_blocks = [c.make_block(at_one_time) for _ in range(c.n_blocks)]
         self.temporal_blocks = [c.make_block(self.execution) for _ in range(c.n_temporal_blocks)]
@@ -97,13 +97,13 @@ class FactorisedViViT(ViT):
         n_times = c.grid[0]
         patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
         x_ND = self.patch_embedding(patches_NP)
-        x_TD = self.spatial_placement(x_ND.reshape(n_times, -1, c.d_model)).reshape(-1, c.d_model)
+        x_TD = self.spatial_position_embedding(x_ND.reshape(n_times, -1, c.d_model)).reshape(-1, c.d_model)
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks + c.n_temporal_blocks)
         spatial_keys, temporal_keys = (None, None) if keys is None else jnp.split(keys, [c.n_blocks])
         time_T = jnp.repeat(jnp.arange(n_times), len(x_TD) // n_times)
         mask_TT = masks.segment(time_T, time_T)
         x_TD = run_blocks(self.spatial_blocks, self.execution, x_TD, time_T, mask_TT, keys=spatial_keys)
         x_TD = self.spatial_norm(x_TD) if c.final_norm else x_TD
-        x_TD = self.temporal_placement(c.pool(x_TD.reshape(n_times, -1, c.d_model)))
+        x_TD = self.temporal_position_embedding(c.pool(x_TD.reshape(n_times, -1, c.d_model)))
         x_TD = run_blocks(self.temporal_blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=temporal_keys)
         return c.pool(self.temporal_norm(x_TD) if c.final_norm else x_TD)

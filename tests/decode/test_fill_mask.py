@@ -1,4 +1,4 @@
-"""Filling gaps against full passes, one gap at a time."""
+"""Filled masks against full passes, one mask at a time."""
 
 from dataclasses import replace
 
@@ -19,16 +19,16 @@ CONFIG = EncoderConfig(V, T, 12, n_heads=3, d_ff=(17,), n_blocks=1)
 def test_the_most_probable_mask_is_filled_first_and_is_input_to_the_next() -> None:
     model, params = build(CONFIG)
     text = [3, MASK, 5, MASK, MASK, 7]
-    gaps = {gap.position: gap.candidates for gap in fill_masks(model, params, text, 4)}
-    assert list(gaps) == [1, 3, 4]
+    masks = {mask.position: mask.candidates for mask in fill_masks(model, params, text, 4)}
+    assert list(masks) == [1, 3, 4]
     filled = list(text)
     while MASK in filled:
         logits_TV = np.array(apply(model, params, jnp.array(filled)))  # unpadded
         probabilities_TV = np.asarray(jax.nn.softmax(logits_TV[:, :MASK]))
         surest = max((probabilities_TV[t].max(), t) for t in range(len(text)) if filled[t] == MASK)[1]
         order = np.argsort(-probabilities_TV[surest])[:4]
-        assert [token for token, _ in gaps[surest]] == order.tolist()
-        assert_close([p for _, p in gaps[surest]], probabilities_TV[surest][order])
+        assert [token for token, _ in masks[surest]] == order.tolist()
+        assert_close([p for _, p in masks[surest]], probabilities_TV[surest][order])
         filled[surest] = int(order[0])
 
 

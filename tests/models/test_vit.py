@@ -87,7 +87,7 @@ def test_without_positions_the_order_of_patches_means_nothing() -> None:
     there = lambda params: [apply(model, params, pixels) for pixels in (PIXELS[0], halves)]  # noqa: E731
     a, b = there(params)
     assert jnp.abs(a - b).max() > 0.1
-    params["placement"]["W_pos"] = params["placement"]["W_pos"].at[1:].set(0.5)
+    params["position_embedding"]["W_pos"] = params["position_embedding"]["W_pos"].at[1:].set(0.5)
     assert_close(*there(params))
 
 
