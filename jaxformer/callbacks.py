@@ -53,7 +53,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
     if not (fits := _fits_on_one_device(setup)):
         print_line("attention entropy and samples are left out: the model is too large to be copied to one device")
     callbacks = []
-    if fits and isinstance(model, Decoder) and t.report_every:
+    if fits and isinstance(model, Decoder) and t.report_every and config.init_from is None:
         callbacks.append(Callback(config.steps, _init_check(setup, data), at_start=True))
     if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))

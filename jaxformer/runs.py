@@ -104,14 +104,21 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     model = config.model.build()
     checkpoints = CheckpointReader(folder)
     step = checkpoints.step(checkpoint)
-    has_text = isinstance(config.model, TokenModelConfig) or (folder / TOKENIZER).exists()
-    tokenizer = Tokenizer.load(_verified(folder, TOKENIZER)) if has_text else None
-    classes = _read_classes(folder)
+    tokenizer, classes = read_tokenizer(folder, isinstance(config.model, TokenModelConfig)), _read_classes(folder)
     shapes = abstract_params(model, config.model)
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
     params = checkpoints.restore_params(step, shapes)
     return Run(folder, config, model, params, tokenizer, step, classes)
+
+
+def read_tokenizer(folder: Path, required: bool = False) -> Tokenizer | None:
+    """Return the tokenizer of a run; None where it has none.
+
+    Raises:
+      UserError: it is not the run's own, cannot be read, or is required and missing.
+    """
+    return Tokenizer.load(_verified(folder, TOKENIZER)) if required or (folder / TOKENIZER).exists() else None
 
 
 def _verified(folder: Path, name: str, remedy: str = "") -> Path:
@@ -155,20 +162,23 @@ def _read_classes(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def load_data(folder: Path | None, config: Config, fixed: Container[str] | None = None) -> Dataset:
+def load_data(
+    folder: Path | None, config: Config, fixed: Container[str] | None = None, tokenizer: Tokenizer | None = None
+) -> Dataset:
     """Return the data of a config, tokenized with the run's own tokenizer.
 
     Args:
       folder: of the run; None for a new one, whose model is then the data's `model`.
       fixed: for a new run, as of `DataConfig.load`.
+      tokenizer: for a new run, that of the model which it begins with, if any.
 
     Raises:
       UserError: the tokenizer is missing or cannot be read, or see `DataConfig.load`.
     """
     if folder is None:
-        return config.data.load(config.model, config.train.batch_size, config.seed, fixed=fixed)
+        return config.data.load(config.model, config.train.batch_size, config.seed, tokenizer, fixed)
     file = folder / TOKENIZER
-    tokenizer = Tokenizer.load(_verified(folder, TOKENIZER)) if file.exists() else None
+    tokenizer = read_tokenizer(folder)
     data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
     if tokenizer is None and data.tokenizer is not None:
         raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train again.")

@@ -18,6 +18,7 @@ FLOORS = [
     {"distributed"},
     {"checkpoints", "memory", "parameters", "sharding"},
     {"runs"},
+    {"pretrained"},
     {"train", "decode", "inspect", "interop"},
     {"callbacks", "comparison", "ladder", "model_page", "plan", "training_page", "training_report"},
     {"cli"},

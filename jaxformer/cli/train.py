@@ -25,6 +25,7 @@ from jaxformer.cli.arguments import (
     options_given,
     parse,
     peek,
+    read_value,
     with_image_size,
 )
 from jaxformer.cli.options import MERGED
@@ -45,6 +46,7 @@ from jaxformer.terminal import echo, echo_status
 
 if TYPE_CHECKING:
     from jaxformer.data.dataset import Dataset
+    from jaxformer.pretrained import Pretrained
     from jaxformer.train.loop import Outcome
     from jaxformer.train.setup import TrainSetup
 
@@ -129,7 +131,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
       stack: contexts that end with the command.
     """
     options_given(arguments)
-    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0})
+    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1})
     resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
 
     # orbax and grain are slow to import; a mistyped option is answered before.
@@ -140,7 +142,14 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
 
         folder = latest_run(RUNS) if run is None else folder_named("--run", run)
         stored = read_config(folder)
-    config = named or stored or load_config(DEFAULT_CONFIG)
+    init_from, pretrained = None if named is None else named.init_from, None
+    if "--init-from" in known:
+        init_from = read_value("--init-from", str | None, known["--init-from"][0])
+    if stored is None and init_from is not None:
+        pretrained = open_pretrained(init_from)
+    config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
+    if pretrained is not None:
+        config = dataclasses.replace(config, model=pretrained.model, init_from=str(pretrained.path))
     config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = parse(arguments, defaults, "train.py", DESCRIPTION)
@@ -149,7 +158,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if options.run is not None:
         folder_named("--run", options.run)
     if stored is not None:
-        from jaxformer.train.resume import check_resumable, is_finished
+        from jaxformer.train.resume import begins_anew, check_resumable, is_finished
 
         changes = check_resumable(folder, stored, config, options.from_step is not None)
     elif options.run is not None and Path(options.run).exists():
@@ -172,12 +181,21 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
         echo(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
         return None
-    return _prepare(config, folder, stored is not None, options, changes, model_fields(arguments), early)
+    if config.init_from is not None and stored is not None and begins_anew(folder, options.from_step):
+        pretrained = open_pretrained(config.init_from)
+    return _prepare(config, folder, stored is not None, options, changes, model_fields(arguments), pretrained, early)
+
+
+def open_pretrained(path: str) -> Pretrained:
+    """Return the model that --init-from names; raises UserError where there is none."""
+    from jaxformer.pretrained import pretrained_run
+
+    return pretrained_run(folder_named("--init-from", path))
 
 
 def _prepare(
     config: Config, folder: Path, resume: bool, options: Arguments, changes: str, fixed: set[str],
-    early: contextlib.ExitStack,
+    pretrained: Pretrained | None, early: contextlib.ExitStack,
 ) -> Prepared:  # fmt: skip
     """Read the data, create the folder of a new run, and print the header."""
     from jaxformer.callbacks import make_callbacks
@@ -193,16 +211,21 @@ def _prepare(
 
     console.quiet = not is_main_process()
     mesh = make_mesh(config.mesh)
-    setup = TrainSetup(config, mesh)
+    setup = TrainSetup(config, mesh, pretrained)
     setup.check_devices()
+    if pretrained is not None:
+        pretrained.check_fit(config.model)
     # Everything that can fail is tried before anything is written.
     if is_main_process():
         prepare_sinks(config.train.log_to)
     echo_status("reading the data ...")
-    data = load_data(folder if resume else None, config, fixed)
+    if pretrained is None:
+        data = load_data(folder if resume else None, config, fixed)
+    else:  # whose model is as it is
+        data = load_data(folder if resume else None, config, tokenizer=pretrained.tokenizer)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
-        setup = TrainSetup(config, mesh)
+        setup = TrainSetup(config, mesh, pretrained)
         setup.check_devices()
     setup.check_fit(data.batch(0, slice(1)))
     barrier()  # no run is created where a process has no data

@@ -154,6 +154,11 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
     return ", ".join(changes)
 
 
+def begins_anew(folder: Path, from_step: int | None) -> bool:
+    """Return whether a run that is resumed has no checkpoint to continue from, or is rolled back to its start."""
+    return from_step == 0 or not CheckpointReader(folder)
+
+
 def is_finished(folder: Path, config: Config, same_data: bool, from_step: int | None) -> bool:
     """Return whether a run has no step left to train, before its data is read and the step is compiled.
 

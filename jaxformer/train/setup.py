@@ -25,6 +25,7 @@ from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
+from jaxformer.pretrained import Pretrained
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import abstract, batch_sharding, batch_shards, gather, shardings
 from jaxformer.train.kernels import make_attention
@@ -61,6 +62,8 @@ class TrainSetup:
 
     config: Config
     mesh: Mesh
+    pretrained: Pretrained | None = None
+    """Model that `config.init_from` names, which the first state is read from."""
 
     def __post_init__(self) -> None:
         B, n_microbatches = self.config.train.batch_size, self.config.compute.grad_accumulation_steps
@@ -105,6 +108,12 @@ class TrainSetup:
         return parameter_axes(self.model)
 
     @cached_property
+    def abstract_params(self) -> Params:
+        """Shapes, dtypes and shardings of the model's parameters."""
+        shapes = abstract_params(self.model, self.config.model)
+        return abstract(shapes, shardings(shapes, self.parameter_axes, self.mesh))
+
+    @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         shapes = jax.eval_shape(self._init)
@@ -118,19 +127,34 @@ class TrainSetup:
     @cached_property
     def param_specs(self) -> Params:
         """`PartitionSpec` of each parameter."""
-        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_state.params)
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_params)
 
     def check_devices(self) -> None:
         """Raise `UserError` where the parameters do not fit into memory, or the attention of the config cannot run."""
-        check_parameters(self.abstract_state.params, self.mesh.size, jax.local_devices()[0])
+        check_parameters(self.abstract_params, self.mesh.size, jax.local_devices()[0])
         self.attention  # noqa: B018
 
     def init_state(self) -> TrainState:
-        """Return the first state, drawn from `config.seed` in its sharding; the same numbers on every mesh."""
-        return jax.jit(self._init, out_shardings=self.state_shardings)()
+        """Return the first state in its sharding; what is drawn is a function of `config.seed`, on every mesh.
+
+        Raises:
+          UserError: the parameters of `config.init_from` were not given, or cannot be read.
+        """
+        if self.config.init_from is None:
+            return jax.jit(self._init, out_shardings=self.state_shardings)()
+        if self.pretrained is None:
+            raise UserError(f"init_from is {self.config.init_from}, and nothing was read from there; leave it out.")
+        params = self.pretrained.load(self.abstract_params)
+        # Each array of the state has a buffer of its own, as a step donates them all.
+        begin = lambda params: self._begin(jax.tree.map(jnp.copy, params))._replace(params=None)  # noqa: E731
+        others = jax.jit(begin, out_shardings=self.state_shardings._replace(params=None))(params)
+        return others._replace(params=params)
 
     def _init(self) -> TrainState:
-        params = self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"]
+        return self._begin(self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"])
+
+    def _begin(self, params: Params) -> TrainState:
+        """Return the first state of a model's parameters."""
         return TrainState(params, self.optimizer.init(params), jnp.int32(0))
 
     @property

@@ -1,0 +1,61 @@
+"""Parameters that training begins with in place of drawn ones: those of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxformer.checkpoints import CheckpointReader
+from jaxformer.config import Config, ModelConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.models.objective import Params
+from jaxformer.parameters import dotted
+from jaxformer.runs import abstract_params, read_config, read_tokenizer
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A trained model, whose parameters are not read yet."""
+
+    path: Path
+    """Folder that holds it."""
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    """None where the model has no text."""
+    load: Callable[[Params], Params]
+    """Function from the parameters' shapes, dtypes and shardings to the parameters."""
+    config: Config | None = None
+    """Config of the run; None where it is none of ours."""
+
+    def check_fit(self, model: ModelConfig) -> None:
+        """Raise `UserError` for the first parameter that a model has in another shape, or alone."""
+        stored, expected = (_shapes(config) for config in (self.model, model))
+        for name in sorted({**stored, **expected}):
+            if stored.get(name) != expected.get(name):
+                old, new = (shapes.get(name, "absent") for shapes in (stored, expected))
+                raise UserError(
+                    f"{self.path} does not fit the model: {name} is {old} there and {new} in the model; leave "
+                    "out the options of the model that change its parameters, or --init-from."
+                )
+
+
+def pretrained_run(folder: Path) -> Pretrained:
+    """Return the last intact checkpoint of a run.
+
+    Raises:
+      UserError: there is no such run or checkpoint, or its tokenizer is not the run's own.
+    """
+    config, checkpoints = read_config(folder), CheckpointReader(folder)
+    step = checkpoints.step()
+    return Pretrained(
+        folder, config.model, read_tokenizer(folder), lambda shapes: checkpoints.restore_params(step, shapes), config
+    )
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config.build(), config))
+    return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
