@@ -1,0 +1,65 @@
+"""`python -m jaxformer export`: write a trained model in a format that other programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.load import RunOptions, open_run, with_run
+from jaxformer.cli.options import POSITIONAL
+from jaxformer.errors import UserError
+from jaxformer.terminal import echo
+
+DESCRIPTION = """Write a trained model in a format that other programs read. The target must not exist; it appears
+complete, or not at all. Formats:
+
+safetensors: any model, as a folder with its parameters by name and the config of the run.
+
+stablehlo: any model, as a folder with programs that jax runs without this package, on CPU, GPU and TPU."""
+Format = Literal["safetensors", "stablehlo"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of export."""
+
+    run: Annotated[str | None, POSITIONAL] = None
+    """Folder of the run; by default the newest below runs/ that has a checkpoint."""
+    format: Format | None = None
+    """Format to write."""
+    out: str | None = None
+    """Folder to write; by default exports/RUN-FORMAT."""
+    checkpoint: str = "last"
+    """'last', 'best', or a step."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Format of the weights. Training keeps float32; the others take half the bytes and are rounded."""
+    cache_length: int | None = None
+    """For stablehlo: slots of the KV cache, and length of padded prompts; by default the context length."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export; return the exit status: 0 done, 2 wrong input."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    options = parse(arguments, Arguments(), "python -m jaxformer export", DESCRIPTION)
+    if options.format is None:
+        raise UserError(f"--format is missing; give one of {', '.join(Format.__args__)}.")
+    if options.cache_length is not None:
+        if options.format != "stablehlo":
+            raise UserError(f"--cache-length has no effect on {options.format}; leave it out.")
+        if not 1 <= options.cache_length < 2**24:
+            raise UserError(f"--cache-length is {options.cache_length}; it must be at least 1 and below 2**24.")
+    machine.set_up()
+    from jaxformer.interop.export import export_run
+
+    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)
+    path = Path(f"exports/{run.path.resolve().name}-{options.format}" if options.out is None else options.out)
+    export_run(run, options.format, path, options.dtype, options.cache_length)
+    echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__} as {options.format} in {path}")
+    return 0

@@ -1,0 +1,42 @@
+"""Export of a run in one of the formats that other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from jaxformer.errors import UserError
+from jaxformer.interop.output import Dtype, complete_path, copy_files, flat_params, save_safetensors
+from jaxformer.interop.stablehlo import export_stablehlo
+from jaxformer.runs import CLASSES, CONFIG, TOKENIZER, Run
+
+Format = Literal["safetensors", "stablehlo"]
+
+
+def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
+    """Write a run to a new folder.
+
+    Args:
+      dtype: of the weights.
+      n_slots: see `export_stablehlo`.
+
+    Raises:
+      UserError: the path exists, a package for the format is not installed, or the format has no equivalent for a part
+        of the model.
+    """
+    if file_format == "stablehlo":
+        export_stablehlo(run, path, dtype, n_slots)
+    else:
+        export_safetensors(run, path, dtype)
+
+
+def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
+    """Write the parameters of any model by their paths, with the run's config, tokenizer and class names.
+
+    Raises:
+      UserError: the folder exists, or safetensors is not installed.
+    """
+    with complete_path(folder) as scratch:
+        scratch.mkdir()
+        save_safetensors(flat_params(run.params, dtype), scratch / "model.safetensors")
+        copy_files(run.path, scratch, CONFIG, TOKENIZER, CLASSES)

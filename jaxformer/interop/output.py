@@ -1,0 +1,88 @@
+"""Files of an export: they appear complete, or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from jaxformer.errors import UserError
+from jaxformer.models.objective import Params
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@contextmanager
+def complete_path(target: Path) -> Iterator[Path]:
+    """Yield a path for a new file or folder, which becomes `target`, by a rename, if the body succeeds.
+
+    Raises:
+      UserError: the target exists.
+    """
+    _check_new(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent) as scratch:
+        path = Path(scratch) / target.name
+        yield path
+        _check_new(target)  # a folder that another process has made meanwhile, if empty, would be replaced
+        path.rename(target)
+
+
+def _check_new(target: Path) -> None:
+    if target.exists():
+        raise UserError(f"{target} exists, and an export replaces nothing; remove it, or choose another --out.")
+
+
+def flat_params(params: Params, dtype: Dtype) -> dict[str, np.ndarray]:
+    """Return the parameters by their path, such as `blocks_0.attention.W_Q`, as NumPy arrays of a dtype.
+
+    Raises:
+      UserError: a parameter exceeds the dtype's range.
+    """
+    return {name: cast(name, leaf, dtype) for name, leaf in flatten_dict(params, sep=".").items()}
+
+
+def cast(name: str, array: Any, dtype: Dtype) -> np.ndarray:
+    """Return an array as a contiguous NumPy array of a dtype.
+
+    Args:
+      name: of the tensor, for the error.
+
+    Raises:
+      UserError: a number exceeds the dtype's range.
+    """
+    array = np.asarray(jax.device_get(array))
+    with np.errstate(over="ignore"):  # reported below, by name
+        converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
+    if dtype == "float16" and not np.isfinite(converted).all() and np.isfinite(array).all():
+        raise UserError(
+            f"{name} has numbers up to {np.abs(array).max():.3g}, and float16 ends at 65504; use --dtype bfloat16."
+        )
+    return converted
+
+
+def copy_files(source: Path, folder: Path, *names: str) -> None:
+    """Copy those of a run's files that exist, such as its tokenizer, to a folder."""
+    for name in names:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+
+
+def save_safetensors(tensors: dict[str, np.ndarray], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors by name to a safetensors file.
+
+    Raises:
+      UserError: safetensors is not installed.
+    """
+    from safetensors.numpy import save_file
+
+    save_file(tensors, file, metadata)
+    file.chmod(0o644)  # the library's own choice is its owner alone

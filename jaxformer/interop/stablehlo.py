@@ -1,0 +1,221 @@
+"""Export of a model as StableHLO, which a process runs by `jax.export`, without this package.
+
+The programs hold no weights: these are an argument, so that prefill and decode step share one copy. Attention is
+`ops.attention`, without the fused kernels of a platform, so that any machine lowers for all platforms.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from jaxformer.contract import Task, contract_of
+from jaxformer.errors import UserError
+from jaxformer.interop.output import Dtype, complete_path, copy_files, flat_params
+from jaxformer.ops.masks import EMPTY
+from jaxformer.runs import CLASSES, TOKENIZER, Run
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+WEIGHTS, SIGNATURE, README = "weights.npz", "signature.json", "README.md"
+
+
+class Program(NamedTuple):
+    """A function of a batch.
+
+    Attributes:
+      function: function of the weights by name and of further arrays or lists of arrays.
+      arguments: shapes of its arguments by their names.
+      outputs: names of its results.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    outputs: tuple[str, ...]
+
+
+def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
+    """Write the programs of a run, its weights, and a description of both to a new folder.
+
+    A causal language model with a KV cache has the programs `prefill` and `decode`, any other model has `forward`. The
+    number of examples B is symbolic.
+
+    Args:
+      n_slots: slots of the cache, and length of the padded prompts; None for the context length.
+
+    Raises:
+      UserError: the folder exists, flatbuffers is not installed, the dtype is float16, or `n_slots` is given and the
+        model has no such cache.
+    """
+    contract, kind = contract_of(run.model), type(run.model).__name__
+    if dtype == "float16":
+        raise UserError("--dtype is float16, which activations may exceed; use float32 or bfloat16 for stablehlo.")
+    weights = flat_params(run.params, dtype)
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
+    if contract.task is Task.CAUSAL_LM and contract.has_cache:
+        n_slots = n_slots or run.text_model()[0].context_length
+        programs, readme = cached_programs(run.model, shapes, n_slots, dtype), CACHED_README
+    elif n_slots is None:
+        programs, readme = {"forward": forward_program(run.model, shapes)}, FORWARD_README
+    else:
+        raise UserError(f"--cache-length is {n_slots}, but {run.path} holds a {kind} without a cache; leave it out.")
+    with complete_path(folder) as scratch:
+        scratch.mkdir()
+        signatures = {}
+        for name, program in programs.items():
+            exported = jax.export.export(jax.jit(program.function), platforms=PLATFORMS)(*program.arguments.values())
+            (scratch / f"{name}.bin").write_bytes(exported.serialize())
+            signatures[name] = signature(program, exported)
+        np.savez(scratch / WEIGHTS, **weights)
+        copy_files(run.path, scratch, TOKENIZER, CLASSES)
+        description = {
+            "format": "jax.export", "jax": jax.__version__, "platforms": PLATFORMS, "model": kind,
+            "task": contract.task, "vocab_size": contract.vocab_size, "max_tokens": contract.max_tokens,
+            "n_slots": n_slots, "end_of_text": None if run.tokenizer is None else run.tokenizer.end_of_text,
+            "weights": {"file": WEIGHTS, "dtype": dtype}, "programs": signatures,
+        }  # fmt: skip
+        (scratch / SIGNATURE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        (scratch / README).write_text(readme, encoding="utf-8")
+
+
+def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, dtype: Dtype) -> dict[str, Program]:
+    """Return prefill and decode step of a causal language model with a KV cache.
+
+    `prefill(weights, tokens_BS, length_B)` maps prompts, padded on the right to S = `n_slots` tokens, and
+    `decode(weights, cache, token_B, position_B)` one more token of each row at its position; both return the logits
+    `(B, V)` of the next token in float32 and the cache, a list of arrays with B first. A row's token is in the slot
+    of its position modulo S.
+
+    Args:
+      weights: shapes of the parameters by their paths.
+    """
+    empty = jax.eval_shape(partial(model.init_cache, n_slots, jnp.dtype(dtype)))
+    leaves, structure = jax.tree.flatten(empty)
+
+    def logits_and_cache(params: Any, x_D: jax.Array, cache: Any) -> tuple[jax.Array, list[jax.Array]]:
+        logits_V: Any = model.apply({"params": params}, x_D, method="unembed")
+        return logits_V.astype(jnp.float32), jax.tree.leaves(cache)
+
+    def prefill(weights: Any, tokens_BS: jax.Array, length_B: jax.Array) -> Any:
+        params = unflatten_dict(weights, sep=".")
+
+        def one(tokens_S: jax.Array, length: jax.Array) -> Any:
+            index_S = jnp.arange(n_slots)
+            positions_S = jnp.where(index_S < length, index_S, EMPTY)
+            cache, prefix = model.init_cache(n_slots, jnp.dtype(dtype)), (length,) * contract_of(model).has_prefix
+            x_SD, cache = model.apply({"params": params}, tokens_S, positions_S, cache, 0, *prefix, method="extend")
+            return logits_and_cache(params, x_SD[length - 1], cache)
+
+        return jax.vmap(one)(tokens_BS, length_B)
+
+    def decode(weights: Any, cache: Any, token_B: jax.Array, position_B: jax.Array) -> Any:
+        params = unflatten_dict(weights, sep=".")
+
+        def one(leaves: list[jax.Array], token: jax.Array, position: jax.Array) -> Any:
+            cache, slot = jax.tree.unflatten(structure, leaves), position % n_slots
+            x_1D, cache = model.apply({"params": params}, token[None], position[None], cache, slot, method="extend")
+            return logits_and_cache(params, x_1D[0], cache)
+
+        return jax.vmap(one)(cache, token_B, position_B)
+
+    (B,) = jax.export.symbolic_shape("B")
+    integers_B = jax.ShapeDtypeStruct((B,), jnp.int32)
+    prompts_BS = jax.ShapeDtypeStruct((B, n_slots), jnp.int32)
+    cache = [jax.ShapeDtypeStruct((B, *leaf.shape), leaf.dtype) for leaf in leaves]
+    outputs = ("logits", "cache")
+    return {
+        "prefill": Program(prefill, {"weights": weights, "tokens": prompts_BS, "length": integers_B}, outputs),
+        "decode": Program(
+            decode, {"weights": weights, "cache": cache, "token": integers_B, "position": integers_B}, outputs
+        ),
+    }
+
+
+def forward_program(model: nn.Module, weights: Mapping[str, Any]) -> Program:
+    """Return the model's call on a batch; its arguments are those of the contract, with B first."""
+    (B,) = jax.export.symbolic_shape("B")
+
+    def forward(weights: Any, *inputs_B: jax.Array) -> Any:
+        return jax.vmap(partial(model.apply, {"params": unflatten_dict(weights, sep=".")}))(*inputs_B)
+
+    inputs = {x.name: jax.ShapeDtypeStruct((B, *x.shape), x.dtype) for x in contract_of(model).inputs}
+    return Program(forward, {"weights": weights, **inputs}, ("logits",))
+
+
+def signature(program: Program, exported: jax.export.Exported) -> dict[str, Any]:
+    """Return shapes and dtypes of a program's arguments, in order, and results, as JSON values."""
+    results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    outputs = dict(zip(program.outputs, results if isinstance(results, tuple) else (results,), strict=False))
+    arguments = dict(program.arguments) | {"weights": WEIGHTS}
+    return {
+        "arguments": {name: _shapes(value) for name, value in arguments.items()},
+        "outputs": {name: _shapes(value) for name, value in outputs.items()},
+    }
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return [_shapes(item) for item in value]
+    return {"shape": [n if isinstance(n, int) else str(n) for n in value.shape], "dtype": jnp.dtype(value.dtype).name}
+
+
+LOAD = """
+`signature.json` has the shapes and dtypes of all arguments, B for the number of examples. Needed are `numpy` and `jax`
+with `flatbuffers`, which `jax.export` reads programs with.
+
+```python
+import json
+
+import jax
+import jax.export
+import numpy as np
+
+signature = json.load(open("signature.json"))
+dtype = np.dtype(signature["weights"]["dtype"])
+weights = {name: array.view(dtype) for name, array in np.load(signature["weights"]["file"]).items()}
+
+
+def program(name):
+    return jax.jit(jax.export.deserialize(bytearray(open(f"{name}.bin", "rb").read())).call)
+
+"""
+
+CACHED_README = f"""# Prefill and decode step in StableHLO
+{LOAD}
+prefill, decode = program("prefill"), program("decode")
+prompts = [[1, 2, 3], [4, 5]]  # by the tokenizer in tokenizer.json
+tokens = np.zeros((len(prompts), signature["n_slots"]), np.int32)
+for row, prompt in zip(tokens, prompts):
+    row[: len(prompt)] = prompt  # what follows is padding
+position = np.array([len(prompt) for prompt in prompts], np.int32)
+logits, cache = prefill(weights, tokens, position)
+for _ in range(64):
+    token = np.argmax(logits, axis=-1).astype(np.int32)
+    print(token)
+    logits, cache = decode(weights, cache, token, position)
+    position += 1
+```
+
+The cache holds the last `n_slots` tokens of each text. A position must be below `max_tokens`, unless that is null.
+"""
+
+FORWARD_README = f"""# Forward pass in StableHLO
+{LOAD}
+inputs = [
+    np.zeros([2, *argument["shape"][1:]], argument["dtype"])
+    for name, argument in signature["programs"]["forward"]["arguments"].items()
+    if name != "weights"
+]
+print(program("forward")(weights, *inputs))
+```
+"""
