@@ -10,6 +10,7 @@ from jaxformer.errors import UserError
 EXTRAS = {
     "PIL": "images",
     "babel": "dates",
+    "flatbuffers": "stablehlo",
     "gguf": "gguf",
     "jinja2": "hf",
     "matplotlib": "plots",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, get_args
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
+from jaxformer.interop.formats import Dtype, Format
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Write a trained model in a format that other programs read. The target must not exist; it appears
@@ -20,7 +21,6 @@ complete, or not at all. Formats:
 safetensors: any model, as a folder with its parameters by name and the config of the run.
 
 stablehlo: any model, as a folder with programs that jax runs without this package, on CPU, GPU and TPU."""
-Format = Literal["safetensors", "stablehlo"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Arguments:
     """Folder to write; by default exports/RUN-FORMAT."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     """Format of the weights. Training keeps float32; the others take half the bytes and are rounded."""
     cache_length: int | None = None
     """For stablehlo: slots of the KV cache, and length of padded prompts; by default the context length."""
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), "python -m jaxformer export", DESCRIPTION)
     if options.format is None:
-        raise UserError(f"--format is missing; give one of {', '.join(Format.__args__)}.")
+        raise UserError(f"--format is missing; give one of {', '.join(get_args(Format))}.")
     if options.cache_length is not None:
         if options.format != "stablehlo":
             raise UserError(f"--cache-length has no effect on {options.format}; leave it out.")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-from jaxformer.errors import UserError
-from jaxformer.interop.output import Dtype, complete_path, copy_files, flat_params, save_safetensors
+from jaxformer.interop.formats import Dtype, Format
+from jaxformer.interop.output import complete_path, copy_files, flat_params, save_safetensors
 from jaxformer.interop.stablehlo import export_stablehlo
 from jaxformer.runs import CLASSES, CONFIG, TOKENIZER, Run
-
-Format = Literal["safetensors", "stablehlo"]
 
 
 def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:

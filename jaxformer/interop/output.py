@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxformer.errors import UserError
+from jaxformer.extras import import_extra
+from jaxformer.interop.formats import Dtype
 from jaxformer.models.objective import Params
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @contextmanager
@@ -82,7 +82,5 @@ def save_safetensors(tensors: dict[str, np.ndarray], file: Path, metadata: dict[
     Raises:
       UserError: safetensors is not installed.
     """
-    from safetensors.numpy import save_file
-
-    save_file(tensors, file, metadata)
+    import_extra("safetensors.numpy", "writing safetensors").save_file(tensors, file, metadata)
     file.chmod(0o644)  # the library's own choice is its owner alone

@@ -20,7 +20,9 @@ from flax.traverse_util import unflatten_dict
 
 from jaxformer.contract import Task, contract_of
 from jaxformer.errors import UserError
-from jaxformer.interop.output import Dtype, complete_path, copy_files, flat_params
+from jaxformer.extras import import_extra
+from jaxformer.interop.formats import Dtype
+from jaxformer.interop.output import complete_path, copy_files, flat_params
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs import CLASSES, TOKENIZER, Run
 
@@ -58,6 +60,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
     contract, kind = contract_of(run.model), type(run.model).__name__
     if dtype == "float16":
         raise UserError("--dtype is float16, which activations may exceed; use float32 or bfloat16 for stablehlo.")
+    import_extra("flatbuffers", "--format stablehlo")
     weights = flat_params(run.params, dtype)
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
     if contract.task is Task.CAUSAL_LM and contract.has_cache:

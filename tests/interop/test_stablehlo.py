@@ -17,7 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.interop.stablehlo import export_stablehlo
 from jaxformer.runs import Run, load_run
 from tests.arrays import first_params
-from tests.helpers import ROOT, small_run
+from tests.helpers import ROOT, exhaustive, small_run
 
 pytest.importorskip("flatbuffers")
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
@@ -60,6 +60,7 @@ def greedy(run: Run, n: int) -> np.ndarray:
     return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
 
 
+@pytest.mark.slow
 def test_readme_program_draws_the_same_tokens_without_this_package(run, tmp_path):
     rope = run_of(run, "quick.py", vocab_size=280, context_length=16, n_blocks=2, n_heads=2, d_ff=(32,))
     export_stablehlo(rope, tmp_path / "out")
@@ -69,12 +70,13 @@ def test_readme_program_draws_the_same_tokens_without_this_package(run, tmp_path
     assert np.array_equal(tokens_NB.T, greedy(rope, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
         ("quick.py", {"positions": "learned", "n_heads": 2}),
-        ("moe.py:moe", {"n_heads": 2, "n_blocks": 1}),
-        ("prefix.py", {"n_heads": 2, "n_blocks": 1}),
+        exhaustive("moe.py:moe", {"n_heads": 2, "n_blocks": 1}),
+        exhaustive("prefix.py", {"n_heads": 2, "n_blocks": 1}),
     ],
 )
 def test_programs_give_the_logits_of_a_full_pass(run, tmp_path, spec, changes):
@@ -104,13 +106,15 @@ def test_programs_are_lowered_for_all_platforms(run, tmp_path):
         assert not re.findall(r"custom_call @(?!shape_assertion|Sharding)\w+", str(program.mlir_module()))
 
 
+@pytest.mark.slow
 def test_other_models_have_a_forward_program(run, tmp_path):
     run = run_of(run, "vision.py:vit", image_size=(8, 8), patch_size=(4, 4), n_heads=2, n_blocks=1, d_ff=(8,))
     export_stablehlo(run, tmp_path / "out")
     assert len(run_readme(tmp_path / "out", readme_program(tmp_path / "out")).splitlines()) >= 2
     forward = jax.export.deserialize(bytearray((tmp_path / "out/forward.bin").read_bytes()))
-    (shape,) = [x["shape"] for name, x in signature(tmp_path)["programs"]["forward"]["arguments"].items()
-                if name != "weights"]
+    (shape,) = [
+        x["shape"] for name, x in signature(tmp_path)["programs"]["forward"]["arguments"].items() if name != "weights"
+    ]
     images = np.random.default_rng(0).integers(256, size=(3, *shape[1:])).astype(np.uint8)
     logits = forward.call(dict(np.load(tmp_path / "out/weights.npz").items()), images)
     expected = jax.vmap(lambda x: run.model.apply({"params": run.params}, x))(images)
@@ -131,6 +135,7 @@ def test_signature_describes_arguments_in_order(run, tmp_path):
     assert decode["outputs"]["logits"] == {"shape": ["B", 280], "dtype": "float32"}
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_weights_are_rounded(run, tmp_path):
     export_stablehlo(run, tmp_path / "out", "bfloat16")
     printed = run_readme(tmp_path / "out", readme_program(tmp_path / "out").replace("range(64)", "range(2)"))
@@ -143,6 +148,6 @@ def test_options_without_meaning_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="float16"):
         export_stablehlo(run, tmp_path / "out", "float16")
     image = run_of(run, "vision.py:vit", image_size=(8, 8), patch_size=(4, 4), n_heads=2, n_blocks=1, d_ff=(8,))
-    with pytest.raises(UserError, match="--cache-length is 8, but .* holds a ViT without a cache"):
+    with pytest.raises(UserError, match=r"--cache-length is 8, but .* holds a ViT without a cache"):
         export_stablehlo(image, tmp_path / "out", n_slots=8)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,52 @@
+"""`python -m jaxformer export`."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxformer.cli import export
+from jaxformer.runs import read_config
+from tests.helpers import small_run
+
+WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
+
+
+def test_export_is_named_after_run_and_format(run, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert export.main([run, "--format", "safetensors"]) == 0
+    expected = f"run {run}, step 0: Decoder as safetensors in exports/small-safetensors\n"
+    assert capsys.readouterr().out == expected
+    assert read_config(tmp_path / "exports/small-safetensors") == read_config(Path(run))
+    assert export.main([run, "--format", "safetensors"]) == 2
+    assert "exports/small-safetensors exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--format is missing; give one of "),
+        (["--format", "safetensor"], "--format is 'safetensor'; it must be one of "),
+        (["--format", "safetensors", "--cache-length", "8"], "--cache-length has no effect on safetensors; leave"),
+        (["--format", "stablehlo", "--cache-length", "0"], "--cache-length is 0; it must be at least 1"),
+        (["--format", "safetensors", "--dtype", "int8"], "--dtype is 'int8'; it must be one of float32, bfloat16"),
+        (["--format", "safetensors", "--checkpoint", "7"], "7"),
+    ],
+)
+def test_wrong_options_are_one_sentence(run, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    assert export.main([run, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_run_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert export.main(["no-run", "--format", "stablehlo"]) == 2
+    assert "no-run does not exist" in capsys.readouterr().err
