@@ -77,7 +77,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
             exported = jax.export.export(jax.jit(program.function), platforms=PLATFORMS)(*program.arguments.values())
             (scratch / f"{name}.bin").write_bytes(exported.serialize())
             signatures[name] = signature(program, exported)
-        np.savez(scratch / WEIGHTS, **weights)
+        np.savez(scratch / WEIGHTS, **weights)  # type: ignore[arg-type]  # no weight is named allow_pickle
         copy_files(run.path, scratch, TOKENIZER, CLASSES)
         description = {
             "format": "jax.export", "jax": jax.__version__, "platforms": PLATFORMS, "model": kind,
