@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,20 +12,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from jaxformer.errors import UserError
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
-from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block
-from jaxformer.nn.experts import Experts
-from jaxformer.nn.mlp import MLP
-from jaxformer.nn.recurrent import AttentiveRecurrence
-from jaxformer.ops.attention import attention_scores, mix, softmax
-from jaxformer.ops.masks import Causal
+from jaxformer.nn.capture import OUTPUT, handled_by
 from jaxformer.parameters import dotted
-
-LOGITS = "logits"
 
 Names = str | Collection[str]
 """A pattern of names (`blocks.*.attention.weights`, as of `fnmatch`), or several."""
@@ -51,42 +44,51 @@ def capture(
     `blocks.0.attention.weights`              `(H, T, S)` float32, the attention map: rows that sum to one
     `blocks.0.attention.heads`                `(H, T, K)`: the values, mixed
     `blocks.0.mlp.hidden.1`                   a hidden layer, `(T, F)`, after its activation
-    `blocks.0.attention`, `blocks.0.mlp`, …   the output of a module, for every module: embedding, norms, and so on
+    `blocks.0.attention`, `blocks.0.mlp`, …   the output of a module of `jaxformer.nn`: embedding, norms, and so on
     ========================================  ====================================================================
 
     Other stacks have their own names, `encoder_blocks.0…`, and cross-attention is `cross_attention`. A recurrent
     model has `encoder_0`, …, and `reader.weights`, `(T, S)`, its attention to the source. Experts have
     `blocks.0.mlp.experts`, `(E, C, D)`. A module that is called again has ` (call 2)` after its name.
 
-    The model is not changed: its method calls are intercepted. Under `jax.jit`, XLA removes what is not used of the
-    result.
+    These are the values that the modules pass through `nn.capture.capture_point`; any Linen module can offer its own.
+    Under `jax.jit`, XLA removes what is not used of the result.
 
     Args:
-      model: as `ModelConfig.build()` returns it, not scanned or rematerialised.
+      model: as `ModelConfig.build()` returns it, or any Linen module with capture points.
       inputs: what the model is called with, for one example.
       names: the activations to return.
       missing_ok: return fewer where a pattern matches none, instead of raising.
 
     Raises:
-      UserError: the inputs are those of a batch, or hold token ids out of the vocabulary; or a pattern matches nothing.
+      UserError: the inputs are those of a batch, or hold token ids out of the vocabulary; a pattern matches nothing; an
+        activation is a value of a transformation within the model, such as `nn.remat`.
     """
+    return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
+
+
+def apply_and_capture(
+    model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
+) -> tuple[Any, Activations]:
+    """Return the model's output for one example, and its activations; see `capture`."""
     check_example(model, *inputs)
     captured: Activations = OrderedDict()
-
-    def keep(name: str, value: jax.Array) -> jax.Array:
-        captured[name] = value
-        return value
-
-    with intervene(names, keep, missing_ok=missing_ok):
-        model.apply({"params": params}, *inputs)
-    return captured
+    with intervene(names, _keep(captured), missing_ok=missing_ok):
+        output = model.apply({"params": params}, *inputs)
+    return output, captured
 
 
 def capture_shapes(
     model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
 ) -> OrderedDict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of what `capture` would return, in the same order, without computing it."""
-    shapes: Any = jax.eval_shape(lambda: capture(model, params, *inputs, names=names, missing_ok=missing_ok))
+    """Return shapes and dtypes of what `capture` would return, in the same order, without computing it.
+
+    Args:
+      params: parameters, or their `jax.ShapeDtypeStruct`s.
+    """
+    shapes: Any = jax.eval_shape(
+        lambda params: capture(model, params, *inputs, names=names, missing_ok=missing_ok), params
+    )
     return shapes
 
 
@@ -106,12 +108,8 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
 
     def shifted(shifts: Activations) -> tuple[jax.Array, Activations]:
         captured: Activations = OrderedDict()
-
-        def edit(name: str, value: jax.Array) -> jax.Array:
-            captured[name] = value + shifts[name] if name in shifts else value
-            return captured[name]
-
-        with intervene(names, edit):
+        shift = lambda name, value: value + shifts[name] if name in shifts else value  # noqa: E731
+        with intervene(names, _keep(captured, shift)):
             return loss(), captured
 
     shapes: Any = jax.eval_shape(lambda: shifted(OrderedDict())[1])
@@ -128,7 +126,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
     The rest of the model is computed from the replacement. A value returned as the same object leaves the computation
     as it is; where scores, weights or visibility of attention change, that layer is computed by the plain formula
-    instead of its kernel. A function that was compiled outside the context is not affected.
+    instead of its kernel. A function that was compiled outside the context is not affected, and one that is compiled
+    within it keeps the replacements.
 
     Args:
       names: the activations to replace, named as by `capture`.
@@ -136,20 +135,18 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       missing_ok: accept patterns that match nothing.
 
     Raises:
-      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context; the
-        inputs of a model are those of a batch.
-      ValueError: blocks are scanned or rematerialised, and so have no names.
+      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context.
     """
     patterns = [names] if isinstance(names, str) else list(names)
-    calls: dict[str, int] = {}
-    in_experts = depth = 0
+    calls: Counter[tuple[Any, str]] = Counter()
+    computed: set[str] = set()
 
-    def named(name: str, value: Any) -> Any:
-        name = name.removeprefix(".")  # of a module that is called alone
-        calls[name] = n_calls = calls.get(name, 0) + 1
-        if n_calls > 1:
-            name = f"{name} (call {n_calls})"
-            calls[name] = 1
+    def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
+        path = module.path if part == OUTPUT and module.path else (*module.path, part)
+        call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has a root of its own
+        calls[call] += 1
+        name = call[1] if calls[call] == 1 else f"{call[1]} (call {calls[call]})"
+        computed.add(name)
         if not any(fnmatchcase(name, pattern) for pattern in patterns):
             return value
         edited = edit(name, value)
@@ -157,65 +154,32 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
             _check_edit(name, value, edited)
         return edited
 
-    def within(call: Callable, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        depth += 1
-        try:
-            return call(*args, **kwargs)
-        finally:
-            depth -= 1
-
-    def attend(module: MultiHeadAttention, call: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> Any:
-        part = lambda name, value: named(f"{dotted(module.path)}.{name}", value)  # noqa: E731
-        q, k, v = part("queries", q), part("keys", k), part("values", v)
-        scores = attention_scores(q, k, module.scale)
-        edited_scores = part("scores", scores)
-        T_S = scores.shape[1:]
-        visible = mask.array(*T_S) if isinstance(mask, Causal) else jnp.ones(T_S, bool) if mask is None else mask
-        edited_visible = part("visible", visible)
-        weights = softmax(edited_scores, mask if edited_visible is visible else edited_visible)
-        edited_weights = part("weights", weights)
-        is_same = edited_scores is scores and edited_visible is visible and edited_weights is weights
-        return part("heads", call(q, k, v, mask) if is_same else mix(edited_weights, v))
-
-    def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
-        nonlocal in_experts
-        module, method, path = context.module, context.method_name, dotted(context.module.path)
-        if in_experts:
-            return call(*args, **kwargs)
-        if isinstance(module, Block) and not path and depth:
-            raise ValueError("blocks that are scanned or rematerialised have no names; build the model plainly")
-        if isinstance(module, Experts) and method == "_through_experts":
-            in_experts += 1  # a `vmap`, whose inner values cannot leave it
-            try:
-                out = call(*args, **kwargs)
-            finally:
-                in_experts -= 1
-            return named(f"{path}.experts", out)
-        if isinstance(module, MultiHeadAttention) and method == "attend":
-            return attend(module, call, *args)
-        if isinstance(module, MLP) and method == "hidden_layer":
-            return named(f"{path}.hidden.{args[1]}", call(*args, **kwargs))
-        if method != "__call__":
-            return within(call, *args, **kwargs)
-        if isinstance(module, Block):
-            x, cache = call(named(f"{path}.before", args[0]), *args[1:], **kwargs)
-            return named(f"{path}.after", x), cache
-        if not path:
-            check_example(module, *args)
-        out = within(call, *args, **kwargs)
-        if isinstance(module, AttentiveRecurrence):
-            return named(path, out[0]), named(f"{path}.weights", out[1]), out[2]
-        if not path:
-            if isinstance(out, tuple):
-                return tuple(named(f"output.{i}", x) for i, x in enumerate(out))
-            return named(LOGITS, out)
-        return (named(path, out[0]), *out[1:]) if isinstance(out, tuple) else named(path, out)
-
-    with nn.intercept_methods(intercept):
+    with handled_by(replaced):
         yield
     if not missing_ok:
-        _check_matched(patterns, calls)
+        _check_matched(patterns, computed)
+
+
+def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
+    """Return the edit that also stores each activation, as it leaves `edit`, under its name.
+
+    Raises:
+      UserError: the activation is a value of a transformation within, such as `vmap`, or has a name that is taken.
+    """
+    trace = get_opaque_trace_state(convention="flax")
+
+    def keep(name: str, value: jax.Array) -> jax.Array:
+        if name in captured:
+            raise UserError(f"{name} is computed in two calls of a model; capture each call by itself.")
+        if get_opaque_trace_state(convention="flax") != trace:
+            raise UserError(
+                f"{name} is computed within a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan, which "
+                "its value cannot leave; capture within the transformation, or leave this name out."
+            )
+        captured[name] = edit(name, value)
+        return captured[name]
+
+    return keep
 
 
 def _check_edit(name: str, value: jax.Array, edited: Any) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.contract import contract_of
-from jaxformer.inspect.capture import LOGITS, capture
+from jaxformer.inspect.capture import apply_and_capture
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import check_tokens
 from jaxformer.ops.attention import row_entropy
@@ -85,8 +85,9 @@ def _explain(
 ) -> tuple[jax.Array, ...]:
     """Return per position: probability of the next token, entropy, top tokens `(T, n_top)` and their probabilities,
     attended positions `(T, n_positions)` and their weights."""
-    maps = capture(model, params, tokens_T, *prefix, names=(LOGITS, "*.attention.weights"), missing_ok=True)
-    p_TV = jax.nn.softmax(maps.pop(LOGITS).astype(jnp.float32))
+    names = "*.attention.weights"
+    logits_TV, maps = apply_and_capture(model, params, tokens_T, *prefix, names=names, missing_ok=True)
+    p_TV = jax.nn.softmax(logits_TV.astype(jnp.float32))
     next_p_T = jnp.take_along_axis(p_TV, jnp.roll(tokens_T, -1)[:, None], axis=1)[:, 0]
     top_p_TN, top_TN = jax.lax.top_k(p_TV, n_top)
     if maps:

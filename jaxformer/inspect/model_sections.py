@@ -15,7 +15,7 @@ from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect.attention import CROSS
-from jaxformer.inspect.capture import LOGITS, capture, capture_shapes
+from jaxformer.inspect.capture import apply_and_capture, capture_shapes
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.page import AttentionLayer, AttentionSection, Figure, Section, Table, plain
@@ -60,8 +60,8 @@ def attention_section(
       token_text: text of a token.
       mask_token: that of a masked language model, whose logits are of the same position, not of the next.
     """
-    call = jax.jit(lambda params: capture(model, params, *inputs, names=(*MAPS, LOGITS), missing_ok=True))
-    values = jax.device_get(call(params))
+    call = jax.jit(lambda params: apply_and_capture(model, params, *inputs, names=MAPS, missing_ok=True))
+    logits_TV, maps = jax.device_get(call(params))
     tokens = [np.asarray(x) for x in inputs if x is not None and jnp.ndim(x) == 1 and x.dtype == jnp.int32]
     names = ("text",) if len(tokens) == 1 else ("source", "target")
     texts = {name: [token_text(int(token)) for token in text] for name, text in zip(names, tokens, strict=True)}
@@ -69,12 +69,11 @@ def attention_section(
         AttentionLayer(
             name.removesuffix(".weights"),
             *_sides(name, names),
-            np.reshape(values[name], (-1, *values[name].shape[-2:])),
+            np.reshape(weights, (-1, *weights.shape[-2:])),
         )
-        for name in values
-        if name != LOGITS
+        for name, weights in maps.items()
     ]
-    logits_TV, notes, prefix = values[LOGITS], {}, _prefix_length(inputs)
+    notes, prefix = {}, _prefix_length(inputs)
     if logits_TV.ndim == 2 and len(logits_TV) == len(tokens[-1]):
         all_notes = _token_notes(np.asarray(logits_TV, np.float64), tokens[-1], token_text, mask_token)
         notes = {names[-1]: ["" if i < prefix else note for i, note in enumerate(all_notes)]}

@@ -16,6 +16,7 @@ from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
+from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import Activation
@@ -138,10 +139,10 @@ class ImageEmbedding(nn.Module):
         x_ND = patches_NP.astype(W_E.dtype) @ W_E
         x_TD = jnp.concatenate([x_class_D[None], x_ND])
         if c.positions == "learned":
-            return x_TD + parameter(self, "W_pos", init, (1 + c.n_patches, c.d_model), "positions -> embed")
-        if c.positions == "sinusoidal":
-            return x_TD + sinusoidal(jnp.arange(len(x_TD)), c.d_model).astype(x_TD.dtype)
-        return x_TD
+            x_TD = x_TD + parameter(self, "W_pos", init, (1 + c.n_patches, c.d_model), "positions -> embed")
+        elif c.positions == "sinusoidal":
+            x_TD = x_TD + sinusoidal(jnp.arange(len(x_TD)), c.d_model).astype(x_TD.dtype)
+        return capture_point(self, OUTPUT, x_TD)
 
 
 class CLIP(nn.Module):
@@ -178,7 +179,11 @@ class CLIP(nn.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return `encode_image`, `encode_text` and `log_scale`; logits are cosines times the exponential of the
         last."""
-        return self.encode_image(image_HWC), self.encode_text(tokens_T, valid_T), self.log_scale()
+        return (
+            capture_point(self, "output.0", self.encode_image(image_HWC)),
+            capture_point(self, "output.1", self.encode_text(tokens_T, valid_T)),
+            capture_point(self, "output.2", self.log_scale()),
+        )
 
     def encode_image(self, image_HWC: jax.Array) -> jax.Array:
         """Return the embedding of an image, `(E,)` float32 of length 1, from its class token.

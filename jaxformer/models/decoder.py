@@ -16,6 +16,7 @@ from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
+from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.experts import Experts
@@ -253,7 +254,7 @@ class Decoder(nn.Module):
         Raises:
           ValueError: T exceeds the context length, and positions are learned.
         """
-        return self.unembed(self.features(tokens_T, prefix))
+        return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix)))
 
     def features(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
         """Return the residual stream after the last block, `(T, D)`, the input of `unembed`."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation
@@ -137,7 +138,7 @@ class MaskedLanguageModel(Encoder):
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
     ) -> jax.Array:
         """Return logits `(T, V)`; the arguments are those of `features`."""
-        return self.unembed(self.features(tokens_T, valid_T, segments_T))
+        return capture_point(self, "logits", self.unembed(self.features(tokens_T, valid_T, segments_T)))
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` of features `(T, D)`, which may be those of masked positions only."""
@@ -160,5 +161,7 @@ class Classifier(Encoder):
         """Return logits `(n_classes,)`; the arguments are those of `features`. There must be a token."""
         x_TD = self.features(tokens_T, valid_T, segments_T)
         if self.config.pooling == "first":
-            return self.head(x_TD[0])
-        return self.head(x_TD.sum(0) / (len(tokens_T) if valid_T is None else valid_T.sum()))
+            x_D = x_TD[0]
+        else:
+            x_D = x_TD.sum(0) / (len(tokens_T) if valid_T is None else valid_T.sum())
+        return capture_point(self, "logits", self.head(x_D))

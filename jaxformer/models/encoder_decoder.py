@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.ops import masks
@@ -86,7 +87,7 @@ class EncoderDecoder(nn.Module):
         Raises:
           ValueError: source or target is longer than the context, and positions are learned.
         """
-        return self.unembed(self.features(source_S, valid_S, target_T))
+        return capture_point(self, "logits", self.unembed(self.features(source_S, valid_S, target_T)))
 
     def features(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
         """Return the decoder's residual stream after its last block, `(T, D)`, the input of `unembed`."""

@@ -12,6 +12,7 @@ from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
+from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import MLP
@@ -62,4 +63,4 @@ class MLPLanguageModel(nn.Module):
 
     def __call__(self, tokens_T: jax.Array) -> jax.Array:
         x_TD = self.embedding(tokens_T, jnp.arange(len(tokens_T)))
-        return self.mlp(x_TD.reshape(1, -1) if self.config.concatenate else x_TD)
+        return capture_point(self, "logits", self.mlp(x_TD.reshape(1, -1) if self.config.concatenate else x_TD))

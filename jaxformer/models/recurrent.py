@@ -15,6 +15,7 @@ from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
+from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.parameters import parameter
@@ -134,7 +135,7 @@ class Recurrent(nn.Module):
           source_S, target_T: int32 tokens.
           valid_S: True for tokens, False for padding, which is on the right.
         """
-        return self.unembed(self.features(source_S, valid_S, target_T))
+        return capture_point(self, "logits", self.unembed(self.features(source_S, valid_S, target_T)))
 
     def features(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
         """Return the input of `unembed`, `(T, d_embedding)`."""
@@ -221,7 +222,7 @@ class Recurrent(nn.Module):
 
     def _drop(self, x: jax.Array) -> jax.Array:
         """Apply dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
-        return self.drop(x, deterministic=not self.has_rng("dropout"))
+        return capture_point(self, "drop", self.drop(x, deterministic=not self.has_rng("dropout")))
 
 
 def _as(dtype: Any, memory: Memory) -> Memory:

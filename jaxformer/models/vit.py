@@ -15,6 +15,7 @@ from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least, expand_sides
 from jaxformer.models.blocks import BlocksConfig
+from jaxformer.nn.capture import capture_point
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import Activation, uniform_fan_in
 from jaxformer.nn.parameters import parameter
@@ -109,7 +110,7 @@ class ViT(nn.Module):
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
         """Return logits `(n_classes,)`; pixels may be floats with white at 1 in place of uint8."""
-        return self.encode(pixels) @ self.W_out + self.b_out
+        return capture_point(self, "logits", self.encode(pixels) @ self.W_out + self.b_out)
 
     def encode(self, pixels: jax.Array) -> jax.Array:
         """Return the features of the image, `(D,)`."""

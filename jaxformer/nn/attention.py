@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import UserError
+from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import parameter
-from jaxformer.ops.attention import attention, from_heads, to_heads
+from jaxformer.ops.attention import attention, attention_scores, from_heads, mix, softmax, to_heads
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
-from jaxformer.ops.masks import Mask
+from jaxformer.ops.masks import Mask, as_array
 from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import rope
 
@@ -101,10 +102,11 @@ class MultiHeadAttention(nn.Module):
                 k_GTK, v_GTK = read_layer(cache, x_TD.dtype)
             y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
-            return y_HTK.swapaxes(0, 1).reshape(T, H * K), cache
+            return capture_point(self, OUTPUT, y_HTK.swapaxes(0, 1).reshape(T, H * K)), cache
         W_HKD = self._parameter("W_O", self._init(D), H, K, D)
         y_TD = from_heads(y_HTK, W_HKD)
-        return y_TD + self._parameter("b_O", nn.initializers.zeros, D) if self.bias else y_TD, cache
+        y_TD = y_TD + self._parameter("b_O", nn.initializers.zeros, D) if self.bias else y_TD
+        return capture_point(self, OUTPUT, y_TD), cache
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of a sequence, each `(G, S, K)`."""
@@ -138,9 +140,28 @@ class MultiHeadAttention(nn.Module):
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)
 
     def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
-        """Return the attention of the heads, `(H, T, K)`: the point where inspection intercepts queries, keys and
-        values (`nn.intercept_methods`). A decode step does not pass it."""
-        return self.attention(q_HTK, k_GSK, v_GSK, mask, self.scale)
+        """Return the attention of the heads, `(H, T, K)`. A decode step does not pass it."""
+        q_HTK, k_GSK, v_GSK = (
+            capture_point(self, name, x) for name, x in (("queries", q_HTK), ("keys", k_GSK), ("values", v_GSK))
+        )
+        weights_HTS = self._replaced_weights(q_HTK, k_GSK, mask) if is_capturing() else None
+        if weights_HTS is None:
+            y_HTK = self.attention(q_HTK, k_GSK, v_GSK, mask, self.scale)
+        else:
+            y_HTK = mix(weights_HTS, v_GSK)
+        return capture_point(self, "heads", y_HTK)
+
+    def _replaced_weights(self, q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask) -> jax.Array | None:
+        """Offer scores, mask and weights, which no implementation of attention returns; return the weights `(H, T, S)`
+        if one of the three was replaced, else None."""
+        scores_HTS = attention_scores(q_HTK, k_GSK, self.scale)
+        visible_TS = as_array(mask, *scores_HTS.shape[1:])
+        new_scores_HTS = capture_point(self, "scores", scores_HTS)
+        new_visible_TS = capture_point(self, "visible", visible_TS)
+        weights_HTS = softmax(new_scores_HTS, mask if new_visible_TS is visible_TS else new_visible_TS)
+        new_weights_HTS = capture_point(self, "weights", weights_HTS)
+        is_same = new_scores_HTS is scores_HTS and new_visible_TS is visible_TS and new_weights_HTS is weights_HTS
+        return None if is_same else new_weights_HTS
 
     @property
     def scale(self) -> float:

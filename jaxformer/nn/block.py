@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.capture import capture_point
 from jaxformer.ops.cache import LayerCache
 from jaxformer.ops.masks import Mask
 
@@ -63,6 +64,7 @@ class Block(nn.Module):
           key: dropout key; None for no dropout.
         """
         cross = self.make_cross_attention is not None
+        x_TD = capture_point(self, "before", x_TD)
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if cross else 2))
         y_TD, cache = self.attention(self._before(x_TD, "attention"), positions_T, mask, cache, slot)
         x_TD = self._after(x_TD, y_TD, "attention", keys[0])
@@ -71,7 +73,7 @@ class Block(nn.Module):
             y_TD, _ = self.cross_attention(normed_TD, positions_T, source_mask, source=source)
             x_TD = self._after(x_TD, y_TD, "cross_attention", keys[1])
         y_TD = self.mlp(self._before(x_TD, "mlp"))
-        return self._after(x_TD, y_TD, "mlp", keys[-1]), cache
+        return capture_point(self, "after", self._after(x_TD, y_TD, "mlp", keys[-1])), cache
 
     def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
@@ -85,7 +87,7 @@ class Block(nn.Module):
 
     def _after(self, x_TD: jax.Array, y_TD: jax.Array, part: str, key: jax.Array | None) -> jax.Array:
         if self.dropout and key is not None:
-            y_TD = getattr(self, f"{part}_dropout")(y_TD, rng=key)
+            y_TD = capture_point(self, f"{part}_dropout", getattr(self, f"{part}_dropout")(y_TD, rng=key))
         x_TD = x_TD + y_TD if self.residual else y_TD
         return self._norm(x_TD, part) if self.norm_placement == "post" else x_TD
 

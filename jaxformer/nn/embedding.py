@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.errors import UserError
+from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.positions import sinusoidal
 from jaxformer.ops.quantized import rows
@@ -72,10 +73,10 @@ class Embedding(nn.Module):
         check_tokens(tokens_T, self.vocab_size)
         x_TD = self.scale * rows(self.W_E, tokens_T)
         if self.positions == "learned":
-            return x_TD + rows(self.W_pos, positions_T)
-        if self.positions == "sinusoidal":
-            return x_TD + sinusoidal(positions_T, self.d_model).astype(x_TD.dtype)
-        return x_TD
+            x_TD = x_TD + rows(self.W_pos, positions_T)
+        elif self.positions == "sinusoidal":
+            x_TD = x_TD + sinusoidal(positions_T, self.d_model).astype(x_TD.dtype)
+        return capture_point(self, OUTPUT, x_TD)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` from the transposed table (Press and Wolf 2017)."""

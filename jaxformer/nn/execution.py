@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import UserError
+from jaxformer.nn.capture import capture_point, is_capturing
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
 
@@ -35,6 +36,8 @@ def no_gather(name: str, params: Any) -> Any:
 @dataclass(frozen=True)
 class Execution:
     """Choices of time and memory. No shape, no name and, but for rounding, no number depends on them.
+
+    While activations are captured or replaced, blocks are neither scanned nor rematerialised.
 
     Attributes:
       attention: implementation of attention, with the signature of `ops.attention.attention`.
@@ -66,7 +69,7 @@ def input_dropout(
     if not module.has_rng("dropout"):
         return x, None
     keys = jax.random.split(module.make_rng("dropout"), n_blocks + 1)
-    return dropout(x, rng=keys[0]), keys[1:]
+    return capture_point(module, str(dropout.name), dropout(x, rng=keys[0])), keys[1:]
 
 
 def run_blocks(
@@ -82,6 +85,8 @@ def run_blocks(
     Raises:
       UserError: the blocks differ in shape and cannot be scanned.
     """
+    if is_capturing():  # the values of a block cannot leave a loop, and are stored anyway
+        execution = replace(execution, scan=False, remat="none")
     if execution.scan and not blocks[0].is_initializing():
         return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys)
     for i, block in enumerate(blocks):

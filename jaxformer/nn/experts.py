@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 
 from jaxformer.nn.block import Make
+from jaxformer.nn.capture import OUTPUT, capture_point, handled_by
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.mlp import uniform_fan_in
 from jaxformer.nn.parameters import parameter, stacked
@@ -65,9 +66,11 @@ class Experts(nn.Module):
         if not self.is_initializing():
             statistics = router_statistics(logits_TE, experts_TJ, slots_TJ, room)
             self.sow(ROUTER, "statistics", statistics, reduce_fn=lambda _, new: new, init_fn=lambda: None)
-        y_ECD = self._through_experts(dispatch(x_TD, slots_TJ, self.n_experts, room))
-        y_TD = combine(y_ECD, slots_TJ, weights_TJ)
-        return y_TD + self.make_expert(name="shared")(x_TD) if self.shared_expert else y_TD
+        with handled_by(None):  # values of one expert under `vmap`
+            y_ECD = self._through_experts(dispatch(x_TD, slots_TJ, self.n_experts, room))
+        y_TD = combine(capture_point(self, "experts", y_ECD), slots_TJ, weights_TJ)
+        y_TD = y_TD + self.make_expert(name="shared")(x_TD) if self.shared_expert else y_TD
+        return capture_point(self, OUTPUT, y_TD)
 
     def _through_experts(self, x_ECD: jax.Array) -> jax.Array:
         """Apply each expert to its slots, `(E, C, D)`, also on other devices."""

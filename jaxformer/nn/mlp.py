@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
 
 Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"]
@@ -55,12 +56,11 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for i in range(1, len(self.hidden) + 1):
-            x = self.hidden_layer(x, i)
-        return self._linear(x, len(self.hidden) + 1, self.d_out)
+            x = capture_point(self, f"hidden.{i}", self._hidden_layer(x, i))
+        return capture_point(self, OUTPUT, self._linear(x, len(self.hidden) + 1, self.d_out))
 
-    def hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
-        """Return the activations of the i-th hidden layer, from 1 on, `(…, hidden[i - 1])`: a method, so that
-        inspection can intercept it."""
+    def _hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
+        """Return the activations of the i-th hidden layer, from 1 on, `(…, hidden[i - 1])`."""
         act, width = ACTIVATIONS[self.activation], self.hidden[i - 1]
         y = self._linear(x, i, width)
         if self.activation != "swiglu":

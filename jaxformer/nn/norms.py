@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 
 from jaxformer.errors import UserError
+from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import norms
 
@@ -19,7 +20,8 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return norms.rms_norm(x, parameter(self, "gamma", nn.initializers.ones, x.shape[-1:], "embed"), self.eps)
+        gamma = parameter(self, "gamma", nn.initializers.ones, x.shape[-1:], "embed")
+        return capture_point(self, OUTPUT, norms.rms_norm(x, gamma, self.eps))
 
 
 class LayerNorm(nn.Module):
@@ -31,7 +33,7 @@ class LayerNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gamma = parameter(self, "gamma", nn.initializers.ones, x.shape[-1:], "embed")
         beta = parameter(self, "beta", nn.initializers.zeros, x.shape[-1:], "embed")
-        return norms.layer_norm(x, gamma, beta, self.eps)
+        return capture_point(self, OUTPUT, norms.layer_norm(x, gamma, beta, self.eps))
 
 
 def epsilon(norm: str, eps: float | None) -> float:

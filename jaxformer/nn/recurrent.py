@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.alignment import additive_scores, alignment_weights, dot_scores
 from jaxformer.ops.masks import zero_padding
@@ -94,7 +95,8 @@ class Recurrence(nn.Module):
 
     def __call__(self, x_TI: jax.Array, state: State, valid_T: jax.Array | None = None) -> tuple[jax.Array, State]:
         """Return outputs `(T, D)` and the last state. Invalid positions change no state."""
-        return self.run(self.project(x_TI), state, valid_T)
+        h_TD, state = self.run(self.project(x_TI), state, valid_T)
+        return capture_point(self, OUTPUT, h_TD), state
 
     def run(self, x_TCD: jax.Array, state: State, valid_T: jax.Array | None) -> tuple[jax.Array, State]:
         """Return the same from the output of `project`."""
@@ -142,7 +144,7 @@ class FixedContext(nn.Module):
         """Return outputs `(T, D)`, the weight of the context at each step, `(T, 1)`, which is 1, and the last state."""
         x_TCD = self.recurrence.project(x_TI) + memory.values_SCD
         h_TD, state = self.recurrence.run(x_TCD, state, valid_T)
-        return h_TD, jnp.ones((len(x_TI), 1)), state
+        return capture_point(self, OUTPUT, h_TD), jnp.ones((len(x_TI), 1)), state
 
 
 class AttentiveRecurrence(nn.Module):
@@ -193,7 +195,7 @@ class AttentiveRecurrence(nn.Module):
         step = _ADDITIVE_STEPS if self.d_attention is not None else _DOT_STEPS
         x_TCD = self.recurrence.project(x_TI)
         state, h_TD, weights_TS = recur(step[self.cell], state, x_TCD, valid_T, weights, fixed)
-        return h_TD, weights_TS, state
+        return capture_point(self, OUTPUT, h_TD), capture_point(self, "weights", weights_TS), state
 
 
 def _additive(state: State, u: dict, fixed: dict) -> jax.Array:

@@ -81,3 +81,10 @@ class Causal:
 
 Mask = Causal | jax.Array | None
 """Mask of attention: static, `(T, S)` booleans, or None for no mask."""
+
+
+def as_array(mask: Mask, n_queries: int, n_keys: int) -> jax.Array:
+    """Return any mask as an array, `(T, S)` bool."""
+    if mask is None:
+        return jnp.ones((n_queries, n_keys), bool)
+    return mask.array(n_queries, n_keys) if isinstance(mask, Causal) else mask

@@ -24,7 +24,7 @@ def test_weights_agree_with_torch(name):
     mask = masks.Causal() if name == "causal" else masks.tokens(T, jnp.arange(T) < FIXTURE["n_valid"])
     result = capture(module, params, x_TD, jnp.arange(T), mask)
     np.testing.assert_allclose(result["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
-    np.testing.assert_allclose(result["output.0"], FIXTURE[f"{name}.out"], atol=1e-5)
+    np.testing.assert_allclose(result["output"], FIXTURE[f"{name}.out"], atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -28,6 +28,8 @@ from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
+from jaxformer.nn.capture import capture_point
+from jaxformer.nn.execution import Execution
 from tests.helpers import exhaustive, slow
 
 V, T = 30, 7
@@ -273,3 +275,95 @@ def test_maps_and_entropy_agree_with_captured_queries_and_keys():
         np.testing.assert_allclose(weights, w, rtol=1e-4, atol=1e-6)
         by_hand = -np.sum(w * np.log(np.where(w > 0, w, 1)), axis=-1).mean(axis=-1)
         np.testing.assert_allclose(of_heads, by_hand, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"scan": True}, {"remat": "block"}, {"gather": lambda name, params: params}], ids=str
+)
+def test_captures_do_not_depend_on_the_execution_of_blocks(fields):
+    model, params, inputs = random_model(DECODER)
+    executed = DECODER.build(Execution(**fields))
+    expected, result = (jax.jit(lambda m=m: capture(m, params, *inputs))() for m in (model, executed))
+    assert list(result) == list(expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    example = Batch(inputs, jnp.arange(T) % V)
+    (_, expected), (_, result) = (
+        capture_gradients(lambda m=m: objective_of(m).example_loss(m, params, example), "blocks.*")
+        for m in (model, executed)
+    )
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+class TwoDense(nn.Module):
+    """A Linen module of someone else, with two points and, on request, an inner transformation."""
+
+    rematerialised: bool = False
+
+    @nn.compact
+    def __call__(self, x_D: jax.Array) -> jax.Array:
+        layer = (nn.remat(PointedDense) if self.rematerialised else PointedDense)(3, name="layer")
+        return capture_point(self, "logits", layer(x_D) + layer(2 * x_D))
+
+
+class PointedDense(nn.Module):
+    """A dense layer that offers its input."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x_D: jax.Array) -> jax.Array:
+        return nn.Dense(self.width)(capture_point(self, "input", x_D))
+
+
+def test_module_of_someone_else_offers_its_own_points():
+    x_D = jnp.arange(1.0, 4)
+    model = TwoDense()
+    params = model.init(jax.random.key(0), x_D)["params"]
+    result = capture(model, params, x_D)
+    assert list(result) == ["layer.input", "layer.input (call 2)", "logits"]
+    np.testing.assert_array_equal(result["layer.input (call 2)"], 2 * x_D)
+    _, grads = capture_gradients(lambda: model.apply({"params": params}, x_D).sum())
+    np.testing.assert_allclose(grads["layer.input"], params["layer"]["Dense_0"]["kernel"].sum(-1), rtol=1e-6)
+
+
+def test_value_of_an_inner_transformation_can_be_replaced_and_not_captured():
+    x_D = jnp.arange(1.0, 4)
+    model = TwoDense(rematerialised=True)
+    params = model.init(jax.random.key(0), x_D)["params"]
+    with intervene("layer.input*", lambda _, x: 0 * x):
+        np.testing.assert_array_equal(model.apply({"params": params}, x_D), np.zeros(3))
+    assert list(capture(model, params, x_D, names="logits")) == ["logits"]
+    with pytest.raises(UserError, match=r"layer\.input is computed within a transformation, such as jax\.vmap"):
+        capture(model, params, x_D)
+    with pytest.raises(UserError, match=r"logits is computed within a transformation"):
+        capture_gradients(lambda: jax.vmap(lambda x: model.apply({"params": params}, x).sum())(x_D[None])[0], "logits")
+
+
+def test_intervention_covers_every_call_of_a_model():
+    model, params, (tokens,) = random_model(DECODER)
+    other = (tokens + 3) % V
+    zero = lambda _, x: 0 * x  # noqa: E731
+    with intervene("blocks.1.mlp", zero):
+        together = [model.apply({"params": params}, x) for x in (tokens, other)]
+    for x, result in zip((tokens, other), together, strict=True):
+        with intervene("blocks.1.mlp", zero):
+            np.testing.assert_array_equal(result, model.apply({"params": params}, x))
+    with pytest.raises(UserError, match=r"logits is computed in two calls of a model"):
+        capture_gradients(lambda: sum(model.apply({"params": params}, x).sum() for x in (tokens, other)), "logits")
+
+
+def test_capture_within_an_intervention_returns_replaced_values():
+    model, params, inputs = random_model(DECODER)
+    plain = capture(model, params, *inputs)
+    with intervene("blocks.0.attention.weights", lambda _, x: x[:, ::-1]):
+        result = capture(model, params, *inputs)
+    np.testing.assert_array_equal(result["blocks.0.attention.weights"], plain["blocks.0.attention.weights"][:, ::-1])
+    np.testing.assert_array_equal(result["blocks.0.attention.scores"], plain["blocks.0.attention.scores"])
+    mixed = np.einsum("hts,hsk->htk", result["blocks.0.attention.weights"], plain["blocks.0.attention.values"])
+    np.testing.assert_allclose(result["blocks.0.attention.heads"], mixed, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_need_no_arrays_of_parameters():
+    model, params, inputs = random_model(DECODER)
+    abstract = jax.eval_shape(lambda: params)
+    assert capture_shapes(model, abstract, *inputs) == capture_shapes(model, params, *inputs)

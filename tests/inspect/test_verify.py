@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import capture
 from jaxformer.inspect.verify import attention_mask, causality, gradients, padding, random_inputs, verify
 from jaxformer.nn import attention as nn_attention
 from jaxformer.nn.block import Block
-from jaxformer.nn.execution import Execution
 from jaxformer.ops import attention, masks
 from tests.helpers import exhaustive
 from tests.inspect.test_capture import MODELS, T, random_model
@@ -164,13 +162,6 @@ def test_padding_does_not_apply_without_padding():
     model, params, inputs = random_model(MODELS["masked"])
     unpadded = (inputs[0][None], jnp.ones((1, T), bool))
     assert padding(model, params, unpadded).deviation is None
-
-
-def test_capture_refuses_a_scanned_model():
-    model = MODELS["decoder"].build(Execution(scan=True))
-    _, params, inputs = random_model(MODELS["decoder"])
-    with pytest.raises(ValueError, match="build the model plainly"):
-        capture(model, params, *inputs)
 
 
 def test_random_inputs_have_the_shapes_of_examples():
