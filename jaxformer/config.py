@@ -171,6 +171,16 @@ class OptimizerConfig:
         if self.clip_norm is not None:
             check_range(self, "optimizer.clip_norm", above=0, hint=", or none to switch it off")
 
+    def rule(self, schedule: Any, axes: Any) -> Any:
+        """Return the optax transformation of a subclass, before gradient clipping; None for the one that `name` names.
+
+        Args:
+          schedule: learning rate by optimizer step, counted from 0; its count must be in the optimizer's state, as
+            `optax.scale_by_learning_rate` has it.
+          axes: `ParameterAxes` of each parameter by its dotted name.
+        """
+        return None
+
     def decay_steps(self, steps: int) -> int:
         """Return the number of steps, of all `steps`, over which 'wsd' decays."""
         return max(1, round((self.decay_fraction or 0.2) * steps))

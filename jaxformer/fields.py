@@ -12,6 +12,7 @@ from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
+from jaxformer.config_files import kind_of
 from jaxformer.errors import UserError, abbreviate
 
 T = TypeVar("T")
@@ -151,16 +152,16 @@ def nonfinite_to_none(value: Any) -> Any:
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """Return a config as plain JSON types; a subclass of a field's declared class has its name, `file.Class`, as
-    `kind`."""
+    """Return a config as plain JSON types; a subclass of a field's declared class has its name as `kind`; see
+    `config_files.kind_of`."""
     assert dataclasses.is_dataclass(config)
     hints = typing.get_type_hints(type(config))
     values: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = values[f.name] = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
-            kind = {"kind": f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"}
-            values[f.name] = ({} if type(value) is hints[f.name] else kind) | to_dict(value)
+            kind = {} if type(value) is hints[f.name] else {"kind": kind_of(type(value))}
+            values[f.name] = kind | to_dict(value)
     return values
 
 

@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import CheckpointReader
-from jaxformer.config import Config, DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.config import Config, DataConfig, ModelConfig, OptimizerConfig, TokenModelConfig
+from jaxformer.config_files import kind_of, load_module
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
+from jaxformer.terminal import echo_error
 
 T = TypeVar("T")
 CONFIG, TOKENIZER, CLASSES = "config.json", "tokenizer.json", "classes.json"
@@ -270,7 +272,7 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """Return the config of a run; no code from it is executed.
+    """Return the config of a run; no code in its folder is executed, and that of others' classes as of `_find_class`.
 
     Raises:
       UserError: the folder is no run, or its config does not match this version.
@@ -282,9 +284,10 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"{folder} {reason}; " + (f"runs there: {near}." if near else "train one with train.py."))
     try:
         values = dict(parse_json(file.read_bytes()))
-        for field, package, base in (("model", jaxformer.models, ModelConfig), ("data", jaxformer.data, DataConfig)):
+        for field, base in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig)):
             part = dict(values[field])
-            values[field] = from_dict(_find_class(part.pop("kind"), package, base, file), part, f"{file}: {field}")
+            kind = str(part.pop("kind", kind_of(base)))
+            values[field] = from_dict(_find_class(kind, base, folder), part, f"{file}: {field}")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "
@@ -313,26 +316,52 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
     return newest.parent
 
 
-def _find_class(kind: Any, package: ModuleType, base: type[T], file: Path) -> type[T]:
-    """Return the config class `file.Class` of a package, or of another file that is imported already.
+def _find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
+    """Return a class of configs by its name, see `kind_of`, or one of the same file name that is imported already.
 
-    Args:
-      file: the stored config, for messages.
+    One of another package is imported, after a note on stderr, from the installed modules or from the file of configs
+    that the run was trained with.
 
     Raises:
-      UserError: there is none. Nothing outside the package is imported.
+      UserError: there is none, it cannot be imported, or its file is in the run's folder.
     """
-    module_name, _, class_name = str(kind).partition(".")
-    if module_name in {m.name for m in pkgutil.iter_modules(package.__path__)}:
-        importlib.import_module(f"{package.__name__}.{module_name}")
+    where, colon, name = kind.rpartition(":" if ":" in kind else ".")
+    packages = () if colon == ":" else (jaxformer.models, jaxformer.data)
+    for package in packages:
+        if where in {module.name for module in pkgutil.iter_modules(package.__path__)}:
+            importlib.import_module(f"{package.__name__}.{where}")
+    stem = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
     classes = [base]
     for cls in classes:
         classes += cls.__subclasses__()
-    named = [c for c in classes if (c.__module__.rpartition(".")[2], c.__name__) == (module_name, class_name)]
+    named = [cls for cls in classes if (cls.__module__.rpartition(".")[2], cls.__name__) == (stem, name)]
+    named = [cls for cls in named if (":" in kind_of(cls)) == (colon == ":")]
+    if not named and colon == ":":
+        imported = vars(_import_foreign(where, name, folder)).get(name)
+        named = [imported] if isinstance(imported, type) and issubclass(imported, base) else []
     if named:
-        own = [cls for cls in named if cls.__module__.startswith(f"{package.__name__}.")]
-        return (own or named)[-1]
+        return named[-1]
     raise UserError(
-        f"{file} cannot be read, as no {base.__name__} {abbreviate(kind)} is imported; import the file that defines it "
-        "first, or name it (train.py --resume --config FILE.py:NAME)."
+        f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; put back the one "
+        "that was written with the run, or train again."
     )
+
+
+def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
+    """Return the module that defines a class of a run's config, after a note; raises `UserError`, see `_find_class`."""
+    remedy = f"put it back, or import a file of that name first (train.py --resume --config {Path(where).name}:NAME)"
+    is_file = where.endswith(".py")
+    if is_file and folder.resolve() in Path(where).resolve().parents:
+        raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")
+    if is_file and not (Path(where).is_absolute() and Path(where).is_file()):
+        raise UserError(f"{folder} was trained with {name} of {where}, which does not exist; {remedy}.")
+    echo_error(f"importing {name} from {where}, with which {folder} was trained")
+    if is_file:
+        return load_module(where)
+    try:
+        return importlib.import_module(where)
+    except Exception as error:  # also of the module's code
+        raise UserError(
+            f"{folder} was trained with {name} of the module {abbreviate(where)}, which cannot be imported ({error}); "
+            "install it, or import it first."
+        ) from error

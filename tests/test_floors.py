@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"contract", "errors", "files", "signals", "terminal"},
-    {"extras", "fields", "integrity", "run_lock"},
+    {"config_files", "extras", "integrity", "run_lock"},
+    {"fields"},
     {"config"},
     {"data"},
     {"ops"},

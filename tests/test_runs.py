@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, ModelConfig
+from jaxformer.config_files import load_module
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.prefix import PrefixTextConfig
@@ -70,6 +71,67 @@ def test_config_kind_is_a_class_of_this_package(tmp_path, kind):
     values["model"]["kind"] = kind
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+OWN_MODEL = """
+from dataclasses import dataclass
+
+from jaxformer.config import TokenModelConfig
+
+@dataclass(frozen=True)
+class OwnConfig(TokenModelConfig):
+    width: int = 4
+"""
+
+
+def test_a_model_of_ones_own_file_is_imported_from_there_after_a_note(tmp_path, capsys):
+    file, run = tmp_path / "own_model.py", tmp_path / "run"
+    file.write_text(OWN_MODEL)
+    run.mkdir()
+    config = Config("x", load_module(str(file)).OwnConfig(width=7), data=TextConfig(), steps=1)
+    write_config(run, config)
+    stored = json.loads((run / "config.json").read_text())
+    assert stored["model"]["kind"] == f"{file}:OwnConfig"
+    assert read_config(run) == config
+    assert capsys.readouterr().err == ""  # imported already
+    file.rename(file.with_name("renamed_model.py"))
+    stored["model"]["kind"] = f"{file.with_name('renamed_model.py')}:OwnConfig"
+    (run / "config.json").write_text(json.dumps(stored))
+    assert read_config(run).model.width == 7
+    assert (
+        capsys.readouterr().err
+        == f"importing OwnConfig from {tmp_path}/renamed_model.py, with which {run} was trained\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("run/inside.py:OwnConfig", r"in its own folder, .*inside\.py, which is not executed; put it elsewhere\.$"),
+        ("absent.py:OwnConfig", r"OwnConfig of .*absent\.py, which does not exist; put it back, or"),
+        ("other.py:Text", r"there is no ModelConfig '.*other\.py:Text'"),
+    ],
+)
+def test_no_other_code_is_imported_for_a_run(tmp_path, kind, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/inside.py").write_text("raise SystemExit('executed')")
+    (tmp_path / "other.py").write_text("Text = str")
+    write_config(tmp_path / "run", Config("x", DecoderConfig(), data=TextConfig(), steps=1))
+    values = json.loads((tmp_path / "run/config.json").read_text())
+    values["model"] = {"kind": f"{tmp_path}/{kind}"}
+    (tmp_path / "run/config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["no_such_module:X", "..json:X", ":X", "json:loads", "json:"])
+def test_a_module_that_cannot_be_imported_is_one_sentence(tmp_path, kind):
+    write_config(tmp_path, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["model"] = {"kind": kind}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"cannot be (imported|read)"):
         read_config(tmp_path)
 
 
@@ -185,8 +247,10 @@ def test_config_of_another_package_is_read_after_its_import(tmp_path):
     run = create_run(tmp_path / "x", config, Tokenizer.train(["a"], 257), False)
     assert read_config(run) == config
     text = (run / "config.json").read_text()
-    (run / "config.json").write_text(text.replace("test_runs.Elsewhere", "other.Elsewhere"))
-    with pytest.raises(UserError, match=r"no ModelConfig 'other.Elsewhere' is imported; import the file"):
+    (run / "config.json").write_text(text.replace("tests.test_runs:Elsewhere", "no_such_package:Elsewhere"))
+    with pytest.raises(
+        UserError, match=r"Elsewhere of the module 'no_such_package', .* install it, or import it first"
+    ):
         read_config(run)
 
 

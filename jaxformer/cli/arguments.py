@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import re
 import signal
 import sys
-import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from jaxformer.cli.options import help_text, option_groups
 from jaxformer.config import Config, ModelConfig
+from jaxformer.config_files import load_module
 from jaxformer.data.infer_config import infer_patch_size
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
 from jaxformer.fields import check_fields
@@ -294,7 +292,7 @@ def load_config(spec: str) -> Config:
     """Return the config of `FILE:NAME`, or of `FILE` the one with the name of the file.
 
     Raises:
-      UserError: there is no such config, or see `load_module`.
+      UserError: there is no such config, or see `config_files.load_module`.
     """
     path, colon, name = spec.partition(":")
     configs = {key: value for key, value in vars(load_module(path)).items() if isinstance(value, Config)}
@@ -304,34 +302,3 @@ def load_config(spec: str) -> Config:
         hint = f"did you mean {path}:{near[0]}?" if near else f"it has {', '.join(configs) or 'none'}."
         raise UserError(f"{path} has no config {name!r}; {hint}")
     return configs[name]
-
-
-def load_module(path: str) -> ModuleType:
-    """Return a file of configs as a module; its code is executed.
-
-    Raises:
-      UserError: there is no such file, or it fails.
-    """
-    file = Path(path)
-    if not file.is_file():
-        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        remedy = (
-            f"there are {', '.join(near)}" if near else "give one that exists, or go where the project's configs/ is"
-        )
-        raise UserError(f"there is no config file {path}; {remedy}.")
-    spec = importlib.util.spec_from_file_location(f"config_files.{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise UserError(f"{path} is not Python that can be read: {error}.") from error
-    except UserError:
-        raise
-    except Exception as error:  # of the user's code
-        line = next(
-            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(file)), "?"
-        )
-        raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {error}.") from error
-    return module

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxformer.cli.arguments import folder_named, load_config, load_module, options_given, parse, peek, run_command
+from jaxformer.cli.arguments import folder_named, load_config, options_given, parse, peek, run_command
 from jaxformer.cli.options import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config
+from jaxformer.config_files import load_module
 from jaxformer.errors import UserError
 from jaxformer.fields import flatten, to_dict
 from jaxformer.terminal import echo

@@ -11,9 +11,10 @@ all tokens that are left is not applied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import log, ulp
-from typing import NamedTuple
+from math import inf, log, ulp
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,21 +61,9 @@ class Sampling:
     """Number of likeliest tokens whose log-probabilities are returned beside the drawn token's."""
 
     def __post_init__(self) -> None:
-        # Bounds on what would otherwise overflow float32 or int32, far beyond what is of use.
-        for name, least, most, limit in (
-            ("temperature", 0, 1e6, "at least 0 (0 is greedy) and at most 1e6"),
-            ("top_k", 1, None, "at least 1; leave it out to keep all"),
-            ("top_p", ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
-            ("min_p", 0, 1, "from 0 to 1; leave it out to keep all"),
-            ("typical_p", ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
-            ("repetition_penalty", 1e-6, 1e6, "from 1e-6 to 1e6; 1 changes nothing"),
-            ("presence_penalty", -2, 2, "from -2 to 2; 0 changes nothing"),
-            ("frequency_penalty", -2, 2, "from -2 to 2; 0 changes nothing"),
-            ("min_new_tokens", 0, 2**31 - 1, "at least 0 and below 2**31"),
-            ("top_logprobs", 0, None, "at least 0"),
-        ):
+        for name, (least, most, limit) in LIMITS.items():
             value = getattr(self, name)
-            self._require(name, value is None or (value >= least and (most is None or value <= most)), limit)
+            self._require(name, value is None or least <= value <= most, limit)
         for token, bias in self.logit_bias:
             if not -1e6 <= bias <= 1e6:
                 raise UserError(
@@ -227,14 +216,9 @@ def apply_filters(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
     s = sampling
     # At most 0, and divided by no less than the smallest float32: no temperature overflows.
     logits_V = (logits_V - logits_V.max()) / max(s.temperature, float(jnp.finfo(jnp.float32).tiny))
-    if s.top_k is not None:
-        logits_V = filter_top_k(logits_V, s.top_k)
-    if s.top_p is not None:
-        logits_V = filter_top_p(logits_V, s.top_p)
-    if s.min_p:
-        logits_V = filter_min_p(logits_V, s.min_p)
-    if s.typical_p is not None:
-        logits_V = filter_typical(logits_V, s.typical_p)
+    for name, (apply, *_) in FILTERS.items():
+        if value := getattr(s, name):
+            logits_V = apply(logits_V, value)
     return s.filter_logits(logits_V)
 
 
@@ -329,3 +313,24 @@ def _invert(weights_N: jax.Array, u: jax.Array) -> jax.Array:
     weight 0, also where a parallel scan rounds its sum and that of the index before differently."""
     sums_N = jnp.where(weights_N > 0, jnp.cumsum(weights_N), 0.0)
     return argmax(sums_N > u * sums_N.max())
+
+
+FILTERS: dict[str, tuple[Callable[[jax.Array, Any], jax.Array], float, float, str]] = {
+    "top_k": (filter_top_k, 1, inf, "at least 1; leave it out to keep all"),
+    "top_p": (filter_top_p, ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
+    "min_p": (filter_min_p, 0, 1, "from 0 to 1; leave it out to keep all"),
+    "typical_p": (filter_typical, ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
+}
+"""Filters in their order, by the field of `Sampling` that gives their second argument, and its limits as in `LIMITS`;
+None and 0 switch a filter off."""
+LIMITS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, 1e6, "at least 0 (0 is greedy) and at most 1e6"),
+    "repetition_penalty": (1e-6, 1e6, "from 1e-6 to 1e6; 1 changes nothing"),
+    "presence_penalty": (-2, 2, "from -2 to 2; 0 changes nothing"),
+    "frequency_penalty": (-2, 2, "from -2 to 2; 0 changes nothing"),
+    "min_new_tokens": (0, 2**31 - 1, "at least 0 and below 2**31"),
+    "top_logprobs": (0, inf, "at least 0"),
+    **{name: (least, most, limit) for name, (_, least, most, limit) in FILTERS.items()},
+}
+"""Smallest and largest value of each number, and its limit in words: bounds on what would otherwise overflow float32 or
+int32, far beyond what is of use."""

@@ -1,9 +1,9 @@
 """The optimizer a config names, from optax."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +63,25 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes
       to evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning
       rates without the algorithm's Adam correction, as in the authors' later code.
     """
-    decay = {"weight_decay": config.weight_decay, "mask": partial(is_decayed, axes)}
-    adamw = optax.adamw(schedule, config.b1, config.b2, **decay)
-    rule = {
-        "nesterov_sgd": optax.sgd(schedule, config.momentum, nesterov=True),
-        "adamw": adamw,
-        "muon": optax.partition({"muon": _muon(config, schedule, axes), "adamw": adamw}, partial(muon_or_adamw, axes)),
-        "lion": optax.lion(schedule, config.b1, config.b2, **decay),
-        "schedule_free": _schedule_free(config, schedule, axes),
-    }[config.name]
+    rule = config.rule(schedule, axes) or RULES[config.name].make(config, schedule, axes)
     return rule if config.clip_norm is None else _clipped(rule, config.clip_norm)
+
+
+def _sgd(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+    return optax.sgd(schedule, config.momentum, nesterov=True)
+
+
+def _adamw(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+    return optax.adamw(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=partial(is_decayed, axes))
+
+
+def _lion(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+    return optax.lion(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=partial(is_decayed, axes))
+
+
+def _muon_and_adamw(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+    rules = {"muon": _muon(config, schedule, axes), "adamw": _adamw(config, schedule, axes)}
+    return optax.partition(rules, partial(muon_or_adamw, axes))
 
 
 def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.GradientTransformation:
@@ -178,3 +187,25 @@ def is_decayed(axes: Axes, params: Params) -> Params:
 
 def _name(path: Any) -> str:
     return ".".join(key.key for key in path)
+
+
+class Rule(NamedTuple):
+    """An optimizer that `OptimizerConfig.name` names.
+
+    Attributes:
+      make: returns the transformation for a config, a schedule and the axes of the parameters.
+      usual_learning_rate: learning rate that small models train at; a remedy for divergence is never higher.
+    """
+
+    make: Callable[[OptimizerConfig, optax.Schedule, Axes], optax.GradientTransformation]
+    usual_learning_rate: float
+
+
+RULES = {
+    "nesterov_sgd": Rule(_sgd, 1.0),
+    "adamw": Rule(_adamw, 3e-3),
+    "muon": Rule(_muon_and_adamw, 3e-3),
+    "lion": Rule(_lion, 3e-4),
+    "schedule_free": Rule(_schedule_free, 3e-3),
+}
+"""Optimizers by their name, which is also a choice of `OptimizerConfig.name`."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from jaxformer.config import Config
-
-USUAL_LEARNING_RATES = {"nesterov_sgd": 1.0, "adamw": 3e-3, "muon": 3e-3, "lion": 3e-4, "schedule_free": 3e-3}
-"""Learning rates that small models train at; a remedy is never higher."""
+from jaxformer.train.optimizer import RULES
 
 
 def optimizer_remedies(config: Config) -> list[tuple[str, str]]:
     """Return what usually helps and its options, the least change first; each fits a checkpoint of the run."""
-    o, usual = config.optimizer, USUAL_LEARNING_RATES[config.optimizer.name]
+    o, rule = config.optimizer, RULES.get(config.optimizer.name)
+    usual = o.learning_rate if rule is None else rule.usual_learning_rate
     lower = [("a lower learning rate", f"--optimizer.learning-rate {min(o.learning_rate / 4, usual):g}")]
     unclipped = o.clip_norm is None or o.clip_norm > 1
     clipping = [("clipped gradients", "--optimizer.clip-norm 1")] if unclipped else []
