@@ -99,7 +99,7 @@ def _unpadded_examples(batch: Batch) -> np.ndarray:
     """Return a mask `(B,)` of the examples that do not fill up the batch and have no padding that the model cannot see,
     as a window at the end of the data has; with short texts alone, of those."""
     weights_BN = batch.weights.reshape(len(batch.weights), -1)
-    if any(x.dtype == bool for x in batch.inputs):
+    if any(x.dtype == bool for x in jax.tree.leaves(batch.inputs)):
         return weights_BN.any(axis=1)
     return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
 

@@ -92,6 +92,11 @@ class ImageModelConfig(ModelConfig):
 class DataConfig:
     """Base of all data configs."""
 
+    @property
+    def has_segments(self) -> bool:
+        """True for examples that are packed, as of `jaxformer.data.packing`."""
+        return False
+
     def __post_init__(self) -> None:
         check_fields(self)
 

@@ -81,6 +81,8 @@ class Contract:
       extrapolates: a text may go on past the context, with the same `attention_window`.
       has_prefix: a prompt is attended to in both directions; it must come in one call, and its length is the last
         argument of the call and of `extend`.
+      has_segments: the call takes `segments_T` as its third argument, the number of the packed example that each token
+        belongs to; the model attends within each, and its positions restart in each.
       attention: shape of the multi-head self-attention, by which the trainer chooses the implementation; None for a
         model without.
       patches: name of the field of the config that holds `image_size` and `patch_size`, such as `vision`; empty for the
@@ -100,6 +102,7 @@ class Contract:
     attention_window: int | None = None
     extrapolates: bool = False
     has_prefix: bool = False
+    has_segments: bool = False
     attention: AttentionShape | None = None
     patches: str | None = None
     has_residual_stream: bool = False

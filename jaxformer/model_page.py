@@ -162,6 +162,8 @@ def _first_unpadded(batch: Batch, max_tokens: int) -> tuple[Any, ...]:
     """Return the inputs of a batch's first example without padding, of at most `max_tokens` tokens each."""
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     first, *rest = example.inputs
+    if rest and rest[0] is None:  # the first of the packed documents
+        return (first[rest[1] == 1][:max_tokens],)
     if rest and rest[0].dtype == bool:
         first, rest[0] = first[rest[0]], rest[0][rest[0]]
     if len(rest) == 2:  # the target of a sequence-to-sequence model

@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """A batch, each array with axis B first; or one example, without it."""
 
     inputs: tuple[Any, ...]
-    """Arguments of the model."""
+    """Arguments of the model; None for one that is left out, as in `data.packing`."""
     targets: Any = None
     """Target classes, int32, `(B, T)`, or `(B,)` for one per example; None where the objective needs none."""
     weights: Any = None

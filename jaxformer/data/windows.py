@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.corpus import Corpus, CorpusConfig, load_corpus
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
+from jaxformer.data.packing import PackedExamples, split_long
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
@@ -25,11 +27,21 @@ class TextConfig(CorpusConfig):
     """Tokens of the model's vocabulary that are not in the text's."""
     stride: int | None = None
     """Tokens between the starts of two windows; the context length by default."""
+    packing: Literal["windows", "documents"] = "windows"
+    """Examples: windows of the text, in which tokens attend to those of documents before theirs; or whole documents,
+    packed by first fit, in which attention, positions and loss are those of each document by itself. A document longer
+    than the context is split."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stride is not None:
             at_least(self, 1, "stride")
+            if self.has_segments:
+                raise UserError(f"data.stride is {self.stride}, but packed documents have no windows; leave it out.")
+
+    @property
+    def has_segments(self) -> bool:
+        return self.packing == "documents"
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
@@ -50,7 +62,7 @@ class TextConfig(CorpusConfig):
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> TextDataset:
         """Return the corpus in batches."""
-        return TextDataset(self, model, corpus, batch_size, seed)
+        return (PackedTextDataset if self.has_segments else TextDataset)(self, model, corpus, batch_size, seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,3 +217,37 @@ class TextDataset(Dataset):
             for split in (train, val)
         ]
         return f"{self.name}: {sizes[0]}, {train.n_bytes / len(train.tokens):.2f} bytes per token; held out: {sizes[1]}"
+
+
+class PackedTextDataset(TextDataset):
+    """A corpus in packed documents, in which every token is predicted from those before it in its document."""
+
+    def __init__(self, config: Any, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
+        """Pack the documents; `UserError` where they are fewer than a batch. `config` is a `TextConfig`."""
+        self.name, self.config, self.corpus, self.model, self.seed = config.path, config, corpus, model, seed
+        self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
+        pack = partial(pack_documents, tokenizer=corpus.tokenizer, length=model.context_length)
+        self.train = pack(corpus.train.tokens, batch_size=batch_size, seed=seed)
+        self.packed_val = pack(corpus.val.tokens)
+        self.token_lengths = self.packed_val.token_lengths
+        self.per_step, self.steps_per_epoch = self.train.per_step, self.train.steps_per_epoch
+
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+        return self.train.batch(step, rows)
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        return self.packed_val.held_out(batch_size, n)
+
+    def describe(self) -> str:
+        filled = self.train.lengths_N.sum() / len(self.train.rows) / self.model.context_length
+        return f"{super().describe()}; packed into {len(self.train.rows):,} rows, {filled:.0%} full"
+
+
+def pack_documents(
+    tokens: np.ndarray, tokenizer: Tokenizer, length: int, batch_size: int = 1, seed: int = 0
+) -> PackedExamples:
+    """Return the documents of a `Split` in rows of `length` inputs; each begins with the end-of-text token that
+    precedes it, and its last target is the one that follows it."""
+    ends = np.flatnonzero(tokens == tokenizer.end_of_text)
+    starts_N, lengths_N = split_long(ends[:-1], np.diff(ends), length)
+    return PackedExamples(tokens, starts_N, lengths_N, length, batch_size, seed, token_lengths=tokenizer.token_lengths)

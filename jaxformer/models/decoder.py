@@ -26,6 +26,7 @@ from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.positions import positions_in_segments
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ class DecoderConfig(TokenModelConfig):
             attention_window=self.attention_window,
             extrapolates=self.extrapolates,
             has_prefix=self.prefix,
+            has_segments=not self.prefix,
             attention=AttentionShape(self.n_heads, self.kv_heads, self.width_of_head, self.context_length, mask),
             has_residual_stream=self.residual,
         )
@@ -244,19 +246,25 @@ class Decoder(nn.Module):
             init = nn.initializers.normal(std)
             self.W_out = parameter(self, "W_out", init, (c.d_model, c.vocab_size), "embed -> vocab")
 
-    def __call__(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
+    def __call__(
+        self, tokens_T: jax.Array, prefix: jax.Array | int | None = None, segments_T: jax.Array | None = None
+    ) -> jax.Array:
         """Return logits `(T, V)`.
 
         Args:
           prefix: number of first tokens that every token attends to (Raffel et al. 2020, figure 3); None for causal
             attention.
+          segments_T: number of the packed document of each token, int32: attention and positions are those of each
+            document by itself. None for one document. Not together with a prefix.
 
         Raises:
           ValueError: T exceeds the context length, and positions are learned.
         """
-        return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix)))
+        return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix, segments_T)))
 
-    def features(self, tokens_T: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
+    def features(
+        self, tokens_T: jax.Array, prefix: jax.Array | int | None = None, segments_T: jax.Array | None = None
+    ) -> jax.Array:
         """Return the residual stream after the last block, `(T, D)`, the input of `unembed`."""
         c = self.config
         if c.positions == "learned" and len(tokens_T) > c.context_length:
@@ -265,6 +273,9 @@ class Decoder(nn.Module):
         mask: Mask = Causal(c.attention_window if len(tokens_T) > c.attention_window else None)
         if prefix is not None:
             mask = self.mask(positions_T, positions_T, prefix)
+        if segments_T is not None:
+            mask = self.mask(positions_T, positions_T) & masks.segment(segments_T, segments_T)
+            positions_T = positions_in_segments(segments_T)
         x_TD = self.embedding(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         return run_blocks(self.blocks, self.execution, x_TD, positions_T, mask, keys=keys)

@@ -25,3 +25,11 @@ def rope(x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0, scali
     cos, sin = jnp.cos(angles_TK).astype(x_HTK.dtype), jnp.sin(angles_TK).astype(x_HTK.dtype)
     a, b = x_HTK[..., :half], x_HTK[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def positions_in_segments(segments_T: jax.Array) -> jax.Array:
+    """Return the position of each token in its segment, `(T,)` int32, from 0 on; a segment is a run of equal numbers
+    (packed documents)."""
+    index_T = jnp.arange(len(segments_T))
+    is_first_T = jnp.concatenate([jnp.array([True]), segments_T[1:] != segments_T[:-1]])
+    return index_T - jax.lax.cummax(jnp.where(is_first_T, index_T, 0))

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxformer.config import ComputeConfig
 from jaxformer.data.corpus import tokenize
 from jaxformer.data.text import read_documents
-from jaxformer.data.windows import HeldOutText, TextConfig
+from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.runs import Run
@@ -32,7 +32,7 @@ def evaluate_run(
 
 def load_held_out_text(
     run: Run, path: str, stride: int | None = None, unwrap: bool | None = None
-) -> tuple[HeldOutText, str]:
+) -> tuple[HeldOut, str]:
     """Return a text to evaluate a run's language model on, and its description.
 
     Args:
@@ -40,7 +40,8 @@ def load_held_out_text(
       unwrap: see `TextConfig`; None for that of the run's training text.
 
     Raises:
-      UserError: the run's model predicts no next token, the stride is too large, or the text cannot be read.
+      UserError: the run's model predicts no next token, the stride is too large or has no windows, or the text cannot
+        be read.
     """
     model, tokenizer = run.text_model()
     if not is_causal_lm(run.model):
@@ -55,8 +56,11 @@ def load_held_out_text(
         unwrap = run.config.data.unwrap if isinstance(run.config.data, TextConfig) else True
     documents = read_documents(path, unwrap)
     tokens = tokenize(documents, tokenizer)
+    size = f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
+    if run.config.data.has_segments:
+        if stride is not None:
+            raise UserError(f"stride is {stride}, but this run has packed documents, not windows; leave it out.")
+        packed = pack_documents(tokens, tokenizer, length)
+        return packed, f"{size}packed into {len(packed.rows):,} rows of {length}"
     text = HeldOutText(tokens, tokenizer.token_lengths, length, limit, stride)
-    return text, (
-        f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
-        f"windows of {length} tokens, {stride or limit} apart"
-    )
+    return text, f"{size}windows of {length} tokens, {stride or limit} apart"

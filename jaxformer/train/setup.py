@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig, Config
-from jaxformer.contract import ParameterAxes, Task
+from jaxformer.contract import ARRAY, ParameterAxes, Task
 from jaxformer.data.dataset import Batch
 from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
@@ -57,7 +58,7 @@ class TrainSetup:
     Each part is derived when it is first used, and once; a subclass may bring another `optimizer` or `schedule`.
 
     Raises:
-      UserError: the batch does not split evenly over the devices.
+      UserError: the batch does not split evenly over the devices, or the model cannot read packed examples.
     """
 
     config: Config
@@ -72,6 +73,12 @@ class TrainSetup:
             up = -(-B // (n * n_microbatches)) * n * n_microbatches
             also = f" in {n_microbatches} microbatches" if n_microbatches > 1 else ""
             raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+        if self.config.data.has_segments and not self.config.model.contract.has_segments:
+            kind = type(self.config.model).__name__
+            raise UserError(
+                f"the data packs its examples, but this {kind} does not attend within segments; set data.packing to "
+                "windows, or take a decoder without a prefix."
+            )
 
     @property
     def n_shards(self) -> int:
@@ -177,6 +184,7 @@ class TrainSetup:
         if shape is None:
             return attention, "attention: no multi-head layers"
         H, G, K, T, mask = shape
+        mask = ARRAY if self.config.data.has_segments else mask
         q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), dtype) for n_heads in (H, G))
         is_local = bool(set(devices.flat) & set(jax.local_devices()))
         chosen, line = make_attention(
@@ -220,7 +228,10 @@ class TrainSetup:
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and shardings of a batch of the longest examples."""
         B, split = self.config.train.batch_size, batch_sharding(self.mesh)
-        example = Batch(self.config.model.example(), self.abstract_targets)
+        inputs = self.config.model.example()
+        if self.config.data.has_segments:
+            inputs = (*inputs, None, np.zeros_like(inputs[0]))
+        example = Batch(inputs, self.abstract_targets)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split), example)
 
     @cached_property
@@ -236,9 +247,9 @@ class TrainSetup:
     def check_fit(self, batch: Batch) -> None:
         """Raise `UserError` where a batch lacks the inputs or the targets that the model is for."""
         model = type(self.config.model).__name__
-        expected, actual = self.config.model.example(), batch.inputs
-        if [(x.dtype, x.ndim + 1) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
-            texts = [", ".join(f"{x.dtype} {x.shape[skip:]}" for x in xs) for skip, xs in ((0, expected), (1, actual))]
+        expected, actual = (jax.tree.leaves(b.inputs) for b in (self.abstract_batch, batch))
+        if [(x.dtype, x.ndim) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
+            texts = [", ".join(f"{x.dtype} {x.shape[1:]}" for x in xs) for xs in (expected, actual)]
             raise UserError(
                 f"{model} takes {texts[0]} for an example, but the data gives {texts[1]}; change one of them."
             )

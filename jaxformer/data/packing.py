@@ -1,0 +1,152 @@
+"""Examples of several lengths, packed into rows of one length by grain's first fit.
+
+A batch of packed examples is `Batch((tokens_BT, None, segments_BT), targets_BT, weights_BT)`; None is the prefix, which
+such models do not have. All are padded with 0 at the right.
+
+- `tokens_BT`, int32: the inputs of a row's examples, one after the other.
+- `segments_BT`, int32: the number of the example that a token belongs to, from 1 on; 0 for padding. A model whose
+  contract has `has_segments` attends within each, and its positions restart at 0 in each
+  (`ops.positions.positions_in_segments`).
+- `targets_BT`, int32: the token that follows each input in its own example.
+- `weights_BT`, float32: the loss weight of each target, 0 for padding. In training they add up to 1 over the batch.
+
+`PackedExamples` makes such batches of any examples: give it their tokens, one example after the other, and, where the
+loss is not of all tokens (as of a conversation, in which only the answers count), one weight per token. A token of
+weight 0 adds nothing to the loss, and its gradient is exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxformer.data.dataset import Batch, batch_indices, evenly_spaced, padded_batches
+from jaxformer.errors import UserError
+
+ROWS_AT_ONCE = 64
+"""Rows among which first fit chooses: more of them leave less padding, and take longer."""
+
+
+def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
+    """Return the indices of the examples in each row of `length` tokens, in the order of the examples; about 60 µs per
+    example.
+
+    Args:
+      lengths_N: tokens of each example, at least 1 and at most `length`.
+    """
+    import grain  # slow to import
+
+    examples = grain.MapDataset.source(_Lengths(lengths_N, np.zeros(length, bool)))
+    rows = grain.experimental.FirstFitPackIterDataset(
+        examples.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+        length_struct={"tokens": length},
+        num_packing_bins=ROWS_AT_ONCE,
+        shuffle_bins=False,
+        meta_features=("index",),
+    )
+    return [np.array(row["index"]) for row in rows]
+
+
+@dataclass(frozen=True, eq=False)
+class _Lengths:
+    """Examples of given lengths without content, as a random-access source of grain: what is packed is their order."""
+
+    lengths_N: np.ndarray
+    zeros: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    def __getitem__(self, i: int) -> dict[str, object]:
+        return {"tokens": self.zeros[: self.lengths_N[i]], "index": i}
+
+
+def split_long(starts_N: np.ndarray, lengths_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return starts and lengths of examples, those of more than `length` tokens split into examples of at most as many;
+    examples of no token are left out."""
+    n_parts_N = -(-lengths_N // length)
+    first_N = np.cumsum(n_parts_N) - n_parts_N
+    offsets_M = (np.arange(n_parts_N.sum()) - np.repeat(first_N, n_parts_N)) * length
+    return np.repeat(starts_N, n_parts_N) + offsets_M, np.minimum(np.repeat(lengths_N, n_parts_N) - offsets_M, length)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExamples:
+    """Examples of at most `length` inputs, packed into rows; see the module.
+
+    Raises:
+      UserError: there are fewer rows than a batch has.
+    """
+
+    tokens: np.ndarray
+    """All examples, `(n,)` of any integer dtype."""
+    starts_N: np.ndarray
+    """Index of each example's first input in `tokens`."""
+    lengths_N: np.ndarray
+    """Inputs of each example. Each predicts the token after it, so that n inputs are n + 1 tokens."""
+    length: int
+    """Inputs per row, T."""
+    batch_size: int
+    seed: int
+    weights: np.ndarray | None = None
+    """Loss weight of each token as a target, `(n,)`; None for 1."""
+    token_lengths: np.ndarray | None = None
+    """Bytes of each token, `(V,)`, where bits per byte are defined."""
+
+    def __post_init__(self) -> None:
+        if len(self.rows) < self.batch_size:
+            raise UserError(
+                f"the training text packs into {len(self.rows)} row(s) of {self.length} tokens, fewer than "
+                f"train.batch_size {self.batch_size}; set --train.batch-size {max(1, len(self.rows))}, a shorter "
+                "--model.context-length, or give more text."
+            )
+
+    @cached_property
+    def rows(self) -> list[np.ndarray]:
+        """Indices of the examples in each row."""
+        return pack(self.lengths_N, self.length)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches per epoch."""
+        return len(self.rows) // self.batch_size
+
+    @property
+    def per_step(self) -> float:
+        """Inputs per batch, averaged over an epoch."""
+        return float(self.lengths_N.sum()) / len(self.rows) * self.batch_size
+
+    def gather(self, rows_B: np.ndarray) -> Batch:
+        """Return rows by their index, with the weights as they were given."""
+        B, T = len(rows_B), self.length
+        tokens_BT, segments_BT, targets_BT = np.zeros((3, B, T), np.int32)
+        weights_BT = np.zeros((B, T), np.float32)
+        for b, row in enumerate(rows_B):
+            stop = 0
+            for segment, i in enumerate(self.rows[row], start=1):
+                start, n = self.starts_N[i], self.lengths_N[i]
+                here, stop = (b, slice(stop, stop + n)), stop + n
+                tokens_BT[here], targets_BT[here] = (
+                    self.tokens[start : start + n],
+                    self.tokens[start + 1 : start + n + 1],
+                )
+                segments_BT[here] = segment
+                weights_BT[here] = 1 if self.weights is None else self.weights[start + 1 : start + n + 1]
+        return Batch((tokens_BT, None, segments_BT), targets_BT, weights_BT)
+
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+        """Return rows of the batch at a step, as `Dataset.batch` does."""
+        _, rows_B = batch_indices(len(self.rows), self.batch_size, self.seed, step)
+        batch = self.gather(rows_B)
+        total = max(batch.weights.sum(dtype=np.float64), np.finfo(np.float32).tiny)  # 0 where no target counts
+        (tokens_BT, _, segments_BT), weights_BT = batch.inputs, (batch.weights / total).astype(np.float32)
+        return Batch((tokens_BT[rows], None, segments_BT[rows]), batch.targets[rows], weights_BT[rows])
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        """Yield all rows, or about `n` evenly spaced ones, as `Dataset.held_out` does."""
+        for rows_B, counts_B in padded_batches(evenly_spaced(len(self.rows), n), batch_size):
+            batch = self.gather(rows_B)
+            yield batch._replace(weights=batch.weights * counts_B[:, None])
