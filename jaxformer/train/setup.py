@@ -183,8 +183,7 @@ class TrainSetup:
         shape, dtype, devices = self.config.model.contract.attention, self.compute_dtype, self.mesh.devices
         if shape is None:
             return attention, "attention: no multi-head layers"
-        H, G, K, T, mask = shape
-        mask = ARRAY if self.config.data.has_segments else mask
+        H, G, K, T, mask = shape._replace(mask=ARRAY) if self.config.data.has_segments else shape
         q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), dtype) for n_heads in (H, G))
         is_local = bool(set(devices.flat) & set(jax.local_devices()))
         chosen, line = make_attention(
@@ -228,7 +227,7 @@ class TrainSetup:
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and shardings of a batch of the longest examples."""
         B, split = self.config.train.batch_size, batch_sharding(self.mesh)
-        inputs = self.config.model.example()
+        inputs: tuple[Any, ...] = self.config.model.example()
         if self.config.data.has_segments:
             inputs = (*inputs, None, np.zeros_like(inputs[0]))
         example = Batch(inputs, self.abstract_targets)
