@@ -128,13 +128,13 @@ class PackedExamples:
             stop = 0
             for segment, i in enumerate(self.rows[row], start=1):
                 start, n = self.starts_N[i], self.lengths_N[i]
-                here, stop = (b, slice(stop, stop + n)), stop + n
-                tokens_BT[here], targets_BT[here] = (
+                span, stop = (b, slice(stop, stop + n)), stop + n
+                tokens_BT[span], targets_BT[span] = (
                     self.tokens[start : start + n],
                     self.tokens[start + 1 : start + n + 1],
                 )
-                segments_BT[here] = segment
-                weights_BT[here] = 1 if self.weights is None else self.weights[start + 1 : start + n + 1]
+                segments_BT[span] = segment
+                weights_BT[span] = 1 if self.weights is None else self.weights[start + 1 : start + n + 1]
         return Batch((tokens_BT, None, segments_BT), targets_BT, weights_BT)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
