@@ -15,6 +15,7 @@ from jaxformer.terminal import echo, echo_status
 COMMANDS = {
     "train": ("jaxformer.cli.train", "train a model; the same as train.py"),
     "sample": ("jaxformer.cli.sample", "sample from a model; the same as sample.py"),
+    "import": ("jaxformer.cli.import_model", "write a published model as a run"),
     "eval": ("jaxformer.cli.eval", "evaluate a model on held-out data or a text"),
     "inspect": (
         "jaxformer.cli.inspect",

@@ -149,7 +149,7 @@ def _continuations(setup: TrainSetup, data: Dataset) -> Write:
     """Continue the prompt of the config."""
     config, model, t, tokenizer = setup.config, setup.model, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
-    context_length = config.model.context_length
+    context_length = config.model.n_positions
     prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
 
     def write(params: Params) -> Iterator[tuple[float, str]]:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -118,7 +119,16 @@ class CheckpointReader:
         return self._restore(step, "params", abstract)
 
     def restore(self, step: int, params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any]]:
-        """Return parameters, optimizer state and position; the first two as in `restore_params`."""
+        """Return parameters, optimizer state and position; the first two as in `restore_params`.
+
+        Raises:
+          UserError: they cannot be read, or there are only parameters.
+        """
+        if not (self._path / str(step) / "opt_state").exists():
+            raise UserError(
+                f"checkpoint {step} of {self._folder} has parameters only, which no training is resumed from; train "
+                f"on them in a new run, with --init-from {shlex.quote(str(self._folder))}."
+            )
         try:
             position = dict(self._read_position(step))
         except (ValueError, TypeError, OSError) as error:
@@ -303,6 +313,7 @@ class CheckpointManager(CheckpointReader):
         If the save before failed, this one is waited for.
 
         Args:
+          opt_state: None for parameters that no training is resumed from.
           position: JSON values to resume from; `healthy` is False while the loss is diverging.
           val_loss: nats per target; None where it was not evaluated.
 
@@ -320,13 +331,12 @@ class CheckpointManager(CheckpointReader):
         try:
             if not self._path.is_dir():  # Orbax would create it
                 raise FileNotFoundError
+            items: dict[str, Any] = {"params": ocp.args.StandardSave(params)}
+            if opt_state is not None:
+                items["opt_state"] = ocp.args.StandardSave(opt_state)
             self._manager.save(
                 step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params),
-                    opt_state=ocp.args.StandardSave(opt_state),
-                    position=ocp.args.JsonSave(dict(position)),
-                ),
+                args=ocp.args.Composite(**items, position=ocp.args.JsonSave(dict(position))),
                 # NaN would count as the best.
                 metrics=None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss},
             )

@@ -56,6 +56,11 @@ class TokenModelConfig(ModelConfig):
         at_least(self, 1, "vocab_size", "context_length")
 
     @property
+    def n_positions(self) -> int:
+        """Tokens of the longest prompt; the context length, where a model does not read more."""
+        return self.context_length
+
+    @property
     def n_predicted(self) -> int:
         """Number of predicted tokens per window, its last ones."""
         return self.context_length

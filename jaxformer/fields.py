@@ -23,7 +23,8 @@ MAX_SIZE = 2**20
 MAX_BY_FIELD: Mapping[str, int] = {
     **dict.fromkeys(("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_temporal_blocks", "n_layers"), 2**10),
     **dict.fromkeys(("image_size", "patch_size", "n_frames", "tubelet_frames", "shift", "max_speed"), 2**14),
-    **dict.fromkeys(("vocab_size", "context_length", "window", "n_pairs", "n_held_out"), 2**24),
+    **dict.fromkeys(("vocab_size", "context_length", "max_context", "window", "n_pairs", "n_held_out"), 2**24),
+    "rope_original_context": 2**24,
     **dict.fromkeys(("sample_tokens",), 2**16),
     **dict.fromkeys(("batch_size", "grad_accumulation_steps", "processes"), 2**20),
     "seed": 2**32 - 1,

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 import jaxformer.data
 import jaxformer.models
-from jaxformer.checkpoints import CheckpointReader
+from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.config import Config, DataConfig, ModelConfig, OptimizerConfig, TokenModelConfig
 from jaxformer.config_files import kind_of, load_module
 from jaxformer.contract import contract_of
@@ -214,12 +214,16 @@ def count_parameters(params: Params) -> int:
 
 
 def create_run(
-    folder: Path, config: Config, tokenizer: Tokenizer | None, allow_suffix: bool, classes: Sequence[str] = ()
-) -> Path:
+    folder: Path, config: Config, tokenizer: Tokenizer | None, allow_suffix: bool, classes: Sequence[str] = (),
+    params: Params | None = None,
+) -> Path:  # fmt: skip
     """Create a run's folder with its config, tokenizer, class names and checksums; return its path.
 
     It appears complete, by a rename. An existing folder, also one that another process creates meanwhile, is left
     alone: with `allow_suffix`, the next free number is appended.
+
+    Args:
+      params: parameters for a checkpoint at step 0, of a model that was not trained here; None for no checkpoint.
 
     Raises:
       UserError: the folder exists, or the config does not survive JSON (a model from another package).
@@ -235,6 +239,9 @@ def create_run(
             write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
         checksums = {name: sha256(scratch / name) for name in (TOKENIZER, CLASSES) if (scratch / name).exists()}
         write_atomically(scratch / CHECKSUMS, json.dumps(checksums, indent=2) + "\n")
+        if params is not None:
+            with CheckpointManager(scratch) as checkpoints:
+                checkpoints.save(0, params, None, {"step": 0}, None)
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
         path, number = folder, 1

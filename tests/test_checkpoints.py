@@ -421,8 +421,18 @@ def test_failed_last_save_is_a_user_error(tmp_path):
 
 
 def test_error_of_the_caller_is_raised_unchanged(tmp_path):
-    with pytest.raises(ValueError, match="Must provide item"), CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(10, state(10), None, {}, None)
+    with pytest.raises(ValueError, match="Found empty item"), CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(10, state(10), {}, {}, None)
+
+
+def test_parameters_alone_are_restored_but_not_resumed(tmp_path):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(0, state(10), None, {"step": 0}, None)
+    reader = CheckpointReader(tmp_path)
+    shapes = jax.eval_shape(lambda: state(10))
+    jax.tree.map(np.testing.assert_array_equal, reader.restore_params(reader.step(), shapes), state(10))
+    with pytest.raises(UserError, match=r"has parameters only, which no training is resumed from; .* --init-from"):
+        reader.restore(0, shapes, shapes)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def make_explain(run: Run) -> Explain:
 
     def rows(prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:
         tokens = prompt + completion
-        tokens = tokens if extrapolates else tokens[: config.context_length]
+        tokens = tokens if extrapolates else tokens[: config.n_positions]
         name = lambda token: tokenizer.decode([token])  # noqa: E731
         return [
             {

@@ -136,7 +136,7 @@ class Completer:
             self._draft = self._check_draft(draft), draft.params
         limited = [run, draft] if options.num_beams > 1 or options.draft is not None else []
         self._context_ends = [
-            r.text_model()[0].context_length for r in limited if r and not contract_of(r.model).extrapolates
+            r.text_model()[0].n_positions for r in limited if r and not contract_of(r.model).extrapolates
         ]
         self.throughput = Throughput()
 
@@ -148,7 +148,7 @@ class Completer:
             )
         if not contract_of(draft.model).has_cache:
             raise UserError(f"the draft {draft.path} has a model without a cache; use another, or 'lookup'.")
-        return DraftModel(draft.model, config.context_length)
+        return DraftModel(draft.model, config.n_positions)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt.
@@ -158,7 +158,7 @@ class Completer:
         """
         if self._options.num_beams > 1:
             prompt.check_no_seed("beam search draws nothing")
-        limit = self._config.context_length
+        limit = self._config.n_positions
         name = f"the context's {limit}"
         for end in self._context_ends:
             room = max(0, end - (self._options.max_new_tokens - 1))  # nothing reads the last one
@@ -227,7 +227,7 @@ class Completer:
         options = self._options
         model_and_prompts = self._run.model, self._run.params, tokens
         common: dict[str, Any] = {
-            "max_new_tokens": options.max_new_tokens, "context_length": self._config.context_length,
+            "max_new_tokens": options.max_new_tokens, "context_length": self._config.n_positions,
             "cache_dtype": options.cache_dtype,
         }  # fmt: skip
         if options.num_beams > 1:

@@ -56,7 +56,7 @@ def explain(
     T = len(tokens)
     padded = -(-T // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     if not contract_of(model).extrapolates:  # it has no positions beyond its context
-        padded = min(padded, model.config.context_length)
+        padded = min(padded, model.config.n_positions)
     if padded < T:
         raise ValueError(f"{T} tokens, but the model has {padded} positions")
     if contract_of(model).fixed_length:

@@ -26,7 +26,7 @@ from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.masks import Causal, Mask
-from jaxformer.ops.positions import positions_in_segments
+from jaxformer.ops.positions import Llama3Scaling, positions_in_segments
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class DecoderConfig(TokenModelConfig):
     """RMS-normalise queries and keys."""
     window: int | None = None
     """Positions a query looks back at, itself included; without it, all."""
+    max_context: int | None = None
+    """Longest text that every query attends to in full, in tokens, and with learned positions their number; without it,
+    context_length, which sets the length of training sequences."""
     prefix: bool = False
     """Attend in both directions within a prefix of each sequence (prefix language model, Raffel et al. 2020). Its
     length is an input; in generation, the prefix is the prompt."""
@@ -84,6 +87,13 @@ class DecoderConfig(TokenModelConfig):
     rope_base: float = 10_000.0
     rope_scaling: float = 1.0
     """Divisor of positions in RoPE; above 1 for texts longer than the training context."""
+    rope_original_context: int | None = None
+    """Training context in tokens of a model whose RoPE is scaled by frequency (Llama 3.1): rope_scaling divides only
+    frequencies with few periods in it. Without it, rope_scaling divides all."""
+    rope_low_periods: float = 1.0
+    """Periods per rope_original_context below which a frequency is divided."""
+    rope_high_periods: float = 4.0
+    """Periods per rope_original_context above which a frequency is not divided."""
     embedding_std: float = 1.0
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
@@ -95,7 +105,7 @@ class DecoderConfig(TokenModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "d_model", "n_blocks", "n_heads")
-        for name in ("n_kv_heads", "head_dim", "window"):
+        for name in ("n_kv_heads", "head_dim", "window", "rope_original_context"):
             if getattr(self, name) is not None:
                 at_least(self, 1, name)
         if any(width < 1 for width in self.d_ff):
@@ -130,6 +140,16 @@ class DecoderConfig(TokenModelConfig):
         if self.final_norm and self.norm == "none":
             raise UserError(
                 "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
+            )
+        if self.max_context is not None and self.max_context < self.context_length:
+            raise UserError(
+                f"max_context is {self.max_context}, but context_length is {self.context_length}; make it at least "
+                "that, or leave it out."
+            )
+        if not self.rope_low_periods < self.rope_high_periods:
+            raise UserError(
+                f"rope_low_periods is {self.rope_low_periods}; it must be below rope_high_periods "
+                f"{self.rope_high_periods}."
             )
         check_epsilon(self.norm_eps)
         self._check_experts()
@@ -177,9 +197,23 @@ class DecoderConfig(TokenModelConfig):
 
     @property
     def attention_window(self) -> int:
-        """Most positions that a query attends to, itself included: the window or, without it, the context length, also
-        in a longer text."""
-        return self.window or self.context_length
+        """Most positions that a query attends to, itself included: the window or, without it, `n_positions`, also in a
+        longer text."""
+        return self.window or self.n_positions
+
+    @property
+    def n_positions(self) -> int:
+        """Tokens of the longest text that is attended to in full."""
+        return self.max_context or self.context_length
+
+    @property
+    def rope_scale(self) -> float | Llama3Scaling:
+        """Scaling of RoPE, as of `ops.positions.rope`."""
+        if self.rope_original_context is None:
+            return self.rope_scaling
+        return Llama3Scaling(
+            self.rope_scaling, self.rope_low_periods, self.rope_high_periods, self.rope_original_context
+        )
 
     @property
     def extrapolates(self) -> bool:
@@ -193,7 +227,7 @@ class DecoderConfig(TokenModelConfig):
         return replace(
             tokens,
             inputs=(*tokens.inputs, Input("prefix", (), "int32")) if self.prefix else tokens.inputs,
-            max_tokens=None if self.extrapolates else self.context_length,
+            max_tokens=None if self.extrapolates else self.n_positions,
             has_features=True,
             has_cache=True,
             attention_window=self.attention_window,
@@ -219,7 +253,7 @@ class Decoder(nn.Module):
         attention = partial(
             MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
             c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
-            self.execution.attention, c.rope_scaling, epsilon("rmsnorm", c.norm_eps),
+            self.execution.attention, c.rope_scale, epsilon("rmsnorm", c.norm_eps),
         )  # fmt: skip
         norm = None if c.norm == "none" else norm_maker(c.norm, c.norm_eps)
         widths = [c.d_model] * c.n_blocks
@@ -235,7 +269,7 @@ class Decoder(nn.Module):
                 self.execution.expert_shards,
             )  # fmt: skip
 
-        self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model, c.positions, c.embedding_std)
+        self.embedding = Embedding(c.vocab_size, c.n_positions, c.d_model, c.positions, c.embedding_std)
         self.blocks = [
             Block(attention, make_mlp(width), norm, c.norm_placement, c.residual, c.dropout) for width in widths
         ]
@@ -267,8 +301,8 @@ class Decoder(nn.Module):
     ) -> jax.Array:
         """Return the residual stream after the last block, `(T, D)`, the input of `unembed`."""
         c = self.config
-        if c.positions == "learned" and len(tokens_T) > c.context_length:
-            raise ValueError(f"{len(tokens_T)} tokens, but there are {c.context_length} learned positions")
+        if c.positions == "learned" and len(tokens_T) > c.n_positions:
+            raise ValueError(f"{len(tokens_T)} tokens, but there are {c.n_positions} learned positions")
         positions_T = jnp.arange(len(tokens_T))
         mask: Mask = Causal(c.attention_window if len(tokens_T) > c.attention_window else None)
         if prefix is not None:

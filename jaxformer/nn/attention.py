@@ -15,7 +15,7 @@ from jaxformer.ops.attention import attention, attention_scores, from_heads, mix
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask, as_array
 from jaxformer.ops.norms import rms_norm
-from jaxformer.ops.positions import rope
+from jaxformer.ops.positions import Llama3Scaling, rope
 
 AXES = {
     **dict.fromkeys(("W_Q", "W_K", "W_V"), "embed -> heads head_dim"),
@@ -43,7 +43,7 @@ class MultiHeadAttention(nn.Module):
       rope_base: rotate queries and keys by their position; None for no rotation.
       attention: implementation, with the signature of `ops.attention.attention`. With that one, a decode step takes
         the faster `ops.cache.decode_step`.
-      rope_scaling: divisor of the positions in the rotation.
+      rope_scaling: divisor of the positions in the rotation, or scaling of its frequencies.
       norm_eps: ε of the norms of queries and keys.
     """
 
@@ -57,7 +57,7 @@ class MultiHeadAttention(nn.Module):
     qk_norm: bool = False
     rope_base: float | None = None
     attention: Callable[..., jax.Array] = attention
-    rope_scaling: float = 1.0
+    rope_scaling: float | Llama3Scaling = 1.0
     norm_eps: float = RMSNorm.eps
 
     def __call__(

@@ -1,7 +1,11 @@
 """Position encodings without parameters."""
 
+from math import pi
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
@@ -13,15 +17,46 @@ def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
     return both.reshape(len(positions_T), -1)[:, :d_model]
 
 
-def rope(x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0, scaling: float = 1.0) -> jax.Array:
+class Llama3Scaling(NamedTuple):
+    """Scaling of RoPE by frequency, for texts longer than the training context (Llama 3.1; Grattafiori et al. 2024).
+
+    Frequencies with fewer than `low` periods in the training context are divided by `factor`, those with more than
+    `high` are unchanged, and those between are interpolated.
+
+    Attributes:
+      factor: divisor of low frequencies.
+      low, high: periods per training context.
+      original_context: training context in tokens.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_context: int
+
+    def frequencies(self, n: int, base: float) -> np.ndarray:
+        """Return the n frequencies of a head in radians per position, `(n,)` float64: far from the origin, a rounded
+        one turns by a wrong angle."""
+        frequencies_K = base ** (-np.arange(n) / n)
+        periods_K = self.original_context * frequencies_K / (2 * pi)
+        unscaled_K = np.clip((periods_K - self.low) / (self.high - self.low), 0, 1)
+        return frequencies_K * (unscaled_K + (1 - unscaled_K) / self.factor)
+
+
+def rope(
+    x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0, scaling: float | Llama3Scaling = 1.0
+) -> jax.Array:
     """Return the rotary embedding (Su et al. 2021, equation 34), `(H, T, K)`: features i and i + K/2 are rotated by the
     angle position · base^(-2i/K), so that scores depend on distances only. K must be even.
 
     Features are paired across halves, as in GPT-NeoX and Llama checkpoints of Hugging Face. Positions are divided by
-    `scaling`, for length extrapolation (Chen et al. 2023, equation 4).
+    `scaling`, for length extrapolation (Chen et al. 2023, equation 4), or frequencies are scaled by `Llama3Scaling`.
     """
     half = x_HTK.shape[-1] // 2
-    angles_TK = positions_T[:, None] / scaling * base ** (-jnp.arange(half) / half)[None, :]
+    if isinstance(scaling, Llama3Scaling):
+        angles_TK = positions_T[:, None] * jnp.asarray(scaling.frequencies(half, base), jnp.float32)
+    else:
+        angles_TK = positions_T[:, None] / scaling * base ** (-jnp.arange(half) / half)[None, :]
     cos, sin = jnp.cos(angles_TK).astype(x_HTK.dtype), jnp.sin(angles_TK).astype(x_HTK.dtype)
     a, b = x_HTK[..., :half], x_HTK[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -1,0 +1,60 @@
+"""`python -m jaxformer import`: a published model as a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import folder_named, parse, run_command
+from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.train import RUNS
+from jaxformer.errors import UserError
+from jaxformer.terminal import echo, echo_status
+
+DESCRIPTION = """Write a published model as a run, from a folder with config.json, weights in safetensors (one file, or
+shards with model.safetensors.index.json) and tokenizer.json, as transformers and the model hubs have it. The run can
+be sampled from, inspected and evaluated as any other; train.py --init-from trains on from it.
+
+Families: docs/interop.md lists them. Pickled weights (.bin, .pt), which run code when they are read, and quantised ones
+are refused."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of import."""
+
+    source: Annotated[str | None, POSITIONAL] = None
+    """Folder of the published model."""
+    run: str | None = None
+    """Folder of the run; without it, runs/ and the name of the source."""
+    context_length: int | None = None
+    """Length of training sequences in tokens, for a later training; without it, that of the model, at most 2048. The
+    model reads longer texts, as it did."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the stored parameters; auto is the published one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Import a model; return the exit status."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    options = parse(arguments, Arguments(), "python -m jaxformer import", DESCRIPTION)
+    if options.source is None:
+        raise UserError("no folder is named; give that of a published model, with config.json and safetensors.")
+    source = Path(options.source)
+    run = RUNS / source.resolve().name if options.run is None else folder_named("--run", options.run)
+    machine.set_up(1, "")
+
+    from jaxformer.interop.run import import_run
+    from jaxformer.runs import abstract_params, count_parameters
+
+    echo_status(f"reading {source} ...")
+    folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype)
+    n = count_parameters(abstract_params(config.model.build(), config.model))
+    echo(f"run {folder}: {n:,} parameters from {source}; sample with: python sample.py --run {folder}")
+    return 0

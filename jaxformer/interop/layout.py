@@ -1,0 +1,82 @@
+"""Layouts of tensors, written as `(H K) D -> D H K`: their axes, stored as one in parentheses, and ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from jaxformer.models.decoder import DecoderConfig
+
+
+def axis_sizes(config: DecoderConfig) -> dict[str, int]:
+    """Return the lengths of the axes by the letters of layouts."""
+    return {
+        "V": config.vocab_size, "P": config.n_positions, "D": config.d_model, "H": config.n_heads, "G": config.kv_heads,
+        "K": config.width_of_head, "F": config.d_ff[0], "E": config.n_experts or 0,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axes of a tensor of theirs and of our parameter.
+
+    Attributes:
+      theirs: axes of ours that each axis of theirs consists of.
+      ours: axes in our order.
+      sizes: lengths of the axes by letter; a number is its own length.
+    """
+
+    theirs: tuple[tuple[str, ...], ...]
+    ours: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def parse(cls, text: str, sizes: Mapping[str, int]) -> Layout:
+        """Return the layout that a text describes."""
+        theirs, _, ours = text.partition(" -> ")
+        groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", theirs))
+        return cls(groups, tuple(ours.split()), sizes)
+
+    def shape(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the lengths of axes."""
+        return tuple(int(axis) if axis.isdigit() else self.sizes[axis] for axis in axes)
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """Shape of their tensor."""
+        return tuple(prod(self.shape(group)) for group in self.theirs)
+
+    @property
+    def parts(self) -> str | None:
+        """Axis of theirs that holds several parameters of ours, a number; None for one parameter."""
+        axes = (axis for group in self.theirs for axis in group if axis.isdigit())
+        return next(axes, None)
+
+    def to_ours(self, tensor: np.ndarray, part: int | None = None) -> np.ndarray:
+        """Return a view of their tensor in our order; of several parameters, the one with index `part`."""
+        axes = [axis for group in self.theirs for axis in group]
+        tensor = tensor.reshape(self.shape(axes))
+        if self.parts is not None:
+            assert part is not None
+            tensor = np.moveaxis(tensor, axes.index(self.parts), 0)[part]
+            axes.remove(self.parts)
+        present = [axis for axis in self.ours if axis in axes]
+        tensor = tensor.transpose([axes.index(axis) for axis in present])
+        return tensor.reshape(self.shape(self.ours))
+
+    def to_theirs(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
+        """Return their tensor from our parameters, all that it holds, in the order of their parts."""
+        axes = [axis for group in self.theirs for axis in group if axis != self.parts]
+        present = [axis for axis in self.ours if axis in axes]
+        ordered = [
+            parameter.reshape(self.shape(present)).transpose([present.index(axis) for axis in axes])
+            for parameter in parameters
+        ]
+        if self.parts is None:
+            return ordered[0].reshape(self.their_shape)
+        position = [axis for group in self.theirs for axis in group].index(self.parts)
+        return np.stack(ordered, position).reshape(self.their_shape)

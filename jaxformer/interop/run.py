@@ -1,0 +1,85 @@
+"""A published model as a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxformer.config import Config
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import TextConfig
+from jaxformer.errors import UserError
+from jaxformer.interop.configs import family_of, read_config
+from jaxformer.interop.folder import ModelFolder
+from jaxformer.interop.weights import find_sources, load_params, stored_dtype
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.runs import TOKENIZER, abstract_params, check_writable_parent, create_run
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+def load_published_params(folder: ModelFolder, config: DecoderConfig, abstract: Params) -> Params:
+    """Return the parameters of a published model, in the dtypes and shardings of `abstract`.
+
+    Raises:
+      UserError: the folder's tensors are not those of the config.
+    """
+    return load_params(folder, find_sources(folder, family_of(folder.config), config, abstract), abstract)
+
+
+def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Tokenizer:
+    """Return the tokenizer of a published model.
+
+    Raises:
+      UserError: there is none, or it has tokens that the model has no embedding of.
+    """
+    file = folder.path / TOKENIZER
+    if not file.exists():
+        raise UserError(
+            f"{folder.path} has no {TOKENIZER}; put the published one there, or let save_pretrained of transformers' "
+            "AutoTokenizer write it."
+        )
+    tokenizer = Tokenizer.load(file)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{file} has {tokenizer.vocab_size:,} tokens, but the model embeds {config.vocab_size:,}; put the model's "
+            "own tokenizer there."
+        )
+    return tokenizer
+
+
+def import_run(
+    source: Path, run: Path, *, context_length: int | None = None, dtype: Dtype = "auto"
+) -> tuple[Path, Config]:
+    """Write a published model as a run with one checkpoint, at step 0; return the run's folder and config.
+
+    The folder appears complete, by a rename.
+
+    Args:
+      source: folder with `config.json`, weights in safetensors and `tokenizer.json`.
+      run: folder to create.
+      context_length: of training sequences, in tokens; None for at most `MAX_TRAINING_CONTEXT`.
+      dtype: of the parameters in the checkpoint; 'auto' stores them exactly, in the published dtype.
+
+    Raises:
+      UserError: the source cannot be read as a known family, or the run exists.
+    """
+    if run.exists():
+        raise UserError(f"{run} exists; choose another --run.")
+    check_writable_parent(run)
+    folder = ModelFolder.open(source)
+    model = read_config(folder.config, context_length)
+    tokenizer = load_published_tokenizer(folder, model)
+    abstract = abstract_params(model.build(), model)
+    sources = find_sources(folder, family_of(folder.config), model, abstract)
+    structs: dict[str, Any] = flatten_dict(abstract, sep=".")
+    for path, struct in structs.items():
+        stored = stored_dtype(folder, sources[path]) if dtype == "auto" else dtype
+        structs[path] = jax.ShapeDtypeStruct(struct.shape, stored)
+    params = load_params(folder, sources, unflatten_dict(structs, sep="."))
+    config = Config(run.name, model, data=TextConfig(), steps=1)
+    return create_run(run, config, tokenizer, allow_suffix=False, params=params), config

@@ -1,0 +1,143 @@
+"""Parameters of published models, one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxformer.errors import UserError
+from jaxformer.interop.families import Family, Weight
+from jaxformer.interop.folder import FLOATS, ModelFolder
+from jaxformer.interop.layout import Layout, axis_sizes
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors that one parameter is read from."""
+
+    weight: Weight
+    layout: Layout
+    names: tuple[str, ...]
+    """One tensor, or one for each expert."""
+
+
+def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
+    """Return the row of the table and the names of the tensors of each parameter, by its path in our model."""
+    table: dict[str, tuple[Weight, tuple[str, ...]]] = {}
+    for weight in family.weights:
+        for i in range(config.n_blocks) if "{i}" in weight.ours else (0,):
+            name = weight.theirs.replace("{i}", str(i))
+            n_experts = (config.n_experts or 0) if "{e}" in name else 1
+            names = tuple(name.replace("{e}", str(e)) for e in range(n_experts))
+            table[weight.ours.replace("{i}", str(i))] = weight, names
+    return table
+
+
+def find_sources(folder: ModelFolder, family: Family, config: DecoderConfig, abstract: Params) -> dict[str, Source]:
+    """Return the tensors of each parameter, by its path, once all shapes and dtypes are verified.
+
+    Args:
+      abstract: shapes of the parameters.
+
+    Raises:
+      UserError: a tensor is missing, of another shape or no floating-point number, or the folder has one that the
+        model does not.
+    """
+    sizes, table = axis_sizes(config), rows(family, config)
+    bare = not any(name.startswith(family.prefix) for name in folder.files)
+    sources: dict[str, Source] = {}
+    for path in flatten_dict(abstract, sep="."):
+        weight, names = table[path]
+        layout = Layout.parse(weight.layout, sizes)
+        names = tuple(name.removeprefix(family.prefix) if bare else name for name in names)
+        for name in names:
+            _check_tensor(folder, name, layout.their_shape)
+        sources[path] = Source(weight, layout, names)
+    _check_rest(folder, family, config, {name for source in sources.values() for name in source.names})
+    return sources
+
+
+def _check_tensor(folder: ModelFolder, name: str, shape: tuple[int, ...]) -> None:
+    if name not in folder.files:
+        raise UserError(f"{folder.path} has no tensor {name}, which its config.json implies; download it again.")
+    if (actual := folder.shape(name)) != shape:
+        raise UserError(
+            f"{name} in {folder.path} has shape {actual}, but config.json implies {shape}; put back the files that "
+            "belong together."
+        )
+    if (dtype := folder.dtype(name)) not in FLOATS:
+        raise UserError(
+            f"{name} in {folder.path} is {dtype}, and rounded weights are not read; take the checkpoint in bfloat16 or "
+            "float32 that it was made from."
+        )
+
+
+def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used: set[str]) -> None:
+    """Raise `UserError` for a tensor that the model has no parameter for; a copy of a tied head is none."""
+    head = next((weight.theirs for weight in family.weights if weight.ours == "W_out"), None)
+    for name in sorted(folder.files.keys() - used):
+        if name == head and config.unembedding == "tied":
+            table = next(name for name in used if name.endswith(_embedding(family)))
+            if not np.array_equal(folder.read(name), folder.read(table)):
+                raise UserError(
+                    f"config.json of {folder.path} ties {name} to the embedding, but the two differ; set "
+                    "tie_word_embeddings to false."
+                )
+        elif not any(re.search(pattern, name) for pattern in family.ignored):
+            raise UserError(
+                f"{folder.path} has a tensor {name}, which {family.architecture} of this config does not have; "
+                "take the checkpoint of the model alone."
+            )
+
+
+def _embedding(family: Family) -> str:
+    """Return the name of the tensor of the embedding, without the prefix."""
+    weight = next(weight for weight in family.weights if weight.ours == "embedding.W_E")
+    return weight.theirs.removeprefix(family.prefix)
+
+
+def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Params) -> Params:
+    """Return the parameters in the dtypes and shardings of `abstract`, read one tensor at a time.
+
+    The largest come first: its copies then add to little else. Leaves without a sharding go to the first device.
+    """
+    structs: dict[str, Any] = flatten_dict(abstract, sep=".")
+    params: dict[str, jax.Array] = {}
+    for path in sorted(structs, key=lambda path: prod(structs[path].shape), reverse=True):
+        params[path] = _put(read_parameter(folder, sources[path], structs[path].dtype), structs[path])
+    return unflatten_dict({path: params[path] for path in structs}, sep=".")
+
+
+def read_parameter(folder: ModelFolder, source: Source, dtype: Any) -> np.ndarray:
+    """Return one parameter."""
+    weight, layout = source.weight, source.layout
+    arrays = [
+        layout.to_ours(folder.read(name), weight.part).astype(np.float32 if weight.offset else dtype, order="C")
+        for name in source.names
+    ]
+    array = np.stack(arrays) if "{e}" in weight.theirs else arrays[0]
+    return (array + np.float32(weight.offset)).astype(dtype) if weight.offset else array
+
+
+def _put(array: np.ndarray, struct: Any) -> jax.Array:
+    """Return an array on the devices of a sharding, each of which gets its part alone."""
+    if struct.sharding is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(array.shape, struct.sharding, lambda index: array[index])
+
+
+def stored_dtype(folder: ModelFolder, source: Source) -> jnp.dtype:
+    """Return the dtype that holds a parameter exactly as it is stored: float32 where a number is added to it."""
+    dtypes = {folder.dtype(name) for name in source.names}
+    by_name = {"F64": jnp.float32, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+    return jnp.dtype(jnp.float32 if source.weight.offset or len(dtypes) > 1 else by_name[dtypes.pop()])

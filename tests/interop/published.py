@@ -1,0 +1,57 @@
+"""Tiny random models of transformers, in folders as they are published."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxformer.data.tokenizer import Tokenizer
+
+TEXTS = ["The cat sees the dog.", "A king likes the sea, and the house finds the cat."]
+N_TOKENS = 280
+
+SHAPES: dict[str, Any] = {
+    "vocab_size": 291, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def publish(folder: Path, family: str, std: float = 0.3, shard_size: str = "5GB", **changes: Any) -> Any:
+    """Write a random model of a family of transformers to a folder, with a tokenizer; return it, a torch module."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**{**SHAPES, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = "norm" in name and name.endswith("weight")
+            # Gains and biases as a training leaves them: neither all one nor all zero.
+            parameter.copy_(
+                parameter + 0.1 * torch.randn_like(parameter) if gain else std * torch.randn_like(parameter)
+            )
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    Tokenizer.train(TEXTS, N_TOKENS).save(folder / "tokenizer.json")
+    return model
+
+
+def their_logits(model: Any, tokens_T: np.ndarray) -> np.ndarray:
+    """Return the logits of a torch model, `(T, V)`."""
+    import torch
+
+    with torch.no_grad():
+        logits: np.ndarray = model(torch.tensor(tokens_T)[None]).logits[0].numpy()
+    return logits
+
+
+def their_greedy(model: Any, prompt: list[int], n: int) -> list[int]:
+    """Return n greedy tokens of a torch model after a prompt."""
+    import torch
+
+    ids = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=n,
+        min_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = ids[0, len(prompt) :].tolist()
+    return tokens

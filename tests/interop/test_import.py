@@ -1,0 +1,233 @@
+"""Folders of published models, whole and broken."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxformer.__main__ import main
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.interop.run import import_run
+from jaxformer.runs import load_run
+from tests.interop.published import TEXTS
+
+numpy_files = pytest.importorskip("safetensors.numpy")
+
+V, D, F, H, G, K = 283, 12, 20, 3, 1, 4
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V, "hidden_size": D,
+    "intermediate_size": F, "num_hidden_layers": 1, "num_attention_heads": H, "num_key_value_heads": G,
+    "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 500.0, "torch_dtype": "float32",
+}  # fmt: skip
+"""Config as transformers wrote it before version 5."""
+SHAPES = {
+    "model.embed_tokens.weight": (V, D),
+    "model.layers.0.input_layernorm.weight": (D,),
+    "model.layers.0.self_attn.q_proj.weight": (H * K, D),
+    "model.layers.0.self_attn.k_proj.weight": (G * K, D),
+    "model.layers.0.self_attn.v_proj.weight": (G * K, D),
+    "model.layers.0.self_attn.o_proj.weight": (D, H * K),
+    "model.layers.0.post_attention_layernorm.weight": (D,),
+    "model.layers.0.mlp.gate_proj.weight": (F, D),
+    "model.layers.0.mlp.up_proj.weight": (F, D),
+    "model.layers.0.mlp.down_proj.weight": (D, F),
+    "model.norm.weight": (D,),
+    "lm_head.weight": (V, D),
+}
+
+
+def tensors(dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Return random tensors of a Llama."""
+    rng = np.random.default_rng(0)
+    return {name: (0.2 * rng.standard_normal(shape)).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def write(
+    folder: Path, config: dict[str, Any] | None = None, weights: dict[str, np.ndarray] | None = None,
+    shards: int = 1, n_tokens: int = 280,
+) -> Path:  # fmt: skip
+    """Write a published model's folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG if config is None else config))
+    weights = tensors() if weights is None else weights
+    if shards == 1:
+        numpy_files.save_file(weights, folder / "model.safetensors")
+    else:
+        files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+        for i, file in enumerate(files):
+            numpy_files.save_file({name: weights[name] for name in sorted(weights)[i::shards]}, folder / file)
+        weight_map = {name: files[i % shards] for i, name in enumerate(sorted(weights))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    Tokenizer.train(TEXTS, n_tokens).save(folder / "tokenizer.json")
+    return folder
+
+
+def without(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Return the tensors but one."""
+    return {key: value for key, value in weights.items() if key != name}
+
+
+def test_matrices_are_transposed_and_heads_are_parted(tmp_path: Path):
+    weights = tensors()
+    run = load_run(import_run(write(tmp_path / "model", shards=3), tmp_path / "run")[0])
+    attention, mlp = run.params["blocks_0"]["attention"], run.params["blocks_0"]["mlp"]
+    query_HKD = weights["model.layers.0.self_attn.q_proj.weight"].reshape(H, K, D)
+    output_DHK = weights["model.layers.0.self_attn.o_proj.weight"].reshape(D, H, K)
+    np.testing.assert_array_equal(attention["W_Q"], np.moveaxis(query_HKD, 2, 0))
+    np.testing.assert_array_equal(attention["W_O"], np.moveaxis(output_DHK, 0, 2))
+    np.testing.assert_array_equal(mlp["W_gate_1"], weights["model.layers.0.mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(run.params["W_out"], weights["lm_head.weight"].T)
+    model: Any = run.config.model
+    assert (model.norm_eps, model.rope_base, model.n_kv_heads, model.n_positions) == (1e-5, 500.0, 1, 32)
+
+
+def test_bfloat16_is_read_exactly_and_stored_as_it_is(tmp_path: Path):
+    weights = tensors(ml_dtypes.bfloat16)
+    folder, _ = import_run(write(tmp_path / "model", weights=weights), tmp_path / "run")
+    stored = {leaf.dtype.name for leaf in jax.tree.leaves(load_run(folder).params)}
+    assert stored == {"float32"}  # as loaded, for training
+    np.testing.assert_array_equal(load_run(folder).params["W_out"], weights["lm_head.weight"].T.astype(np.float32))
+    size = sum(file.stat().st_size for file in (folder / "checkpoints/0/params").rglob("*") if file.is_file())
+    wide, _ = import_run(tmp_path / "model", tmp_path / "wide", dtype="float32")
+    assert size < sum(file.stat().st_size for file in (wide / "checkpoints/0/params").rglob("*") if file.is_file())
+
+
+def test_a_tied_head_may_be_absent_or_a_copy(tmp_path: Path):
+    weights, config = tensors(), CONFIG | {"tie_word_embeddings": True}
+    write(tmp_path / "absent", config, without(weights, "lm_head.weight"))
+    write(tmp_path / "copy", config, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    runs = [load_run(import_run(tmp_path / name, tmp_path / f"run-{name}")[0]) for name in ("absent", "copy")]
+    jax.tree.map(np.testing.assert_array_equal, *(run.params for run in runs))
+    assert "W_out" not in runs[0].params
+    with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but the two differ"):
+        import_run(write(tmp_path / "other", config, weights), tmp_path / "run")
+
+
+def test_base_models_without_prefix_are_read(tmp_path: Path):
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors().items()}
+    run = load_run(import_run(write(tmp_path / "model", weights=bare), tmp_path / "run")[0])
+    np.testing.assert_array_equal(run.params["embedding"]["W_E"], bare["embed_tokens.weight"])
+
+
+BAD_CONFIGS = {
+    "model_type is 'mamba'": {"model_type": "mamba"},
+    "architecture is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
+    "quantised .'gptq'": {"quantization_config": {"quant_method": "gptq"}},
+    "rope_type is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "hidden_act is 'relu'": {"hidden_act": "relu"},
+    "mlp_bias is True": {"mlp_bias": True},
+    "no original_max_position_embeddings": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    },
+    "n_heads is 0": {"num_attention_heads": 0},
+    "d_model is '12', which is not int": {"hidden_size": "12"},
+    "config.json implies .283, 16": {"hidden_size": 16, "head_dim": 4},
+    "n_blocks is 1e.30": {"num_hidden_layers": 1e30},
+    "no tensor model.layers.1": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("message", BAD_CONFIGS)
+def test_configs_without_equivalent_are_refused(tmp_path: Path, message: str):
+    source = write(tmp_path / "model", CONFIG | BAD_CONFIGS[message])
+    with pytest.raises(UserError, match=message):
+        import_run(source, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def break_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-7])
+
+
+def pickle(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+
+
+BROKEN = {
+    "damaged or truncated": break_shard,
+    "lacks model-00002-of-00003.safetensors, shard 2 of 3": lambda folder: (
+        folder / "model-00002-of-00003.safetensors"
+    ).unlink(),
+    "pytorch_model.bin, which is pickled": pickle,
+    "has neither model.safetensors nor": lambda folder: [file.unlink() for file in folder.glob("*.safetensors*")],
+    "has no config.json": lambda folder: (folder / "config.json").unlink(),
+    "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
+    "config.json holds .*, not an object": lambda folder: (folder / "config.json").write_text("[1]"),
+    "has no tokenizer.json": lambda folder: (folder / "tokenizer.json").unlink(),
+    "tokenizer.json is no tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "has no weight_map": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+    "which is no file of the folder": lambda folder: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "../x.safetensors"}})
+    ),
+    "lacks the tensor lm_head2": lambda folder: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head2": "model-00001-of-00003.safetensors"}})
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_broken_folders_are_one_sentence_and_leave_nothing(tmp_path: Path, message: str):
+    source = write(tmp_path / "model", shards=3)
+    BROKEN[message](source)
+    with pytest.raises(UserError, match=message):
+        import_run(source, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path):
+    weights, query = tensors(), "model.layers.0.self_attn.q_proj.weight"
+    for number, (changes, message) in enumerate(
+        [
+            ({query: np.zeros((H * K, D + 1), np.float32)}, rf"shape \({H * K}, {D + 1}\), but config.json implies"),
+            ({query: np.zeros((H * K, D), np.int8)}, "is I8, and rounded weights are not read"),
+            ({"model.layers.0.mamba.A_log": np.zeros(3, np.float32)}, "has a tensor model.layers.0.mamba.A_log"),
+        ]
+    ):
+        source = write(tmp_path / str(number), weights=weights | changes)
+        with pytest.raises(UserError, match=message):
+            import_run(source, tmp_path / "run")
+
+
+def test_tokenizers_with_more_tokens_than_rows_are_refused(tmp_path: Path):
+    weights = {name: w[:270] if w.shape[0] == V else w for name, w in tensors().items()}
+    source = write(tmp_path / "model", CONFIG | {"vocab_size": 270}, weights)
+    with pytest.raises(UserError, match="has 280 tokens, but the model embeds 270"):
+        import_run(source, tmp_path / "run")
+
+
+def test_the_command_writes_a_run_that_is_sampled(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "model")
+    assert main(["import", "model"]) == 0
+    assert "runs/model" in capsys.readouterr().out
+    assert main(["sample", "--run", "runs/model", "--max-new-tokens", "5", "--jsonl"]) == 0
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]) == 5
+    assert main(["import", "model"]) == 2
+    assert "runs/model exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no folder is named"),
+        (["nowhere"], "nowhere does not exist"),
+        (["weights.bin"], "is pickled, and reading it would run code"),
+        (["model", "--context-length", "33"], "the context length is 33; the model has at most 32 positions"),
+        (["model", "--context-length", "0"], "context_length is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights.bin").write_bytes(b"")
+    write(tmp_path / "model")
+    assert main(["import", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -1,0 +1,120 @@
+"""Imported models compute what transformers computes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.decode import Sampling, generate
+from jaxformer.interop.run import import_run
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.runs import Run, load_run
+from tests.interop.published import publish, their_greedy, their_logits
+
+pytestmark = pytest.mark.exhaustive
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rms_norm_eps": 1e-5}),
+    "llama, tied, llama3 scaling": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama, biases, wide heads": ("Llama", {"attention_bias": True, "head_dim": 10}),
+    "llama, linear scaling": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+}
+"""Family and fields of its config that differ from `published.SHAPES`."""
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Run]:
+    """Return a torch model and the run imported from its folder."""
+    family, changes = CASES[request.param]
+    folder = tmp_path_factory.mktemp("published")
+    model = publish(folder / "model", family, **changes)
+    path, _ = import_run(folder / "model", folder / "run")
+    return model, load_run(path)
+
+
+def forward(run: Run) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the jitted model, `(T,)` to `(T, V)`."""
+    return jax.jit(lambda tokens_T: run.model.apply({"params": run.params}, tokens_T))
+
+
+def tokens(n: int, vocab_size: int = 291) -> np.ndarray:
+    """Return random tokens, `(n,)`."""
+    return np.random.default_rng(n).integers(0, vocab_size, n)
+
+
+@pytest.mark.parametrize("length", [1, 37, 95])  # llama3 scaling: past the 16 tokens of the original context
+def test_logits_equal_those_of_transformers(case, length):
+    model, run = case
+    ours_TV, theirs_TV = forward(run)(tokens(length)), their_logits(model, tokens(length))
+    np.testing.assert_allclose(ours_TV, theirs_TV, rtol=0, atol=1e-4)
+
+
+def test_greedy_tokens_equal_those_of_transformers(case):
+    model, run = case
+    prompt = tokens(5).tolist()
+    pieces = generate(
+        run.model, run.params, [prompt], Sampling(temperature=0), [0], max_new_tokens=64, context_length=96
+    )  # fmt: skip
+    ours = np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
+    assert ours == their_greedy(model, prompt, 64)
+
+
+def test_cached_decoding_equals_the_full_forward_pass(case):
+    _, run = case
+    tokens_T = jnp.asarray(tokens(23))
+    full_TV = forward(run)(tokens_T)
+    cache = run.model.init_cache(32)
+    extend = jax.jit(
+        lambda tokens_t, positions_t, cache, slot: run.model.apply(
+            {"params": run.params}, tokens_t, positions_t, cache, slot, method="extend"
+        )
+    )
+    x_TD, cache = extend(tokens_T[:9], jnp.arange(9), cache, 0)
+    rows = [x_TD]
+    for position in range(9, 23):
+        x_TD, cache = extend(tokens_T[position : position + 1], jnp.array([position]), cache, position)
+        rows.append(x_TD)
+    logits_TV = run.model.apply({"params": run.params}, jnp.concatenate(rows), method="unembed")
+    np.testing.assert_allclose(logits_TV, full_TV, rtol=0, atol=1e-5 * max(1, np.abs(full_TV).max()))
+
+
+@pytest.mark.parametrize(("family", "eps"), [("Llama", 1e-5), ("Llama", 1e-6)])
+def test_epsilon_of_norms_is_that_of_the_config(tmp_path: Path, family: str, eps: float):
+    model = publish(tmp_path / "model", family, std=1e-3, rms_norm_eps=eps)
+    path, config = import_run(tmp_path / "model", tmp_path / "run")
+    run, theirs_TV = load_run(path), their_logits(model, tokens(11))
+    size = np.abs(theirs_TV).max()
+    np.testing.assert_allclose(forward(run)(tokens(11)) / size, theirs_TV / size, rtol=0, atol=1e-4)
+    assert isinstance(config.model, DecoderConfig)
+    other = replace(config.model, norm_eps=1.1e-5 - eps).build()  # activations so small that another is seen
+    others_TV = other.apply({"params": run.params}, tokens(11))
+    assert np.abs(others_TV - theirs_TV).max() > 1e-2 * size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_stored_exactly(tmp_path: Path, dtype: str):
+    torch = pytest.importorskip("torch")
+    model = publish(tmp_path / "model", "Llama").to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "model")
+    model = type(model).from_pretrained(tmp_path / "model", dtype=torch.float32)
+    run = load_run(import_run(tmp_path / "model", tmp_path / "run")[0])
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(run.params)} == {"float32"}
+    np.testing.assert_allclose(forward(run)(tokens(11)), their_logits(model, tokens(11)), rtol=0, atol=1e-4)
+
+
+def test_shards_give_the_same_parameters_as_one_file(tmp_path: Path):
+    for name, size in (("one", "5GB"), ("many", "10KB")):
+        publish(tmp_path / name, "Llama", shard_size=size)
+        import_run(tmp_path / name, tmp_path / f"run-{name}")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (load_run(tmp_path / f"run-{name}").params for name in ("one", "many"))
+    jax.tree.map(np.testing.assert_array_equal, one, many)
