@@ -1,4 +1,4 @@
-"""`python -m jaxformer COMMAND`: the command line."""
+"""`jaxformer COMMAND`, or `python -m jaxformer COMMAND`: the command line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from jaxformer.cli.arguments import run_command
 from jaxformer.cli.options import paragraphs
 from jaxformer.errors import UserError
+from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_status
 
 COMMANDS = {
@@ -46,7 +47,7 @@ def _help(arguments: list[str]) -> int:
         near = get_close_matches(arguments[0], COMMANDS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise UserError(f"unknown command {arguments[0]}; {hint}")
-    echo("usage: python -m jaxformer COMMAND [OPTIONS]\n")
+    echo(f"usage: {command('COMMAND')} [OPTIONS]\n")
     for name, (_, description) in COMMANDS.items():
         echo(f"  {name:<15} {paragraphs(description, 18).lstrip()}")
     echo("\nCOMMAND --help lists the options of one.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
@@ -23,19 +24,37 @@ def kind_of(cls: type) -> str:
     return f"{sys.modules[cls.__module__].__file__ if package == PACKAGE else cls.__module__}:{cls.__name__}"
 
 
+def config_file(path: str) -> Path:
+    """Return the file of configs of a path, or of a name such as `quick`, which a wheel has inside the package, and a
+    checkout beside it.
+
+    Raises:
+      UserError: there is none.
+    """
+    package = Path(__file__).resolve().parent
+    folder = next(parent / "configs" for parent in (package, package.parent) if (parent / "configs").is_dir())
+    names = sorted(file.stem for file in folder.glob("*.py"))
+    if path in names:
+        return folder / f"{path}.py"
+    file = Path(path)
+    if file.is_file():
+        return file
+    beside = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+    near = get_close_matches(file.stem, names, 1, 0.75) + [other for other in beside if Path(other).stem == file.stem]
+    hint = f"did you mean {near[-1]}?" if near else f"there are {', '.join(names + beside[:5])}."
+    raise UserError(f"there is no config file {path or repr(path)}; {hint}")
+
+
 def load_module(path: str) -> ModuleType:
     """Return a file of configs as a module; its code is executed.
+
+    Args:
+      path: see `config_file`.
 
     Raises:
       UserError: there is no such file, or it fails.
     """
-    file = Path(path)
-    if not file.is_file():
-        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        remedy = (
-            f"there are {', '.join(near)}" if near else "give one that exists, or go where the project's configs/ is"
-        )
-        raise UserError(f"there is no config file {path}; {remedy}.")
+    file = config_file(path)
     spec = importlib.util.spec_from_file_location(f"{PACKAGE}.{file.stem}", file)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxformer.invocation import command
+
 
 class UserError(Exception):
     """An error that the user can resolve; its message is one sentence with the value, the limit and the remedy.
@@ -45,11 +47,16 @@ def os_error_reason(error: Exception) -> str | None:
     return next((message for message in messages if message in str(error)), None)
 
 
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes a run."""
+    return f"{command('train')} --resume --run {shlex.quote(str(folder))}"
+
+
 def write_error(folder: Path, name: str, reason: str) -> UserError:
     """Return the error for a file of a run's folder that cannot be written, with the command to resume."""
     remedy = "free some space" if reason in map(os.strerror, DISK_FULL_ERRORS) else "make the folder writable"
-    command = f"python train.py --resume --run {shlex.quote(str(folder))}"
-    return UserError(f"{name} cannot be written to {folder}: {reason}; {remedy}, then resume with: {command}")
+    resume = f"then resume with: {resume_command(folder)}"
+    return UserError(f"{name} cannot be written to {folder}: {reason}; {remedy}, {resume}")
 
 
 def folder_vanished_error(folder: Path, name: str) -> UserError:

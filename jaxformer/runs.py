@@ -30,6 +30,7 @@ from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, write_atomically
 from jaxformer.integrity import CHECKSUMS
+from jaxformer.invocation import command
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes
@@ -288,7 +289,8 @@ def read_config(folder: Path) -> Config:
     if not file.is_file():
         reason = "is no run: it has no config.json" if folder.exists() else "does not exist"
         near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
-        raise UserError(f"{folder} {reason}; " + (f"runs there: {near}." if near else "train one with train.py."))
+        remedy = f"runs there: {near}" if near else f"train one with {command('train')}"
+        raise UserError(f"{folder} {reason}; {remedy}.")
     try:
         values = dict(parse_json(file.read_bytes()))
         for field, base in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig)):
@@ -316,7 +318,7 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
     if with_checkpoint:
         runs = [file for file in runs if CheckpointReader(file.parent)] or runs
     if not runs:
-        raise UserError(f"there is no run below {parent}; name a run's folder, or train one with train.py.")
+        raise UserError(f"there is no run below {parent}; name a run's folder, or train one with {command('train')}.")
     newest = max(
         runs, key=lambda file: (file.parent / METRICS if (file.parent / METRICS).exists() else file).stat().st_mtime
     )
@@ -356,7 +358,8 @@ def _find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
 
 def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
     """Return the module that defines a class of a run's config, after a note; raises `UserError`, see `_find_class`."""
-    remedy = f"put it back, or import a file of that name first (train.py --resume --config {Path(where).name}:NAME)"
+    resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
+    remedy = f"put it back, or import a file of that name first ({resume})"
     is_file = where.endswith(".py")
     if is_file and folder.resolve() in Path(where).resolve().parents:
         raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")

@@ -17,8 +17,10 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.fill_mask import MASK
 from jaxformer.distributed import is_main_process
+from jaxformer.errors import resume_command
 from jaxformer.extras import missing_extras
 from jaxformer.inspect import first_non_finite, save_autopsy
+from jaxformer.invocation import command
 from jaxformer.nn.execution import Execution
 from jaxformer.runs import count_parameters
 from jaxformer.sharding import local_copy
@@ -70,19 +72,19 @@ def footer(
     config, quoted, step = setup.config, shlex.quote(str(folder)), outcome.step
     help_line = f"What usually helps: {remedies(config)}."
     if outcome.status == "interrupted":
-        return [f"interrupted at step {step:,} and saved; resume with: python train.py --resume --run {quoted}"]
+        return [f"interrupted at step {step:,} and saved; resume with: {resume_command(folder)}"]
     if outcome.status == "non_finite":
         origin, evidence = _autopsy(setup, folder, outcome)
         return [
             f"step {step:,} is not finite: first {origin}; what it takes to repeat it is in {evidence}.",
             f"Everything up to step {step - 1:,} is saved in {folder}. {help_line}",
-            rollback_line(config, outcome, quoted),
+            rollback_line(config, outcome, folder),
         ]
     if outcome.status == "diverged":
         mover = outcome.mover
         moved = [] if mover is None else [f"First to move: {mover}{head_entropy(mover.name, rows)}."]
         cause = f"stopped at step {step:,}: {outcome.divergence}."
-        return [cause, *moved, help_line, rollback_line(config, outcome, quoted)]
+        return [cause, *moved, help_line, rollback_line(config, outcome, folder)]
     lines = []
     if (warning := no_improvement(rows, outcome)) is not None:
         lines.append(f"warning: {warning}: nothing was learned that lasts. {help_line}")
@@ -95,7 +97,7 @@ def footer(
     lines.append(final_line(step, outcome.evaluation.as_row() if outcome.evaluation else last))
     opens = all(type(part).__module__.startswith("jaxformer.") for part in (config.model, config.data))
     if opens and (prompt := example_prompt(config, data)) is not None:  # the command imports no other file
-        lines.append(f"sample from it: python sample.py --run {quoted} --prompt {shlex.quote(prompt)}")
+        lines.append(f"sample from it: {command('sample')} --run {quoted} --prompt {shlex.quote(prompt)}")
     return lines
 
 
@@ -128,16 +130,13 @@ def example_prompt(config: Config, data: Dataset) -> str | None:
     return data.val[0].source if isinstance(data, PairDataset) else None
 
 
-def rollback_line(config: Config, outcome: Outcome, folder: str) -> str:
+def rollback_line(config: Config, outcome: Outcome, folder: Path) -> str:
     """Return the checkpoint from before a divergence, and the command that rolls back to it."""
-    command = (
-        f"python train.py --resume --run {folder} --from-step {outcome.healthy} {optimizer_remedies(config)[0][1]}"
-    )
+    roll_back = f"{resume_command(folder)} --from-step {outcome.healthy} {optimizer_remedies(config)[0][1]}"
     if not outcome.healthy:
-        return f"No checkpoint is from before the divergence; begin again with: {command}"
-    return (
-        f"Checkpoint {outcome.healthy:,} is from before the divergence and is retained; roll back to it with: {command}"
-    )
+        return f"No checkpoint is from before the divergence; begin again with: {roll_back}"
+    retained = f"Checkpoint {outcome.healthy:,} is from before the divergence and is retained"
+    return f"{retained}; roll back to it with: {roll_back}"
 
 
 def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Path]:

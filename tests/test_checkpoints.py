@@ -384,7 +384,7 @@ def test_full_disk_is_a_user_error_and_loses_no_checkpoint(tmp_path, leave):
             checkpoints.save(15, {"W": noise}, state(-15), {}, None)
         message = str(caught.value)
         assert message.startswith(f"checkpoint 15 (5 is intact) cannot be written to {disk}: No space left on device;")
-        assert message.endswith(f"free some space, then resume with: python train.py --resume --run {disk}")
+        assert message.endswith(f"free some space, then resume with: python -m jaxformer train --resume --run {disk}")
         assert [p.name for p in (disk / "checkpoints").iterdir()] == ["5"]
         assert find_corruption(disk / "checkpoints/5") is None
         full.unlink()

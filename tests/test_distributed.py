@@ -326,7 +326,7 @@ def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, nu
     if number == signal.SIGTERM:
         output = processes[victim].communicate(timeout=60)
         assert processes[victim].returncode == status, output
-        assert "and saved; resume with: python train.py --resume --run run" in out  # process 0 says so, and it alone
+        assert f"and saved; resume with: python {ROOT}/train.py --resume --run run" in out  # and process 1 does not
         assert "saved" not in output[0]
         assert not err and not output[1]
     else:
@@ -334,7 +334,7 @@ def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, nu
         processes[victim].communicate()
         assert err.splitlines()[-1] == (
             "error: another process of this run has ended or does not answer, its own output says why; "
-            "resume from the last checkpoint with: python train.py --resume --run run"
+            f"resume from the last checkpoint with: python {ROOT}/train.py --resume --run run"
         )
     with CheckpointManager(tmp_path / "run") as checkpoints:
         assert checkpoints.step() >= 50
@@ -434,7 +434,7 @@ def test_full_disk_ends_all_processes_and_the_run_resumes(books, tmp_path):
             expected = full_of if status == 2 else "error: another process of this run has ended"
             assert len(lines) == 1 and lines[0].startswith(expected), err
             assert "Traceback" not in err
-            assert lines[0].endswith("resume with: python train.py --resume --run run") or status == 1
+            assert lines[0].endswith(f"resume with: python {ROOT}/train.py --resume --run run") or status == 1
         last = CheckpointReader(disk / "run").step()
         full.unlink()
         more = ["--resume", "--run", "run", "--steps", str(last + 5)]

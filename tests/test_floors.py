@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
+    {"invocation"},
     {"contract", "errors", "files", "signals", "terminal"},
     {"config_files", "extras", "integrity", "run_lock"},
     {"fields"},

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import nan
+from pathlib import Path
 
 import pytest
 
@@ -65,10 +66,11 @@ def test_the_rollback_command_has_values():
     config = load_config(f"{ROOT}/configs/quick.py")
     config = replace(config, optimizer=replace(config.optimizer, clip_norm=None, learning_rate=1.0))
     outcome = Outcome("diverged", 121, None, None, healthy=100)
-    assert rollback_line(config, outcome, "runs/quick") == (
-        "Checkpoint 100 is from before the divergence and is retained; roll back to it with: python train.py --resume "
-        "--run runs/quick --from-step 100 --optimizer.clip-norm 1"
+    assert rollback_line(config, outcome, Path("runs/quick")) == (
+        "Checkpoint 100 is from before the divergence and is retained; roll back to it with: "
+        "python -m jaxformer train --resume --run runs/quick --from-step 100 --optimizer.clip-norm 1"
     )
-    assert rollback_line(config, replace(outcome, healthy=0), "r").startswith(
-        "No checkpoint is from before the divergence; begin again with: python train.py --resume --run r --from-step 0 "
+    assert rollback_line(config, replace(outcome, healthy=0), Path("r")).startswith(
+        "No checkpoint is from before the divergence; begin again with: "
+        "python -m jaxformer train --resume --run r --from-step 0 "
     )

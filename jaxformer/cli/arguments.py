@@ -291,12 +291,16 @@ def folder_named(flag: str, value: str) -> Path:
 def load_config(spec: str) -> Config:
     """Return the config of `FILE:NAME`, or of `FILE` the one with the name of the file.
 
+    Args:
+      spec: FILE is one of this project's by its name, such as `quick`, or the path of another.
+
     Raises:
       UserError: there is no such config, or see `config_files.load_module`.
     """
-    path, colon, name = spec.partition(":")
+    path, colon, name = spec.rpartition(":")
+    if not colon or {"/", "\\"} & {*name}:  # of the drive in a path of Windows
+        path, name = spec, Path(spec).stem
     configs = {key: value for key, value in vars(load_module(path)).items() if isinstance(value, Config)}
-    name = name if colon else Path(path).stem
     if name not in configs:
         near = get_close_matches(name, configs, 1)
         hint = f"did you mean {path}:{near[0]}?" if near else f"it has {', '.join(configs) or 'none'}."

@@ -10,9 +10,9 @@ from typing import Annotated
 from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-PROGRAM = "python -m jaxformer diff"
 DESCRIPTION = """Compare two runs: the fields of their configs; the first logged step at which they differ, and the
 first parameter whose statistics in the gradient tables differ; every logged number at that step and at the last common
 one; the arrays of the last common checkpoint. Timings do not count. The exit status is 0 where nothing differs, and 1
@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = parse(arguments, Arguments(), PROGRAM, DESCRIPTION)
+    options = parse(arguments, Arguments(), command("diff"), DESCRIPTION)
     if not (options.one and options.other):
-        raise UserError(f"give two runs: {PROGRAM} runs/one runs/other.")
+        raise UserError(f"give two runs: {command('diff')} runs/one runs/other.")
     if not 0 <= options.tolerance < 1:
         raise UserError(f"tolerance is {options.tolerance}; it must be at least 0 and below 1.")
 

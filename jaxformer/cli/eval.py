@@ -12,6 +12,7 @@ from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import MERGED
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
+from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ tokens of the text, each is predicted from at least context_length - N tokens be
 over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that predicts only what
 follows a full window leaves out the first context_length tokens, and always has a stride of 1; a prefix language model
 gets no prefix. With --weights, the loss is that of rounded weights: products are computed as --precision says, where
-sample.py rounds activations, too."""
+the command sample rounds activations, too."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = parse(arguments, Arguments(), "python -m jaxformer eval", DESCRIPTION)
+    options = parse(arguments, Arguments(), command("eval"), DESCRIPTION)
     at_least(options, 1, "batch_size", *["stride"] if options.stride is not None else [])
     path, weights = options.data.path, options.opening.weights
     if path is None and (options.stride is not None or options.data.unwrap is not None):

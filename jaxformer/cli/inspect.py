@@ -14,6 +14,7 @@ from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
 from jaxformer.extras import import_extra
 from jaxformer.fields import at_least
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. It has the
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = parse(arguments, Arguments(), "python -m jaxformer inspect", DESCRIPTION)
+    options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
     at_least(options, 1, *["examples"] if options.examples is not None else [])
     import_extra("plotly", "inspect")  # before the run is read
     machine.set_up()

@@ -16,15 +16,16 @@ from jaxformer.config import Config
 from jaxformer.config_files import load_module
 from jaxformer.errors import UserError
 from jaxformer.fields import flatten, to_dict
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-RUNGS = "configs/ladder.py"
+RUNGS = "ladder"
 SET_PER_RUNG = {"--config", "--run", "--resume", "--name", "--allow-changed-data"}
 """Options of train.py that the ladder sets."""
-DESCRIPTION = f"""usage: python -m jaxformer ladder [--rungs NAME …] [--folder FOLDER] [OPTIONS OF train.py]
+DESCRIPTION = f"""usage: {command("ladder")} [--rungs NAME …] [--folder FOLDER] [OPTIONS OF train]
 
-Train rung after rung of {RUNGS}, each in a run of its own below the folder, with the same options: --steps,
---data.path, --train.batch-size and all others of train.py. A rung that has ended is not trained again, and one that was
+Train rung after rung of configs/ladder.py, each in a run of its own below the folder, with the same options: --steps,
+--data.path, --train.batch-size and all others of train. A rung that has ended is not trained again, and one that was
 interrupted is resumed, so that the same command continues the ladder. A rung that diverges or becomes not finite has
 ended, too. The outcomes stand in one table beside the sources' figures: in the terminal, and in the folder as
 ladder.csv, ladder.png (extra plots) and ladder.html (extra pages), a page that needs no network.
@@ -82,7 +83,7 @@ def _main(arguments: list[str]) -> int:
 def _config(name: str, options: Sequence[str]) -> Config:
     """Return a rung's config with the options; raises `UserError` for what `train.py` would refuse."""
     config = load_config(f"{RUNGS}:{name}")
-    return parse(options, Arguments(config), "python -m jaxformer ladder", DESCRIPTION).fields
+    return parse(options, Arguments(config), command("ladder"), DESCRIPTION).fields
 
 
 def _train(run: Path, options: Sequence[str]) -> int:

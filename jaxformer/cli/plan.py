@@ -16,12 +16,12 @@ from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
     import jax
 
-PROGRAM = "python -m jaxformer plan"
 COMPILER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # no query to a metadata server
@@ -35,7 +35,7 @@ class Arguments:
 
     fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
-    """FILE.py or FILE.py:NAME, the config to start from."""
+    """Config to start from: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
     topology: str | None = None
     """TPUs to compile for, such as v5e:16x16 or v5p:8x8x8; by default the devices of this machine."""
 
@@ -60,8 +60,8 @@ def _main(arguments: list[str]) -> int:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("--topology needs the TPU compiler, which is not installed; pip install 'jaxformer[plan]'.")
     # In a process of its own: this one may have initialised other devices, and the compiler's log is hidden.
-    command = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
-    result = subprocess.run(command, env={**os.environ, **COMPILER_ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
+    compiler = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
+    result = subprocess.run(compiler, env={**os.environ, **COMPILER_ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
     if result.returncode not in (0, 1, 2, 130) or any(line.startswith("Traceback") for line in lines):
         error = ([line for line in lines if "Error: " in line] or lines or ["nothing"])[-1].rstrip(".")
@@ -76,7 +76,7 @@ def _main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Arguments:
     known, _ = peek(arguments, {"--config": 1})
     (spec,) = known.get("--config", [DEFAULT_CONFIG])
-    return parse(arguments, Arguments(load_config(spec), spec), PROGRAM, "Plan a training step.")
+    return parse(arguments, Arguments(load_config(spec), spec), command("plan"), "Plan a training step.")
 
 
 def _plan_topology(arguments: list[str]) -> int:

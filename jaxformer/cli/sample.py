@@ -32,6 +32,7 @@ from jaxformer.decode.prompts import MAX_SEED, Prompt, encode_prompts, read_prom
 from jaxformer.decode.speculative import MAX_DRAFT_TOKENS
 from jaxformer.decode.weights import restored
 from jaxformer.errors import UserError
+from jaxformer.invocation import command
 from jaxformer.sharding import make_mesh
 from jaxformer.signals import ReceivedSignal, record_signals
 from jaxformer.terminal import echo, echo_error
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = parse(arguments, Arguments(), "sample.py", DESCRIPTION)
+    options = parse(arguments, Arguments(), command("sample"), DESCRIPTION)
     given = options_given(arguments)
     _check(options, given)
     prompts = _prompts(options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shlex
 import shutil
 import signal
 import traceback
@@ -40,7 +39,8 @@ from jaxformer.distributed import (
     is_main_process,
     shutdown,
 )
-from jaxformer.errors import UserError, user_error_on_write
+from jaxformer.errors import UserError, resume_command, user_error_on_write
+from jaxformer.invocation import command
 from jaxformer.signals import raise_on_signals
 from jaxformer.terminal import echo, echo_status
 
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from jaxformer.train.loop import Outcome
     from jaxformer.train.setup import TrainSetup
 
-DEFAULT_CONFIG = "configs/quick.py"
-DESCRIPTION = """Train a model; sample from it with sample.py.
+DEFAULT_CONFIG = "quick"
+DESCRIPTION = f"""Train a model; sample from it with {command("sample")}.
 
 Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, and where only the reader of a
 pipe leaves (| head), training continues quietly."""
@@ -65,7 +65,7 @@ class Arguments:
 
     fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
-    """FILE.py or FILE.py:NAME, the config to start from."""
+    """Config to start from: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
     run: str | None = None
     """Folder of the run; without it, a new one below runs/, with the config's name."""
     resume: bool = False
@@ -135,7 +135,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
 
     # orbax and grain are slow to import; a mistyped option is answered before.
-    named = load_config(spec) if spec else None  # first, as it may define the classes of the stored config
+    named = None if spec is None else load_config(spec)  # first, as it may define the classes of the stored config
     stored = None
     if resume:
         from jaxformer.runs import latest_run, read_config
@@ -152,7 +152,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
         config = dataclasses.replace(config, model=pretrained.model, init_from=str(pretrained.path))
     config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
-    options = parse(arguments, defaults, "train.py", DESCRIPTION)
+    options = parse(arguments, defaults, command("train"), DESCRIPTION)
     config = options.fields
     changes = ""
     if options.run is not None:
@@ -252,9 +252,8 @@ def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
     """Remove the folder of a new run that ends with an error before its first row."""
     from jaxformer.runs import METRICS
 
-    command = f"python train.py --resume --run {shlex.quote(str(folder))}"
     try:
-        with exit_on_lost_process(f"resume from the last checkpoint with: {command}"):
+        with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
             yield
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not resume and not (folder / METRICS).exists():

@@ -19,6 +19,7 @@ from jaxformer.config import ComputeConfig
 from jaxformer.contract import Task
 from jaxformer.fields import at_least
 from jaxformer.inspect.verify import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = parse(arguments, Arguments(), "python -m jaxformer verify", DESCRIPTION)
+    options = parse(arguments, Arguments(), command("verify"), DESCRIPTION)
     at_least(options, 2, "examples")
     at_least(options, 2, "tokens")
     at_least(options, 0, "seed")

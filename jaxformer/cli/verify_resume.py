@@ -17,9 +17,10 @@ from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-PROGRAM = "python -m jaxformer verify-resume"
+DESCRIPTION = "Kill a run, resume it, and compare."
 EVERY = "--train.checkpoint-every"
 MAX_LINES = 12
 """Differences shown."""
@@ -32,7 +33,7 @@ class Arguments:
 
     fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
-    """FILE.py or FILE.py:NAME, the config to train."""
+    """Config to train: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
     kill_at: int | None = None
     """Step from which on the run is killed, once it has a checkpoint to resume from; without it, half of all steps."""
     folder: str | None = None
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     known, fields = peek(arguments, {"--config": 1, "--folder": 1, "--kill-at": 1})
     (spec,) = known.get("--config", [DEFAULT_CONFIG])
-    options = parse(arguments, Arguments(load_config(spec), spec), PROGRAM, "Kill a run, resume it, and compare.")
+    options = parse(arguments, Arguments(load_config(spec), spec), command("verify-resume"), DESCRIPTION)
     config, kill_at = options.fields, options.kill_at
     kill_at = config.steps // 2 if kill_at is None else kill_at
     if not 1 <= kill_at < config.steps:

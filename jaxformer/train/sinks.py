@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import struct
 import time
@@ -14,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxformer.config import Config
-from jaxformer.errors import UserError, user_error_on_write
+from jaxformer.errors import UserError, resume_command, user_error_on_write
 from jaxformer.extras import import_extra
 from jaxformer.fields import flatten, to_dict
 from jaxformer.files import write_atomically
@@ -116,7 +115,7 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
     one; see `discard_wandb_run`.
     """
     wandb, file = _package("wandb"), folder / WANDB_ID
-    resume = f"resume with: python train.py --resume --run {shlex.quote(str(folder))}"
+    resume = f"resume with: {resume_command(folder)}"
     with _connection(wandb, "try again, or set WANDB_MODE=offline."):
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "jaxformer"),

@@ -92,7 +92,12 @@ TRAIN = [
     ("--optimizer.clip-norm inf", "clip_norm is inf; it must be a finite number"),
     ("--model.rope-base nan", "rope_base is nan; it must be a finite number"),
     ("--name a/b", "name is 'a/b'"),
-    ("--config nowhere.py", "no config file nowhere.py"),
+    ("--config nowhere.py", "no config file nowhere.py; there are clip, "),
+    ("--config=", "no config file ''; there are clip, "),
+    ("--config quikc", "no config file quikc; did you mean quick?"),
+    ("--config quick:modren", "quick has no config 'modren'; did you mean quick:modern?"),
+    ("--config configs/quick.py:modern", "no config file configs/quick.py; did you mean quick?"),
+    ("--config C:\\own\\quick.py:modern", "no config file C:\\own\\quick.py"),
     ("--config short.txt", "short.txt"),
     (f"--config {ROOT}/configs/ladder.py:rmsnrom", "rmsnorm?"),
     (f"--config {ROOT}/configs/ladder.py", "it has mlp_rowwise"),
@@ -254,6 +259,23 @@ def test_help_shows_type_text_and_default_of_an_option():
     assert "  --num-beams INT\n      Beams of a beam search" in shown and "(default: 1)" in shown
     assert "  --top-k INT|none\n      Number of likeliest tokens to draw among.\n" in shown
     assert shown.count("--logit-bias") == 1  # what `Sampling` calls so is given as text
+
+
+def test_configs_have_names_everywhere_and_files_of_ones_own_have_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quick", "quick:modern"):
+        assert load_config(name) == load_config(f"{ROOT}/configs/quick.py:{name.partition(':')[2] or name}")
+    quick = (ROOT / "configs/quick.py").read_text().replace("steps=1200", "steps=7")
+    (tmp_path / "quick.py").write_text(quick)
+    (tmp_path / "quick").write_text(quick)  # no .py: a name is one of this project's
+    assert (load_config("quick.py:modern").steps, load_config("quick").steps) == (7, 1200)
+
+
+def test_a_misspelled_name_of_a_file_beside_is_answered_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    with pytest.raises(UserError, match=r"no config file mine; did you mean mine\.py\?"):
+        load_config("mine")
 
 
 def test_each_rung_changes_only_the_named_fields_of_the_one_before():

@@ -95,7 +95,7 @@ def test_training_prints_and_writes_what_the_docs_describe(here, finished):
     (init_check,) = [i for i, line in enumerate(lines) if line == "initialisation check, observed (expected):"]
     assert re.fullmatch(r" +0( +[\d.]+ \([\d.]+\)){3}", lines[init_check + 2]), lines[init_check + 2]
     assert all(len(line) <= 100 for line in lines if line.startswith("step "))
-    assert lines[-1].startswith("sample from it: python sample.py --run runs/quick")
+    assert lines[-1].startswith(f"sample from it: python {ROOT}/sample.py --run runs/quick")
     rows = read_metrics(here / "runs/quick")
     last = rows[-1]
     assert lines[-2] == (
@@ -319,8 +319,8 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
     )
     assert result.returncode == 1, result.stdout + result.stderr
     last = result.stdout.splitlines()[-3:]
-    way_back = "No checkpoint is from before the divergence; begin again with: python train.py --resume --run broken"
-    assert last[2].startswith(way_back)
+    way_back = f"begin again with: python {ROOT}/train.py --resume --run broken"
+    assert last[2].startswith(f"No checkpoint is from before the divergence; {way_back}")
     assert last[2].endswith("--from-step 0 --optimizer.learning-rate 1")
     assert last[0].startswith("step ") and "is not finite: first " in last[0]
     step = int(last[0].split()[1])

@@ -274,7 +274,9 @@ def test_missing_login_is_a_user_error_before_training(wandb, monkeypatch):
 @pytest.mark.slow
 def test_wandb_errors_are_user_errors(tmp_path, wandb, monkeypatch):
     config = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",)))
-    lost = rf"Weights & Biases failed: Connection lost; resume with: python train\.py --resume --run {tmp_path}$"
+    lost = (
+        rf"Weights & Biases failed: Connection lost; resume with: python -m jaxformer train --resume --run {tmp_path}$"
+    )
     with pytest.raises(UserError, match=lost), open_sinks(tmp_path, config) as (sink,):
         monkeypatch.setattr(
             wandb.Run, "log", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("Connection lost"))
