@@ -8,7 +8,8 @@ from jaxformer.inspect.explain import TokenExplanation, explain
 from jaxformer.inspect.gradients import GradientReport, PerExampleGradients, gradient_report, per_example_gradients
 from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics
 from jaxformer.inspect.init_check import check_init
-from jaxformer.inspect.residual_stream import logit_attribution, logit_lens, patch_activations
+from jaxformer.inspect.patching import attribution_patching, patch_activations
+from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.saturation import saturation
 from jaxformer.inspect.verify import Check, verify
@@ -24,6 +25,7 @@ __all__ = [
     "alignment",
     "attention_entropy",
     "attention_maps",
+    "attribution_patching",
     "capture",
     "capture_gradients",
     "capture_shapes",

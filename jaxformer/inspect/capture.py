@@ -103,8 +103,16 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
       names: the activations; those of integers and bools have no gradient.
 
     Raises:
-      UserError: a pattern matches nothing.
+      UserError: a pattern matches nothing; an activation is computed twice, or within a transformation that the loss
+        applies, such as `jax.vmap`.
     """
+    return value_and_capture_gradients(loss, names)[1:]
+
+
+def value_and_capture_gradients(
+    loss: Callable[[], jax.Array], names: Names = "*"
+) -> tuple[jax.Array, Activations, Activations]:
+    """Return a loss, and the results of `capture_gradients`."""
 
     def shifted(shifts: Activations) -> tuple[jax.Array, Activations]:
         captured: Activations = OrderedDict()
@@ -116,8 +124,8 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
     zeros = OrderedDict(
         (name, jnp.zeros(x.shape, x.dtype)) for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating)
     )
-    grads, values = jax.grad(shifted, has_aux=True)(zeros)
-    return values, grads
+    (value, values), grads = jax.value_and_grad(shifted, has_aux=True)(zeros)
+    return value, values, grads
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Residual stream of a decoder: logit lens, direct logit attribution, activation patching."""
+"""Residual stream of a decoder: logit lens, direct logit attribution."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,13 @@ import jax.numpy as jnp
 
 from jaxformer.contract import contract_of
 from jaxformer.errors import UserError
-from jaxformer.inspect.capture import Activations, capture, intervene
+from jaxformer.inspect.capture import Activations, capture
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.precision import widened
 
 STREAM = ("embedding", "blocks.*.after")
-HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
-"""Endings of activations whose axis of positions comes after one of heads."""
 
 
 def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
@@ -113,49 +111,6 @@ def _through_norm(
         return before_TD, {}
     # Centring is symmetric: (x - mean x) · d = x · (d - mean d).
     return before_TD - before_TD.mean(axis=-1, keepdims=True), {"final_norm.beta": direction_TD @ norm["beta"]}
-
-
-def patch_activations(
-    model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
-    names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
-) -> Activations:  # fmt: skip
-    """Return a metric of the logits where an activation at one position is replaced by that of another input, `(T,)` by
-    name, a number per position: activation patching (Meng et al. 2022, section 2).
-
-    Args:
-      inputs: inputs of the model, whose logits are measured.
-      source: inputs of the same shapes, whose activations are put in.
-      names: patterns of activations with an axis of positions, first or after that of heads, such as `blocks.*.before`.
-      metric: logits to a scalar, such as the difference of two tokens' at the last position. Pass the same function
-        object in each call: a new one is compiled again.
-
-    Raises:
-      UserError: the inputs are those of a batch, or a pattern matches nothing.
-    """
-    for example in (inputs, source):
-        check_example(model, *example)
-    patterns = (names,) if isinstance(names, str) else tuple(names)
-    return _patch(model, params, tuple(inputs), tuple(source), patterns, metric)
-
-
-@partial(jax.jit, static_argnames=("model", "names", "metric"))
-def _patch(
-    model: nn.Module, params: Params, inputs: tuple, source: tuple, names: tuple[str, ...], metric: Callable
-) -> Activations:
-    replacements = capture(model, params, *source, names=names)
-
-    def patch_each_position(name: str) -> jax.Array:
-        replacement, axis = replacements[name], int(name.endswith(HEADS_FIRST))
-        T = replacement.shape[axis]
-
-        def patched_metric(position: jax.Array) -> jax.Array:
-            at_position = jnp.expand_dims(jnp.arange(T) == position, [a for a in range(replacement.ndim) if a != axis])
-            with intervene(name, lambda _, value: jnp.where(at_position, replacement, value)):
-                return metric(model.apply({"params": params}, *inputs))
-
-        return jax.lax.map(patched_metric, jnp.arange(T))
-
-    return OrderedDict((name, patch_each_position(name)) for name in replacements)
 
 
 def _check_stream(model: nn.Module) -> None:

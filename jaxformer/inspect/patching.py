@@ -1,0 +1,111 @@
+"""Activation patching, exact and to first order: the effect of one input's activations within the computation of
+another."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.errors import UserError
+from jaxformer.inspect.capture import Activations, capture, intervene, value_and_capture_gradients
+from jaxformer.models.inputs import check_example
+from jaxformer.models.objective import Params
+from jaxformer.ops.precision import widened
+
+HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
+"""Endings of activations whose axis of positions comes after one of heads."""
+
+
+def patch_activations(
+    model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
+    names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
+) -> Activations:  # fmt: skip
+    """Return a metric of the logits where an activation at one position is replaced by that of another input, `(T,)` by
+    name, a number per position: activation patching (Meng et al. 2022, section 2).
+
+    Args:
+      inputs: inputs of the model, whose logits are measured.
+      source: inputs of the same shapes, whose activations are put in.
+      names: patterns of activations with an axis of positions, first or after that of heads, such as `blocks.*.before`.
+      metric: logits to a scalar, such as the difference of two tokens' at the last position. Pass the same function
+        object in each call: a new one is compiled again.
+
+    Raises:
+      UserError: the inputs are those of a batch, or differ from the source in shape; a pattern matches nothing.
+    """
+    return _patch(model, params, *_checked(model, inputs, source, names), metric)
+
+
+@partial(jax.jit, static_argnames=("model", "names", "metric"))
+def _patch(
+    model: nn.Module, params: Params, inputs: tuple, source: tuple, names: tuple[str, ...], metric: Callable
+) -> Activations:
+    replacements = capture(model, params, *source, names=names)
+
+    def patch_each_position(name: str) -> jax.Array:
+        replacement, axis = replacements[name], _position_axis(name)
+        T = replacement.shape[axis]
+
+        def patched_metric(position: jax.Array) -> jax.Array:
+            at_position = jnp.expand_dims(jnp.arange(T) == position, [a for a in range(replacement.ndim) if a != axis])
+            with intervene(name, lambda _, value: jnp.where(at_position, replacement, value)):
+                return metric(model.apply({"params": params}, *inputs))
+
+        return jax.lax.map(patched_metric, jnp.arange(T))
+
+    return OrderedDict((name, patch_each_position(name)) for name in replacements)
+
+
+def attribution_patching(
+    model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
+    names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
+) -> Activations:  # fmt: skip
+    """Return estimates of `patch_activations`, `(T,)` by name: the metric of `inputs` plus its gradient with respect to
+    the activation times the difference of the two activations (Nanda 2023; Syed et al. 2023).
+
+    They take two forward passes and a backward pass, for any number of names and positions, where exact patching takes
+    a forward pass for each. They are exact where the metric is linear in the activation, and fail where it saturates or
+    a norm intervenes; see where it matters with `patch_activations`.
+
+    Args:
+      inputs, source, names, metric: see `patch_activations`; activations of integers and bools have no estimate.
+
+    Raises:
+      UserError: the inputs are those of a batch, or differ from the source in shape; a pattern matches nothing.
+    """
+    return _estimate(model, params, *_checked(model, inputs, source, names), metric)
+
+
+@partial(jax.jit, static_argnames=("model", "names", "metric"))
+def _estimate(
+    model: nn.Module, params: Params, inputs: tuple, source: tuple, names: tuple[str, ...], metric: Callable
+) -> Activations:
+    replacements = capture(model, params, *source, names=names)
+    value, values, grads = value_and_capture_gradients(lambda: metric(model.apply({"params": params}, *inputs)), names)
+
+    def estimate_each_position(name: str, grad: jax.Array) -> jax.Array:
+        effect = widened(grad) * (widened(replacements[name]) - widened(values[name]))
+        return value + effect.sum(axis=[a for a in range(effect.ndim) if a != _position_axis(name)])
+
+    return OrderedDict((name, estimate_each_position(name, grad)) for name, grad in grads.items())
+
+
+def _checked(
+    model: nn.Module, inputs: Sequence[jax.Array], source: Sequence[jax.Array], names: str | Sequence[str]
+) -> tuple[tuple, tuple, tuple[str, ...]]:
+    """Return both inputs and the patterns as tuples, after a check of the inputs."""
+    for example in (inputs, source):
+        check_example(model, *example)
+    shapes, source_shapes = ([None if x is None else jnp.shape(x) for x in xs] for xs in (inputs, source))
+    if shapes != source_shapes:
+        raise UserError(f"inputs have shapes {shapes} and source {source_shapes}; give two inputs of the same shapes.")
+    return tuple(inputs), tuple(source), (names,) if isinstance(names, str) else tuple(names)
+
+
+def _position_axis(name: str) -> int:
+    return int(name.endswith(HEADS_FIRST))

@@ -1,0 +1,177 @@
+"""Activation patching, and attribution patching beside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxformer.errors import UserError
+from jaxformer.inspect import attribution_patching, capture, intervene, patch_activations
+from jaxformer.models.decoder import DecoderConfig
+from tests.inspect.test_capture import DECODER, MODELS, T, V, random_model
+
+TOKENS = jnp.arange(T)[::-1]
+OTHER = (TOKENS + 5) % V
+
+
+def last_of_token_3(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[-1, 3]
+
+
+def third_of_token_3(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[2, 3]
+
+
+@pytest.mark.slow
+def test_patching_the_last_stream_gives_the_source_logits():
+    model, params, _ = random_model(DECODER)
+    other = (TOKENS + 5) % V
+    ours, theirs = (model.apply({"params": params}, tokens) for tokens in (TOKENS, other))
+    result = patch_activations(
+        model, params, [TOKENS], [other], ["embedding", "blocks.*.before", "blocks.1.after"], last_of_token_3
+    )
+    assert list(result) == ["embedding", "blocks.0.before", "blocks.1.before", "blocks.1.after"]
+    # Logits at a position depend only on the last stream there.
+    np.testing.assert_allclose(result["blocks.1.after"][-1], theirs[-1, 3], rtol=1e-5)
+    np.testing.assert_allclose(result["blocks.1.after"][:-1], jnp.full(T - 1, ours[-1, 3]), rtol=1e-5)
+    np.testing.assert_allclose(result["embedding"], result["blocks.0.before"], rtol=1e-5)
+    # Patching the embedding at a position is the same as another token there.
+    for position in (0, T - 1):
+        mixed = TOKENS.at[position].set(other[position])
+        np.testing.assert_allclose(
+            result["embedding"][position], model.apply({"params": params}, mixed)[-1, 3], rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.slow
+def test_patching_a_later_position_changes_no_earlier_logit():
+    model, params, _ = random_model(DECODER)
+    result = patch_activations(
+        model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.heads", third_of_token_3
+    )
+    plain = model.apply({"params": params}, TOKENS)[2, 3]
+    for by_position in result.values():
+        np.testing.assert_allclose(by_position[3:], jnp.full(T - 3, plain), rtol=1e-5)
+        assert abs(by_position[2] - plain) > 1e-4
+
+
+@pytest.mark.slow
+def test_patching_works_for_an_encoder_decoder():
+    model, params, inputs = random_model(MODELS["encoder-decoder"])
+    source, valid, target = inputs
+    result = patch_activations(
+        model, params, inputs, ((source + 1) % V, valid, target), "encoder_blocks.0.before", last_of_token_3
+    )
+    assert result["encoder_blocks.0.before"].shape == (T,)
+    same = patch_activations(model, params, inputs, inputs, "encoder_blocks.0.before", last_of_token_3)
+    plain = capture(model, params, *inputs)["logits"][-1, 3]
+    np.testing.assert_allclose(same["encoder_blocks.0.before"], jnp.full(T, plain), rtol=1e-5)
+
+
+def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[0, 3]
+
+
+@pytest.mark.slow
+def test_positions_are_patched_even_with_as_many_heads():
+    model, params, _ = random_model(DecoderConfig(V, T, 14, 1, T, d_ff=(16,), output_projection=True))
+    result = patch_activations(
+        model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.heads", first_of_token_3
+    )
+    (by_position,) = result.values()
+    plain = model.apply({"params": params}, TOKENS)[0, 3]
+    np.testing.assert_allclose(
+        by_position[1:], jnp.full(T - 1, plain), rtol=1e-5
+    )  # no later position changes the first
+
+
+@pytest.mark.slow
+def test_positions_of_an_image_are_its_patches():
+    model, params, (pixels,) = random_model(MODELS["vit"])
+    result = patch_activations(model, params, [pixels], [255 - pixels], "blocks.0.before", first_class)
+    assert result["blocks.0.before"].shape == (5,)  # two by two patches, and the token for the class
+
+
+def first_class(logits: jax.Array) -> jax.Array:
+    return logits[0]
+
+
+def test_attribution_is_exact_where_the_metric_is_linear_in_the_activation():
+    """Without a norm before the logits: the last stream, what the last MLP adds to it, and its last hidden layer."""
+    model, params, _ = random_model(DECODER)
+    linear = ["blocks.1.after", "blocks.1.mlp", "blocks.1.mlp.hidden.1"]
+    pair = (model, params, [TOKENS], [OTHER])
+    exact, estimate = (f(*pair, linear, last_of_token_3) for f in (patch_activations, attribution_patching))
+    assert set(estimate) == set(exact) == set(linear)
+    for name, by_position in exact.items():
+        np.testing.assert_allclose(estimate[name], by_position, rtol=1e-5, atol=1e-5)
+        assert abs(by_position[-1] - by_position[0]) > 1e-2
+
+
+def test_attribution_is_the_directional_derivative():
+    model, params, _ = random_model(DECODER)
+    replaced = ["blocks.0.attention.weights", "blocks.1.before", "blocks.0.attention.visible"]
+    estimate = attribution_patching(model, params, [TOKENS], [OTHER], replaced, last_of_token_3)
+    assert set(estimate) == set(replaced[:2])  # booleans have no gradient
+    plain = model.apply({"params": params}, TOKENS)
+    step = 1e-2
+    for name, by_position in estimate.items():
+        ours, theirs = (capture(model, params, x, names=name)[name] for x in (TOKENS, OTHER))
+        axis = 1 if ours.ndim == 3 else 0
+        for position in (0, T - 2):
+            here = np.expand_dims(np.arange(T) == position, [a for a in range(ours.ndim) if a != axis])
+            shifted = []
+            for shift in (step * here * (theirs - ours), -step * here * (theirs - ours)):
+                with intervene(name, lambda _, x, shift=shift: x + shift):
+                    shifted.append(model.apply({"params": params}, TOKENS)[-1, 3])
+            slope = (shifted[0] - shifted[1]) / (2 * step)
+            np.testing.assert_allclose(by_position[position] - plain[-1, 3], slope, rtol=0.02, atol=2e-3)
+
+
+def one_over_two(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[-1, 1] - logits_TV[-1, 2]
+
+
+@pytest.mark.slow
+def test_attribution_correlates_with_exact_patching_in_a_trained_model():
+    """Of a model that has learned, in 30 steps, to recall the first of 6 tokens at the last."""
+    config = DecoderConfig(
+        12, 6, 16, 2, 2, d_ff=(32,), norm="rmsnorm", output_projection=True, final_norm=True, embedding_std=0.3
+    )
+    model, optimizer, rng = config.build(), optax.adam(2e-2), np.random.default_rng(0)
+    params = model.init(jax.random.key(0), jnp.zeros(6, jnp.int32))["params"]
+
+    @jax.jit
+    def step(params, state, tokens_BT):
+        def loss(params):
+            logits_BV = jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T)[-1])(tokens_BT)
+            return optax.softmax_cross_entropy_with_integer_labels(logits_BV, tokens_BT[:, 0]).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = optimizer.init(params)
+    for _ in range(30):
+        params, state, loss = step(params, state, rng.integers(0, 12, (128, 6)).astype(np.int32))
+    assert loss < 0.3  # of log 12 = 2.5 at first
+    tokens = jnp.array([1, 5, 6, 7, 8, 9])
+    pair = (model, params, [tokens], [tokens.at[0].set(2)], ["blocks.*.attention.heads", "blocks.*.mlp"], one_over_two)
+    exact, estimate = patch_activations(*pair), attribution_patching(*pair)
+    for part in ("heads", "mlp"):
+        a, b = (np.concatenate([x for name, x in sorted(r.items()) if name.endswith(part)]) for r in (exact, estimate))
+        assert np.corrcoef(a, b)[0, 1] > 0.9
+        plain = one_over_two(model.apply({"params": params}, tokens))
+        assert np.abs(a - plain).argmax() == np.abs(b - plain).argmax()
+
+
+@pytest.mark.parametrize("patch", [patch_activations, attribution_patching])
+def test_wrong_inputs_of_patching_are_errors(patch):
+    model, params, _ = random_model(DECODER)
+    with pytest.raises(UserError, match=r"inputs have shapes \[\(7,\)\] and source \[\(5,\)\]; give two inputs of"):
+        patch(model, params, [TOKENS], [OTHER[:5]], "blocks.0.before", last_of_token_3)
+    with pytest.raises(UserError, match=r"expected an input of shape \(T,\), got \(1, 7\)"):
+        patch(model, params, [TOKENS], [OTHER[None]], "blocks.0.before", last_of_token_3)
+    with pytest.raises(UserError, match=r"no activation is called 'blocks\.0\.befor'"):
+        patch(model, params, [TOKENS], [OTHER], "blocks.0.befor", last_of_token_3)
