@@ -289,8 +289,8 @@ class Config:
     """Device mesh, such as 'data=2,fsdp=4'; the axes are data, fsdp, expert and tensor. Devices that it leaves are
     data-parallel, as all are by default."""
     init_from: str | None = None
-    """Folder of a run whose last parameters, model and tokenizer training begins with, at step 0; by default, the
-    parameters are drawn."""
+    """Folder of a run whose last parameters, model and tokenizer training begins with, at step 0, or of a published
+    model (config.json, safetensors, tokenizer.json); by default, the parameters are drawn."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -188,9 +188,11 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
 
 def open_pretrained(path: str) -> Pretrained:
     """Return the model that --init-from names; raises UserError where there is none."""
+    from jaxformer.interop.run import is_published, pretrained_model
     from jaxformer.pretrained import pretrained_run
 
-    return pretrained_run(folder_named("--init-from", path))
+    folder = folder_named("--init-from", path)
+    return pretrained_model(folder) if is_published(folder) else pretrained_run(folder)
 
 
 def _prepare(

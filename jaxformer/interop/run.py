@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxformer.config import Config
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, parse_json
 from jaxformer.interop.configs import family_of, read_config
-from jaxformer.interop.folder import ModelFolder
+from jaxformer.interop.folder import PICKLED, ModelFolder
 from jaxformer.interop.weights import find_sources, load_params, stored_dtype
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.pretrained import Pretrained
 from jaxformer.runs import TOKENIZER, abstract_params, check_writable_parent, create_run
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -81,5 +83,37 @@ def import_run(
         stored = stored_dtype(folder, sources[path]) if dtype == "auto" else dtype
         structs[path] = jax.ShapeDtypeStruct(struct.shape, stored)
     params = load_params(folder, sources, unflatten_dict(structs, sep="."))
-    config = Config(run.name, model, data=TextConfig(), steps=1)
+    config = finetuning_config(run.name, model)
     return create_run(run, config, tokenizer, allow_suffix=False, params=params), config
+
+
+def is_published(folder: Path) -> bool:
+    """Return True for a folder with a published model, of whatever family and format, and False for a run."""
+    try:
+        config = parse_json((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return any(file.suffix in (".safetensors", *PICKLED) for file in folder.glob("*"))
+    return isinstance(config, dict) and "model_type" in config
+
+
+def pretrained_model(source: Path) -> Pretrained:
+    """Return a published model, to begin a training with; its parameters are not read yet.
+
+    Raises:
+      UserError: see `import_run`.
+    """
+    folder = ModelFolder.open(source)
+    model = read_config(folder.config)
+    tokenizer = load_published_tokenizer(folder, model)
+    find_sources(folder, family_of(folder.config), model, abstract_params(model.build(), model))  # before data is read
+    return Pretrained(
+        source, model, tokenizer, lambda abstract: load_published_params(folder, model, abstract),
+        finetuning_config(source.resolve().name, model),
+    )  # fmt: skip
+
+
+def finetuning_config(name: str, model: DecoderConfig) -> Config:
+    """Return the config of a training that begins with a published model: a small learning rate, few steps."""
+    optimizer = OptimizerConfig("adamw", learning_rate=2e-5, schedule="cosine", warmup_steps=20, clip_norm=1.0)
+    name = re.sub(r"^\W+|[^\w.-]+", "-", name).lstrip("-") or "imported"
+    return Config(name, model, data=TextConfig(), steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))

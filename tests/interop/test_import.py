@@ -1,6 +1,7 @@
 """Folders of published models, whole and broken."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.interop.run import import_run
+from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs import load_run
+from jaxformer.sharding import make_mesh
+from jaxformer.train.setup import TrainSetup
+from tests.helpers import write_books
 from tests.interop.published import TEXTS
 
 numpy_files = pytest.importorskip("safetensors.numpy")
@@ -231,3 +235,48 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: Any, caps
     assert main(["import", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def leaves(tree: Any) -> list[np.ndarray]:
+    """Return the arrays of a tree."""
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(("mesh", "n_devices"), [("", 1), ("fsdp=2,tensor=2", 4)])
+def test_training_begins_with_published_parameters_on_any_mesh(tmp_path: Path, mesh: str, n_devices: int):
+    source = write(tmp_path / "model", weights=tensors(ml_dtypes.bfloat16))
+    expected = leaves(load_run(import_run(source, tmp_path / "run")[0]).params)
+    pretrained = pretrained_model(source)
+    assert pretrained.config is not None
+    config = replace(pretrained.config, init_from=str(source))
+    setup = TrainSetup(config, make_mesh(mesh, jax.devices()[:n_devices]), pretrained)
+    state = setup.init_state()
+    for actual, parameter in zip(leaves(state.params), expected, strict=True):
+        np.testing.assert_array_equal(actual, parameter)
+    assert jax.tree.map(lambda x: x.sharding, state) == setup.state_shardings
+
+
+@pytest.mark.slow
+def test_train_begins_with_a_published_model_or_its_run(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "model")
+    write_books(tmp_path / "books")
+    options = ["--data.path", "books", "--steps", "2", "--model.context-length", "16", "--train.report-every", "0"]
+    assert main(["import", "model", "--run", "imported"]) == 0
+    assert main(["train", "--init-from", "model", "--run", "one", *options]) == 0
+    assert main(["train", "--init-from", "imported", "--run", "two", *options]) == 0
+    one, two = load_run("one"), load_run("two")
+    jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
+    assert (one.step, one.config.model.n_positions) == (2, 32)
+    assert main(["eval", "--run", "imported", "--data.path", "books"]) == 0
+    assert "loss=" in capsys.readouterr().out
+    assert main(["train", "--resume", "--run", "imported"]) == 2
+    assert "has parameters only, which no training is resumed from" in capsys.readouterr().err
+
+
+def test_init_from_refuses_pickled_weights_before_anything_is_written(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    pickle(write(tmp_path / "model"))
+    assert main(["train", "--init-from", "model"]) == 2
+    assert "pytorch_model.bin, which is pickled" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
