@@ -51,7 +51,7 @@ def main(folder: Path, batch_size: int, weights: Any) -> None:
     model, V = config.build(), config.vocab_size
     exact = drawn(model.init(jax.random.key(0), jnp.zeros(4, jnp.int32))["params"], 0)
     np.savez(folder / "weights.npz", **flatten_dict(exact, sep="."))
-    params = jax.device_put(store(jax.tree.map(jnp.asarray, exact), weights))
+    params = jax.device_put(store(jax.tree.map(jnp.asarray, exact), weights, model))
     prompts = np.random.default_rng(1).integers(0, V, (batch_size, job["prompt"])).astype(np.int32)
     np.save(folder / f"prompts_{batch_size}.npy", prompts)
     dtype = jnp.float32 if job["device"] == "cpu" else jnp.bfloat16

@@ -58,7 +58,7 @@ def main() -> None:
         made = make_callbacks(*given)
         return [replace(callback, call=watch.timing(f"callback {i}", callback.call)) for i, callback in enumerate(made)]
 
-    callbacks.make_callbacks = timed_callbacks
+    callbacks.make_callbacks = timed_callbacks  # type: ignore[assignment]
     training_page.page_sink = lambda folder: watch.timing("report.html", page_sink(folder))
     loop.train = whole.timing("training", training)
     with tempfile.TemporaryDirectory() as folder:

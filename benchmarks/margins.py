@@ -124,7 +124,8 @@ def train_piece(piece: Piece, out: Path) -> None:
 
     config = load_config(str(record.ROOT / "configs" / piece.config))
     rate = config.optimizer.learning_rate * piece.factor
-    data_config = config.data if piece.path is None else replace(config.data, path=piece.path)
+    data: Any = config.data
+    data_config = data if piece.path is None else replace(data, path=piece.path)
     never = 2**31 - 1
     config = replace(
         config,

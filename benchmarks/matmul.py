@@ -6,6 +6,7 @@ In the dtype that `compute.precision` means on the device, on random numbers: a 
 """
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ PRODUCTS = 10
 """One after another in a step, so that starting them takes no time."""
 
 
-def main(size: int, precision: str) -> None:
+def main(size: int, precision: Any) -> None:
     """Serve; a step is `PRODUCTS` products."""
     device = jax.devices()[0]
     dtype = resolve_precision(ComputeConfig(precision), make_mesh(devices=[device]))

@@ -180,7 +180,7 @@ def long_context(plan: Plan, matmul: Worker) -> list[Ratio]:
     """Memory at two lengths, of which one is twice the other."""
     tiny = {"vocab_size": 211, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": (64,)}
     lengths = (64, 128) if plan.smoke else (65_536, 131_072)
-    all_figures, versions, memory = {}, {}, []
+    all_figures, versions, memory = dict[str, Any](), dict[str, Any](), list[float]()
     for length in lengths:
         job = plan.job("gpt:llama_1b", 1, tiny, model={"n_blocks": 1, "context_length": length}, mesh="")
         figures, versions = measure(f"long_context_{length}", job, {}, plan, matmul)

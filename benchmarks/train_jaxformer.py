@@ -41,8 +41,8 @@ def read_job(job: dict[str, Any]) -> Config:
     config: Config = getattr(import_module(f"configs.{file}"), name)
 
     def changed(name: str, value: Any) -> Any:
-        part = getattr(config, name)
-        return from_dict(type(part), asdict(part) | value, name) if is_dataclass(part) else value
+        part: Any = getattr(config, name)
+        return from_dict(type(part), asdict(part) | value, name) if is_dataclass(part) else value  # type: ignore[arg-type]
 
     return replace(config, **{name: changed(name, value) for name, value in job["changes"].items()})
 
@@ -51,14 +51,13 @@ def main(folder: Path) -> None:
     """Set everything up as `train.py` does, and serve."""
     job = json.loads((folder / "job.json").read_text())
     config = read_job(job)
-    B, T = config.train.batch_size, config.model.context_length
+    model: Any = config.model
+    B, T = config.train.batch_size, model.context_length
     machine.set_up(B, config.mesh)
     setup = TrainSetup(config, make_mesh(config.mesh))
     state, split = setup.init_state(), batch_sharding(setup.mesh)
     weights = flatten_dict(jax.tree.map(np.asarray, state.params), sep=".")
-    batches = np.random.default_rng(config.seed).integers(
-        config.model.vocab_size, size=(BATCHES, B, T + 1), dtype=np.int32
-    )
+    batches = np.random.default_rng(config.seed).integers(model.vocab_size, size=(BATCHES, B, T + 1), dtype=np.int32)
     rates = [float(setup.schedule(step)) for step in range(job["steps"])]
     dtype = setup.compute_dtype.name
     np.savez(folder / "weights.npz", **weights)
@@ -84,8 +83,8 @@ def main(folder: Path) -> None:
         matrix_parameters=sum(w.size for name, w in weights.items() if in_a_product(name, "W_out" in weights)),
         batch_size=B,
         context_length=T,
-        attention_width=config.model.n_heads * config.model.width_of_head,
-        n_blocks=config.model.n_blocks,
+        attention_width=model.n_heads * model.width_of_head,
+        n_blocks=model.n_blocks,
         dtype=dtype,
         attention=setup.attention_line,
         platform=device.platform,

@@ -97,7 +97,7 @@ def test_missing_required_field_is_named():
         lambda: OptimizerConfig(warmup_steps=-1),
         lambda: TrainConfig(batch_size=0),
         lambda: TrainConfig(sample_prompt=""),
-        lambda: TrainConfig(log_to=("tensorboard", "tensorflow")),  # type: ignore[arg-type]
+        lambda: TrainConfig(log_to=("tensorboard", "tensorflow")),
         lambda: replace(CONFIG, steps=0),
         lambda: replace(CONFIG, seed=-1),
         lambda: replace(CONFIG, seed=2**32),

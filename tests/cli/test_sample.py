@@ -66,7 +66,7 @@ def logprobs(here):
     def call(prompt: str, completion: list[int]) -> np.ndarray:
         before = run.tokenizer.encode(prompt)
         tokens = before + completion
-        padding = [0] * (run.config.model.context_length - len(tokens))  # no token sees what comes after it
+        padding = [0] * (run.text_model()[0].context_length - len(tokens))  # no token sees what comes after it
         return np.asarray(forward(jnp.array(tokens + padding)))[len(before) - 1 : len(tokens) - 1]
 
     return call

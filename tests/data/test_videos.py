@@ -1,6 +1,7 @@
 """Videos made from still images."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,9 +145,10 @@ def test_unsuitable_model_is_refused(config: MovingImagesConfig, change: dict, m
 
 def test_canvas_size_is_inferred_from_the_motion(config: MovingImagesConfig) -> None:
     data = replace(config, max_speed=3).load(replace(MODEL, n_classes=4), 2, 0, fixed=())
-    assert data.model == replace(MODEL, image_size=data.model.image_size)
-    assert all(side >= least for side, least in zip(data.model.image_size, (13, 15), strict=True))
-    assert data.batch(0).inputs[0].shape == (2, 4, *data.model.image_size, 1)
+    model: Any = data.model
+    assert model == replace(MODEL, image_size=model.image_size)
+    assert all(side >= least for side, least in zip(model.image_size, (13, 15), strict=True))
+    assert data.batch(0).inputs[0].shape == (2, 4, *model.image_size, 1)
     assert "model.image_size" in data.notes[0] and "model.n_classes 8 (not 4)" in data.notes[0]
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -93,7 +94,8 @@ def test_examples_with_many_logits_are_replayed_one_by_one(monkeypatch):
     result = []
     for limit in (objective.MAX_LOGITS_PER_CHUNK, 7 * 29):
         monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", limit)
-        _measure_all.clear_cache()  # also of what other tests compile, therefore this one comes before them
+        measure_all: Any = _measure_all
+        measure_all.clear_cache()  # also of what other tests compile, therefore this one comes before them
         result.append(_measure_all(model, names, params, batch, None))
     together, alone = result
     assert chunk_sizes == [EXAMPLES_PER_CHUNK, 1]

@@ -25,7 +25,7 @@ LR = 0.25
 def like(params: Params, seed: int) -> Params:
     """Return the same structure with other numbers."""
     leaves, structure = jax.tree.flatten(params)
-    return structure.unflatten([normal(*leaf.shape, seed=seed + i) for i, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(structure, [normal(*leaf.shape, seed=seed + i) for i, leaf in enumerate(leaves)])
 
 
 GRADS, UPDATES = like(PARAMS, 100), like(PARAMS, 200)

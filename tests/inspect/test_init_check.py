@@ -1,6 +1,7 @@
 """Expected statistics of an initialisation agree with observed ones, and with those of the sources."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from tests.arrays import first_params
 from tests.helpers import exhaustive, slow
 
 WIDE = DecoderConfig(500, 32, 96, 2, 4, output_projection=True, d_ff=(256,))
-CASES = {
+CASES: dict[str, Any] = {
     "residual": ladder.residual.model,
     "multihead_full": ladder.multihead_full.model,
     "rmsnorm": replace(ladder.rmsnorm.model, n_blocks=2),

@@ -267,7 +267,7 @@ def test_train_begins_with_a_published_model_or_its_run(tmp_path: Path, monkeypa
     assert main(["train", "--init-from", "imported", "--run", "two", *options]) == 0
     one, two = load_run("one"), load_run("two")
     jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
-    assert (one.step, one.config.model.n_positions) == (2, 32)
+    assert (one.step, one.text_model()[0].n_positions) == (2, 32)
     assert main(["eval", "--run", "imported", "--data.path", "books"]) == 0
     assert "loss=" in capsys.readouterr().out
     assert main(["train", "--resume", "--run", "imported"]) == 2

@@ -53,7 +53,7 @@ def run_readme(folder, program: str) -> str:
 
 def greedy(run: Run, n: int) -> np.ndarray:
     """Return n greedy tokens for each of `PROMPTS`, `(B, n)`."""
-    context = run.config.model.context_length
+    context = run.text_model()[0].context_length
     pieces = generate(
         run.model, run.params, PROMPTS, Sampling(temperature=0), [0, 0], max_new_tokens=n, context_length=context
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -397,12 +398,13 @@ def test_memory_does_not_grow_with_the_logits_of_the_batch():
     """Windows as short as the ladder's in batches too large for their logits, on one device."""
     model = replace(MODEL, vocab_size=2**14, context_length=32)
 
-    def temporary(batch_size: int) -> int:
+    def temporary(batch_size: int) -> np.ndarray:
         setup = setup_of("data=1", replace(CONFIG, model=model, train=TrainConfig(batch_size=batch_size)))
         batch = setup.abstract_batch
         weighed = batch._replace(weights=batch.targets.update(dtype=jnp.float32))
         learning = make_train_step(setup).lower(setup.abstract_state, batch, 0)
-        evaluation = make_eval_step(setup).lower(setup.abstract_state.params, weighed)
+        eval_step: Any = make_eval_step(setup)
+        evaluation = eval_step.lower(setup.abstract_state.params, weighed)
         return np.array([x.compile().memory_analysis().temp_size_in_bytes for x in (learning, evaluation)])
 
     small, large = 128, 1024  # 2^26 logits, as many as are made at once, and eight times as many
