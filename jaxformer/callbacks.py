@@ -150,7 +150,7 @@ def _continuations(setup: TrainSetup, data: Dataset) -> Write:
     config, model, t, tokenizer = setup.config, setup.model, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
     context_length = config.model.n_positions
-    prompt = tokenizer.encode(t.sample_prompt)[-context_length:]
+    prompt = tokenizer.encode_prompt(t.sample_prompt)[-context_length:]
 
     def write(params: Params) -> Iterator[tuple[float, str]]:
         for temperature in (0.5, 0.0):

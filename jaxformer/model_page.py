@@ -148,7 +148,7 @@ def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
             run.model, run.params, [source], end_of_text=end, context_length=config.context_length
         )
         return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][: config.context_length])
-    tokens = tokenizer.encode(prompt.text)
+    tokens = tokenizer.encode_prompt(prompt.text)
     if len(tokens) > config.context_length:
         raise UserError(
             f"--prompt has {len(tokens)} tokens; it may have at most the context's {config.context_length}."

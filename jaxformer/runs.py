@@ -25,7 +25,7 @@ from jaxformer.config import Config, DataConfig, ModelConfig, OptimizerConfig, T
 from jaxformer.config_files import kind_of, load_module
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, write_atomically
@@ -121,7 +121,12 @@ def read_tokenizer(folder: Path, required: bool = False) -> Tokenizer | None:
     Raises:
       UserError: it is not the run's own, cannot be read, or is required and missing.
     """
-    return Tokenizer.load(_verified(folder, TOKENIZER)) if required or (folder / TOKENIZER).exists() else None
+    if not required and not (folder / TOKENIZER).exists():
+        return None
+    path = _verified(folder, TOKENIZER)
+    if TOKENIZER_CONFIG in _checksums(folder) or (folder / TOKENIZER_CONFIG).exists():
+        _verified(folder, TOKENIZER_CONFIG)
+    return Tokenizer.load(path)
 
 
 def _verified(folder: Path, name: str, remedy: str = "") -> Path:
@@ -137,17 +142,24 @@ def _verified(folder: Path, name: str, remedy: str = "") -> Path:
             f"{folder} has no {CHECKSUMS} to verify {name} with; put back the one that was written with it, or train "
             "again."
         )
-    try:
-        expected = parse_json((folder / CHECKSUMS).read_bytes())[name]
-    except (ValueError, TypeError, KeyError) as error:
+    if (expected := _checksums(folder).get(name)) is None:
         raise UserError(
             f"{folder / CHECKSUMS} has no checksum of {name}; put back the one that was written with the run{remedy}."
-        ) from error
+        )
     if sha256(folder / name) != expected:
         raise UserError(
             f"{folder / name} is not the one that this run was trained with; put that back{remedy}, or train again."
         )
     return folder / name
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """Return the checksums of a run's files by their names; none where they cannot be read."""
+    try:
+        checksums = parse_json((folder / CHECKSUMS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return checksums if isinstance(checksums, dict) else {}
 
 
 def _read_classes(folder: Path) -> tuple[str, ...]:
@@ -238,7 +250,8 @@ def create_run(
             tokenizer.save(scratch / TOKENIZER)
         if classes:
             write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
-        checksums = {name: sha256(scratch / name) for name in (TOKENIZER, CLASSES) if (scratch / name).exists()}
+        files = (TOKENIZER, TOKENIZER_CONFIG, CLASSES)
+        checksums = {name: sha256(scratch / name) for name in files if (scratch / name).exists()}
         write_atomically(scratch / CHECKSUMS, json.dumps(checksums, indent=2) + "\n")
         if params is not None:
             with CheckpointManager(scratch) as checkpoints:

@@ -29,8 +29,10 @@ from jaxformer.runs import (
     load_data,
     load_run,
     read_config,
+    read_tokenizer,
     write_config,
 )
+from tests.data.test_tokenizer import byte_level, publish
 from tests.helpers import small_run
 
 
@@ -141,6 +143,22 @@ def test_invalid_config_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         read_config(tmp_path)
+
+
+def test_config_of_a_published_tokenizer_is_stored_and_verified(tmp_path):
+    (tmp_path / "published").mkdir()
+    config = {"eos_token": "<|begin_of_text|>", "chat_template": "{{ messages }}"}
+    published = Tokenizer.load(publish(tmp_path / "published", byte_level, config))
+    run = create_run(tmp_path / "run", Config("x", DecoderConfig(), data=TextConfig(), steps=1), published, False)
+    stored = read_tokenizer(run)
+    assert stored.files("t") == published.files("t") and stored.config == config
+    file = run / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("begin", "end"))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not the one that this run was trained with"):
+        read_tokenizer(run)
+    file.unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer_config\.json; put back the one"):
+        read_tokenizer(run)
 
 
 def test_create_run_is_atomic_and_never_overwrites(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,9 @@ class CorpusConfig(DataConfig):
     """Fraction of the bytes to hold out where there is no val_path."""
     unwrap: bool = True
     """Removal of line breaks that only fit the text to a page's width."""
+    tokenizer: str | None = None
+    """Published tokenizer, a tokenizer.json or its folder; by default, one is trained on the training text. A run keeps
+    its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +57,11 @@ class Corpus:
     """SHA-256 of the texts and of all settings that the tokens depend on."""
     notes: tuple[str, ...] = ()
     """Sentences about text that is left out."""
+
+    @cached_property
+    def token_lengths(self) -> np.ndarray:
+        """Bytes of each token, `(V,)`, of which the tokens of the validation text have as many as the text."""
+        return text_lengths(self.val.tokens, self.val.n_bytes, self.tokenizer)
 
 
 def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -98,7 +108,8 @@ def _cache_folder(texts: str, vocab_size: int, tokenizer: Tokenizer | None) -> P
     for folder in sorted(root.glob(f"{prefix}-*")):
         if has_tokenizer(folder, tokenizer):
             return folder
-    return root / f"{prefix}-{hashlib.sha256(tokenizer.as_json().encode()).hexdigest()[:32]}"
+    files = json.dumps(tokenizer.files("tokenizer.json"))
+    return root / f"{prefix}-{hashlib.sha256(files.encode()).hexdigest()[:32]}"
 
 
 def _digest(train: list[Document], val: list[Document]) -> str:
@@ -108,6 +119,16 @@ def _digest(train: list[Document], val: list[Document]) -> str:
         for document in split:
             digest.update(document.digest)
     return digest.hexdigest()
+
+
+def text_lengths(tokens: np.ndarray, n_bytes: int, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the bytes of each token, `(V,)`; where normalisation has changed the text, times the one factor with which
+    `tokens` have `n_bytes`, those of the text itself."""
+    lengths_V = tokenizer.token_lengths
+    if tokenizer.is_lossless:
+        return lengths_V
+    parts = (tokens[i : i + 2**20] for i in range(0, len(tokens), 2**20))
+    return lengths_V * (n_bytes / max(1, sum(int(lengths_V[part].sum()) for part in parts)))
 
 
 def tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:

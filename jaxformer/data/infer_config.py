@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.tokenizer import MAX_LEARNED_CHARACTERS, Tokenizer
+from jaxformer.errors import UserError
 from jaxformer.fields import MAX_BY_FIELD, differences
 
 MAX_INFERRED_SIDE_PIXELS = 256
@@ -23,6 +24,25 @@ def is_fixed(name: str, fixed: Container[str] | None) -> bool:
 def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0) -> TokenModelConfig:
     """Return the config with a vocabulary no larger than the tokenizer's and `extra` tokens."""
     return replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size + extra))
+
+
+def fit_vocab_size(
+    model: TokenModelConfig, tokenizer: Tokenizer, extra: int, fixed: Container[str] | None
+) -> TokenModelConfig:
+    """Return the config with the vocabulary of a given tokenizer and `extra` tokens, or its own, larger one.
+
+    Raises:
+      UserError: the config's vocabulary is fixed and smaller.
+    """
+    needed = tokenizer.vocab_size + extra
+    if fixed is None or "vocab_size" not in fixed:
+        return replace(model, vocab_size=needed)
+    if model.vocab_size < needed:
+        raise UserError(
+            f"model.vocab_size is {model.vocab_size:,}, but the tokenizer of data.tokenizer needs {needed:,}; set it "
+            "to as much, or leave it out."
+        )
+    return model
 
 
 def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Container[str] | None, prefix: str = "") -> Any:

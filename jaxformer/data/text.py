@@ -23,7 +23,7 @@ MAX_WORD_CHARACTERS = 2**10
 """Longer stretches without white space are no words and may be cut."""
 MAX_PAGE_WIDTH = 120
 """Maximum characters per line of a page; where lines are longer, each is a paragraph."""
-WORD_END = re.compile(r"\S(?=[ \n\t])")
+WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(?= )")
 
 
 @dataclass(frozen=True)
@@ -339,8 +339,13 @@ def _between(pieces: Iterable[str], start: int, stop: int | None) -> Iterator[st
 
 def _cut_position(text: str) -> int:
     """Return the end of the last word in a piece of the text, or of the piece where there is none."""
-    for window in (MAX_WORD_CHARACTERS, PIECE_CHARACTERS):
-        ends = [match.end() for match in WORD_END.finditer(text, PIECE_CHARACTERS - window, PIECE_CHARACTERS + 1)]
+    # Before a space, where possible: a tokenizer that adds one to each text has the same tokens then.
+    for end, window in (
+        (WORD_END_BEFORE_SPACE, MAX_WORD_CHARACTERS),
+        (WORD_END, MAX_WORD_CHARACTERS),
+        (WORD_END, PIECE_CHARACTERS),
+    ):
+        ends = [match.end() for match in end.finditer(text, PIECE_CHARACTERS - window, PIECE_CHARACTERS + 1)]
         if ends:
             return ends[-1]
     return PIECE_CHARACTERS

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxformer.data.text import Document, Pieces
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, os_error_reason
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, try_lock
@@ -41,7 +41,8 @@ warn = logging.getLogger(__name__).warning
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens of a training or validation split: an end-of-text token, then each document followed by another."""
+    """Tokens of a training or validation split: an end-of-text token, then each document followed by another; or, for
+    a tokenizer with `begin_of_text`, each document between the two."""
 
     tokens: np.ndarray
     """`(n,)` uint16, or uint32 for large vocabularies; memory-mapped."""
@@ -63,7 +64,7 @@ class _Manifest:
     documents: tuple[int, ...]
     n_bytes: tuple[int, ...]
     checksums: tuple[str, ...]
-    """SHA-256 of the files of tokens, and of the tokenizer's."""
+    """SHA-256 of the files of tokens, and of the tokenizer's, see `_tokenizer_files`."""
 
 
 class Unverified(Exception):
@@ -119,8 +120,13 @@ def cached(
 
 def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     """Return True if the tokens in a cache folder are this tokenizer's."""
-    file = folder / TOKENIZER
-    return file.is_file() and file.read_bytes() == tokenizer.as_json().encode()
+    stored = {name: (folder / name).read_text(encoding="utf-8") for name in _tokenizer_files(folder)}
+    return stored == tokenizer.files(TOKENIZER)
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    """Return the names of the files of a folder that `Tokenizer.save` wrote."""
+    return [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]
 
 
 def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
@@ -137,7 +143,7 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
         manifest = from_dict(_Manifest, values if isinstance(values, dict) else {}, MANIFEST)
         if manifest.key != folder.name:
             raise Unverified("are those of another text")
-        for name, checksum in zip((*SPLITS, TOKENIZER), manifest.checksums, strict=True):
+        for name, checksum in zip((*SPLITS, *_tokenizer_files(folder)), manifest.checksums, strict=True):
             if sha256(folder / name) != checksum:
                 raise Unverified(f"do not match their checksum ({name})")
         train, val = (
@@ -155,13 +161,22 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tupl
     """Yield the tokens of a `Split` in parts, and the number of bytes of text of each part."""
     dtype = token_dtype(tokenizer)
     end = np.array([tokenizer.end_of_text], dtype)
-    yield end, 0
-    pieces = chain.from_iterable(chain(document.pieces(), (None,)) for document in documents)
-    while batch := list(islice(pieces, PIECES_PER_BATCH)):
-        texts = [text for text in batch if text is not None]
-        encoded = iter(tokenizer.encode_batch(texts))
-        parts = [end if text is None else np.array(next(encoded), dtype) for text in batch]
-        yield np.concatenate(parts), sum(len(text.encode()) for text in texts)
+    begin = end[:0] if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype)
+    yield end[len(begin) :], 0
+
+    def parts(document: Document) -> Iterator[tuple[str | np.ndarray, int]]:
+        """Yield texts and tokens of a document, with their bytes of text."""
+        yield begin, 0
+        for i, piece in enumerate(document.pieces()):
+            # Where the tokenizer adds a space to each piece, it is the one that the piece begins with.
+            yield piece.removeprefix(" ") if i and tokenizer.doubles_space else piece, len(piece.encode())
+        yield end, 0
+
+    flat = chain.from_iterable(map(parts, documents))
+    while batch := list(islice(flat, PIECES_PER_BATCH)):
+        encoded = iter(tokenizer.encode_batch([part for part, _ in batch if isinstance(part, str)]))
+        tokens = [np.array(next(encoded), dtype) if isinstance(part, str) else part for part, _ in batch]
+        yield np.concatenate(tokens), sum(n for _, n in batch)
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -180,7 +195,7 @@ def _build(
             _write_tokens(scratch / name, split, tokenizer) for name, split in zip(SPLITS, (train, val), strict=True)
         ]
         dtype: Any = token_dtype(tokenizer).name
-        checksums = tuple(sha256(scratch / name) for name in (*SPLITS, TOKENIZER))
+        checksums = tuple(sha256(scratch / name) for name in (*SPLITS, *_tokenizer_files(scratch)))
         manifest = _Manifest(folder.name, dtype, tokenizer.one_in, (len(train), len(val)), tuple(sizes), checksums)
         (scratch / MANIFEST).write_text(json.dumps(to_dict(manifest)), encoding="utf-8")
         for file in scratch.iterdir():

@@ -1,32 +1,61 @@
-"""Byte-level BPE (Sennrich et al. 2016; over bytes as in Radford et al. 2019)."""
+"""Tokenizers: byte-level BPE trained on the data (Sennrich et al. 2016; over bytes as in Radford et al. 2019), and
+published ones, which are byte-level or fall back to bytes (Kudo and Richardson 2018).
+
+In a text of several documents, each is followed by `end_of_text`, and no other special token is in it. Before each is
+`begin_of_text` where a tokenizer has one that its published form adds; else the first document follows an
+`end_of_text`, too. Special tokens in a user's text are text, but for a Unigram model's, which has them as pieces.
+"""
 
 from __future__ import annotations
 
 import codecs
+import json
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, os_error_reason, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+"""End-of-text tokens of published tokenizers that do not name theirs."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""File beside a published tokenizer that names its `eos_token` and `bos_token`, and may hold a chat template."""
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+SPACE = "▁"
+"""Space in the tokens of SentencePiece."""
 MAX_LEARNED_CHARACTERS = 2**23
 """Maximum number of characters of distinct words in a tokenizer's training text, which bounds its memory to about a
 gigabyte: those of some hundred megabytes of English, or of 25 MB of a script without spaces."""
 
 
 class Tokenizer:
-    """A lossless byte-level BPE tokenizer: every text has an encoding."""
+    """A tokenizer in which every text has an encoding.
 
-    def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1) -> None:
-        """Wrap a tokenizer that was trained on one in `one_in` texts."""
-        self._inner, self.one_in = inner, one_in
-        self._inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
+    Raises:
+      UserError: it is neither byte-level nor falls back to bytes, or has no end-of-text token.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1, config: Mapping[str, Any] | None = None) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+          one_in: the tokenizer was trained on one in so many texts.
+          config: content of the `tokenizer_config.json` of a published one.
+        """
+        self._inner, self.one_in, self.config = inner, one_in, config or {}
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
+        self.end_of_text = self._find_end()
+        self.begin_of_text = self._find_begin()
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -60,51 +89,88 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Load a tokenizer that `save` wrote.
+        """Load a tokenizer that `save` wrote, or a published `tokenizer.json`, with the `TOKENIZER_CONFIG` beside it.
 
         Raises:
           UserError: the file is missing or is no such tokenizer.
         """
+        remedy = "give the tokenizer.json of a run or of a published model"
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             if not path.exists():
-                raise UserError(f"{path} does not exist; put the run's tokenizer back, or train again.") from error
-            raise UserError(
-                f"{path} is no tokenizer that can be read: {error}; put the run's tokenizer back, or train again."
-            ) from error
-        if inner.token_to_id(END_OF_TEXT) is None:
-            raise UserError(f"{path} has no token {END_OF_TEXT}; use the tokenizer.json of a run.")
-        tokenizer = cls(inner)
+                raise UserError(f"{path} does not exist; {remedy}, or put back the run's own.") from error
+            raise UserError(f"{path} is no tokenizer that can be read: {error}; {remedy}.") from error
+        beside, config = path.with_name(TOKENIZER_CONFIG), {}
+        if beside.is_file():
+            try:
+                config = parse_json(beside.read_bytes())
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"{beside} cannot be read ({os_error_reason(error) or error}); put it right."
+                ) from error
+            if not isinstance(config, dict):
+                raise UserError(f"{beside} is no JSON object; put back the one that was published with {path.name}.")
         try:
-            tokenizer.token_bytes  # noqa: B018
-        except KeyError as error:
-            what = "no token of id" if isinstance(error.args[0], int) else "a token with"
+            tokenizer = cls(inner, config=config)
+            missing = {*range(256)} - {b[0] for b in tokenizer.token_bytes if len(b) == 1}
+        except UserError as error:
+            raise UserError(f"{path} {error}; {remedy}.") from error
+        if missing:
             raise UserError(
-                f"{path} is no byte-level tokenizer with ids from 0 on: of {tokenizer.vocab_size} tokens, it has "
-                f"{what} {error}; use the tokenizer.json of a run."
-            ) from error
+                f"{path} has no token for the byte 0x{min(missing):02x}, so some texts have none; {remedy}."
+            )
         return tokenizer
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON."""
-        path.write_text(self.as_json(), encoding="utf-8")
+        """Write the tokenizer as JSON and, where it has one, its config beside it."""
+        for name, content in self.files(path.name).items():
+            path.with_name(name).write_text(content, encoding="utf-8")
+
+    def files(self, name: str) -> dict[str, str]:
+        """Return the text of its files by their names; equal texts mean equal tokenizers.
+
+        Args:
+          name: file name of the tokenizer itself.
+        """
+        config = {TOKENIZER_CONFIG: json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"} if self.config else {}
+        return {name: self.as_json(), **config}
 
     def as_json(self) -> str:
-        """Return the JSON text of its file; equal texts mean equal tokenizers."""
+        """Return the JSON text of the tokenizer's file."""
         return self._inner.to_str()
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Vocabulary size in tokens, end-of-text included."""
-        return self._inner.get_vocab_size()
+        """Vocabulary size in tokens, special ones included: the largest id and one."""
+        return max(self._inner.get_vocab().values()) + 1
 
-    @property
-    def end_of_text(self) -> int:
-        """Id of the end-of-text token."""
-        token = self._inner.token_to_id(END_OF_TEXT)
-        assert token is not None  # ensured by `train` and `load`
-        return token
+    def _encoded_bytes(self, text: str) -> bytes:
+        return b"".join(self.token_bytes[t] for t in self.encode(text))
+
+    def _find_end(self) -> int:
+        """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` that there is."""
+        for name in [given] if (given := self._named("eos_token")) else ENDS_OF_TEXT:
+            if (token := self._inner.token_to_id(name)) is not None:
+                return token
+        if given:
+            raise UserError(f"has no token {given!r}, which {TOKENIZER_CONFIG} names as eos_token")
+        raise UserError(
+            f"has no end-of-text token that is known, such as {END_OF_TEXT}, and no {TOKENIZER_CONFIG} names it"
+        )
+
+    def _find_begin(self) -> int | None:
+        """Return the id of the token that the tokenizer's post-processor, or its config, puts before a text; None
+        where it is end-of-text or there is none."""
+        first = self._inner.encode("", add_special_tokens=True).ids[:1]
+        adds, name = self.config.get("add_bos_token", bool(first)), self._named("bos_token")
+        token = self._inner.token_to_id(name) if name else next(iter(first), None)
+        return token if adds and token != self.end_of_text else None
+
+    def _named(self, key: str) -> str | None:
+        """Return the special token that the config names."""
+        token = self.config.get(key)
+        return token.get("content") if isinstance(token, dict) else token
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.
@@ -112,11 +178,16 @@ class Tokenizer:
         Raises:
           UserError: the text has a lone surrogate.
         """
-        return self._inner.encode(_check_utf8(text)).ids
+        return self._inner.encode(_check_utf8(text), add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of the start of a text: `begin_of_text`, where there is one, and those of `encode`."""
+        return [*([] if self.begin_of_text is None else [self.begin_of_text]), *self.encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, in parallel on all cores; raises as `encode` does."""
-        return [e.ids for e in self._inner.encode_batch_fast([_check_utf8(text) for text in texts])]
+        checked = [_check_utf8(text) for text in texts]
+        return [e.ids for e in self._inner.encode_batch_fast(checked, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; invalid UTF-8 becomes U+FFFD."""
@@ -124,21 +195,73 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """Bytes of each token; none for end-of-text."""
-        # The byte-level alphabet gives each byte a printable character: printable bytes stand for themselves,
-        # the others, in order, for the characters from U+0100 on.
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [b for b in range(256) if b not in printable]
-        byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-        pieces = {i: piece for piece, i in self._inner.get_vocab().items()}
-        return [
-            b"" if i == self.end_of_text else bytes(byte_of[char] for char in pieces[i]) for i in range(self.vocab_size)
-        ]
+        """Bytes of each token; none for special tokens and ids without a token.
+
+        Raises:
+          UserError: it is neither byte-level nor falls back to bytes.
+        """
+        form = json.loads(self.as_json())
+        steps = {step["type"] for step in _flat(form["decoder"])}
+        if "ByteLevel" in steps:
+            to_bytes = _byte_level_bytes
+        elif "ByteFallback" in steps:
+            to_bytes = _sentencepiece_bytes
+        else:
+            kind = f"a {form['model']['type']} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
+            raise UserError(f"is {kind}, neither byte-level nor with a fallback to bytes")
+        added = {token["id"]: token for token in form["added_tokens"]}
+        texts = [b""] * self.vocab_size
+        for piece, i in self._inner.get_vocab().items():
+            if i == self.end_of_text or (i in added and added[i]["special"]):
+                continue
+            texts[i] = piece.encode() if i in added else to_bytes(piece)
+        return texts
+
+    @cached_property
+    def doubles_space(self) -> bool:
+        """True where a space is encoded before a text that begins with one, too."""
+        return self._encoded_bytes(" a").startswith(b"  ")
+
+    @cached_property
+    def is_lossless(self) -> bool:
+        """True where tokens have exactly the bytes of the text: no normaliser changes it, and no space is added."""
+        return self._inner.normalizer is None and self._encoded_bytes("a") == b"a"
 
     @cached_property
     def token_lengths(self) -> np.ndarray:
         """Bytes of each token, `(V,)` int32."""
         return np.array([len(b) for b in self.token_bytes], np.int32)
+
+
+def find_tokenizer(path: str) -> Path:
+    """Return the path of a tokenizer's file from its own, or from that of its folder."""
+    location = Path(path).expanduser()
+    return location / "tokenizer.json" if location.is_dir() else location
+
+
+def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a decoder, those of sequences one by one."""
+    if step is None:
+        return []
+    return [inner for part in step["decoders"] for inner in _flat(part)] if step["type"] == "Sequence" else [step]
+
+
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [b for b in range(256) if b not in _PRINTABLE]
+BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
+"""Byte of each character of the byte-level alphabet: printable bytes stand for themselves, the others, in order, for
+the characters from U+0100 on."""
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    if other := next((character for character in piece if character not in BYTE_OF), None):
+        raise UserError(f"has a byte-level decoder and a token with {other!r}, which is no byte")
+    return bytes(BYTE_OF[character] for character in piece)
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    byte = BYTE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
 
 
 def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,9 +11,9 @@ import numpy as np
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.corpus import Corpus, CorpusConfig, load_corpus
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced
-from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
+from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
 from jaxformer.data.packing import PackedExamples, split_long
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError
 from jaxformer.fields import at_least
 
@@ -50,10 +49,19 @@ class TextConfig(CorpusConfig):
         if not isinstance(model, TokenModelConfig):
             raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
         self.check_model(model)
-        corpus = load_corpus(self, model.vocab_size - self.n_extra_tokens, tokenizer)
-        inferred = infer_vocab_size(model, corpus.tokenizer, self.n_extra_tokens) if tokenizer is None else model
+        inferred = model
+        if tokenizer is None and self.tokenizer is not None:
+            tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
+            inferred = fit_vocab_size(model, tokenizer, self.n_extra_tokens, fixed)
+            reason = f"{self.tokenizer} has {tokenizer.vocab_size:,} tokens"
+            corpus = load_corpus(self, tokenizer.vocab_size, tokenizer)
+        else:
+            corpus = load_corpus(self, model.vocab_size - self.n_extra_tokens, tokenizer)
+            if tokenizer is None:
+                inferred = infer_vocab_size(model, corpus.tokenizer, self.n_extra_tokens)
+            reason = f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens"
         data = self.build_dataset(inferred, corpus, batch_size, seed)
-        changes = describe_changes(model, inferred, f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens")
+        changes = describe_changes(model, inferred, reason)
         data.notes = (*corpus.notes, *changes, *describe_tokenizer_sample(corpus.tokenizer, self.path))
         return data
 
@@ -200,7 +208,7 @@ class TextDataset(Dataset):
         self.name, self.config, self.corpus, self.model, self.seed = config.path, config, corpus, model, seed
         self.per_step, self.steps_per_epoch = batch_size * model.context_length, self.windows.steps_per_epoch
         self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
-        lengths = corpus.tokenizer.token_lengths
+        lengths = corpus.token_lengths
         self.token_lengths = lengths if self.has_bits_per_byte else None
         self.val = HeldOutText(corpus.val.tokens, lengths, model.context_length, model.n_predicted)
 
@@ -226,10 +234,9 @@ class PackedTextDataset(TextDataset):
         """Pack the documents; `UserError` where they are fewer than a batch. `config` is a `TextConfig`."""
         self.name, self.config, self.corpus, self.model, self.seed = config.path, config, corpus, model, seed
         self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
-        pack = partial(pack_documents, tokenizer=corpus.tokenizer, length=model.context_length)
-        self.train = pack(corpus.train.tokens, batch_size=batch_size, seed=seed)
-        self.packed_val = pack(corpus.val.tokens)
-        self.token_lengths = self.packed_val.token_lengths
+        self.token_lengths, (train, val) = corpus.token_lengths, (corpus.train.tokens, corpus.val.tokens)
+        self.train = pack_documents(train, corpus.tokenizer, model.context_length, batch_size, seed)
+        self.packed_val = pack_documents(val, corpus.tokenizer, model.context_length)
         self.per_step, self.steps_per_epoch = self.train.per_step, self.train.steps_per_epoch
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
@@ -246,8 +253,14 @@ class PackedTextDataset(TextDataset):
 def pack_documents(
     tokens: np.ndarray, tokenizer: Tokenizer, length: int, batch_size: int = 1, seed: int = 0
 ) -> PackedExamples:
-    """Return the documents of a `Split` in rows of `length` inputs; each begins with the end-of-text token that
-    precedes it, and its last target is the one that follows it."""
-    ends = np.flatnonzero(tokens == tokenizer.end_of_text)
-    starts_N, lengths_N = split_long(ends[:-1], np.diff(ends), length)
-    return PackedExamples(tokens, starts_N, lengths_N, length, batch_size, seed, token_lengths=tokenizer.token_lengths)
+    """Return the documents of a `Split` in rows of `length` inputs.
+
+    The first input of each is the special token before it, the last target the end-of-text token after it.
+    """
+    begin = tokenizer.begin_of_text
+    starts = np.flatnonzero(tokens == (tokenizer.end_of_text if begin is None else begin))
+    if begin is None:  # the last end-of-text token begins no document
+        starts, lengths = starts[:-1], np.diff(starts)
+    else:  # the end-of-text token before another document is no input
+        lengths = np.diff(starts, append=len(tokens)) - 1
+    return PackedExamples(tokens, *split_long(starts, lengths, length), length, batch_size, seed)

@@ -165,7 +165,7 @@ class Completer:
             if room < limit:
                 method = "a draft" if self._draft else "beam search"
                 limit, name = room, f"{room}, for {method} does not go past the context's {end}; lower --max-new-tokens"
-        tokens = self._tokenizer.encode(prompt.text)
+        tokens = self._tokenizer.encode_prompt(prompt.text)
         prompt.check_length(len(tokens), limit, name)
         return tokens
 

@@ -23,7 +23,7 @@ from jaxformer.train.log import truncate_log
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.sinks import discard_wandb_run
 
-RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "mesh"}
+RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "data.tokenizer", "mesh"}
 """Fields that may differ on resuming, besides `compute` and most of `train`; data is compared by its content."""
 LEARNING_FIELDS = {"train.batch_size", "train.label_smoothing", "train.skip_batches"}
 """Fields of `train` that change the parameters; the others set reports, their intervals, and when to stop."""

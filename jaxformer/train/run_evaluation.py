@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Literal
 
 from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig
-from jaxformer.data.corpus import tokenize
+from jaxformer.data.corpus import text_lengths, tokenize
 from jaxformer.data.text import read_documents
 from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
 from jaxformer.errors import UserError
@@ -25,8 +25,8 @@ def evaluate_run(
 ) -> Evaluation:  # fmt: skip
     """Return the evaluation of a run's model, with a batch size rounded up to what the devices divide."""
     shards = batch_shards(mesh)
-    train = dataclasses.replace(run.config.train, batch_size=-(-batch_size // shards) * shards)
-    config = dataclasses.replace(run.config, train=train, compute=ComputeConfig(precision=precision))
+    train = replace(run.config.train, batch_size=-(-batch_size // shards) * shards)
+    config = replace(run.config, train=train, compute=ComputeConfig(precision=precision))
     return Evaluator(TrainSetup(config, mesh), data)(params)
 
 
@@ -56,11 +56,12 @@ def load_held_out_text(
         unwrap = run.config.data.unwrap if isinstance(run.config.data, TextConfig) else True
     documents = read_documents(path, unwrap)
     tokens = tokenize(documents, tokenizer)
+    lengths = text_lengths(tokens, sum(document.n_bytes for document in documents), tokenizer)
     size = f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
     if run.config.data.has_segments:
         if stride is not None:
             raise UserError(f"stride is {stride}, but this run has packed documents, not windows; leave it out.")
-        packed = pack_documents(tokens, tokenizer, length)
+        packed = replace(pack_documents(tokens, tokenizer, length), token_lengths=lengths)
         return packed, f"{size}packed into {len(packed.rows):,} rows of {length}"
-    text = HeldOutText(tokens, tokenizer.token_lengths, length, limit, stride)
+    text = HeldOutText(tokens, lengths, length, limit, stride)
     return text, f"{size}windows of {length} tokens, {stride or limit} apart"

@@ -22,9 +22,10 @@ from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.prefix import PrefixTextConfig
 from jaxformer.data.text import read_documents
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.data.windows import TextConfig
+from jaxformer.data.windows import TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from tests.data.test_tokenizer import PUBLISHED, publish
 
 
 @pytest.fixture
@@ -248,3 +249,56 @@ def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monke
         UserError, match=r"cannot write tokens to .*: No space left on device; make room, or set TMPDIR"
     ):
         tokenize(read_documents(config.path, True), corpus.tokenizer)
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_published_tokenizer_delimits_documents_once_and_counts_the_bytes_of_the_text(config, tmp_path, form):
+    make, _ = PUBLISHED[form]
+    (tmp_path / "published").mkdir()
+    path = publish(tmp_path / "published", make)
+    texts = [f"the cat {i} sat\ton  the ﬁnal mat,\n\nça và? 日本 🙂 e\u0301\n" * 3000 for i in range(5)]
+    for i, text in enumerate(texts):  # each of two pieces
+        (tmp_path / "texts" / f"{i}.txt").write_text(text)
+    data = replace(config, tokenizer=str(path)).load(DecoderConfig(context_length=8, vocab_size=280), 2, 0, fixed=())
+    tokenizer, reference = data.tokenizer, make()
+    reference.no_truncation()
+    reference.no_padding()
+    begin, end = tokenizer.begin_of_text, tokenizer.end_of_text
+    documents = [[*reference.encode(text).ids, end] for text in texts]  # with its own BOS
+    splits = [split.tokens.tolist() for split in (data.corpus.train, data.corpus.val)]
+    assert sorted(splits[0] + splits[1]) == sorted(token for document in documents for token in document)
+    for tokens in splits:
+        starts = [i for i, token in enumerate(tokens) if token == begin]
+        assert starts[0] == 0 and tokens[-1] == end
+        assert all(tokens[a:b] in documents for a, b in zip(starts, [*starts[1:], None], strict=True))
+    val = data.corpus.val
+    assert data.token_lengths[val.tokens].sum() == pytest.approx(val.n_bytes) == len(texts[0].encode()) * val.documents
+    assert data.model.vocab_size == tokenizer.vocab_size and f"{path} has {tokenizer.vocab_size}" in data.notes[-1]
+    packed = pack_documents(val.tokens, tokenizer, 8)
+    targets = np.concatenate([batch.targets[batch.weights > 0] for batch in packed.held_out(64)])
+    assert sorted(targets) == sorted(val.tokens[val.tokens != begin])
+    loaded, again = tokenizer, load_corpus(config, 280, tokenizer)
+    assert again.tokenizer.files("x") == loaded.files("x") and again.fingerprint == data.fingerprint
+
+
+def test_vocabulary_of_a_published_tokenizer_must_fit(config, tmp_path):
+    (tmp_path / "published").mkdir()
+    path = publish(tmp_path / "published", PUBLISHED["byte-level"][0])
+    config = replace(config, tokenizer=str(path.parent))
+    model = DecoderConfig(context_length=8, vocab_size=280)
+    with pytest.raises(UserError, match=r"model.vocab_size is 280, but the tokenizer of data.tokenizer needs 290; set"):
+        config.load(model, 2, 0, fixed={"vocab_size"})
+    assert config.load(replace(model, vocab_size=300), 2, 0, fixed={"vocab_size"}).model.vocab_size == 300
+    with pytest.raises(UserError, match=r"nowhere does not exist; give the tokenizer.json of a run or of a published"):
+        replace(config, tokenizer=str(tmp_path / "nowhere")).load(model, 2, 0)
+
+
+def test_tokens_of_the_same_tokenizer_with_other_special_tokens_are_made_anew(config, tmp_path):
+    (tmp_path / "published").mkdir()
+    make = PUBLISHED["byte-level"][0]
+    first = load_corpus(config, 290, Tokenizer.load(publish(tmp_path / "published", make)))
+    swapped = {"eos_token": "<|begin_of_text|>", "bos_token": "<|end_of_text|>"}
+    second = load_corpus(config, 290, Tokenizer.load(publish(tmp_path / "published", make, swapped)))
+    assert first.train.tokens[0] == 0 and second.train.tokens[0] == 1
+    np.testing.assert_array_equal(first.train.tokens[1:-1], np.where(
+        second.train.tokens < 2, 1 - second.train.tokens, second.train.tokens)[1:-1])  # fmt: skip
