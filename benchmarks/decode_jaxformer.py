@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict
 from processes import serve
 
 from jaxformer.cli import machine
-from jaxformer.decode.generate import generate
+from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import store
 from jaxformer.models.decoder import DecoderConfig

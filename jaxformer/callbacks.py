@@ -16,7 +16,7 @@ from jaxformer.config import TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode import Sampling, generate
-from jaxformer.decode.translate import translate_tokens
+from jaxformer.decode.translation import translate_tokens
 from jaxformer.distributed import is_main_process
 from jaxformer.errors import user_error_on_write
 from jaxformer.extras import missing_extras

@@ -14,7 +14,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.decode import translate_tokens
 from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
-from jaxformer.decode.translate import encode_source
+from jaxformer.decode.translation import encode_source
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture_shapes, model_sections
 from jaxformer.inspect.page import Section, write_page

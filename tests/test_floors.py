@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"invocation"},
+    {"invocation", "lazy"},
     {"contract", "errors", "files", "signals", "terminal"},
     {"config_files", "extras", "integrity", "run_lock"},
     {"fields"},

@@ -106,8 +106,8 @@ def _main(arguments: list[str]) -> int:
 
 def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:
     """Return BLEU, chrF and the exact-match share of greedy translations; without sacrebleu the last alone."""
-    from jaxformer.decode.scores import exact_match, scores
-    from jaxformer.decode.translate import translate_held_out
+    from jaxformer.decode.translation import translate_held_out
+    from jaxformer.decode.translation_scores import exact_match, scores
 
     translations, references = translate_held_out(run, params, data, batch_size)
     exact = {"exact": exact_match(translations, references)}

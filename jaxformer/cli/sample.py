@@ -279,7 +279,7 @@ def _classify(options: Arguments, given: set[str], prompts: Sequence[Prompt | Us
 
 def _translate(options: Arguments, given: set[str], prompts: Sequence[Prompt | UserError]) -> int:
     """Translate each prompt, and show each batch as soon as it is done."""
-    from jaxformer.decode.translate import encode_source, translate_tokens
+    from jaxformer.decode.translation import encode_source, translate_tokens
 
     _check_task(options, given, TRANSLATE_OPTIONS, "translation")
     if not TEXTS & given:

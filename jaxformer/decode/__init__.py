@@ -1,16 +1,35 @@
-"""Text generation: samplers that are independent of the model, and decoding that is independent of the text."""
+"""Text generation: samplers that are independent of the model, and decoding that is independent of the text.
 
-from jaxformer.decode.beam import Beams, beam_search
-from jaxformer.decode.generate import Generation, Piece, generate
-from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.scores import exact_match, scores
-from jaxformer.decode.speculative import DraftModel, PromptLookup, Speculation, speculate
-from jaxformer.decode.stopping import StopStrings
-from jaxformer.decode.streaming import GeneratedText, Throughput, stream_texts
-from jaxformer.decode.translate import translate, translate_tokens
+`jaxformer.decode.samplers` needs JAX alone, and no Flax: names are imported on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxformer.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from jaxformer.decode.beam import Beams, beam_search
+    from jaxformer.decode.generation import Generation, Piece, generate
+    from jaxformer.decode.samplers import Sampling
+    from jaxformer.decode.speculative import DraftModel, PromptLookup, Speculation, speculate
+    from jaxformer.decode.stopping import StopStrings
+    from jaxformer.decode.streaming import GeneratedText, Throughput, stream_texts
+    from jaxformer.decode.translation import translate, translate_tokens
+    from jaxformer.decode.translation_scores import exact_match, scores
 
 __all__ = [
     "Beams", "DraftModel", "GeneratedText", "Generation", "Piece", "PromptLookup", "Sampling", "Speculation",
     "StopStrings", "Throughput", "beam_search", "exact_match", "generate", "scores", "speculate", "stream_texts",
     "translate", "translate_tokens",
 ]  # fmt: skip
+
+__getattr__ = lazy_names(__name__, {
+    "beam": ("Beams", "beam_search"),
+    "generation": ("Generation", "Piece", "generate"),
+    "samplers": ("Sampling",),
+    "speculative": ("DraftModel", "PromptLookup", "Speculation", "speculate"),
+    "stopping": ("StopStrings",),
+    "streaming": ("GeneratedText", "Throughput", "stream_texts"),
+    "translation": ("translate", "translate_tokens"),
+    "translation_scores": ("exact_match", "scores"),
+})  # fmt: skip

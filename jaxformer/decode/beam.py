@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.contract import contract_of
-from jaxformer.decode.generate import check_prompts, prompt_bucket
+from jaxformer.decode.generation import check_prompts, prompt_bucket
 from jaxformer.decode.programs import call, decode_step, extend_empty
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
@@ -49,7 +49,7 @@ def beam_search(
     stop_tokens: Sequence[int] = (),
     cache_dtype: Any = jnp.float32,
 ) -> Beams:
-    """Complete prompts of any lengths with a model that has a cache (`decode.generate`).
+    """Complete prompts of any lengths with a model that has a cache (`decode.generation`).
 
     Args:
       n_beams: beams per prompt, all of which are returned.

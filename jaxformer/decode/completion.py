@@ -14,7 +14,7 @@ import jax
 from jaxformer.contract import contract_of
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import beam_search
-from jaxformer.decode.generate import Generation, generate
+from jaxformer.decode.generation import Generation, generate
 from jaxformer.decode.prompts import Prompt, sample_seeds
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import Draft, DraftModel, PromptLookup, Speculation, speculate

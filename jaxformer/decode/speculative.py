@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.contract import contract_of
-from jaxformer.decode.generate import (
+from jaxformer.decode.generation import (
     Piece,
     PieceIterator,
     check_prompts,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
 from jaxformer.decode.beam import Beams
-from jaxformer.decode.generate import Generation, Piece
+from jaxformer.decode.generation import Generation, Piece
 from jaxformer.decode.speculative import Speculation
 from jaxformer.decode.stopping import StopStrings
 from jaxformer.ops.masks import EMPTY

@@ -16,8 +16,8 @@ from jaxformer.cli import sample
 from jaxformer.config import Config
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.scores import exact_match, scores
-from jaxformer.decode.translate import translate, translate_tokens
+from jaxformer.decode.translation import translate, translate_tokens
+from jaxformer.decode.translation_scores import exact_match, scores
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.runs import create_run
 
@@ -78,7 +78,7 @@ def test_translations_before_an_out_of_memory_error_are_printed(
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
         return translate_tokens(*given, **options)
 
-    monkeypatch.setattr(sys.modules["jaxformer.decode.translate"], "translate_tokens", ends)
+    monkeypatch.setattr(sys.modules["jaxformer.decode.translation"], "translate_tokens", ends)
     assert sample.main(["--batch-size", "1", "--prompt", *SOURCES]) == 2
     output = capsys.readouterr()
     assert output.out.splitlines() == expected and "1 texts at once do not fit into the memory" in output.err

@@ -14,7 +14,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from jaxformer.decode.beam import _beam_search, beam_search, search
-from jaxformer.decode.generate import generate
+from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig

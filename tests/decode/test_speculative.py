@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from jaxformer.decode import speculative
-from jaxformer.decode.generate import generate
+from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError

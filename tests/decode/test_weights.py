@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.contract import ParameterAxes
-from jaxformer.decode.generate import generate
+from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import restored, store, summed_axes
 from jaxformer.models.decoder import DecoderConfig

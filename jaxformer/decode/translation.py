@@ -1,7 +1,7 @@
 """Translation: targets of sources, greedily or by beam search, with any sequence-to-sequence model.
 
 A model has three methods (see `models.encoder_decoder.EncoderDecoder`), each on one example: `start(source_S, valid_S,
-n_slots, dtype)` returns a cache that holds the source, and `extend` and `unembed` are those of `decode.generate` for
+n_slots, dtype)` returns a cache that holds the source, and `extend` and `unembed` are those of `decode.generation` for
 the target, which begins with the end-of-text token.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from jaxformer.data.pairs import PairDataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import check_length_penalty, search
-from jaxformer.decode.generate import left_aligned, placement, prompt_bucket
+from jaxformer.decode.generation import left_aligned, placement, prompt_bucket
 from jaxformer.decode.programs import call, decode_step
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.streaming import batch_by_length

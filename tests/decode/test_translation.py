@@ -9,7 +9,7 @@ import pytest
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.translate import _beam, translate, translate_tokens
+from jaxformer.decode.translation import _beam, translate, translate_tokens
 from jaxformer.errors import UserError
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode import Generation, Piece, Sampling, generate, programs
-from jaxformer.decode.generate import prompt_bucket
+from jaxformer.decode.generation import prompt_bucket
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
@@ -276,7 +276,7 @@ def test_rows_have_max_new_tokens(decoder: Model, n: int) -> None:
 def test_the_first_piece_has_one_token_and_the_others_several(
     config: ModelConfig, seconds: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["jaxformer.decode.generate"], "MAX_CALL_SECONDS", seconds)
+    monkeypatch.setattr(sys.modules["jaxformer.decode.generation"], "MAX_CALL_SECONDS", seconds)
     pieces = list(begin(build(config), PROMPTS, 30))
     assert [piece.tokens_BN.shape for piece in pieces] == [(4, n) for n in sizes]
     assert pieces[1].tokens_BN.dtype == np.int32

@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from jaxformer.decode.scores import exact_match, scores
+from jaxformer.decode.translation_scores import exact_match, scores
 from jaxformer.errors import UserError
 
 REFERENCES = ["the cat sat on the mat", "a dog"]

@@ -1,0 +1,24 @@
+"""Names of a package that are imported on first use, so that importing one of its modules does not load all."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazy_names(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package (PEP 562).
+
+    Args:
+      package: its name.
+      names: those that each of its modules defines. None is a module's name, as an imported module hides such a name.
+    """
+    modules = {name: module for module, defined in names.items() for name in defined}
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+
+    return get
