@@ -72,7 +72,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
 def _fits_on_one_device(setup: TrainSetup) -> bool:
     """Return True where all parameters and the attention maps of a block need less than 1/4 of a device's memory."""
     capacity, config = memory_capacity(setup.mesh.local_devices[0]), setup.config.model
-    n_parameters = count_parameters(setup.abstract_state.params)
+    n_parameters = count_parameters(setup.abstract_params)
     longest = max((len(x) for x in config.example() if x.ndim == 1), default=0)
     n_weights = getattr(config, "n_heads", 0) * longest**2
     return capacity is None or 4 * (n_parameters + n_weights) < capacity / 4
@@ -84,7 +84,7 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
     inputs_B, mask_BT = jax.tree.map(lambda x: x[_unpadded_examples(batch)], (batch.inputs, target_mask(batch)))
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
-        params = local_copy(state.params, setup.mesh)
+        params = local_copy(setup.model_params(state), setup.mesh)
         entropy = attention_entropy(model, params, *inputs_B, target_mask_BT=mask_BT)
         values = {
             "entropy": [np.asarray(entropy_H).tolist() for entropy_H in entropy],
@@ -112,7 +112,7 @@ def _init_check(setup: TrainSetup, data: Dataset) -> Any:
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         if step:
             return None
-        report = check_init(model, local_copy(state.params, setup.mesh), *probe.inputs[:1])
+        report = check_init(model, local_copy(setup.model_params(state), setup.mesh), *probe.inputs[:1])
         print_line(str(report))
         return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
 
@@ -124,8 +124,12 @@ def _update_ratios(setup: TrainSetup) -> Any:
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         if "gradients" in row:
+            rows = [Row(**parameter) for parameter in row["gradients"]]
             order = parameter_order(setup.model, setup.config.model)
-            print_line(update_grid([Row(**parameter) for parameter in row["gradients"]], order, row["lr"]))
+            if setup.config.lora.rank:
+                names = {row.name for row in rows}
+                order = [factor for name in order for factor in (f"{name}.A", f"{name}.B") if factor in names]
+            print_line(update_grid(rows, order, row["lr"]))
 
     return call
 
@@ -134,7 +138,7 @@ def _samples(setup: TrainSetup, folder: Path, write: Write) -> Any:
     """Print texts, and append them to the run's samples."""
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-        params = local_copy(state.params, setup.mesh)
+        params = local_copy(setup.model_params(state), setup.mesh)
         path = folder / SAMPLES if is_main_process() else Path(os.devnull)
         with user_error_on_write(folder, SAMPLES), path.open("a", encoding="utf-8") as file:
             for temperature, text in write(params):
@@ -193,7 +197,7 @@ def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
     )
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-        weights_TS = alignment(setup.model, local_copy(state.params, setup.mesh), source_S, target_T)
+        weights_TS = alignment(setup.model, local_copy(setup.model_params(state), setup.mesh), source_S, target_T)
         if weights_TS is not None and is_main_process() and not missing_extras("matplotlib"):
             with user_error_on_write(folder, PLOTS):
                 (folder / PLOTS).mkdir(exist_ok=True)

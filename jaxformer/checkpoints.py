@@ -139,6 +139,8 @@ class CheckpointReader:
         """Return the arrays of a checkpoint by their path, such as `params/blocks_0/attention/W_Q`."""
         arrays: dict[str, np.ndarray] = {}
         for item in ("params", "opt_state"):
+            if not (self._path / str(step) / item).exists():  # parameters alone
+                continue
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self._metadata(step, item))
             restored = ocp.PyTreeCheckpointer().restore(self._path / str(step) / item, restore_args=as_numpy)
             arrays |= {f"{item}/{name}": array for name, array in _leaves_by_path(restored).items()}

@@ -248,6 +248,26 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adaptation (Hu et al. 2021): with a rank, adapters of some matrices are trained, and nothing else."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all parameters."""
+    alpha: float = 16.0
+    """Scale of the adapters: a matrix W becomes W + (alpha / rank) A B."""
+    matrices: tuple[str, ...] = ("matrix",)
+    """Matrices with adapters, each entry a name such as W_Q, a pattern such as 'blocks.*.mlp.*', or a role: matrix (all
+    between the embedding and the logits) or embedding."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, MAX_SIZE)
+        at_least(self, 0, "rank")
+        check_range(self, "lora.alpha", above=0)
+        if not self.matrices:
+            raise UserError("lora.matrices is empty; name at least one matrix, such as W_Q.")
+
+
+@dataclass(frozen=True)
 class ComputeConfig:
     """Speed, memory and rounding of the computation; the trained function stays the same."""
 
@@ -288,6 +308,7 @@ class Config:
     mesh: str = ""
     """Device mesh, such as 'data=2,fsdp=4'; the axes are data, fsdp, expert and tensor. Devices that it leaves are
     data-parallel, as all are by default."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     init_from: str | None = None
     """Folder of a run whose last parameters, model and tokenizer training begins with, at step 0, or of a published
     model (config.json, safetensors, tokenizer.json); by default, the parameters are drawn."""
@@ -298,6 +319,11 @@ class Config:
             raise UserError(f"name is {self.name!r}; it names a folder: letters, digits, '_', '-' and '.' only.")
         at_least(self, 1, "steps")
         at_least(self, 0, "seed")
+        if self.lora.rank and self.init_from is None:
+            raise UserError(
+                f"lora.rank is {self.lora.rank}, but there is nothing to adapt; name a run with --init-from, or set it "
+                "to 0."
+            )
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
         if self.optimizer.schedule == "wsd" and self.optimizer.warmup_steps > stable_end:
             raise UserError(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
 from jaxformer.checkpoints import CheckpointReader
-from jaxformer.config import Config, ModelConfig
+from jaxformer.config import Config, LoraConfig, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.parameters import dotted
-from jaxformer.runs import abstract_params, read_config, read_tokenizer
+from jaxformer.runs import abstract_params, read_config, read_tokenizer, restore_params
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def pretrained_run(folder: Path) -> Pretrained:
     """
     config, checkpoints = read_config(folder), CheckpointReader(folder)
     step = checkpoints.step()
-    return Pretrained(
-        folder, config.model, read_tokenizer(folder), lambda shapes: checkpoints.restore_params(step, shapes), config
-    )
+    load = lambda shapes: restore_params(folder, config, checkpoints, step, shapes)  # noqa: E731
+    own = replace(config, lora=LoraConfig())  # adapters are merged
+    return Pretrained(folder, config.model, read_tokenizer(folder), load, own)
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

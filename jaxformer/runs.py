@@ -8,7 +8,7 @@ import pkgutil
 import shutil
 import tempfile
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import CheckpointManager, CheckpointReader
-from jaxformer.config import Config, DataConfig, ModelConfig, OptimizerConfig, TokenModelConfig
+from jaxformer.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TokenModelConfig
 from jaxformer.config_files import kind_of, load_module
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
@@ -31,6 +31,7 @@ from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, write_atomically
 from jaxformer.integrity import CHECKSUMS
 from jaxformer.invocation import command
+from jaxformer.lora import adapter_axes, init_adapters, merge
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes
@@ -42,6 +43,8 @@ T = TypeVar("T")
 CONFIG, TOKENIZER, CLASSES = "config.json", "tokenizer.json", "classes.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
+BASE = "base"
+"""Folder of the frozen parameters that a run's adapters are added to, itself a run."""
 SCRATCH = ".new-"
 """Prefix of the name of a run's folder until it is complete."""
 
@@ -53,6 +56,7 @@ class Run:
     path: Path
     """Folder of the run."""
     config: Config
+    """Config of the run, without `lora`: adapters are merged into the parameters."""
     model: nn.Module
     params: Params
     tokenizer: Tokenizer | None
@@ -111,8 +115,29 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     shapes = abstract_params(model, config.model)
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
-    params = checkpoints.restore_params(step, shapes)
-    return Run(folder, config, model, params, tokenizer, step, classes)
+    params = restore_params(folder, config, checkpoints, step, shapes)
+    return Run(folder, replace(config, lora=LoraConfig()), model, params, tokenizer, step, classes)
+
+
+def restore_params(folder: Path, config: Config, checkpoints: CheckpointReader, step: int, shapes: Params) -> Params:
+    """Return the model's parameters of a checkpoint, adapters merged into the base that they were trained on.
+
+    Args:
+      config: of the run.
+      shapes: shapes, dtypes and shardings of the parameters; leaves without a sharding go to the first device.
+
+    Raises:
+      UserError: the base or the checkpoint is missing, corrupt, or does not fit the config.
+    """
+    if not config.lora.rank:
+        return checkpoints.restore_params(step, shapes)
+    base, axes = CheckpointReader(folder / BASE), parameter_axes(config.model.build())
+    frozen = base.restore_params(base.step(), shapes)
+    adapters = jax.eval_shape(lambda: init_adapters(jax.random.key(0), shapes, axes, config.lora))
+    mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None), None)
+    if mesh is not None:
+        adapters = abstract(adapters, shardings(adapters, adapter_axes(axes, config.lora), mesh))
+    return merge(frozen, checkpoints.restore_params(step, adapters), config.lora)
 
 
 def read_tokenizer(folder: Path, required: bool = False) -> Tokenizer | None:
@@ -228,7 +253,7 @@ def count_parameters(params: Params) -> int:
 
 def create_run(
     folder: Path, config: Config, tokenizer: Tokenizer | None, allow_suffix: bool, classes: Sequence[str] = (),
-    params: Params | None = None,
+    params: Params | None = None, step: int = 0,
 ) -> Path:  # fmt: skip
     """Create a run's folder with its config, tokenizer, class names and checksums; return its path.
 
@@ -236,7 +261,8 @@ def create_run(
     alone: with `allow_suffix`, the next free number is appended.
 
     Args:
-      params: parameters for a checkpoint at step 0, of a model that was not trained here; None for no checkpoint.
+      params: parameters for a checkpoint that no training is resumed from; None for no checkpoint.
+      step: of that checkpoint.
 
     Raises:
       UserError: the folder exists, or the config does not survive JSON (a model from another package).
@@ -255,7 +281,7 @@ def create_run(
         write_atomically(scratch / CHECKSUMS, json.dumps(checksums, indent=2) + "\n")
         if params is not None:
             with CheckpointManager(scratch) as checkpoints:
-                checkpoints.save(0, params, None, {"step": 0}, None)
+                checkpoints.save(step, params, None, {"step": step}, None)
         if read_config(scratch) != config:
             raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
         path, number = folder, 1

@@ -39,14 +39,16 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
     axes = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
     split = f", mesh {axes}" if axes else ""
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    kind, parameters = type(setup.model).__name__, count_parameters(setup.abstract_state.params)
+    kind, parameters = type(setup.model).__name__, count_parameters(setup.abstract_params)
+    trained = count_parameters(setup.abstract_state.params)
+    share = f", of which none, and {trained:,} of adapters, are trained" if config.lora.rank else ""
     tokens = f" ({data.per_step:,.0f} tokens)" if data.unit == "tokens" else ""
     lines = [
         f"run {folder}{' (resumed)' if resumed else ''}",
         f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}{split}{processes}, jax {jax.__version__}",
         f"data: {data.describe()}",
         *(f"note: {note}" for note in data.notes),
-        f"model: {kind}, {parameters:,} parameters; matmuls in {setup.compute_dtype}; {setup.attention_line}",
+        f"model: {kind}, {parameters:,} parameters{share}; matmuls in {setup.compute_dtype}; {setup.attention_line}",
         f"training: {config.steps:,} steps of {config.train.batch_size:,} examples{tokens}, "
         f"{config.steps / data.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}",
@@ -144,7 +146,9 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
     config, mesh, attention = setup.config, setup.mesh, setup.attention
     if isinstance(attention, FusedAttention):
         attention = dataclasses.replace(attention, tensor=1)  # one device has all heads here
-    params = local_copy(gradient_point(config.optimizer, outcome.state.params, outcome.state.opt_state), mesh)
+    state = outcome.state
+    state = state._replace(params=gradient_point(config.optimizer, state.params, state.opt_state))
+    params = local_copy(setup.model_params(state), mesh)
     keys_B = setup.example_keys(outcome.step - 1)
     batch = local_copy(outcome.batch, mesh)
     model = config.model.build(Execution(attention=attention))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.checkpoints import CheckpointManager
-from jaxformer.cli import diff, inspect, ladder, sample, train, verify, verify_resume
+from jaxformer.cli import diff, inspect, ladder, merge, sample, train, verify, verify_resume
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import option_groups
@@ -167,6 +167,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "inspect"]:
             assert inspect.main([*words[4:-1], "The people"]) == 0  # the small model's context is short
             assert (here / "runs/quick/inspect.html").exists()
+        elif words[:4] == ["python", "-m", "jaxformer", "merge"]:
+            assert (here / words[4] / "base").exists()  # of the command before
+            assert merge.main(words[4:]) == 0
         elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
             assert verify.main(words[4:]) == 0
             assert capsys.readouterr().out.endswith("all invariants hold\n")

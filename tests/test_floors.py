@@ -19,6 +19,7 @@ FLOORS = [
     {"models"},
     {"distributed"},
     {"checkpoints", "memory", "parameters", "sharding"},
+    {"lora"},
     {"runs"},
     {"pretrained"},
     {"train", "decode", "inspect", "interop"},

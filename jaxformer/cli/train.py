@@ -158,7 +158,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if options.run is not None:
         folder_named("--run", options.run)
     if stored is not None:
-        from jaxformer.train.resume import begins_anew, check_resumable, is_finished
+        from jaxformer.train.resume import check_resumable, is_finished
 
         changes = check_resumable(folder, stored, config, options.from_step is not None)
     elif options.run is not None and Path(options.run).exists():
@@ -181,9 +181,23 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
         echo(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
         return None
-    if config.init_from is not None and stored is not None and begins_anew(folder, options.from_step):
-        pretrained = open_pretrained(config.init_from)
+    if stored is not None and config.init_from is not None:
+        pretrained = _open_start(config, folder, options.from_step)
     return _prepare(config, folder, stored is not None, options, changes, model_fields(arguments), pretrained, early)
+
+
+def _open_start(config: Config, folder: Path, from_step: int | None) -> Pretrained | None:
+    """Return what a run that is resumed reads besides its checkpoint: the base of adapters, or the model that it begins
+    with anew; None where it needs neither."""
+    from jaxformer.checkpoints import CheckpointReader
+    from jaxformer.pretrained import pretrained_run
+    from jaxformer.runs import BASE
+    from jaxformer.train.resume import begins_anew
+
+    assert config.init_from is not None
+    if config.lora.rank and (CheckpointReader(folder / BASE) or not begins_anew(folder, from_step)):
+        return pretrained_run(folder / BASE)
+    return open_pretrained(config.init_from) if begins_anew(folder, from_step) else None
 
 
 def open_pretrained(path: str) -> Pretrained:
@@ -223,7 +237,7 @@ def _prepare(
     echo_status("reading the data ...")
     if pretrained is None:
         data = load_data(folder if resume else None, config, fixed)
-    else:  # whose model is as it is
+    else:  # whose tokenizer a new run keeps
         data = load_data(folder if resume else None, config, tokenizer=pretrained.tokenizer)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)

@@ -82,7 +82,7 @@ def make_plan(setup: TrainSetup) -> Plan:
     known: dict[str, Any] = {
         "device": device.device_kind,
         "attention": setup.attention_line,
-        "n_parameters": count_parameters(setup.abstract_state.params),
+        "n_parameters": count_parameters(setup.abstract_params),
         "shape": (setup.config.train.batch_size,) if batch.targets is None else batch.targets.shape,
         "capacity": memory_capacity(device) if device in jax.local_devices() else chip and chip.memory,
         "model_flops": of_model / n,

@@ -205,7 +205,7 @@ def model_flops(setup: TrainSetup) -> tuple[float, float]:
 
 def minimal_bytes_sent(setup: TrainSetup) -> float | None:
     """Return the bytes that a device must send per step by the sharding; None where an axis `tensor` or `expert` sends
-    activations, too.
+    activations, too, and for adapters.
 
     Of n devices on `fsdp`, a sharded parameter of S bytes in the compute dtype takes an all-gather of (n - 1)/n · S,
     another in the backward pass of a recomputed block, and a reduce-scatter of its gradient of the same size. A
@@ -215,7 +215,7 @@ def minimal_bytes_sent(setup: TrainSetup) -> float | None:
     leaves = jax.tree_util.tree_leaves_with_path(setup.abstract_state.params)
     compute, mesh = setup.config.compute, setup.mesh
     split = {axis for _, leaf in leaves for axes in leaf.sharding.spec for axis in np.atleast_1d(axes or ())}
-    if any(mesh.shape[axis] > 1 for axis in ("tensor", "expert") if axis in split):
+    if setup.config.lora.rank or any(mesh.shape[axis] > 1 for axis in ("tensor", "expert") if axis in split):
         return None
     width, n, total = setup.compute_dtype.itemsize, mesh.shape["fsdp"], 0.0
     for path, leaf in leaves:

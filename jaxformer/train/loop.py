@@ -294,10 +294,10 @@ class TrainLoop:
         """Return the row with the evaluation and the callbacks that are due."""
         t, last = self.config.train, step == self.config.steps
         if last and t.eval_every:
-            self.evaluation = self.evaluate(self.state.params)
+            self.evaluation = self.evaluate(self.setup.model_params(self.state))
             row |= self.evaluation.as_row()
         elif is_due(t.eval_every, step):
-            row |= self.evaluate(self.state.params, t.eval_examples).as_row()
+            row |= self.evaluate(self.setup.model_params(self.state), t.eval_examples).as_row()
         for callback in self.callbacks:
             if last or callback.is_due(step):
                 row |= callback.call(step, self.state, self.batch, row) or {}
@@ -308,7 +308,7 @@ class TrainLoop:
         if self.evaluation is None:
             self.val_loss = row.get("val_loss")
         else:  # the last row holds the loss on the whole validation split
-            self.val_loss = self.evaluate(self.state.params, self.config.train.eval_examples).loss
+            self.val_loss = self.evaluate(self.setup.model_params(self.state), self.config.train.eval_examples).loss
         self._save_state(step, self.val_loss)
 
     def _save_state(self, step: int, val_loss: float | None) -> None:
@@ -323,7 +323,7 @@ class TrainLoop:
 
     def _finish(self) -> Outcome:
         if self.evaluation is None and self.config.train.eval_every:  # the run was at its end before
-            self.evaluation = self.evaluate(self.state.params)
+            self.evaluation = self.evaluate(self.setup.model_params(self.state))
         diverging_since = (self.monitor.sank or self.monitor.began) if self.monitor.noticed else 0
         return Outcome(
             "done", self.config.steps, self.state, self.batch, self.evaluation, self.val_loss,

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 
 from jaxformer.checkpoints import CheckpointManager, CheckpointReader
-from jaxformer.config import Config
+from jaxformer.config import Config, LoraConfig
 from jaxformer.data.dataset import Dataset
-from jaxformer.distributed import is_main_process
+from jaxformer.distributed import barrier, is_main_process
 from jaxformer.errors import UserError
 from jaxformer.fields import differences
-from jaxformer.runs import write_config
+from jaxformer.models.objective import Params
+from jaxformer.runs import BASE, create_run, write_config
 from jaxformer.sharding import global_device_put, replicated
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
 from jaxformer.train.log import truncate_log
@@ -77,6 +78,8 @@ def find_start(
         step, state, position = restore_state(setup, checkpoints, rollback.step if rollback else "last")
     else:
         state = setup.init_state()
+        if state.frozen is not None:
+            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, state.frozen)
     data_changed = resumed and position["fingerprint"] != data.fingerprint
     if data_changed:
         if not allow_changed_data:
@@ -101,6 +104,15 @@ def find_start(
     return Start(config, step, state, monitor, skipped, tuple(notes), resumed)
 
 
+def _save_base(base: Path, config: Config, data: Dataset, params: Params) -> None:
+    """Save the parameters that adapters are added to, as a run within the run, unless they are there."""
+    if is_main_process() and not base.exists():
+        create_run(base, config, data.tokenizer, allow_suffix=False, classes=data.classes)
+    barrier()
+    with CheckpointManager(base) as checkpoints:  # all processes write their shards
+        checkpoints.save(0, params, None, {"step": 0}, None)
+
+
 def restore_state(
     setup: TrainSetup, checkpoints: CheckpointManager, which: str | int = "last"
 ) -> tuple[int, TrainState, dict[str, Any]]:
@@ -118,7 +130,7 @@ def restore_state(
         fields = ", ".join(sorted(missing))
         raise UserError(f"checkpoint {step} has no {fields}: an earlier version wrote it; start a new run.")
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
-    return step, TrainState(params, opt_state, failures), position
+    return step, TrainState(params, opt_state, failures, setup.load_frozen()), position
 
 
 def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ from jaxformer.contract import ARRAY, ParameterAxes, Task
 from jaxformer.data.dataset import Batch
 from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
+from jaxformer.lora import adapter_axes, init_adapters, merge
 from jaxformer.memory import check_parameters
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import PLAIN, Execution
@@ -45,10 +46,12 @@ class TrainState(NamedTuple):
     """
 
     params: Params
-    """Parameters to evaluate and sample from, float32."""
+    """Trained parameters, float32: those of the model, or with `lora` the adapters; see `TrainSetup.model_params`."""
     opt_state: Any
     failures: jax.Array
     """Steps in a row until now that were not finite, int32."""
+    frozen: Params = None
+    """Parameters of the model that adapters are added to; None without `lora`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +101,7 @@ class TrainSetup:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Optimizer with clipping and schedule."""
-        return make_optimizer(self.config.optimizer, self.schedule, self.parameter_axes)
+        return make_optimizer(self.config.optimizer, self.schedule, self.state_axes)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -115,6 +118,11 @@ class TrainSetup:
         return parameter_axes(self.model)
 
     @cached_property
+    def state_axes(self) -> Mapping[str, ParameterAxes]:
+        """Axes of each parameter and each adapter by its dotted name."""
+        return {**self.parameter_axes, **adapter_axes(self.parameter_axes, self.config.lora)}
+
+    @cached_property
     def abstract_params(self) -> Params:
         """Shapes, dtypes and shardings of the model's parameters."""
         shapes = abstract_params(self.model, self.config.model)
@@ -124,7 +132,7 @@ class TrainSetup:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         shapes = jax.eval_shape(self._init)
-        return abstract(shapes, shardings(shapes, self.parameter_axes, self.mesh))
+        return abstract(shapes, shardings(shapes, self.state_axes, self.mesh))
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -133,13 +141,32 @@ class TrainSetup:
 
     @cached_property
     def param_specs(self) -> Params:
-        """`PartitionSpec` of each parameter."""
+        """`PartitionSpec` of each parameter of the model."""
         return jax.tree.map(lambda x: x.sharding.spec, self.abstract_params)
 
+    @cached_property
+    def trained_specs(self) -> Params:
+        """`PartitionSpec` of each trained parameter."""
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_state.params)
+
+    def merge(self, params: Params, frozen: Params) -> Params:
+        """Return the model's parameters from a state's, or a device's shards of them: trained ones, or frozen ones with
+        adapters."""
+        return params if frozen is None else merge(frozen, params, self.config.lora)
+
+    def model_params(self, state: TrainState) -> Params:
+        """Return the model's parameters, to evaluate and to sample from, in their shardings."""
+        return state.params if state.frozen is None else self._merge(state.params, state.frozen)
+
+    @cached_property
+    def _merge(self) -> Callable[[Params, Params], Params]:
+        return jax.jit(self.merge, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))
+
     def check_devices(self) -> None:
-        """Raise `UserError` where the parameters do not fit into memory, or the attention of the config cannot run."""
+        """Raise `UserError` where the parameters do not fit into memory, the attention of the config cannot run, or
+        `lora` names no matrix."""
         check_parameters(self.abstract_params, self.mesh.size, jax.local_devices()[0])
-        self.attention  # noqa: B018
+        self.attention, self.state_axes  # noqa: B018
 
     def init_state(self) -> TrainState:
         """Return the first state in its sharding; what is drawn is a function of `config.seed`, on every mesh.
@@ -149,20 +176,32 @@ class TrainSetup:
         """
         if self.config.init_from is None:
             return jax.jit(self._init, out_shardings=self.state_shardings)()
+        name, params = "frozen" if self.config.lora.rank else "params", self._load()
+        without: dict[str, Any] = {name: None}
+        # Each array of the state has a buffer of its own, as a step donates them all.
+        begin = lambda params: self._begin(jax.tree.map(jnp.copy, params))._replace(**without)  # noqa: E731
+        others = jax.jit(begin, out_shardings=self.state_shardings._replace(**without))(params)
+        return others._replace(**{name: params})
+
+    def load_frozen(self) -> Params:
+        """Return the parameters that adapters are added to; None without `lora`."""
+        return self._load() if self.config.lora.rank else None
+
+    def _load(self) -> Params:
         if self.pretrained is None:
             raise UserError(f"init_from is {self.config.init_from}, and nothing was read from there; leave it out.")
-        params = self.pretrained.load(self.abstract_params)
-        # Each array of the state has a buffer of its own, as a step donates them all.
-        begin = lambda params: self._begin(jax.tree.map(jnp.copy, params))._replace(params=None)  # noqa: E731
-        others = jax.jit(begin, out_shardings=self.state_shardings._replace(params=None))(params)
-        return others._replace(params=params)
+        return self.pretrained.load(self.abstract_params)
 
     def _init(self) -> TrainState:
         return self._begin(self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"])
 
     def _begin(self, params: Params) -> TrainState:
-        """Return the first state of a model's parameters."""
-        return TrainState(params, self.optimizer.init(params), jnp.int32(0))
+        """Return the first state of a model's parameters, with adapters where they are trained."""
+        if not self.config.lora.rank:
+            return TrainState(params, self.optimizer.init(params), jnp.int32(0))
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
+        adapters = init_adapters(key, params, self.parameter_axes, self.config.lora)
+        return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), params)
 
     @property
     def attention(self) -> Callable[..., jax.Array]:

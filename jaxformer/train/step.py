@@ -47,36 +47,41 @@ class StepMetrics(NamedTuple):
     """Norms of gradient, update, and weights before it, for each parameter and head; see `parameters.row_names`."""
 
 
-def make_gradient(setup: TrainSetup) -> Callable[[Params, Batch, jax.Array], tuple[jax.Array, Params]]:
-    """Return `(params, batch, keys_B)` to the mean loss, a float32 scalar, and the gradient, sharded as `params`.
+def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
+    """Return `(params, batch, keys_B, frozen)` to the mean loss, a float32 scalar, and the gradient, sharded as
+    `params`; `frozen` is that of `TrainState`, by default None.
 
     Both are of the whole batch, whatever the devices and microbatches it is split into: each differentiates what it
     adds to the mean. (The gradient of a sum, divided at the end, would overflow sooner.)
     """
-    specs, n_microbatches = setup.param_specs, setup.config.compute.grad_accumulation_steps
+    specs, n_microbatches = setup.trained_specs, setup.config.compute.grad_accumulation_steps
     model, reduction = setup.sharded_model, batch_reduction(setup.mesh, n_microbatches)
     objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
-    def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array, frozen: Params) -> tuple[jax.Array, jax.Array]:
         """Return what one device's microbatch adds to the objective, and to the mean loss."""
-        return objective.loss(model, setup.compute_params(params), batch, keys_B, smoothing, reduction)
+        params = setup.compute_params(setup.merge(params, frozen))
+        return objective.loss(model, params, batch, keys_B, smoothing, reduction)
 
     microbatch_grads = jax.grad(microbatch_loss, has_aux=True)
 
-    def device_grads(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, Params]:
+    def device_grads(params: Params, batch: Batch, keys_B: jax.Array, frozen: Params) -> tuple[jax.Array, Params]:
         """Accumulate gradients over the microbatches of one device, and sum them over all devices."""
         if n_microbatches == 1:
-            grads, loss = microbatch_grads(params, batch, keys_B)
+            grads, loss = microbatch_grads(params, batch, keys_B, frozen)
         else:
             microbatches = jax.tree.map(lambda x: x.reshape(n_microbatches, -1, *x.shape[1:]), (batch, keys_B))
             zeros = jax.tree.map(jnp.zeros_like, (params, jnp.float32(0)))
             add_microbatch = lambda total, microbatch: (  # noqa: E731
-                jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch)), None
+                jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch, frozen)), None
             )  # fmt: skip
             (grads, loss), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
         return sum_over_batch(loss), sum_over_batch(grads, specs)
 
-    return on_each_shard(device_grads, setup.mesh, (specs, *2 * [PartitionSpec(BATCH)]), (REPLICATED, specs))
+    frozen_specs = setup.param_specs if setup.config.lora.rank else None
+    in_specs = (specs, *2 * [PartitionSpec(BATCH)], frozen_specs)
+    sharded_grads = on_each_shard(device_grads, setup.mesh, in_specs, (REPLICATED, specs))
+    return lambda params, batch, keys_B, frozen=None: sharded_grads(params, batch, keys_B, frozen)
 
 
 def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:
@@ -99,7 +104,7 @@ def make_train_step(setup: TrainSetup) -> Any:
 
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
         point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
-        loss, grads = sharded_grads(point, batch, setup.example_keys(step))
+        loss, grads = sharded_grads(point, batch, setup.example_keys(step), state.frozen)
         learning_rate = jnp.float32(schedule(updates_taken(state.opt_state)))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grads_R, updates_R, weights_R = (row_norms(tree) for tree in (grads, updates, state.params))
@@ -107,11 +112,13 @@ def make_train_step(setup: TrainSetup) -> Any:
         # An update beyond float32 can only come of a network that is lost; testing each number costs another pass.
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.failures <= allowed)
         updated = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
-        skipped = state._replace(failures=state.failures + 1)
-        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, skipped)
+        skipped = state._replace(failures=state.failures + 1, frozen=None)
+        stepped = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, skipped)
         norms_3R = jnp.stack([grads_R, updates_R, weights_R])
         loss, update_norm = jnp.where(finite, loss, jnp.nan), jnp.where(finite, update_norm, 0.0)
-        return state, StepMetrics(loss, finite, learning_rate, grad_norm, update_norm, norms_3R)
+        return stepped._replace(frozen=state.frozen), StepMetrics(
+            loss, finite, learning_rate, grad_norm, update_norm, norms_3R
+        )
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(setup.state_shardings, replicated(setup.mesh)))
 

@@ -1,0 +1,55 @@
+"""`python -m jaxformer merge`: merge a run's adapters into its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import folder_named, parse, run_command
+from jaxformer.cli.options import POSITIONAL
+from jaxformer.errors import UserError
+from jaxformer.terminal import echo
+
+PROGRAM = "python -m jaxformer merge"
+DESCRIPTION = """Write a run whose parameters are those of another with its LoRA adapters merged. It needs no base, and
+holds no state of the optimizer: train it further with --init-from. Other commands merge adapters as they read a run."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of merge."""
+
+    run: Annotated[str, POSITIONAL] = ""
+    """Folder of a run that was trained with --lora.rank."""
+    out: str = ""
+    """Folder of the run to write."""
+    checkpoint: str = "last"
+    """'last', 'best', or a step."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Merge adapters; return the exit status."""
+    return run_command(_main, arguments)
+
+
+def _main(arguments: list[str]) -> int:
+    options = parse(arguments, Arguments(), PROGRAM, DESCRIPTION)
+    if not (options.run and options.out):
+        raise UserError(f"give a run and a folder to write: {PROGRAM} runs/tuned --out runs/merged.")
+    out = folder_named("--out", options.out)
+    machine.set_up()
+
+    from jaxformer.runs import create_run, load_run, read_config  # orbax takes a second to import
+
+    folder = Path(options.run)
+    if not read_config(folder).lora.rank:
+        raise UserError(f"{folder} was trained without --lora.rank; it has no adapters to merge.")
+    run = load_run(folder, options.checkpoint)
+    if out.exists():
+        raise UserError(f"{out} exists; choose another --out.")
+    create_run(out, run.config, run.tokenizer, False, run.classes, run.params, run.step)
+    echo(f"{out}: step {run.step:,} of {folder}, adapters merged")
+    return 0

@@ -1,0 +1,106 @@
+"""Low-rank adaptation (LoRA, Hu et al. 2021, section 4.1): a frozen matrix W becomes W + (alpha / rank) A B.
+
+Adapters are a tree of their own, like that of the parameters, with `{"A": …, "B": …}` in place of each adapted matrix.
+Products have their input on the left here, x W, so that A maps inputs to the rank, and B the rank to outputs; the paper
+writes W x, and B A. No module knows of adapters: they are merged into the parameters before `apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import prod, sqrt
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxformer.config import LoraConfig
+from jaxformer.contract import ParameterAxes
+from jaxformer.errors import UserError
+from jaxformer.parameters import dotted
+
+Params = Any
+"""Tree of parameters, or of their shapes and dtypes."""
+
+
+def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> list[str]:
+    """Return the names of the matrices that `config.matrices` selects, such as `blocks_0.attention.W_Q`.
+
+    Args:
+      axes: of all parameters; see `nn.parameters.parameter_axes`.
+
+    Raises:
+      UserError: an entry selects no matrix.
+    """
+    matrices = {name: sides for name, sides in axes.items() if sides.inputs}
+    selected: set[str] = set()
+    for pattern in config.matrices:
+        names = {name for name, sides in matrices.items() if _matches(pattern, name, sides)}
+        if not names:
+            known = sorted({name.rpartition(".")[2] for name in matrices})
+            near = [x for x in known if x.lower() == pattern.lower()] or get_close_matches(pattern, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+            raise UserError(f"lora.matrices names {pattern!r}, which the model has no matrix of; {hint}")
+        selected |= names
+    return [name for name in matrices if name in selected]
+
+
+def _matches(pattern: str, name: str, axes: ParameterAxes) -> bool:
+    """Return whether a pattern is a matrix's role, its own name, or a pattern of its dotted path."""
+    return pattern in (axes.role, name.rpartition(".")[2]) or fnmatchcase(dotted(name.split(".")), pattern)
+
+
+def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[str, ParameterAxes]:
+    """Return the axes of the adapters by name, such as `blocks_0.attention.W_Q.A`; `{}` without a rank.
+
+    A is sharded like the inputs of its matrix, and B like the outputs, so that a device's shards of both make its
+    shard of the product.
+    """
+    by_name: dict[str, ParameterAxes] = {}
+    for name in adapted_matrices(axes, config) if config.rank else ():
+        stack, inputs, outputs = axes[name].stack, axes[name].inputs, axes[name].outputs
+        by_name[f"{name}.A"] = ParameterAxes(stack, inputs, ("rank",))
+        by_name[f"{name}.B"] = ParameterAxes(stack, ("rank",), outputs)
+    return by_name
+
+
+def init_adapters(key: jax.Array, params: Params, axes: Mapping[str, ParameterAxes], config: LoraConfig) -> Params:
+    """Return adapters in float32 that change nothing yet: A is drawn from N(0, 1 / inputs), B is 0.
+
+    Args:
+      params: the parameters, or their shapes and dtypes.
+      axes: of the parameters.
+    """
+    shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep=".").items()}
+    adapters: dict[str, jax.Array] = {}
+    for i, name in enumerate(adapted_matrices(axes, config)):
+        n_stack, n_before = len(axes[name].stack), len(axes[name].names) - len(axes[name].outputs)
+        stack, inputs, outputs = (shapes[name][part] for part in _slices(n_stack, n_before))
+        drawn = jax.random.normal(jax.random.fold_in(key, i), (*stack, *inputs, config.rank))
+        adapters[f"{name}.A"] = drawn / sqrt(prod(inputs))
+        adapters[f"{name}.B"] = jnp.zeros((*stack, config.rank, *outputs))
+    return unflatten_dict(adapters, sep=".")
+
+
+def _slices(n_stack: int, n_before: int) -> tuple[slice, slice, slice]:
+    return slice(n_stack), slice(n_stack, n_before), slice(n_before, None)
+
+
+def merge(params: Params, adapters: Params, config: LoraConfig) -> Params:
+    """Return the parameters with adapters added: W + (alpha / rank) A B; the others are as they were."""
+
+    def merged(weight: jax.Array, A: jax.Array, B: jax.Array) -> jax.Array:
+        n_stack = A.ndim + B.ndim - 2 - weight.ndim
+        stack, contracted = tuple(range(n_stack)), ((A.ndim - 1,), (n_stack,))
+        product = jax.lax.dot_general(A, B, (contracted, (stack, stack)), precision=jax.lax.Precision.HIGHEST)
+        return (weight + config.alpha / config.rank * product).astype(weight.dtype)
+
+    def walk(params: Params, adapters: Params) -> Params:
+        if not isinstance(params, Mapping):
+            return merged(params, **adapters)
+        return {name: walk(part, adapters[name]) if name in adapters else part for name, part in params.items()}
+
+    return walk(params, adapters)

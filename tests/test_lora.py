@@ -1,0 +1,362 @@
+"""Low-rank adaptation."""
+
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+
+from jaxformer.checkpoints import CheckpointReader
+from jaxformer.cli import merge as merge_command
+from jaxformer.cli import sample
+from jaxformer.config import Config, LoraConfig, OptimizerConfig, TrainConfig
+from jaxformer.contract import ParameterAxes
+from jaxformer.data.windows import TextConfig, next_token_batch
+from jaxformer.errors import UserError
+from jaxformer.lora import adapted_matrices, init_adapters, merge
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.nn.parameters import parameter_axes
+from jaxformer.pretrained import pretrained_run
+from jaxformer.runs import BASE, create_run, load_run, read_config
+from jaxformer.sharding import make_mesh
+from jaxformer.train.log import read_metrics, without_timings
+from jaxformer.train.loop import Outcome, train
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_gradient
+from tests.arrays import assert_close, random_params
+from tests.helpers import exhaustive, flip_a_bit, slow, small_run, write_books
+
+EXPERTS = DecoderConfig(
+    30, 8, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,), norm="rmsnorm", n_experts=2,
+    experts_per_token=1, positions="rope",
+)  # fmt: skip
+AXES = parameter_axes(EXPERTS.build())
+LORA = LoraConfig(rank=3, alpha=6.0)
+
+
+def drawn(config: LoraConfig, seed: int = 0):
+    """Return parameters and adapters of which both factors are drawn."""
+    params = random_params(EXPERTS.build(), jnp.zeros(8, jnp.int32), seed=seed)
+    adapters = init_adapters(jax.random.key(1), params, AXES, config)
+    return params, jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapters)
+
+
+@pytest.mark.parametrize(
+    ("name", "einsum"),
+    [
+        ("blocks_0.attention.W_Q", "dr,rhk->dhk"),
+        ("blocks_0.attention.W_O", "hkr,rd->hkd"),
+        ("blocks_0.mlp.experts.W_1", "edr,erf->edf"),
+        ("W_out", "dr,rv->dv"),
+    ],
+)
+def test_a_merged_matrix_is_the_formula_in_float64(name, einsum):
+    config = replace(LORA, matrices=("matrix", "embedding"))
+    params, adapters = drawn(config)
+    weight = np.float64(flatten_dict(params, sep=".")[name])
+    A, B = (np.float64(flatten_dict(adapters, sep=".")[f"{name}.{factor}"]) for factor in "AB")
+    expected = weight + 6.0 / 3 * np.einsum(einsum, A, B)
+    assert np.abs(expected - weight).max() > 0.01
+    np.testing.assert_allclose(flatten_dict(merge(params, adapters, config), sep=".")[name], expected, atol=1e-6)
+
+
+def test_new_adapters_change_no_bit_and_parameters_without_them_stay_the_same_arrays():
+    config = replace(LORA, matrices=("W_V",))
+    params, _ = drawn(config)
+    adapters = init_adapters(jax.random.key(1), params, AXES, config)
+    merged = merge(params, adapters, config)
+    for name, leaf in flatten_dict(params, sep=".").items():
+        same = flatten_dict(merged, sep=".")[name]
+        np.testing.assert_array_equal(same, leaf)
+        assert (same is leaf) == ("W_V" not in name)
+    # Of inputs of variance 1, A makes numbers of variance 1.
+    A = init_adapters(jax.random.key(1), params, AXES, LoraConfig(rank=400))["blocks_0"]["attention"]["W_Q"]["A"]
+    assert float(A.std()) == pytest.approx(16**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "names"),
+    [
+        (("W_Q", "W_V"), {f"blocks_0.attention.W_{x}" for x in "QV"}),
+        (("blocks.0.attention.*",), {f"blocks_0.attention.W_{x}" for x in "QKVO"}),
+        (("embedding",), {"embedding.W_E", "W_out"}),
+    ],
+)
+def test_matrices_are_selected_by_name_pattern_and_role(matrices, names):
+    assert set(adapted_matrices(AXES, LoraConfig(4, matrices=matrices))) == names
+
+
+def test_the_role_matrix_selects_all_between_embedding_and_logits():
+    names = adapted_matrices(AXES, LORA)
+    assert {name.rpartition(".")[2] for name in names} == {"W_Q", "W_K", "W_V", "W_O", "W_1", "W_2", "W_router"}
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("W_q", "did you mean W_Q?"), ("gamma", "which the model has no matrix of"), ("blocks.7.*", "it has W_1, W_2")],
+)
+def test_an_entry_without_a_matrix_is_refused(pattern, said):
+    with pytest.raises(UserError) as caught:
+        adapted_matrices(AXES, LoraConfig(4, matrices=("W_Q", pattern)))
+    assert f"lora.matrices names '{pattern}', " in str(caught.value) and said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rank": -1}, "rank is -1; it must be at least 0"),
+        ({"rank": 2**21}, "rank is 2097152; it must be at most"),
+        ({"rank": 4, "alpha": 0.0}, r"lora\.alpha is 0.0; it must be above 0"),
+        ({"rank": 4, "alpha": float("nan")}, "alpha is nan"),
+        ({"rank": 4, "matrices": ()}, r"lora\.matrices is empty"),
+    ],
+)
+def test_options_out_of_range_are_refused(fields, said):
+    with pytest.raises(UserError, match=said):
+        LoraConfig(**fields)
+
+
+def test_adapters_of_drawn_parameters_are_refused():
+    with pytest.raises(UserError, match=r"lora\.rank is 4, but there is nothing to adapt; name a run with --init-from"):
+        Config("test", EXPERTS, TextConfig(), steps=1, lora=LoraConfig(4))
+
+
+def setup_of(mesh: str, n_devices: int, lora: LoraConfig) -> TrainSetup:
+    config = Config(
+        "test", EXPERTS, TextConfig(), steps=4, train=TrainConfig(batch_size=8), lora=lora, init_from="given",
+        optimizer=OptimizerConfig("adamw", learning_rate=0.01, weight_decay=0.1, clip_norm=1.0),
+    )  # fmt: skip
+    return TrainSetup(config, make_mesh(mesh, jax.devices()[:n_devices]))
+
+
+TOKENS_BT = np.random.default_rng(0).integers(30, size=(8, 9), dtype=np.int32)
+BATCH = next_token_batch(TOKENS_BT)
+
+
+@cache
+def dense_gradient():
+    """Return loss and gradient at the merged parameters, of a training without adapters on one device."""
+    setup = setup_of("", 1, LoraConfig())
+    return jax.jit(make_gradient(setup))(merge(*drawn(LORA), LORA), BATCH, setup.example_keys(0))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "n_devices"),
+    [("", 1), slow("fsdp=2", 2), exhaustive("data=2,fsdp=2,tensor=2", 8), exhaustive("expert=2", 2)],
+)
+def test_the_gradient_of_adapters_is_that_of_the_dense_matrix_by_the_chain_rule(mesh, n_devices):
+    """dA = s dW B^T and dB = s A^T dW, where dW is the gradient of a training without adapters, on one device."""
+    params, adapters = drawn(LORA)
+    setup = setup_of(mesh, n_devices, LORA)
+    loss, gradient = dense_gradient()
+    placed = jax.device_put(adapters, setup.state_shardings.params)
+    frozen = jax.device_put(params, setup.state_shardings.frozen)
+    loss_2, grads = jax.jit(make_gradient(setup))(placed, BATCH, setup.example_keys(0), frozen)
+    assert float(loss_2) == pytest.approx(float(loss), rel=1e-5)
+    assert jax.tree.structure(grads) == jax.tree.structure(adapters)  # and nothing of the base
+    dW, factors, actual = (flatten_dict(tree, sep=".") for tree in (gradient, adapters, grads))
+    for name in adapted_matrices(AXES, LORA):
+        A, B, G = (np.float64(x) for x in (factors[f"{name}.A"], factors[f"{name}.B"], dW[name]))
+        stack = A.shape[: len(AXES[name].stack)]
+        A2, B2 = A.reshape(*stack, -1, 3), B.reshape(*stack, 3, -1)
+        G2 = G.reshape(*stack, A2.shape[-2], B2.shape[-1])
+        assert_close(actual[f"{name}.A"], (2.0 * G2 @ B2.swapaxes(-1, -2)).reshape(A.shape))
+        assert_close(actual[f"{name}.B"], (2.0 * A2.swapaxes(-1, -2) @ G2).reshape(B.shape))
+
+
+def test_a_factor_is_sharded_like_its_side_of_the_matrix():
+    shardings = setup_of("fsdp=2,tensor=2", 4, LORA).state_shardings
+    factors = shardings.params["blocks_0"]["attention"]["W_Q"]
+    assert tuple(factors["A"].spec) == ("fsdp", None) and tuple(factors["B"].spec) == (None, "tensor", None)
+    assert tuple(shardings.frozen["blocks_0"]["attention"]["W_Q"].spec) == ("fsdp", "tensor", None)
+    assert optax.tree.get(shardings.opt_state, "mu")["blocks_0"]["attention"]["W_Q"]["A"] == factors["A"]
+
+
+def test_the_optimizer_holds_nothing_of_the_frozen_parameters():
+    setup = setup_of("", 1, replace(LORA, matrices=("W_Q",)))
+    n_adapters = sum(leaf.size for leaf in jax.tree.leaves(setup.abstract_state.params))
+    assert n_adapters == 16 * 3 + 3 * 2 * 8
+    n_state = sum(leaf.size for leaf in jax.tree.leaves(setup.abstract_state.opt_state))
+    assert 2 * n_adapters <= n_state <= 2 * n_adapters + 4  # both moments, and counts
+
+
+TEXTS = ["The king sees the cat. The dog likes the sea. " * 20]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return small_run(tmp_path_factory.mktemp("runs") / "base", TEXTS, steps=2)
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory) -> Path:
+    return write_books(tmp_path_factory.mktemp("books"))
+
+
+def tuned(folder: Path, base: Path, books: Path, steps: int, mesh: str = "", resume: bool = False) -> Outcome:
+    """Train adapters, or go on training them."""
+    config = replace(
+        read_config(base), steps=steps, init_from=str(base), lora=LoraConfig(2, 8.0, ("W_Q", "W_O", "W_1")),
+        data=TextConfig(str(books)), optimizer=OptimizerConfig("adamw", learning_rate=0.03, weight_decay=0.1),
+        train=TrainConfig(batch_size=8, log_every=1, eval_every=4, report_every=0, checkpoint_every=4),
+    )  # fmt: skip
+    tokenizer = load_run(base).tokenizer
+    if not resume:
+        create_run(folder, config, tokenizer, allow_suffix=False)
+    data = config.data.load(config.model, 8, config.seed, tokenizer)
+    on = make_mesh(mesh, jax.devices()[: 2 if mesh else 1])
+    start = pretrained_run(folder / BASE if resume else base)
+    return train(TrainSetup(replace(config, mesh=mesh), on, start), data, folder, [], resume)
+
+
+@pytest.fixture(scope="module")
+def run(base, books, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tuned"
+    outcome = tuned(folder, base, books, 8)
+    assert outcome.status == "done"
+    for frozen, first in zip(
+        jax.tree.leaves(outcome.state.frozen), jax.tree.leaves(load_run(base).params), strict=True
+    ):
+        np.testing.assert_array_equal(frozen, first)
+    return folder
+
+
+def arrays(run: Path) -> dict[str, np.ndarray]:
+    checkpoints = CheckpointReader(run)
+    return checkpoints.arrays(checkpoints.step())
+
+
+@pytest.mark.slow
+def test_training_adapters_lowers_the_held_out_loss_and_changes_no_bit_of_the_base(run, base):
+    losses = [row["val_loss"] for row in read_metrics(run) if "val_loss" in row]
+    assert losses[-1] < losses[0] - 0.05
+    of_base, of_run = arrays(run / BASE), arrays(base)
+    assert of_base.keys() == {name for name in of_run if name.startswith("params/")}
+    for name, array in of_base.items():
+        np.testing.assert_array_equal(array, of_run[name])
+    adapted = {f"params/blocks_0/{name}/{x}" for name in ("attention/W_Q", "attention/W_O", "mlp/W_1") for x in "AB"}
+    assert {name for name in arrays(run) if name.startswith("params/")} == adapted
+    moments = {name.partition("/blocks_0/")[2] for name in arrays(run) if "blocks_0" in name}
+    assert moments == {name.partition("/blocks_0/")[2] for name in adapted}
+
+
+@pytest.mark.slow
+def test_a_run_is_loaded_with_its_adapters_merged(run, base):
+    loaded, saved = load_run(run), arrays(run)
+    assert not loaded.config.lora.rank and read_config(run).lora.rank == 2
+    A, B = (np.float64(saved[f"params/blocks_0/attention/W_Q/{x}"]) for x in "AB")
+    weight = np.float64(load_run(base).params["blocks_0"]["attention"]["W_Q"])
+    merged = loaded.params["blocks_0"]["attention"]["W_Q"]
+    assert np.abs(merged - weight).max() > 0.01
+    np.testing.assert_allclose(merged, weight + 4.0 * np.einsum("dr,rhk->dhk", A, B), atol=1e-6)
+    on_two = load_run(run, mesh=make_mesh("fsdp=2", jax.devices()[:2])).params
+    assert_close(on_two["blocks_0"]["attention"]["W_Q"], merged)
+
+
+@pytest.mark.slow
+def test_resuming_adapters_is_bit_identical(run, base, books, tmp_path):
+    stopped = tmp_path / "stopped"
+    tuned(stopped, base, books, 8)
+    shutil.rmtree(stopped / "checkpoints" / "8")
+    assert CheckpointReader(stopped).steps() == [4]
+    assert tuned(stopped, base, books, 8, resume=True).status == "done"
+    expected, actual = arrays(run), arrays(stopped)
+    assert expected.keys() == actual.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(actual[name], array)
+    rows = [[without_timings(row) for row in read_metrics(folder)] for folder in (run, stopped)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_sharded_adapters_learn_the_same(run, base, books, tmp_path):
+    tuned(tmp_path / "sharded", base, books, 8, mesh="fsdp=2")
+    expected, actual = arrays(run), arrays(tmp_path / "sharded")
+    for name, array in expected.items():
+        if name.startswith("params/"):
+            assert_close(actual[name], array, 1e-3)  # Adam divides gradients near 0 by themselves
+    losses = [[row["loss"] for row in read_metrics(f)[1:]] for f in (run, tmp_path / "sharded")]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_merged_run_is_the_same_model_and_needs_no_base(run, tmp_path, capsys):
+    out = tmp_path / "merged"
+    assert merge_command.main([str(run), "--out", str(out)]) == 0
+    assert "merged: step 8 of" in capsys.readouterr().out
+    assert not (out / BASE).exists()
+    one, other = load_run(run), load_run(out)
+    assert (other.step, other.config) == (8, one.config)
+    tokens = jnp.arange(16, dtype=jnp.int32)
+    np.testing.assert_allclose(
+        other.model.apply({"params": other.params}, tokens), one.model.apply({"params": one.params}, tokens), atol=1e-5
+    )
+    texts = []
+    for folder in (run, out):
+        assert sample.main(["--run", str(folder), "--prompt", "The king", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) > 10
+    for weights in ("bfloat16", "int8"):
+        assert sample.main(["--run", str(run), "--weights", weights, "--max-new-tokens", "4"]) == 0
+    assert pretrained_run(run).config.lora.rank == 0  # a run that begins with this one has none of its adapters
+    assert merge_command.main([str(run), "--out", str(out)]) == 2 and "exists" in capsys.readouterr().err
+    assert merge_command.main([str(out), "--out", str(tmp_path / "again")]) == 2
+    assert "was trained without --lora.rank" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"has parameters only, which no training is resumed from; train .*--init-from"):
+        CheckpointReader(out).restore(8, {}, {})
+
+
+@pytest.mark.slow
+def test_a_missing_or_corrupt_base_is_one_sentence(run, tmp_path, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    files = (file for file in (copy / BASE / "checkpoints/0/params").rglob("*") if file.is_file())
+    flip_a_bit(max(files, key=lambda file: file.stat().st_size))
+    with pytest.raises(UserError, match=r"every checkpoint of .*base is corrupt"):
+        load_run(copy)
+    shutil.rmtree(copy / BASE)
+    with pytest.raises(UserError, match="base has no complete checkpoint"):
+        load_run(copy)
+
+
+def test_a_merge_without_a_folder_to_write_says_how(capsys):
+    assert merge_command.main(["runs/tuned"]) == 2
+    assert "python -m jaxformer merge runs/tuned --out runs/merged" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_adapters_are_those_of_torch():
+    """Five steps of AdamW on a low-rank layer, written with torch's own linear layers."""
+    torch = pytest.importorskip("torch")
+    draw = np.random.default_rng(0)
+    W, x, y = (draw.normal(size=shape).astype(np.float32) for shape in ((6, 5), (20, 6), (20, 5)))
+    axes = {"layer.W": ParameterAxes((), ("embed",), ("hidden",))}
+    config, params = LoraConfig(2, alpha=3.0), {"layer": {"W": jnp.asarray(W)}}
+    adapters = init_adapters(jax.random.key(0), params, axes, config)
+    frozen, down, up = (torch.nn.Linear(*sizes, bias=False) for sizes in ((6, 5), (6, 2), (2, 5)))
+    with torch.no_grad():
+        frozen.weight.copy_(torch.from_numpy(W.T))
+        down.weight.copy_(torch.from_numpy(np.array(adapters["layer"]["W"]["A"]).T))
+        up.weight.zero_()
+    frozen.weight.requires_grad = False
+    theirs = torch.optim.AdamW([down.weight, up.weight], lr=0.05, weight_decay=0.1)
+    ours = optax.adamw(0.05, weight_decay=0.1)
+    state = ours.init(adapters)
+    loss = lambda a: jnp.mean((x @ merge(params, a, config)["layer"]["W"] - y) ** 2)  # noqa: E731
+    for _ in range(5):
+        theirs.zero_grad()
+        error = ((frozen(torch.from_numpy(x)) + 1.5 * up(down(torch.from_numpy(x))) - torch.from_numpy(y)) ** 2).mean()
+        error.backward()
+        theirs.step()
+        value, grads = jax.value_and_grad(loss)(adapters)
+        assert float(value) == pytest.approx(error.item(), rel=1e-5)
+        updates, state = ours.update(grads, state, adapters)
+        adapters = optax.apply_updates(adapters, updates)
+    assert_close(adapters["layer"]["W"]["B"], up.weight.detach().numpy().T)
+    assert_close(adapters["layer"]["W"]["A"], down.weight.detach().numpy().T)
