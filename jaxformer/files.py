@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import time
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
@@ -27,18 +32,23 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def try_lock(descriptor: int, timeout_seconds: float) -> bool:
-    """Lock an open file exclusively; return False where another process holds a lock until the timeout.
+def try_lock(descriptor: int, timeout_seconds: float = 0.0, shared: bool = False) -> bool:
+    """Lock an open file; return False where another process holds a lock until the timeout.
 
     The kernel releases the lock when the file is closed or the process ends.
 
+    Args:
+      shared: let others hold a shared lock beside this one.
+
     Raises:
-      OSError: the file system has no locks.
+      OSError: the file system, or Windows, has no such locks.
     """
-    deadline = time.monotonic() + timeout_seconds
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "this system has no advisory locks")
+    kind, deadline = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + timeout_seconds
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= deadline:

@@ -30,11 +30,14 @@ def memory_capacity(device: jax.Device) -> int | None:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    return _machine_memory() // jax.local_device_count() if device.platform == "cpu" else None
+    machine = _machine_memory() if device.platform == "cpu" else None
+    return None if machine is None else machine // jax.local_device_count()
 
 
-def _machine_memory() -> int:
-    """Return the bytes of physical memory, or the limit of the container."""
+def _machine_memory() -> int | None:
+    """Return the bytes of physical memory, or the limit of the container; None on Windows."""
+    if not hasattr(os, "sysconf"):
+        return None
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if file.is_file() and (text := file.read_text().strip()).isdecimal():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,14 +33,14 @@ def run_lock(folder: Path) -> Iterator[None]:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         is_locked_elsewhere = False
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # there are no locks
             is_locked_elsewhere = not try_lock(lock, TIMEOUT_SECONDS)
         if is_locked_elsewhere:
             process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
             raise UserError(f"{process} is training in {folder}; wait for it or stop it, or choose another --run.")
         with contextlib.suppress(OSError):  # the process id is for messages only
             os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            os.write(lock, str(os.getpid()).encode())
         try:
             yield
         finally:
@@ -66,9 +65,6 @@ def is_run_locked(folder: Path) -> bool:
     """Return True if a process is training in a run's folder."""
     try:
         with (folder / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return not try_lock(lock.fileno(), shared=True)
     except OSError:  # there is no lock, or it cannot be read
         return False
-    return False

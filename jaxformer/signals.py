@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-AFTER_FIRST: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
+HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+"""SIGHUP, of a terminal that is closed, where the system has it; Windows does not."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, *HANGUP)
+"""Signals that stop a training in good order."""
+AFTER_FIRST: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler, **dict.fromkeys(HANGUP, signal.SIG_IGN)
+}  # fmt: skip
 """Handlers after a first signal; the system's default for others."""
 
 
@@ -27,8 +33,7 @@ class ReceivedSignal:
 def record_signals(*numbers: signal.Signals) -> Iterator[ReceivedSignal]:
     """Record the first of these signals; a second one has its default effect.
 
-    SIGHUP, of a terminal that is closed, may come twice: the second is ignored, and both are where it was ignored
-    before, as by nohup.
+    SIGHUP may come twice: the second is ignored, and both are where it was ignored before, as by nohup.
     """
     received = ReceivedSignal()
 
@@ -61,8 +66,9 @@ def _handle_signals(numbers: tuple[signal.Signals, ...], handler: Callable[[int,
         yield
         return
     before = {number: signal.getsignal(number) for number in numbers}
-    if before.get(signal.SIGHUP) is signal.SIG_IGN:
-        del before[signal.SIGHUP]
+    for number in HANGUP:
+        if before.get(number) is signal.SIG_IGN:
+            del before[number]
     for number in before:
         signal.signal(number, handler)
     try:

@@ -27,6 +27,8 @@ from jaxformer.terminal import echo, echo_error, escape_control, escape_line, pr
 T = TypeVar("T")
 FLAG = re.compile(r"--[\w.-]*\w")
 """Pattern of a flag."""
+SIGPIPE = 13
+"""Number of the signal of a pipe without a reader; Windows has no name for it."""
 VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
 """Types of values, and their description in an error."""
 
@@ -76,7 +78,7 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
-        call.status = 128 + signal.SIGPIPE
+        call.status = 128 + SIGPIPE
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
         remedy = "; free some space" if error.errno in DISK_FULL_ERRORS else ""

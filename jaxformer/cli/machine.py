@@ -53,6 +53,8 @@ def is_private(folder: Path) -> bool:
     Raises:
       UserError: others can write to it, so that they could put programs there, which would run.
     """
+    if not hasattr(os, "geteuid"):  # on Windows, modes do not say who can write to a folder
+        return False
     remedy = "set JAXFORMER_CACHE to a folder of your own"
     try:
         above = next(path for path in folder.absolute().parents if path.exists())

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import signal
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ from jaxformer.distributed import (
 )
 from jaxformer.errors import UserError, resume_command, user_error_on_write
 from jaxformer.invocation import command
-from jaxformer.signals import raise_on_signals
+from jaxformer.signals import STOPPING, raise_on_signals
 from jaxformer.terminal import echo, echo_status
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
 
     stack.enter_context(exit_on_lost_process("training has not begun."))
     early = stack.enter_context(contextlib.ExitStack())
-    early.enter_context(raise_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, message=TOO_EARLY))
+    early.enter_context(raise_on_signals(*STOPPING, message=TOO_EARLY))
     if is_main_process() and stored is None:  # before the data is read and the step is compiled
         check_writable_parent(folder)
     elif is_main_process():
@@ -281,12 +280,12 @@ def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) 
     """Draw plots and report, print the outcome, and return the exit status; a closed terminal stops none of it."""
     from jaxformer.extras import missing_extras
     from jaxformer.runs import PLOTS
-    from jaxformer.signals import record_signals
+    from jaxformer.signals import HANGUP, record_signals
     from jaxformer.train.log import plot_metrics, print_line, read_metrics
     from jaxformer.training_page import write_training_page
     from jaxformer.training_report import footer
 
-    with record_signals(signal.SIGHUP):
+    with record_signals(*HANGUP):
         rows = read_metrics(folder)
         if is_main_process() and setup.config.train.report_every:
             if not missing_extras("matplotlib"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,7 +212,7 @@ def _build(
 
 def _sync(path: Path) -> None:
     """Make a file's content, or a folder's names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows writes only such files through
     try:
         os.fsync(descriptor)
     finally:
@@ -261,10 +261,10 @@ def _lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # there are no locks
             if not try_lock(descriptor, WARN_AFTER_SECONDS):
                 warn("waiting for another process that writes tokens to %s.", folder)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                try_lock(descriptor, inf)
         yield
     finally:
         os.close(descriptor)
@@ -281,6 +281,9 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
+    """Return True if a process of this host runs, or on Windows, where a signal 0 would end it, may run."""
+    if os.name == "nt":
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

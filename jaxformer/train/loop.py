@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.distributed import AsyncMax, barrier, is_main_process
 from jaxformer.parameters import norm_rows, row_names
 from jaxformer.sharding import assemble, batch_sharding, local_rows
-from jaxformer.signals import record_signals
+from jaxformer.signals import STOPPING, record_signals
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, print_line
@@ -110,7 +109,7 @@ def train(
     barrier()  # some may have found the compiled step in their cache
     with ExitStack() as stack:
         # Signals are recorded until the last save is finished.
-        signals = stack.enter_context(record_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        signals = stack.enter_context(record_signals(*STOPPING))
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume, allow_changed_data, rollback)
         t, written = start.config.train, folder if is_main_process() else None

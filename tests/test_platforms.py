@@ -1,0 +1,43 @@
+"""Training needs nothing that only POSIX has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, tiny, write_books
+
+LIKE_WINDOWS = """
+import os, signal, sys
+import grain, jax, orbax.checkpoint, rich.console, tokenizers  # they have other ways on Windows
+
+sys.modules |= dict.fromkeys(["fcntl", "grp", "pwd", "readline", "resource", "termios"])
+for module, names in {
+    os: ["geteuid", "getuid", "pread", "pwrite", "sched_getaffinity", "statvfs", "sysconf", "uname"],
+    signal: ["SIGHUP", "SIGKILL", "SIGPIPE", "SIGSTOP", "SIGUSR1"],
+}.items():
+    for name in names:
+        delattr(module, name)
+from jaxformer.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run(here: Path, *arguments: str) -> list[str]:
+    """Run a command in a process that has no more of the system than Windows offers; return the lines of stdout."""
+    env = {name: x for name, x in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LIKE_WINDOWS, *arguments]
+    result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_without_posix_a_run_trains_resumes_and_samples(tmp_path):
+    write_books(tmp_path / "books")
+    run(tmp_path, "train", *tiny(tmp_path / "books", steps=2))
+    resumed = run(tmp_path, "train", "--resume", "--steps", "4")
+    assert resumed[0].endswith("quick (resumed)") and any(line.startswith("final: step 4 ") for line in resumed)
+    assert run(tmp_path, "sample", "--prompt", "The cat", "--max-new-tokens", "5")[0].startswith("The cat")
