@@ -14,7 +14,7 @@ import numpy as np
 from jaxformer.inspect.capture import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.nn.mlp import ACTIVATIONS
+from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
@@ -78,20 +78,21 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     """
     c = config
     std = 1 / sqrt(c.d_model) if c.projection_std is None else c.projection_std
-    stream, moments = c.embedding_std**2, []
+    stream, moments = (c.embedding_scale * c.embedding_std) ** 2, []
+    scaled = (1 / c.width_of_head if c.scaled else 1) if c.score_scale is None else c.score_scale**2
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
-    for _ in range(c.n_blocks):
+    for window in c.block_windows:
         before = stream
-        read = _normed(c, before) if c.norm != "none" and c.norm_placement == "pre" else before
+        read = _normed(c, before) if c.norm != "none" and c.norm_placement != "post" else before
         projected = c.d_model * std**2 * read
-        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) / (c.width_of_head if c.scaled else 1)
-        entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, c.attention_window))
+        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * scaled
+        entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, window))
         attended = projected * averaged * (c.n_heads * c.width_of_head * std**2 if c.output_projection else 1)
         stream = _after(c, before, attended)
-        read = _normed(c, stream) if c.norm != "none" and c.norm_placement == "pre" else stream
+        read = _normed(c, stream) if c.norm != "none" and c.norm_placement != "post" else stream
         mlp = _mlp(c, read)
         if c.n_experts is not None:
-            mlp *= _router_weights(read / 3, c.n_experts, c.experts_per_token) + c.shared_expert
+            mlp *= _router_weights(read / 3, c.n_experts, c.experts_per_token, c.renormalize_experts) + c.shared_expert
         stream = _after(c, stream, mlp)
         moments.append(Moments(before, scores, entropy, stream / before if before else nan))
     return tuple(moments)
@@ -102,15 +103,16 @@ def _normed(c: DecoderConfig, mean_square: float) -> float:
     return mean_square / (mean_square + epsilon(c.norm, c.norm_eps))
 
 
-def _router_weights(variance: float, n_experts: int, per_token: int) -> float:
+def _router_weights(variance: float, n_experts: int, per_token: int, renormalize: bool | None) -> float:
     """Return the mean sum of squares of the weights of the experts that a router with normal logits selects."""
     logits = sqrt(variance) * np.random.default_rng(0).normal(size=(1024, n_experts))
-    return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token)[1]), axis=-1)))
+    return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token, renormalize)[1]), axis=-1)))
 
 
 def _after(c: DecoderConfig, stream: float, part: float) -> float:
     if c.norm != "none" and c.norm_placement == "post":
         return 1.0
+    part = 1.0 if c.norm != "none" and c.norm_placement == "both" else part
     return stream + part if c.residual else part
 
 
@@ -122,7 +124,7 @@ def _mlp(c: DecoderConfig, mean_square: float) -> float:
     for hidden in c.d_ff:
         bias = 1 / (3 * width) if c.bias else 0.0
         linear = mean_square / 3 + bias
-        gated = c.activation == "swiglu"
+        gated = c.activation in GATED
         before = mean_square / 3 if gated else linear  # a gate has no bias
         activated = float(weights @ np.square(ACTIVATIONS[c.activation](jnp.asarray(sqrt(before) * nodes))))
         mean_square, width = activated * (linear if gated else 1), hidden

@@ -120,5 +120,5 @@ def _check_stream(model: nn.Module) -> None:
             f"this {type(model).__name__} has no residual stream that becomes logits; use a decoder with "
             "model.residual true."
         )
-    if model.config.norm != "none" and model.config.norm_placement == "post":
+    if model.config.norm != "none" and model.config.norm_placement != "pre":
         raise UserError("norms after a block's parts change what was written before them; only pre-norm adds up.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxformer.errors import UserError, abbreviate
 from jaxformer.fields import from_dict
-from jaxformer.interop.families import FAMILIES, REQUIRED, Family, Field, Rope
+from jaxformer.interop.families import FAMILIES, REQUIRED, Family, Field, Rope, always, never
 from jaxformer.models.decoder import DecoderConfig
 
 MAX_TRAINING_CONTEXT = 2048
@@ -53,14 +53,15 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
     """
     family = family_of(theirs)
     for name, expected in family.required.items():
-        if (value := theirs.get(name, expected)) != expected:
+        if (value := theirs.get(name, expected)) != expected and (expected or value):
             raise UserError(
                 f"{name} is {abbreviate(value)}, of which there is no equivalent; {family.model_type} is read with "
                 f"{expected} only."
             )
     values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
+    values |= read_windows(family, theirs, values["n_blocks"])
     if family.rope is not None:
-        values |= read_rope(family.rope, theirs)
+        values |= read_rope(family.rope, theirs, values.get("window"))
     longest = values["max_context"]
     values["context_length"] = min(longest, MAX_TRAINING_CONTEXT) if context_length is None else context_length
     if values["context_length"] > longest:
@@ -70,7 +71,9 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
 
 def _read_field(field: Field, theirs: Mapping[str, Any]) -> Any:
     """Return our value of a field."""
-    value = theirs.get(field.theirs, field.default)
+    value = theirs.get(field.theirs)
+    if value is None:  # null stands for the default, too
+        value = field.default(theirs) if callable(field.default) else field.default
     if value is REQUIRED:
         raise UserError(f"there is no {field.theirs}; put back the config.json that was published with the weights.")
     if field.values is not None:
@@ -94,7 +97,7 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
         if field.values is None:
             theirs[field.theirs] = field.write(value)
             continue
-        inverse = {ours: name for name, ours in field.values.items()}
+        inverse = {ours: name for name, ours in reversed([*field.values.items()])}  # the first
         if value not in inverse:
             raise UserError(
                 f"{field.ours} {value!r} has no equivalent in {family.model_type}; known: {', '.join(inverse)}."
@@ -103,43 +106,102 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
     for name, expected in family.constants.items():
         if (value := getattr(config, name)) != expected:
             raise UserError(f"{name} {value!r} has no equivalent in {family.model_type}, which has {expected!r}.")
-    return theirs | (write_rope(config) if family.rope is not None else {})
+    return theirs | write_windows(config, family) | (write_rope(config) if family.rope is not None else {})
 
 
-def read_rope(rope: Rope, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our fields of a rotation: its base and its scaling.
+def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> dict[str, Any]:
+    """Return our fields of the attention windows; none without a window.
 
-    Version 5 of transformers nests both in `rope_parameters`; before, the base was a field of the config, and the
-    scaling in `rope_scaling`.
+    Raises:
+      UserError: a block does not attend, or `sliding_window` is missing.
+    """
+    kinds = theirs.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if family.has_window(theirs, i) else "full_attention" for i in range(n_blocks)]
+    if not isinstance(kinds, list) or len(kinds) != n_blocks:
+        raise UserError(f"layer_types is {abbreviate(kinds)}; it must have an entry for each of {n_blocks} blocks.")
+    for i, kind in enumerate(kinds):
+        if kind not in ("sliding_attention", "full_attention"):
+            raise UserError(
+                f"layer {i} is {abbreviate(kind)}, of which there is no equivalent; models are read whose layers are "
+                "sliding_attention or full_attention."
+            )
+    if "sliding_attention" not in kinds:
+        return {}
+    if theirs.get("sliding_window") is None:
+        raise UserError("layers have sliding_attention, but there is no sliding_window; put back the config.json.")
+    whole = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    return {"window": theirs["sliding_window"], "global_blocks": whole}
+
+
+def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """Return their fields of our attention windows.
+
+    Raises:
+      UserError: the family has no such windows.
+    """
+    if family.has_window is never:
+        return {}
+    kinds = [
+        "full_attention" if config.window is None or i in config.global_blocks else "sliding_attention"
+        for i in range(config.n_blocks)
+    ]
+    theirs: dict[str, Any] = {"sliding_window": config.window}
+    if family.has_window is not always:
+        theirs |= {"layer_types": kinds, "use_sliding_window": config.window is not None}
+    elif config.global_blocks:
+        raise UserError(f"global_blocks {config.global_blocks} has no equivalent in {family.model_type}.")
+    return theirs
+
+
+def read_rope(rope: Rope, theirs: Mapping[str, Any], window: int | None) -> dict[str, Any]:
+    """Return our fields of a rotation: its base, its scaling, and the base of blocks with a window.
+
+    Version 5 of transformers nests them in `rope_parameters`, where they may differ by the type of a layer; before,
+    bases were fields of the config, and the scaling was in `rope_scaling`.
 
     Raises:
       UserError: the scaling has no equivalent.
     """
-    nested = theirs.get("rope_parameters")
-    scaling = nested if nested is not None else theirs.get("rope_scaling") or {}
+    scaling: Any = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    local_base = None if rope.local_base is None else theirs.get("rope_local_base_freq", rope.local_base)
+    if isinstance(scaling, Mapping) and "full_attention" in scaling:
+        local, scaling = scaling.get("sliding_attention", {}), scaling["full_attention"]
+        if isinstance(local, Mapping):
+            local_base = local.get("rope_theta", local_base)
+            _check_rope_type(local, ("default",))
     if not isinstance(scaling, Mapping):
         raise UserError(f"the scaling of RoPE is {abbreviate(scaling)}; it must be an object with a rope_type.")
-    values = {"rope_base": scaling.get("rope_theta", theirs.get(rope.theirs, rope.default))}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_FIELDS:
-        raise UserError(
-            f"the rope_type is {abbreviate(kind)}, of which there is no equivalent; known: {', '.join(ROPE_FIELDS)}."
-        )
+    values = {"rope_base": scaling.get("rope_theta", theirs.get("rope_theta", rope.base))}
+    kind = _check_rope_type(scaling, ROPE_FIELDS)
     for ours, name in ROPE_FIELDS[kind].items():
         if name not in scaling:
             raise UserError(f"the scaling of RoPE, {kind}, has no {name}; put back the published config.json.")
         values[ours] = scaling[name]
-    return values
+    return values if local_base is None or window is None else values | {"local_rope_base": local_base}
+
+
+def _check_rope_type(scaling: Mapping[str, Any], known: Collection[str]) -> str:
+    """Return the type of a scaling; `UserError` where it is not known."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(kind, str) or kind not in known:
+        raise UserError(
+            f"the rope_type is {abbreviate(kind)}, of which there is no equivalent; known: {', '.join(known)}."
+        )
+    return kind
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Return their fields of our rotation, as versions of transformers before 5 and from 5 on read them."""
     kind = "default" if config.rope_scaling == 1 else "linear" if config.rope_original_context is None else "llama3"
     scaling = {"rope_type": kind} | {name: getattr(config, ours) for ours, name in ROPE_FIELDS[kind].items()}
-    return {
-        "rope_theta": config.rope_base, "rope_scaling": None if kind == "default" else scaling,
-        "rope_parameters": {"rope_theta": config.rope_base, **scaling},
-    }  # fmt: skip
+    theirs = {"rope_theta": config.rope_base, "rope_scaling": None if kind == "default" else scaling}
+    nested: dict[str, Any] = {"rope_theta": config.rope_base, **scaling}
+    if config.local_rope_base is not None:
+        local = {"rope_theta": config.local_rope_base, "rope_type": "default"}
+        theirs |= {"rope_local_base_freq": config.local_rope_base}
+        nested = {"full_attention": nested, "sliding_attention": local}
+    return {**theirs, "rope_parameters": nested}
 
 
 ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {

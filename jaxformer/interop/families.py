@@ -8,7 +8,8 @@ the MLP, E experts. Axes in parentheses are stored as one, the first the slowest
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import sqrt
 from typing import Any, NamedTuple
 
 from jaxformer.errors import UserError
@@ -26,8 +27,8 @@ class Field(NamedTuple):
     """One field of our config and its equivalent in theirs.
 
     Attributes:
-      ours, theirs: names.
-      default: their value where their config has none.
+      ours, theirs: names. Several of ours may depend on one of theirs.
+      default: their value where their config has none, or a function of the config that returns it.
       values: our value of each of theirs; None for the same value.
       read, write: conversions from theirs and back, where no table of values says it.
     """
@@ -59,10 +60,38 @@ class Weight(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """The rotation of their config, in our fields; see `read_rope`."""
+    """Fields of the rotation in their configs before version 5 of transformers; see `configs.read_rope`.
 
-    theirs: str = "rope_theta"
-    default: float = 10_000.0
+    Attributes:
+      base: default of `rope_theta`.
+      local_base: default of `rope_local_base_freq`, of blocks with a window; None where all blocks share a base.
+    """
+
+    base: float = 10_000.0
+    local_base: float | None = None
+
+
+ROPE = Rope()
+
+
+def never(theirs: Mapping[str, Any], i: int) -> bool:
+    """Return False: no block has a window."""
+    return False
+
+
+def always(theirs: Mapping[str, Any], i: int) -> bool:
+    """Return True where there is a window, which is that of every block."""
+    return theirs.get("sliding_window") is not None
+
+
+def last_layers(theirs: Mapping[str, Any], i: int) -> bool:
+    """Return True for the blocks from `max_window_layers` on, where windows are switched on."""
+    return bool(theirs.get("use_sliding_window")) and i >= theirs.get("max_window_layers", 28)
+
+
+def all_but_every_sixth(theirs: Mapping[str, Any], i: int) -> bool:
+    """Return False for every sixth block, or that of another period in their config."""
+    return bool((i + 1) % theirs.get("sliding_window_pattern", 6))
 
 
 @dataclass(frozen=True)
@@ -75,9 +104,10 @@ class Family:
       weights: rows of the parameters; those that a model has no parameter for, such as biases, are left out.
       constants: our fields that all models of the family share.
       required: values that their fields must have, or be without; another value changes the computation.
-      rope: their base of the rotation; None for models without.
+      rope: their rotation; None for models without.
+      has_window: True for a block, by its index, that attends within `sliding_window`, where no `layer_types` say it.
       prefix: of names of tensors, absent where the model was saved without its head.
-      ignored: ends of names of tensors that hold no parameter.
+      ignored: patterns of names of tensors that hold no parameter.
     """
 
     model_type: str
@@ -86,9 +116,10 @@ class Family:
     weights: tuple[Weight, ...]
     constants: Mapping[str, Any]
     required: Mapping[str, Any] = field(default_factory=dict)
-    rope: Rope | None = field(default_factory=Rope)
+    rope: Rope | None = ROPE
+    has_window: Callable[[Mapping[str, Any], int], bool] = never
     prefix: str = "model."
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
 
 def one_layer(width: int) -> tuple[int]:
@@ -107,6 +138,17 @@ def only_layer(widths: tuple[int, ...]) -> int:
     return widths[0]
 
 
+def with_defaults(fields: tuple[Field, ...], **defaults: Any) -> tuple[Field, ...]:
+    """Return fields with other defaults, by our names."""
+    return tuple(row._replace(default=defaults.get(row.ours, row.default)) for row in fields)
+
+
+def without(fields: tuple[Field, ...], name: str) -> tuple[Field, ...]:
+    """Return fields but the one of our name."""
+    return tuple(row for row in fields if row.ours != name)
+
+
+EXPERTS, THEIR_EXPERTS = "blocks_{i}.mlp.experts", "model.layers.{i}.block_sparse_moe.experts.{e}"
 TIED = {True: "tied", False: "linear"}
 LLAMA_FIELDS = (
     Field("vocab_size", "vocab_size"),
@@ -158,5 +200,154 @@ LLAMA = Family(
     required={"mlp_bias": False},
 )
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA,)}
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    fields=LLAMA_FIELDS,
+    required={},
+    has_window=always,
+)
+
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=LLAMA_FIELDS,
+    constants={**LLAMA_CONSTANTS, "attention_bias": True, "output_bias": False},
+    required={},
+    has_window=last_layers,
+)
+
+QK_NORM = (
+    Weight("blocks_{i}.attention.gamma_Q", "model.layers.{i}.self_attn.q_norm.weight", "K -> K"),
+    Weight("blocks_{i}.attention.gamma_K", "model.layers.{i}.self_attn.k_norm.weight", "K -> K"),
+)
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=with_defaults(LLAMA.fields, head_dim=128),
+    weights=(*LLAMA.weights, *QK_NORM),
+    constants={**LLAMA_CONSTANTS, "qk_norm": True},
+    required={},
+    has_window=last_layers,
+)
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("max_context", "n_positions", 1024),
+        Field("d_model", "n_embd"),
+        Field("n_blocks", "n_layer"),
+        Field("n_heads", "n_head"),
+        Field("d_ff", "n_inner", lambda theirs: 4 * theirs["n_embd"], read=one_layer, write=only_layer),
+        Field(
+            "activation", "activation_function", "gelu_new",
+            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"},
+        ),
+        Field("norm_eps", "layer_norm_epsilon", 1e-5),
+        Field("unembedding", "tie_word_embeddings", True, TIED),
+        Field("embedding_std", "initializer_range", 0.02),
+    ),
+    weights=(
+        Weight("embedding.W_E", "transformer.wte.weight", "V D -> V D"),
+        Weight("embedding.W_pos", "transformer.wpe.weight", "P D -> P D"),
+        Weight("blocks_{i}.attention_norm.gamma", "transformer.h.{i}.ln_1.weight", "D -> D"),
+        Weight("blocks_{i}.attention_norm.beta", "transformer.h.{i}.ln_1.bias", "D -> D"),
+        Weight("blocks_{i}.attention.W_Q", "transformer.h.{i}.attn.c_attn.weight", "D (3 H K) -> D H K", part=0),
+        Weight("blocks_{i}.attention.W_K", "transformer.h.{i}.attn.c_attn.weight", "D (3 H K) -> D H K", part=1),
+        Weight("blocks_{i}.attention.W_V", "transformer.h.{i}.attn.c_attn.weight", "D (3 H K) -> D H K", part=2),
+        Weight("blocks_{i}.attention.b_Q", "transformer.h.{i}.attn.c_attn.bias", "(3 H K) -> H 1 K", part=0),
+        Weight("blocks_{i}.attention.b_K", "transformer.h.{i}.attn.c_attn.bias", "(3 H K) -> H 1 K", part=1),
+        Weight("blocks_{i}.attention.b_V", "transformer.h.{i}.attn.c_attn.bias", "(3 H K) -> H 1 K", part=2),
+        Weight("blocks_{i}.attention.W_O", "transformer.h.{i}.attn.c_proj.weight", "(H K) D -> H K D"),
+        Weight("blocks_{i}.attention.b_O", "transformer.h.{i}.attn.c_proj.bias", "D -> D"),
+        Weight("blocks_{i}.mlp_norm.gamma", "transformer.h.{i}.ln_2.weight", "D -> D"),
+        Weight("blocks_{i}.mlp_norm.beta", "transformer.h.{i}.ln_2.bias", "D -> D"),
+        Weight("blocks_{i}.mlp.W_1", "transformer.h.{i}.mlp.c_fc.weight", "D F -> D F"),
+        Weight("blocks_{i}.mlp.b_1", "transformer.h.{i}.mlp.c_fc.bias", "F -> F"),
+        Weight("blocks_{i}.mlp.W_2", "transformer.h.{i}.mlp.c_proj.weight", "F D -> F D"),
+        Weight("blocks_{i}.mlp.b_2", "transformer.h.{i}.mlp.c_proj.bias", "D -> D"),
+        Weight("final_norm.gamma", "transformer.ln_f.weight", "D -> D"),
+        Weight("final_norm.beta", "transformer.ln_f.bias", "D -> D"),
+        Weight("W_out", "lm_head.weight", "V D -> D V"),
+    ),
+    constants={
+        "output_projection": True, "norm": "layernorm", "final_norm": True, "positions": "learned", "bias": True,
+        "attention_bias": True,
+    },
+    required={
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+    },
+    rope=None,
+    prefix="transformer.",
+    ignored=(r"attn\.(masked_)?bias$",),
+)  # fmt: skip
+
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    fields=(
+        *with_defaults(
+            without(LLAMA_FIELDS, "activation"),
+            max_context=131_072, head_dim=256, unembedding=True,
+        ),
+        Field("activation", "hidden_activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
+        Field("attention_bias", "attention_bias", False),
+        Field("embedding_scale", "hidden_size", read=sqrt, write=lambda scale: round(scale**2)),
+        Field("score_scale", "query_pre_attn_scalar", 256, read=lambda n: n**-0.5, write=lambda scale: scale**-2),
+        Field("logit_soft_cap", "final_logit_softcapping", None),
+    ),
+    weights=(
+        *(weight for weight in LLAMA_ENDS if weight.ours != "final_norm.gamma"),
+        Weight("final_norm.gamma", "model.norm.weight", "D -> D", offset=1),
+        *(weight for weight in LLAMA_ATTENTION if not weight.ours.endswith("gamma")),
+        *(weight._replace(offset=1) for weight in QK_NORM),
+        *(weight for weight in LLAMA_MLP if not weight.ours.endswith("gamma")),
+        *(
+            Weight(f"blocks_{{i}}.{ours}.gamma", f"model.layers.{{i}}.{theirs}.weight", "D -> D", offset=1)
+            for ours, theirs in (
+                ("attention_norm", "input_layernorm"),
+                ("attention_post_norm", "post_attention_layernorm"),
+                ("mlp_norm", "pre_feedforward_layernorm"),
+                ("mlp_post_norm", "post_feedforward_layernorm"),
+            )
+        ),
+    ),
+    constants={**LLAMA_CONSTANTS, "norm_placement": "both", "qk_norm": True},
+    required={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
+    rope=Rope(1e6, 1e4),
+    has_window=all_but_every_sixth,
+)  # fmt: skip
+
+MIXTRAL = replace(
+    LLAMA,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    fields=(
+        *LLAMA_FIELDS,
+        Field("n_experts", "num_local_experts", 8),
+        Field("experts_per_token", "num_experts_per_tok", 2),
+        Field("balance_weight", "router_aux_loss_coef", 0.001),
+    ),
+    weights=(
+        *LLAMA_ENDS,
+        *LLAMA_ATTENTION,
+        *(weight for weight in LLAMA_MLP if weight.ours.endswith("gamma")),
+        Weight("blocks_{i}.mlp.W_router", "model.layers.{i}.block_sparse_moe.gate.weight", "E D -> D E"),
+        Weight(f"{EXPERTS}.W_gate_1", f"{THEIR_EXPERTS}.w1.weight", "F D -> D F"),
+        Weight(f"{EXPERTS}.W_1", f"{THEIR_EXPERTS}.w3.weight", "F D -> D F"),
+        Weight(f"{EXPERTS}.W_2", f"{THEIR_EXPERTS}.w2.weight", "D F -> F D"),
+    ),
+    constants={**LLAMA_CONSTANTS, "renormalize_experts": True},
+    required={},
+    has_window=always,
+)
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
+}
 """Families by their `model_type`."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
+from jaxformer.fields import at_least, check_range
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
 from jaxformer.nn.capture import capture_point
@@ -48,10 +48,16 @@ class DecoderConfig(TokenModelConfig):
     """Multiply the concatenated heads by W_O."""
     attention_bias: bool = False
     """Biases in the projections of attention."""
+    output_bias: bool | None = None
+    """Bias of W_O; without it, as attention_bias."""
+    score_scale: float | None = None
+    """Factor of the scores of attention; without it, as scaled says."""
     qk_norm: bool = False
     """RMS-normalise queries and keys."""
     window: int | None = None
     """Positions a query looks back at, itself included; without it, all."""
+    global_blocks: tuple[int, ...] = ()
+    """Indices, from 0, of the blocks that attend without the window."""
     max_context: int | None = None
     """Longest text that every query attends to in full, in tokens, and with learned positions their number; without it,
     context_length, which sets the length of training sequences."""
@@ -67,6 +73,8 @@ class DecoderConfig(TokenModelConfig):
     """Experts in each block, MLPs with hidden layers as wide as d_ff; without it, one MLP for all tokens."""
     experts_per_token: int = 2
     """Experts that process each token."""
+    renormalize_experts: bool | None = None
+    """Weights of a token's experts that sum to 1; without it, unless experts_per_token is 1."""
     capacity_factor: float | None = None
     """Capacity of an expert in training, as a multiple of its even share of tokens; without it, no token is dropped:
     slower, exact."""
@@ -80,11 +88,14 @@ class DecoderConfig(TokenModelConfig):
     norm: Literal["none", Norm] = "none"
     norm_eps: float | None = None
     """ε added to the mean square or variance in norms; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
-    norm_placement: Literal["pre", "post"] = "pre"
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Norms before each part, after each residual connection, or before each part and after it."""
     final_norm: bool = False
     """One more norm before the logits."""
     positions: Positions = "learned"
     rope_base: float = 10_000.0
+    local_rope_base: float | None = None
+    """Base of RoPE, without scaling, in the blocks with a window; without it, rope_base and the scaling."""
     rope_scaling: float = 1.0
     """Divisor of positions in RoPE; above 1 for texts longer than the training context."""
     rope_original_context: int | None = None
@@ -95,11 +106,15 @@ class DecoderConfig(TokenModelConfig):
     rope_high_periods: float = 4.0
     """Periods per rope_original_context above which a frequency is not divided."""
     embedding_std: float = 1.0
+    embedding_scale: float = 1.0
+    """Factor of a token's row of the embedding."""
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
     unembedding_std: float | None = None
     """Standard deviation of W_out at initialisation; without it, 1/sqrt(d_model). Small values start the loss at
     log(vocab_size)."""
+    logit_soft_cap: float | None = None
+    """Bound of the logits, c · tanh(logits / c) (Gemma 2); none for no bound."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -153,8 +168,12 @@ class DecoderConfig(TokenModelConfig):
             )
         check_epsilon(self.norm_eps)
         self._check_experts()
-        at_least(self, 1, "rope_base", "rope_scaling")
+        at_least(self, 1, "rope_base", "rope_scaling", *["local_rope_base"] * (self.local_rope_base is not None))
         at_least(self, 0, "embedding_std")
+        for name in ("score_scale", "logit_soft_cap"):
+            if getattr(self, name) is not None:
+                check_range(self, name, above=0)
+        self._check_global_blocks()
         for name in ("projection_std", "unembedding_std"):
             if getattr(self, name) is not None:
                 at_least(self, 0, name)
@@ -165,6 +184,19 @@ class DecoderConfig(TokenModelConfig):
             )
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    def _check_global_blocks(self) -> None:
+        for name in ("global_blocks", "local_rope_base"):
+            if getattr(self, name) and self.window is None:
+                raise UserError(
+                    f"{name} is {getattr(self, name)}, but without a window no block is local; set window, or "
+                    "leave it out."
+                )
+        if any(not 0 <= i < self.n_blocks for i in self.global_blocks):
+            raise UserError(
+                f"global_blocks is {self.global_blocks}; the indices of {self.n_blocks} blocks are 0 to "
+                f"{self.n_blocks - 1}."
+            )
 
     def _check_experts(self) -> None:
         at_least(self, 0, "balance_weight", "router_z_weight")
@@ -199,7 +231,20 @@ class DecoderConfig(TokenModelConfig):
     def attention_window(self) -> int:
         """Most positions that a query attends to, itself included: the window or, without it, `n_positions`, also in a
         longer text."""
-        return self.window or self.n_positions
+        return max(self.block_windows)
+
+    @property
+    def block_windows(self) -> tuple[int, ...]:
+        """Attention window of each block."""
+        local = self.window or self.n_positions
+        return tuple(self.n_positions if i in self.global_blocks else local for i in range(self.n_blocks))
+
+    @property
+    def block_groups(self) -> tuple[tuple[int, slice], ...]:
+        """Window and indices of consecutive blocks that attend alike; one scan runs over each of these groups."""
+        kinds = [(window, i in self.global_blocks) for i, window in enumerate(self.block_windows)]
+        ends = [i for i in range(1, len(kinds) + 1) if i == len(kinds) or kinds[i] != kinds[i - 1]]
+        return tuple((kinds[end - 1][0], slice(first, end)) for first, end in zip([0, *ends], ends, strict=False))
 
     @property
     def n_positions(self) -> int:
@@ -250,11 +295,17 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        attention = partial(
-            MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
-            c.output_projection, c.attention_bias, c.qk_norm, c.rope_base if c.positions == "rope" else None,
-            self.execution.attention, c.rope_scale, epsilon("rmsnorm", c.norm_eps),
-        )  # fmt: skip
+
+        def make_attention(i: int) -> Make:
+            base, scaling = (c.rope_base, c.rope_scale) if c.positions == "rope" else (None, 1.0)
+            if c.local_rope_base is not None and i not in c.global_blocks:
+                base, scaling = c.local_rope_base, 1.0
+            return partial(
+                MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
+                c.output_projection, c.attention_bias, c.qk_norm, base, self.execution.attention, scaling,
+                epsilon("rmsnorm", c.norm_eps), c.output_bias, c.score_scale,
+            )  # fmt: skip
+
         norm = None if c.norm == "none" else norm_maker(c.norm, c.norm_eps)
         widths = [c.d_model] * c.n_blocks
         if c.unembedding == "mlp":
@@ -266,12 +317,15 @@ class Decoder(nn.Module):
                 return mlp
             return partial(
                 Experts, mlp, c.n_experts, c.experts_per_token, c.capacity_factor, c.shared_expert,
-                self.execution.expert_shards,
+                self.execution.expert_shards, c.renormalize_experts,
             )  # fmt: skip
 
-        self.embedding = Embedding(c.vocab_size, c.n_positions, c.d_model, c.positions, c.embedding_std)
+        self.embedding = Embedding(
+            c.vocab_size, c.n_positions, c.d_model, c.positions, c.embedding_std, c.embedding_scale
+        )
         self.blocks = [
-            Block(attention, make_mlp(width), norm, c.norm_placement, c.residual, c.dropout) for width in widths
+            Block(make_attention(i), make_mlp(width), norm, c.norm_placement, c.residual, c.dropout)
+            for i, width in enumerate(widths)
         ]
         if norm is not None and c.final_norm:
             self.final_norm = norm()
@@ -304,15 +358,29 @@ class Decoder(nn.Module):
         if c.positions == "learned" and len(tokens_T) > c.n_positions:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.n_positions} learned positions")
         positions_T = jnp.arange(len(tokens_T))
-        mask: Mask = Causal(c.attention_window if len(tokens_T) > c.attention_window else None)
-        if prefix is not None:
-            mask = self.mask(positions_T, positions_T, prefix)
+        mask_by_window = {
+            window: self._mask(positions_T, prefix, segments_T, window) for window in set(c.block_windows)
+        }
         if segments_T is not None:
-            mask = self.mask(positions_T, positions_T) & masks.segment(segments_T, segments_T)
             positions_T = positions_in_segments(segments_T)
         x_TD = self.embedding(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
-        return run_blocks(self.blocks, self.execution, x_TD, positions_T, mask, keys=keys)
+        for window, part in c.block_groups:
+            part_keys = None if keys is None else keys if len(c.block_groups) == 1 else keys[part]
+            x_TD = run_blocks(
+                self.blocks[part], self.execution, x_TD, positions_T, mask_by_window[window], keys=part_keys
+            )
+        return x_TD
+
+    def _mask(
+        self, positions_T: jax.Array, prefix: jax.Array | int | None, segments_T: jax.Array | None, window: int
+    ) -> Mask:
+        """Return the mask of a whole sequence: static, where nothing but order and window decides."""
+        if segments_T is not None:
+            return self.mask(positions_T, positions_T, window=window) & masks.segment(segments_T, segments_T)
+        if prefix is not None:
+            return self.mask(positions_T, positions_T, prefix, window)
+        return Causal(window if len(positions_T) > window else None)
 
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int,
@@ -324,11 +392,13 @@ class Decoder(nn.Module):
         it is masked, and its own features are undefined. A `prefix` must come in one call; later calls do without it.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
-        mask_TS = self.mask(positions_T, position_S, prefix)
+        mask_by_window = {
+            window: self.mask(positions_T, position_S, prefix, window) for window in set(self.config.block_windows)
+        }
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x_TD, updated = block(x_TD, positions_T, mask_TS, layer, slot)
+        for block, layer, window in zip(self.blocks, cache.layers, self.config.block_windows, strict=True):
+            x_TD, updated = block(x_TD, positions_T, mask_by_window[window], layer, slot)
             assert updated is not None  # as a cache was given
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
@@ -340,13 +410,18 @@ class Decoder(nn.Module):
             x_TD = self.final_norm(x_TD)
         if c.unembedding == "mlp":
             return x_TD
-        return self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
+        logits_TV = self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
+        return logits_TV if c.logit_soft_cap is None else c.logit_soft_cap * jnp.tanh(logits_TV / c.logit_soft_cap)
 
-    def mask(self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None) -> jax.Array:
-        """Return the mask `(T, S)` from positions: as far back as `attention_window`, also in a prefix."""
-        mask_TS = Causal(self.config.attention_window)(query_T, key_S)
+    def mask(
+        self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None, window: int | None = None
+    ) -> jax.Array:
+        """Return the mask `(T, S)` from positions: as far back as `window`, by default `attention_window`, also in a
+        prefix."""
+        window = self.config.attention_window if window is None else window
+        mask_TS = Causal(window)(query_T, key_S)
         if prefix is not None:
-            mask_TS |= (key_S < prefix) & (query_T[:, None] - key_S < self.config.attention_window)
+            mask_TS |= (key_S < prefix) & (query_T[:, None] - key_S < window)
         return mask_TS & masks.padding(query_T, key_S)
 
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:

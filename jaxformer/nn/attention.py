@@ -45,6 +45,8 @@ class MultiHeadAttention(nn.Module):
         the faster `ops.cache.decode_step`.
       rope_scaling: divisor of the positions in the rotation, or scaling of its frequencies.
       norm_eps: ε of the norms of queries and keys.
+      output_bias: add `b_O`; None for as `bias` says.
+      score_scale: factor of the scores in place of 1/√K.
     """
 
     n_heads: int
@@ -59,6 +61,8 @@ class MultiHeadAttention(nn.Module):
     attention: Callable[..., jax.Array] = attention
     rope_scaling: float | Llama3Scaling = 1.0
     norm_eps: float = RMSNorm.eps
+    output_bias: bool | None = None
+    score_scale: float | None = None
 
     def __call__(
         self,
@@ -105,7 +109,8 @@ class MultiHeadAttention(nn.Module):
             return capture_point(self, OUTPUT, y_HTK.swapaxes(0, 1).reshape(T, H * K)), cache
         W_HKD = self._parameter("W_O", self._init(D), H, K, D)
         y_TD = from_heads(y_HTK, W_HKD)
-        y_TD = y_TD + self._parameter("b_O", nn.initializers.zeros, D) if self.bias else y_TD
+        if self.bias if self.output_bias is None else self.output_bias:
+            y_TD = y_TD + self._parameter("b_O", nn.initializers.zeros, D)
         return capture_point(self, OUTPUT, y_TD), cache
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,4 +171,6 @@ class MultiHeadAttention(nn.Module):
     @property
     def scale(self) -> float:
         """Factor of the scores."""
+        if self.score_scale is not None:
+            return self.score_scale
         return 1 / sqrt(self.head_dim) if self.scaled else 1.0

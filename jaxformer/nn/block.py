@@ -16,11 +16,12 @@ Make = Callable[..., nn.Module]
 
 class Block(nn.Module):
     """Attention and MLP, each with an optional norm before ('pre', Xiong et al. 2020) or after ('post', Vaswani et al.
-    2017) and a residual connection. In between, optionally, cross-attention.
+    2017) and a residual connection. In between, optionally, cross-attention. With 'both', a part has a norm before it,
+    and another, `attention_post_norm` or `mlp_post_norm`, of its output before that is added (Gemma 2).
 
     Attributes:
       make_attention, make_mlp, make_norm: functions that make the parts; no norm without `make_norm`.
-      norm_placement: 'pre' or 'post'.
+      norm_placement: 'pre', 'post' or 'both'.
       residual: x + f(x) instead of f(x).
       dropout: probability of zeroing an output of each part, with a dropout key.
       make_cross_attention: function that makes cross-attention; without it, there is none.
@@ -42,6 +43,8 @@ class Block(nn.Module):
             setattr(self, part, make())
             if self.make_norm is not None:
                 setattr(self, f"{part}_norm", self.make_norm())
+                if self.norm_placement == "both":
+                    setattr(self, f"{part}_post_norm", self.make_norm())
             if self.dropout:
                 setattr(self, f"{part}_dropout", nn.Dropout(self.dropout, deterministic=False))
 
@@ -83,9 +86,11 @@ class Block(nn.Module):
         return keys_values
 
     def _before(self, x_TD: jax.Array, part: str) -> jax.Array:
-        return self._norm(x_TD, part) if self.norm_placement == "pre" else x_TD
+        return self._norm(x_TD, part) if self.norm_placement in ("pre", "both") else x_TD
 
     def _after(self, x_TD: jax.Array, y_TD: jax.Array, part: str, key: jax.Array | None) -> jax.Array:
+        if self.norm_placement == "both":
+            y_TD = self._norm(y_TD, f"{part}_post")
         if self.dropout and key is not None:
             y_TD = capture_point(self, f"{part}_dropout", getattr(self, f"{part}_dropout")(y_TD, rng=key))
         x_TD = x_TD + y_TD if self.residual else y_TD

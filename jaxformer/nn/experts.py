@@ -45,6 +45,7 @@ class Experts(nn.Module):
       shared_expert: add one more expert, `shared`, for all tokens (Dai et al. 2024, section 3.2).
       shards: devices on the mesh axis "expert", each of which has its part of the experts and sends the others their
         tokens; more than 1 only within a `jax.shard_map` over that axis.
+      renormalize: see `ops.experts.route`.
     """
 
     make_expert: Make
@@ -53,6 +54,7 @@ class Experts(nn.Module):
     capacity_factor: float | None = None
     shared_expert: bool = False
     shards: int = 1
+    renormalize: bool | None = None
 
     @nn.compact
     def __call__(self, x_TD: jax.Array) -> jax.Array:
@@ -60,7 +62,7 @@ class Experts(nn.Module):
         W_DE = parameter(self, "W_router", uniform_fan_in(D), (D, self.n_experts), "embed -> choices")
         # In float32, as rounding may change a token's experts (Fedus et al. 2022, section 2.4).
         logits_TE = widened(x_TD) @ widened(W_DE)
-        experts_TJ, weights_TJ = route(logits_TE, self.per_token)
+        experts_TJ, weights_TJ = route(logits_TE, self.per_token, self.renormalize)
         room = capacity(T, self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None)
         slots_TJ = assign(experts_TJ, self.n_experts, room)
         if not self.is_initializing():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
 
-Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu"]
+Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu", "geglu"]
 """Activations of an MLP by the names that configs use."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -21,11 +21,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "swiglu": jax.nn.silu,
+    "geglu": jax.nn.gelu,
     "tanh": jnp.tanh,
 }
-"""Activations by name. 'swiglu' gates: silu(x W_gate) · (x W) (Shazeer 2020); 'gelu' is the tanh approximation of
-GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid approximation of CLIP (Hendrycks and
-Gimpel 2016)."""
+"""Activations by name. 'swiglu' and 'geglu' gate: silu(x W_gate) · (x W), or gelu (Shazeer 2020); 'gelu' is the tanh
+approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid approximation of CLIP
+(Hendrycks and Gimpel 2016)."""
+GATED = ("swiglu", "geglu")
+"""Activations of a gate."""
 
 
 _AXES = ("embed", "hidden")
@@ -45,7 +48,7 @@ def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
 class MLP(nn.Module):
     """Linear layers with an activation between them: `(…, D)` to `(…, d_out)`.
 
-    Parameters `W_1`, `b_1`, …, in the order in which they are used; `W_gate_i` beside `W_i` for 'swiglu'.
+    Parameters `W_1`, `b_1`, …, in the order in which they are used; `W_gate_i` beside `W_i` for a gated activation.
     """
 
     hidden: tuple[int, ...]
@@ -63,7 +66,7 @@ class MLP(nn.Module):
         """Return the activations of the i-th hidden layer, from 1 on, `(…, hidden[i - 1])`."""
         act, width = ACTIVATIONS[self.activation], self.hidden[i - 1]
         y = self._linear(x, i, width)
-        if self.activation != "swiglu":
+        if self.activation not in GATED:
             return act(y)
         return act(self._product(x, f"W_gate_{i}", i, width)) * y
 

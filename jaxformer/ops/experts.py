@@ -31,14 +31,17 @@ class RouterStatistics(NamedTuple):
     """Fraction of the choices that were dropped."""
 
 
-def route(logits_TE: jax.Array, n_chosen: int) -> tuple[jax.Array, jax.Array]:
+def route(logits_TE: jax.Array, n_chosen: int, renormalize: bool | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the experts with the largest logits, the largest first, `(T, J)` int32, and their weights `(T, J)`.
 
     Weights are the softmax over the chosen experts (Jiang et al. 2024, section 2.1). With one expert per token, that
     would always be 1, and the weight is the probability among all experts (Fedus et al. 2022, equation 2).
+
+    Args:
+      renormalize: True for the softmax over the chosen experts, False for that over all; None as above.
     """
     top_TJ, experts_TJ = jax.lax.top_k(logits_TE, n_chosen)
-    among = logits_TE if n_chosen == 1 else top_TJ
+    among = top_TJ if (n_chosen > 1 if renormalize is None else renormalize) else logits_TE
     return experts_TJ, jnp.exp(top_TJ - jax.nn.logsumexp(among, axis=-1, keepdims=True))
 
 

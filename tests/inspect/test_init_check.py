@@ -22,6 +22,10 @@ CASES: dict[str, Any] = {
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
     "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8),
+    "norms around parts, local and global": replace(
+        WIDE, norm="rmsnorm", norm_placement="both", activation="geglu", window=8, global_blocks=(1,), score_scale=0.1,
+        embedding_scale=2.0, embedding_std=0.5, bias=False,
+    ),
     "experts": replace(WIDE, norm="rmsnorm", embedding_std=0.3, n_experts=8, experts_per_token=2),
     "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, n_experts=8, experts_per_token=1),
     "post, no residual": replace(WIDE, residual=False, norm="layernorm", norm_placement="post", unembedding="mlp"),
@@ -30,6 +34,7 @@ CASES: dict[str, Any] = {
 
 CASES_BY_COST = [
     *("residual", "modern"), *map(slow, ("experts", "post, window")),
+    exhaustive("norms around parts, local and global"),
     *map(exhaustive, ("multihead_full", "rmsnorm", "qk_norm, swiglu", "one expert")),
     *map(exhaustive, ("post, no residual", "no residual")),
 ]  # fmt: skip

@@ -16,14 +16,18 @@ SHAPES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
+CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+"""Classes of families whose names are others than those of most."""
+
 
 def publish(folder: Path, family: str, std: float = 0.3, shard_size: str = "5GB", **changes: Any) -> Any:
     """Write a random model of a family of transformers to a folder, with a tokenizer; return it, a torch module."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{family}Config")(**{**SHAPES, **changes})
+    config_class, model_class = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    config = getattr(transformers, config_class)(**{**SHAPES, **changes})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             gain = "norm" in name and name.endswith("weight")

@@ -22,12 +22,46 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+GPT2_SHAPES: dict[str, Any] = {
+    "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 96, "hidden_size": 24, "num_key_value_heads": None,
+}  # fmt: skip
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rms_norm_eps": 1e-5}),
     "llama, tied, llama3 scaling": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama, biases, wide heads": ("Llama", {"attention_bias": True, "head_dim": 10}),
     "llama, linear scaling": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-}
+    "qwen3": ("Qwen3", {"head_dim": 10, "tie_word_embeddings": True}),
+    "qwen3, windows": (
+        "Qwen3",
+        {
+            "head_dim": 6, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "gpt2": ("GPT2", GPT2_SHAPES),
+    "gpt2, untied, wide": ("GPT2", {**GPT2_SHAPES, "tie_word_embeddings": False, "n_inner": 44}),
+    "qwen2": ("Qwen2", {}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    "mistral, tied, no window": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True, "head_dim": 6}),
+    "gemma3": ("Gemma3", {"num_hidden_layers": 7, "sliding_window": 9, "head_dim": 10, "query_pre_attn_scalar": 12}),
+    "gemma3, scaling, soft cap": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 3, "sliding_window": 9, "head_dim": 8, "final_logit_softcapping": 5.0,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"], "rope_parameters": GEMMA_ROPE,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, one expert, window": (
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
 """Family and fields of its config that differ from `published.SHAPES`."""
 
 
@@ -87,9 +121,12 @@ def test_cached_decoding_equals_the_full_forward_pass(case):
     np.testing.assert_allclose(logits_TV, full_TV, rtol=0, atol=1e-5 * max(1, np.abs(full_TV).max()))
 
 
-@pytest.mark.parametrize(("family", "eps"), [("Llama", 1e-5), ("Llama", 1e-6)])
-def test_epsilon_of_norms_is_that_of_the_config(tmp_path: Path, family: str, eps: float):
-    model = publish(tmp_path / "model", family, std=1e-3, rms_norm_eps=eps)
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "qwen2", "mistral", "gemma3", "mixtral"])
+def test_epsilon_of_norms_is_that_of_the_config(tmp_path: Path, name: str, eps: float):
+    family, changes = CASES[name]
+    field = "layer_norm_epsilon" if family == "GPT2" else "rms_norm_eps"
+    model = publish(tmp_path / "model", family, std=1e-3, **{**changes, field: eps})
     path, config = import_run(tmp_path / "model", tmp_path / "run")
     run, theirs_TV = load_run(path), their_logits(model, tokens(11))
     size = np.abs(theirs_TV).max()

@@ -47,11 +47,25 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
     "window": replace(PLAIN, window=3, positions="rope", head_dim=4),
     "experts": replace(MODERN, n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
+    "local and global": replace(
+        MODERN,
+        n_blocks=3,
+        window=3,
+        global_blocks=(1,),
+        local_rope_base=100.0,
+        norm_placement="both",
+        activation="geglu",
+        embedding_scale=3.0,
+        score_scale=0.4,
+        logit_soft_cap=2.0,
+        attention_bias=True,
+        output_bias=False,
+    ),
 }
 
 CASES = [
     *("attention_unscaled", "rmsnorm", "modern", "window"),
-    *map(slow, ("residual", "multihead", "vaswani", "experts", "no_positions")),
+    *map(slow, ("residual", "multihead", "vaswani", "experts", "no_positions", "local and global")),
     *map(exhaustive, ("attention_scaled", "multihead_full")),  # others but for a factor, and but for a width
 ]
 
@@ -314,6 +328,15 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"n_heads": -3}, ["n_heads", "-3"]),
         ({"head_dim": -5}, ["head_dim", "-5"]),
         ({"window": 0}, ["window", "0"]),
+        ({"global_blocks": (1,)}, ["global_blocks", "(1,)", "window"]),
+        ({"window": 3, "global_blocks": (0, 2)}, ["global_blocks", "(0, 2)", "2 blocks"]),
+        ({"local_rope_base": 100.0}, ["local_rope_base", "100.0", "window"]),
+        ({"window": 3, "local_rope_base": 0.5}, ["local_rope_base", "0.5"]),
+        ({"max_context": 6}, ["max_context", "6", "context_length", "7"]),
+        ({"score_scale": 0.0}, ["score_scale", "0.0"]),
+        ({"logit_soft_cap": -1.0}, ["logit_soft_cap", "-1.0"]),
+        ({"rope_original_context": 0}, ["rope_original_context", "0"]),
+        ({"rope_low_periods": 4.0}, ["rope_low_periods", "4.0", "rope_high_periods"]),
         ({"window": 5, "prefix": True}, ["window", "5", "prefix"]),
         ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
         ({"n_experts": 0}, ["n_experts", "0"]),
@@ -336,3 +359,65 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
     with pytest.raises(UserError) as error:
         replace(PLAIN, **fields)
     assert all(word in str(error.value) for word in said)
+
+
+def test_blocks_attend_within_their_own_windows() -> None:
+    """Without a residual stream, an output depends on what its block attends to, and on nothing else."""
+    config = replace(
+        PLAIN, n_blocks=1, window=3, positions="rope", head_dim=4, residual=False, context_length=T, norm="none"
+    )  # fmt: skip
+    for global_blocks, reach in (((), 3), ((0,), T)):
+        model, params = build(replace(config, global_blocks=global_blocks))
+        embed = params["embedding"]["W_E"]
+
+        def last(table: jax.Array, model: Decoder = model, params: Params = params) -> jax.Array:
+            return apply(model, {**params, "embedding": {"W_E": table}}, jnp.arange(T))[-1].sum()
+
+        depends_T = np.abs(jax.grad(last)(embed)[:T]).max(-1) > 0
+        np.testing.assert_array_equal(depends_T, np.arange(T) >= T - reach)
+
+
+def test_groups_of_blocks_are_consecutive_and_alike() -> None:
+    config = replace(PLAIN, n_blocks=6, window=3, global_blocks=(2, 5), max_context=11)
+    assert config.block_windows == (3, 3, 11, 3, 3, 11) and config.attention_window == 11
+    assert config.block_groups == ((3, slice(0, 2)), (11, slice(2, 3)), (3, slice(3, 5)), (11, slice(5, 6)))
+    assert replace(config, global_blocks=()).block_groups == ((3, slice(0, 6)),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"scan": True}, exhaustive({"scan": True, "remat": "block"})], ids=str)
+def test_scanned_groups_equal_the_loop_and_so_do_their_gradients(fields: dict) -> None:
+    config = replace(CONFIGS["local and global"], n_blocks=5, global_blocks=(2,), dropout=0.2)
+    params = build(config)[1]
+
+    def loss(params: Params, execution: Execution) -> jax.Array:
+        logits_TV = apply(config.build(execution), params, TOKENS_T, rngs={"dropout": jax.random.key(0)})
+        return jnp.sum(jnp.sin(logits_TV))
+
+    scanned, looped = (
+        jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, execution)
+        for execution in (Execution(**fields), Execution())
+    )
+    jax.tree.map(partial(assert_close, tolerance=1e-4), scanned, looped)
+
+
+def test_a_text_longer_than_training_sequences_is_attended_to_in_full() -> None:
+    config = replace(CONFIGS["modern"], context_length=3, max_context=T)
+    model, params = build(config)
+    assert_close(apply(model, params, TOKENS_T), apply(CONFIGS["modern"].build(), params, TOKENS_T), 0)
+    learned = replace(PLAIN, context_length=3, max_context=T)
+    assert build(learned)[1]["embedding"]["W_pos"].shape == (T, D)
+    with pytest.raises(ValueError, match="8 tokens, but there are 7 learned positions"):
+        apply(*build(learned), random_tokens(V, T + 1))
+
+
+def test_soft_caps_and_scales_act_as_their_formulas_say() -> None:
+    model, params = build(MODERN)
+    logits_TV = apply(model, params, TOKENS_T)
+    capped_TV = apply(replace(MODERN, logit_soft_cap=0.5).build(), params, TOKENS_T)
+    assert_close(capped_TV, 0.5 * np.tanh(np.asarray(logits_TV) / 0.5))
+    untied = replace(MODERN, unembedding="linear")
+    params = build(untied)[1]
+    tripled = {**params, "embedding": {"W_E": 3 * params["embedding"]["W_E"]}}
+    scaled = replace(untied, embedding_scale=3.0).build()
+    assert_close(apply(scaled, params, TOKENS_T), apply(untied.build(), tripled, TOKENS_T))

@@ -55,6 +55,21 @@ def test_biases_are_added_to_queries_keys_values_and_the_output(G: int) -> None:
     assert_close(apply(module, params, *INPUTS)[0], apply(flax, same, X_TD, mask=CAUSAL_TT[None]))
 
 
+def test_the_output_may_lack_the_bias_that_queries_keys_and_values_have() -> None:
+    module, whole = (MultiHeadAttention(H, K, 2, bias=True, output_bias=bias) for bias in (False, None))
+    params = random_params(whole, *INPUTS)
+    without = {name: leaf for name, leaf in params.items() if name != "b_O"}
+    assert set(first_params(module, *INPUTS)) == set(without)
+    assert_close(apply(module, without, *INPUTS)[0] + params["b_O"], apply(whole, params, *INPUTS)[0])
+
+
+def test_a_factor_of_the_scores_replaces_the_root_of_the_width() -> None:
+    module, scaled = MultiHeadAttention(H, K, H), MultiHeadAttention(H, K, H, score_scale=0.2)
+    params = random_params(module, *INPUTS)
+    larger = {**params, "W_Q": params["W_Q"] * 0.2 * K**0.5}
+    assert_close(apply(scaled, params, *INPUTS)[0], apply(module, larger, *INPUTS)[0])
+
+
 def test_without_output_projection_there_is_no_bias_of_the_output() -> None:
     module = MultiHeadAttention(H, K, H, output_projection=False, bias=True)
     assert set(first_params(module, *INPUTS)) == {f"{kind}_{name}" for kind in "Wb" for name in "QKV"}

@@ -21,7 +21,8 @@ ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11
 
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize(
-    ("norm", "placement"), [(None, "pre"), (RMSNorm, "pre"), (RMSNorm, "post"), (LayerNorm, "pre"), (LayerNorm, "post")]
+    ("norm", "placement"),
+    [(None, "pre"), (RMSNorm, "pre"), (RMSNorm, "post"), (LayerNorm, "pre"), (LayerNorm, "post"), (RMSNorm, "both")],
 )
 def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residual: bool) -> None:
     block = Block(ATTENTION, FEED_FORWARD, norm, placement, residual)
@@ -29,7 +30,7 @@ def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residua
     x, positions, mask = INPUTS
 
     def norm_of(part: str, x: jax.Array, where: str) -> jax.Array:
-        return apply(norm(), params[f"{part}_norm"], x) if norm and placement == where else x
+        return apply(norm(), params[f"{part}_norm"], x) if norm and placement in (where, "both") else x
 
     for part in ("attention", "mlp"):
         read = norm_of(part, x, "pre")
@@ -37,11 +38,18 @@ def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residua
             y, _ = apply(ATTENTION(), params["attention"], read, positions, mask)
         else:
             y = apply(FEED_FORWARD(), params["mlp"], read)
-        x = norm_of(part, x + y if residual else y, "post")
+        if placement == "both":
+            y = norm_of(f"{part}_post", y, "both")
+            x = x + y if residual else y
+        else:
+            x = norm_of(part, x + y if residual else y, "post")
     got, cache = apply(block, params, *INPUTS)
     assert_close(got, x)
     assert cache is None
-    assert set(params) == {"attention", "mlp"} | ({"attention_norm", "mlp_norm"} if norm else set())
+    norms = {"attention_norm", "mlp_norm"} if norm else set()
+    assert set(params) == {"attention", "mlp"} | norms | (
+        {"attention_post_norm", "mlp_post_norm"} if placement == "both" else set()
+    )
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])

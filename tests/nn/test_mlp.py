@@ -26,6 +26,7 @@ NUMPY: dict[str, Callable] = {
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "tanh": np.tanh,
 }
+GATES: dict[str, Callable] = {"swiglu": silu, "geglu": NUMPY["gelu"]}
 
 
 def test_every_name_that_a_config_may_use_is_an_activation() -> None:
@@ -34,7 +35,7 @@ def test_every_name_that_a_config_may_use_is_an_activation() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("hidden", [(), (11,), HIDDEN], ids=str)
-@pytest.mark.parametrize("activation", [*NUMPY, "swiglu"])
+@pytest.mark.parametrize("activation", [*NUMPY, *GATES])
 def test_agrees_with_the_formula_in_numpy(activation: str, hidden: tuple[int, ...], bias: bool) -> None:
     module = MLP(hidden, OUT, activation, bias)
     x = 2 * normal(T, D)
@@ -45,10 +46,11 @@ def test_agrees_with_the_formula_in_numpy(activation: str, hidden: tuple[int, ..
     for i in range(1, last + 1):
         y = h @ p[f"W_{i}"] + (p[f"b_{i}"] if bias else 0)
         if i < last:
-            y = silu(h @ p[f"W_gate_{i}"]) * y if activation == "swiglu" else NUMPY[activation](y)
+            gate = GATES.get(activation)
+            y = NUMPY[activation](y) if gate is None else gate(h @ p[f"W_gate_{i}"]) * y
         h = y
     assert_close(apply(module, params, x), h)
-    matrices = last + (last - 1) * (activation == "swiglu")
+    matrices = last + (last - 1) * (activation in GATES)
     assert len(params) == matrices + last * bias
 
 

@@ -35,6 +35,14 @@ def test_weights_are_the_softmax_over_the_chosen() -> None:
     assert_close(weights_TJ, of_all / of_all.sum(1, keepdims=True))
 
 
+@pytest.mark.parametrize("n_chosen", [1, 2])
+def test_weights_are_renormalised_or_not_as_asked(n_chosen: int) -> None:
+    logits_TE = normal(5, 4)
+    all_TE = np.sort(np.asarray(jax.nn.softmax(logits_TE)))[:, ::-1][:, :n_chosen]
+    assert_close(route(logits_TE, n_chosen, False)[1], all_TE)
+    assert_close(route(logits_TE, n_chosen, True)[1], all_TE / all_TE.sum(-1, keepdims=True))
+
+
 def test_the_weight_of_one_expert_per_token_is_its_probability() -> None:
     experts_T1, weights_T1 = route(LOGITS_TE, 1)
     assert_close(weights_T1, softmax(LOGITS_TE).max(1, keepdims=True))

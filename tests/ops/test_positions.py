@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.positions import rope, sinusoidal
+from jaxformer.ops.positions import Llama3Scaling, rope, sinusoidal
 from tests.arrays import assert_close, normal
 
 H, T, K = 3, 7, 10
@@ -70,3 +70,20 @@ def test_rope_scores_depend_on_the_distance_only() -> None:
 
 def test_rope_keeps_bfloat16() -> None:
     assert rope(normal(H, T, K).astype(jnp.bfloat16), jnp.arange(T)).dtype == jnp.bfloat16
+
+
+def test_llama3_scaling_divides_only_slow_frequencies() -> None:
+    """By hand, with 16 positions and a factor of 8: below 1 period in 16 positions divided, above 4 unchanged."""
+    # Periods per 16 positions of 1 rad a position: 16/2π = 2.546, between 1 and 4: 51.5 % unscaled.
+    # Of base^(-1/5) = 0.398 (base 100): 1.014, 0.5 % unscaled; all slower ones are below 1.
+    scaling = Llama3Scaling(factor=8.0, low=1.0, high=4.0, original_context=16)
+    plain = 100.0 ** (-np.arange(5) / 5)
+    ratios = scaling.frequencies(5, 100.0) / plain
+    np.testing.assert_allclose(ratios[:2], [1 / 8 + 0.5155 * 7 / 8, 1 / 8 + 0.0046 * 7 / 8], atol=1e-4)
+    np.testing.assert_allclose(ratios[2:], 1 / 8)
+    fast = Llama3Scaling(factor=8.0, low=1.0, high=4.0, original_context=64).frequencies(5, 100.0)
+    assert fast[0] == 1  # 10.2 periods
+    x, positions = normal(H, T, K), np.array([0, 1, 2, 3, 11, 29, 101])
+    z = (np.float64(x)[..., :5] + 1j * np.float64(x)[..., 5:]) * np.exp(1j * positions[:, None] * plain * ratios)
+    wanted = np.concatenate([z.real, z.imag], axis=-1)
+    assert_close(rope(x, jnp.asarray(positions), 100.0, scaling), wanted, 3e-5)
