@@ -130,8 +130,8 @@ def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> di
         return {}
     if theirs.get("sliding_window") is None:
         raise UserError("layers have sliding_attention, but there is no sliding_window; put back the config.json.")
-    whole = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-    return {"window": theirs["sliding_window"], "global_blocks": whole}
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    return {"window": theirs["sliding_window"], "global_blocks": full}
 
 
 def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
