@@ -24,7 +24,7 @@ COMMANDS = {
     ),
     "plan": ("jaxformer.cli.plan", "compile a training step for any devices, and report memory, time and MFU"),
     "ladder": ("jaxformer.cli.ladder", "train the ladder, rung by rung, and compare the results"),
-    "export": ("jaxformer.cli.export", "write a trained model as safetensors or StableHLO"),
+    "export": ("jaxformer.cli.export", "write a trained model for transformers, llama.cpp or jax alone"),
     "merge": ("jaxformer.cli.merge", "merge the LoRA adapters of a run into its parameters"),
     "verify": ("jaxformer.cli.verify", "check the invariants of a trained model"),
     "diff": ("jaxformer.cli.diff", "report where two runs diverge"),

@@ -69,12 +69,14 @@ def tiny(data: Path, steps: int = 20, *changes: str) -> list[str]:
     return changed(options, *changes)
 
 
-def small_run(folder: Path, texts: list[str], steps: int = 0) -> Path:
+SMALL = DecoderConfig(
+    vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,),
+    norm="rmsnorm",
+)  # fmt: skip
+
+
+def small_run(folder: Path, texts: list[str], steps: int = 0, model: DecoderConfig = SMALL) -> Path:
     """Create a run of a small model, after some steps of gradient descent, for sampling and evaluation."""
-    model = DecoderConfig(
-        vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,),
-        norm="rmsnorm",
-    )  # fmt: skip
     config, tokenizer = (
         Config(folder.name, model, data=TextConfig(), steps=max(1, steps)),
         Tokenizer.train(texts, model.vocab_size),

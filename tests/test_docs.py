@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.checkpoints import CheckpointManager
-from jaxformer.cli import diff, inspect, ladder, merge, sample, train, verify, verify_resume
+from jaxformer.cli import diff, export, inspect, ladder, merge, sample, train, verify, verify_resume
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import option_groups
@@ -61,6 +61,8 @@ def here(tmp_path_factory):
     write_books(folder / "books")
     create_untrained_run(folder, "dates.py:bahdanau", {}, {"n_pairs": 64, "n_held_out": 8})
     create_untrained_run(folder, "mlm.py", {"vocab_size": 281, "n_blocks": 1}, {"path": str(folder / "books")})
+    small = {"vocab_size": 280, "context_length": 16, "n_blocks": 1, "n_heads": 2, "d_ff": (32,)}
+    create_untrained_run(folder, "quick.py:llama", small, {"path": str(folder / "books"), "val_path": None})
     result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)  # the newest run is the default of --run
     assert result.returncode == 0, result.stderr
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
@@ -98,6 +100,7 @@ def test_inline_options_exist():
     ]
     defaults += [
         sample.Arguments(),
+        export.Arguments(),
         evaluate.Arguments(),
         verify_resume.Arguments(load_config(f"{ROOT}/configs/quick.py")),
     ]
@@ -170,6 +173,10 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "merge"]:
             assert (here / words[4] / "base").exists()  # of the command before
             assert merge.main(words[4:]) == 0
+        elif words[:4] == ["python", "-m", "jaxformer", "export"]:
+            pytest.importorskip({"gguf": "gguf", "stablehlo": "flatbuffers"}.get(words[-1], "safetensors"))
+            assert export.main(words[4:]) == 0
+            assert capsys.readouterr().out.startswith("run runs/")
         elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
             assert verify.main(words[4:]) == 0
             assert capsys.readouterr().out.endswith("all invariants hold\n")

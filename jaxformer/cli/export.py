@@ -18,6 +18,10 @@ from jaxformer.terminal import echo
 DESCRIPTION = """Write a trained model in a format that other programs read. The target must not exist; it appears
 complete, or not at all. Formats:
 
+hf: a decoder of a published family, such as Llama, as a folder that transformers and vLLM read.
+
+gguf: a Llama or Qwen3, as a file that llama.cpp reads.
+
 safetensors: any model, as a folder with its parameters by name and the config of the run.
 
 stablehlo: any model, as a folder with programs that jax runs without this package, on CPU, GPU and TPU."""
@@ -32,7 +36,7 @@ class Arguments:
     format: Format | None = None
     """Format to write."""
     out: str | None = None
-    """Folder to write; by default exports/RUN-FORMAT."""
+    """Folder or, as gguf, file to write; by default exports/RUN-FORMAT or exports/RUN.gguf."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     dtype: Dtype = "float32"
@@ -59,7 +63,8 @@ def _main(arguments: list[str]) -> int:
     from jaxformer.interop.export import export_run
 
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)
-    path = Path(f"exports/{run.path.resolve().name}-{options.format}" if options.out is None else options.out)
+    suffix = ".gguf" if options.format == "gguf" else f"-{options.format}"
+    path = Path(f"exports/{run.path.resolve().name}{suffix}" if options.out is None else options.out)
     export_run(run, options.format, path, options.dtype, options.cache_length)
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__} as {options.format} in {path}")
     return 0

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxformer.interop.formats import Dtype, Format
+from jaxformer.interop.gguf import export_gguf
+from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.output import complete_path, copy_files, flat_params, save_safetensors
 from jaxformer.interop.stablehlo import export_stablehlo
 from jaxformer.runs import CLASSES, CONFIG, TOKENIZER, Run
 
 
 def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
-    """Write a run to a new folder.
+    """Write a run to a new folder or, as GGUF, to a new file.
 
     Args:
       dtype: of the weights.
@@ -24,7 +26,9 @@ def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float3
     if file_format == "stablehlo":
         export_stablehlo(run, path, dtype, n_slots)
     else:
-        export_safetensors(run, path, dtype)
+        {"hf": export_huggingface, "safetensors": export_safetensors, "gguf": export_gguf}[file_format](
+            run, path, dtype
+        )
 
 
 def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:

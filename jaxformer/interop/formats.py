@@ -2,6 +2,6 @@
 
 from typing import Literal
 
-Format = Literal["safetensors", "stablehlo"]
+Format = Literal["hf", "safetensors", "gguf", "stablehlo"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Format of exported weights."""

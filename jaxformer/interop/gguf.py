@@ -1,0 +1,216 @@
+"""Export to GGUF, the format of llama.cpp.
+
+Names of tensors come from the tables of the `gguf` package, which map those of published folders, so that there is no
+table of them here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from math import pi
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.errors import UserError, abbreviate
+from jaxformer.extras import import_extra
+from jaxformer.interop.formats import Dtype
+from jaxformer.interop.output import cast, complete_path
+from jaxformer.interop.publish import publish
+from jaxformer.interop.special_tokens import SpecialTokens, special_tokens
+from jaxformer.runs import Run
+
+ARCHITECTURES = {"llama": ("llama", True), "qwen3": ("qwen3", False)}
+"""Architecture of llama.cpp for each `model_type`, and True where it rotates adjacent pairs of features (2i, 2i + 1),
+so that rows of the projections of queries and keys are permuted; others rotate features i and i + K/2, as published
+folders do."""
+DTYPES: Mapping[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+FILE_TYPES: Mapping[Dtype, str] = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
+"""Names of dtypes of tensors, and of files, in the `gguf` package."""
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+Splits = tuple[tuple[str, Any], ...]
+PRE_TYPES: Mapping[tuple[Splits, bool], str] = {
+    ((("ByteLevel", True),), False): "gpt-2",
+    ((("Digits", True), ("ByteLevel", True)), False): "smollm",
+    ((("Split", _WORDS + r"\p{N}{1,3}" + _OTHERS), ("ByteLevel", False)), True): "llama-bpe",
+    ((("Split", _WORDS + r"\p{N}" + _OTHERS), ("ByteLevel", False)), False): "qwen2",
+}
+"""Names in llama.cpp of the pre-tokenizers that it knows, by what they split at and by `ignore_merges` of their BPE.
+'gpt-2' is the regular expression of Radford et al. 2019."""
+
+
+def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
+    """Write a run as a new file.
+
+    Raises:
+      UserError: the file exists, gguf is not installed, or llama.cpp has no equivalent of a part of the model or of its
+        tokenizer.
+    """
+    published = publish(run)
+    _, tokenizer = run.text_model()
+    content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
+    with complete_path(file) as scratch:
+        write_gguf(scratch, run.config.name, *published, content, special, dtype)
+
+
+def write_gguf(
+    file: Path, name: str, theirs: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray]],
+    tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype,
+) -> None:  # fmt: skip
+    """Write a model in the layout of a published folder as one file.
+
+    Args:
+      name: name of the model.
+      theirs: content of `config.json`.
+      tensors: float32 arrays by their published names.
+      tokenizer: content of `tokenizer.json`.
+      dtype: of matrices; vectors stay in float32, as llama.cpp requires.
+
+    Raises:
+      UserError: gguf is not installed, or llama.cpp has no equivalent of the model or of its tokenizer.
+    """
+    gguf = import_extra("gguf", "--format gguf")
+    if (model_type := theirs["model_type"]) not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"the model is of the family {model_type}, which is not written as GGUF; those are {known}.")
+    architecture, adjacent = ARCHITECTURES[model_type]
+    writer = gguf.GGUFWriter(file, architecture)
+    try:
+        writer.add_name(name)
+        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+        _add_config(writer, theirs)
+        _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"], special)
+        kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+        names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
+        for their_name, tensor in tensors:
+            if adjacent and (heads := _rotated_heads(their_name, theirs)):
+                tensor = pairs_adjacent(tensor, heads)
+            _add_tensor(gguf, writer, names.get_name(their_name, try_suffixes=(".weight", ".bias")), tensor, dtype)
+        _add_rope_scaling(gguf, writer, theirs)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _add_config(writer: Any, theirs: Mapping[str, Any]) -> None:
+    head_dim = theirs["head_dim"]
+    writer.add_vocab_size(theirs["vocab_size"])
+    writer.add_context_length(theirs["max_position_embeddings"])
+    writer.add_embedding_length(theirs["hidden_size"])
+    writer.add_block_count(theirs["num_hidden_layers"])
+    writer.add_feed_forward_length(theirs["intermediate_size"])
+    writer.add_head_count(theirs["num_attention_heads"])
+    writer.add_head_count_kv(theirs["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(theirs["rms_norm_eps"])
+
+
+def _rotated_heads(name: str, theirs: Mapping[str, Any]) -> int | None:
+    """Return the number of heads of a projection of queries or keys; None for other tensors."""
+    if ".q_proj." in name:
+        return int(theirs["num_attention_heads"])
+    return int(theirs["num_key_value_heads"]) if ".k_proj." in name else None
+
+
+def pairs_adjacent(tensor: np.ndarray, n_heads: int) -> np.ndarray:
+    """Return a projection `(H·K, …)` whose rows i and i + K/2 of each head are the rows 2i and 2i + 1."""
+    return tensor.reshape(n_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _add_tensor(gguf: Any, writer: Any, name: str, tensor: np.ndarray, dtype: Dtype) -> None:
+    array = cast(name, tensor, dtype if tensor.ndim > 1 else "float32")
+    is_bfloat16 = array.dtype == jnp.bfloat16  # which the package writes as bytes
+    raw_dtype = gguf.GGMLQuantizationType[DTYPES[dtype if tensor.ndim > 1 else "float32"]]
+    writer.add_tensor(name, array.view(np.uint8) if is_bfloat16 else array, raw_dtype=raw_dtype)
+
+
+def _add_rope_scaling(gguf: Any, writer: Any, theirs: Mapping[str, Any]) -> None:
+    scaling = theirs["rope_parameters"]
+    if scaling["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling["factor"])
+    elif scaling["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, theirs["head_dim"]))
+
+
+def llama3_divisors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
+    """Return the divisor of each frequency of a rotation in the scaling of Llama 3.1, `(K/2,)` float32.
+
+    Args:
+      scaling: `rope_parameters` of the published config.
+    """
+    half = head_dim // 2
+    frequencies = scaling["rope_theta"] ** (-np.arange(half) / half)
+    periods = scaling["original_max_position_embeddings"] * frequencies / (2 * pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    undivided = np.clip((periods - low) / (high - low), 0, 1)
+    return (1 / ((1 - undivided) / scaling["factor"] + undivided)).astype(np.float32)
+
+
+def _add_tokenizer(
+    gguf: Any, writer: Any, tokenizer: Mapping[str, Any], vocab_size: int, special: SpecialTokens
+) -> None:
+    """Add tokens, merges and special tokens; rows of the embedding beyond the tokens become unused ones.
+
+    Raises:
+      UserError: llama.cpp does not know the tokenizer.
+    """
+    model = tokenizer["model"]
+    if model["type"] != "BPE":
+        raise UserError(f"the tokenizer is a {model['type']} model, which is not written as GGUF; only BPE is.")
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
+    types = [gguf.TokenType.UNUSED] * vocab_size
+    for token, index in model["vocab"].items():
+        tokens[index], types[index] = token, gguf.TokenType.NORMAL
+    for added in tokenizer["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        tokens[added["id"]], types[added["id"]] = added["content"], kind
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_type(tokenizer))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(special.bos)
+    writer.add_eos_token_id(special.eos)
+    writer.add_add_bos_token(special.adds_bos)
+
+
+def pre_type(tokenizer: Mapping[str, Any]) -> str:
+    """Return the name of a tokenizer's pre-tokenizer in llama.cpp.
+
+    Args:
+      tokenizer: content of `tokenizer.json`.
+
+    Raises:
+      UserError: llama.cpp has none that splits alike.
+    """
+    pre = tokenizer["pre_tokenizer"] or {"type": "none"}
+    parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    key = tuple(map(_split, parts)), bool(tokenizer["model"].get("ignore_merges"))
+    if key not in PRE_TYPES or any(part.get("add_prefix_space") for part in parts):
+        known = ", ".join(PRE_TYPES.values())
+        raise UserError(
+            f"the tokenizer splits text by {abbreviate(parts)}, of which llama.cpp has no equivalent among {known}; "
+            "export it with --format hf."
+        )
+    return PRE_TYPES[key]
+
+
+def _split(part: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the type of a pre-tokenizer and the setting that decides where it splits."""
+    kind = part["type"]
+    settings = {"ByteLevel": "use_regex", "Digits": "individual_digits"}
+    if kind == "Split":
+        plain = part.get("behavior") == "Isolated" and not part.get("invert")
+        return kind, part["pattern"].get("Regex") if plain else None
+    return kind, part.get(settings.get(kind, ""))

@@ -1,0 +1,113 @@
+"""Our models in the layout of published ones: the tables of `families`, from our side to theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from jaxformer.errors import UserError
+from jaxformer.interop.configs import ROPE_FIELDS, write_config
+from jaxformer.interop.families import FAMILIES, Family, Weight
+from jaxformer.interop.layout import Layout, axis_sizes
+from jaxformer.interop.weights import rows
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.nn.norms import NORMS, epsilon
+from jaxformer.runs import Run
+
+TRAINING_FIELDS = {
+    "context_length", "embedding_std", "projection_std", "unembedding_std", "dropout", "capacity_factor",
+    "balance_weight", "router_z_weight",
+}  # fmt: skip
+"""Fields that no output of a trained model depends on."""
+ROPE = {"rope_base", *(ours for fields in ROPE_FIELDS.values() for ours in fields)}
+"""Fields of the rotation."""
+
+
+class Published(NamedTuple):
+    """A model in the layout of a published family.
+
+    Attributes:
+      config: content of its `config.json`.
+      tensors: names and float32 arrays, one at a time.
+    """
+
+    config: dict[str, Any]
+    tensors: Iterator[tuple[str, np.ndarray]]
+
+
+def publish(run: Run) -> Published:
+    """Return a run's model in the layout of the first family that has an equivalent of each part.
+
+    Raises:
+      UserError: there is none; the parts that the nearest family lacks are named.
+    """
+    config = run.config.model
+    if not isinstance(config, DecoderConfig):
+        raise UserError(
+            f"{run.path} holds a {type(run.model).__name__}, and published families are decoders; use --format "
+            "safetensors."
+        )
+    config = resolved(config)
+    lacking = {name: unmatched(config, family) for name, family in FAMILIES.items()}
+    nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of several
+    if lacking[nearest]:
+        parts = [f"{name} {value!r}" for name, value in lacking[nearest].items()]
+        raise UserError(
+            f"{' and '.join(parts)} {'have' if parts[1:] else 'has'} no equivalent in {nearest}, the nearest of the "
+            f"published families {', '.join(FAMILIES)}; use --format safetensors, or train one of these."
+        )
+    family = FAMILIES[nearest]
+    return Published(write_config(config, family), published_tensors(run.params, config, family))
+
+
+def resolved(config: DecoderConfig) -> DecoderConfig:
+    """Return a config with the values that fields of None stand for, which published configs name."""
+    return dataclasses.replace(
+        config, n_kv_heads=config.kv_heads, head_dim=config.width_of_head, max_context=config.n_positions,
+        norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
+    )  # fmt: skip
+
+
+def unmatched(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """Return the fields of a config, with their values, that a family has no equivalent of."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    fixed = {**defaults, **family.constants}
+    expected: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in fixed.items()}
+    for field in family.fields:
+        expected[field.ours] = (getattr(config, field.ours),) if field.values is None else tuple(field.values.values())
+    ignored = TRAINING_FIELDS | (ROPE if family.rope is not None or config.positions != "rope" else set())
+    if len(config.d_ff) != 1:
+        expected["d_ff"] = ()
+    return {
+        name: getattr(config, name)
+        for name in defaults
+        if name not in ignored and getattr(config, name) not in expected[name]
+    }
+
+
+def published_tensors(params: Params, config: DecoderConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a family by their names, in float32, one at a time.
+
+    Args:
+      config: one without an `unmatched` field.
+    """
+    leaves, sizes = flatten_dict(params, sep="."), axis_sizes(config)
+    paths: dict[str, list[tuple[Weight, str, int]]] = defaultdict(list)
+    for path, (weight, names) in rows(family, config).items():
+        for expert, name in enumerate(names):
+            if path in leaves:
+                paths[name].append((weight, path, expert))
+    assert {path for group in paths.values() for _, path, _ in group} == leaves.keys()
+    for name, group in paths.items():
+        arrays = []
+        for weight, path, expert in sorted(group, key=lambda row: row[0].part or 0):
+            leaf = leaves[path][expert] if "{e}" in weight.theirs else leaves[path]
+            arrays.append(np.asarray(jax.device_get(leaf)).astype(np.float32) - np.float32(weight.offset))
+        yield name, Layout.parse(group[0][0].layout, sizes).to_theirs(arrays)

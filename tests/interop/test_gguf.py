@@ -1,0 +1,146 @@
+"""Export to GGUF, read back by `gguf`, run by NumPy and by llama.cpp."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.decode import Sampling, generate
+from jaxformer.interop.gguf import export_gguf
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.runs import Run, load_run
+from tests.arrays import first_params
+from tests.helpers import small_run
+
+gguf = pytest.importorskip("gguf")
+
+WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
+SHAPE = DecoderConfig(
+    vocab_size=300, context_length=96, d_model=40, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=12, d_ff=(56,),
+    output_projection=True, activation="swiglu", bias=False, norm="rmsnorm", norm_eps=1e-5, final_norm=True,
+    positions="rope", rope_base=500.0,
+)  # fmt: skip
+LLAMA3 = {"rope_scaling": 8.0, "rope_original_context": 64}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied": {"unembedding": "tied", "n_kv_heads": None, "head_dim": None},
+    "llama, llama3 scaling": LLAMA3,
+    "llama, linear scaling": {"rope_scaling": 2.0},
+}
+"""Fields that differ from `SHAPE`."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return load_run(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
+
+
+def random_run(small: Run, **changes: Any) -> Run:
+    """Return the run with random parameters of another model; its tokenizer has fewer tokens than the model rows."""
+    config = replace(small.config, model=replace(SHAPE, **changes))
+    model = config.model.build()
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(  # gains and matrices as a training leaves them
+        lambda p: p + draw.normal(0, 0.2, p.shape).astype(np.float32), first_params(model, *config.model.example())
+    )
+    return replace(small, config=config, model=model, params=params)
+
+
+def rms_norm(x: np.ndarray, gamma: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gamma
+
+
+def rotate(x_THK: np.ndarray, base: float, adjacent: bool, divisors: np.ndarray | float) -> np.ndarray:
+    """Return queries or keys after RoPE of features (2i, 2i + 1), or of (i, i + K/2)."""
+    T, _, K = x_THK.shape
+    angles = np.arange(T)[:, None, None] * base ** (-np.arange(0, K, 2) / K) / divisors
+    z = x_THK[..., 0::2] + 1j * x_THK[..., 1::2] if adjacent else x_THK[..., : K // 2] + 1j * x_THK[..., K // 2 :]
+    z = z * np.exp(1j * angles)
+    return np.stack([z.real, z.imag], -1).reshape(x_THK.shape) if adjacent else np.concatenate([z.real, z.imag], -1)
+
+
+def forward(config: dict, tensors: dict[str, np.ndarray], tokens: list[int], adjacent: bool) -> np.ndarray:
+    """Return the logits `(T, V)` by NumPy in float64, from names and keys of GGUF."""
+    get = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    H, G, K, eps = (config[key] for key in ("head_count", "head_count_kv", "key_length", "layer_norm_rms_epsilon"))
+    x, T = get["token_embd.weight"][tokens], len(tokens)
+    divisors = get.get("rope_freqs.weight", 1.0)
+    for i in range(config["block_count"]):
+        part = {name.removeprefix(f"blk.{i}."): tensor for name, tensor in get.items() if name.startswith(f"blk.{i}.")}
+        y = rms_norm(x, part["attn_norm.weight"], eps)
+        q, k, v = ((y @ part[f"attn_{name}.weight"].T).reshape(T, -1, K) for name in "qkv")
+        if "attn_q_norm.weight" in part:
+            q, k = rms_norm(q, part["attn_q_norm.weight"], eps), rms_norm(k, part["attn_k_norm.weight"], eps)
+        q, k = (rotate(a, config["freq_base"], adjacent, divisors) for a in (q, k))
+        scores = np.einsum("thk,shk->hts", q, np.repeat(k, H // G, 1)) / np.sqrt(K)
+        scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        heads = np.einsum("hts,shk->thk", weights, np.repeat(v, H // G, 1)).reshape(T, -1)
+        x = x + heads @ part["attn_output.weight"].T
+        y = rms_norm(x, part["ffn_norm.weight"], eps)
+        gate = y @ part["ffn_gate.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ part["ffn_up.weight"].T)) @ part["ffn_down.weight"].T
+    return rms_norm(x, get["output_norm.weight"], eps) @ get.get("output.weight", get["token_embd.weight"]).T
+
+
+def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return keys, by their last part, and tensors in float32 of a GGUF file."""
+    reader = gguf.GGUFReader(file)
+    keys = {name.rpartition(".")[2]: field.contents() for name, field in reader.fields.items()}
+    return keys, {x.name: gguf.quants.dequantize(x.data, x.tensor_type) for x in reader.tensors}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numpy_forward_of_the_file_gives_the_logits(small, tmp_path, case):
+    run = random_run(small, **CASES[case])
+    export_gguf(run, tmp_path / "out.gguf")
+    config, tensors = read(tmp_path / "out.gguf")
+    if case == "llama, linear scaling":
+        tensors["rope_freqs.weight"] = np.array(config["factor"])
+    tokens = np.random.default_rng(0).integers(300, size=91)
+    logits_TV = forward(config, tensors, tokens.tolist(), adjacent=config["architecture"] == "llama")
+    expected_TV = run.model.apply({"params": run.params}, jnp.asarray(tokens))
+    np.testing.assert_allclose(logits_TV, expected_TV, rtol=0, atol=1e-4)
+    assert np.abs(expected_TV).max() > 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
+def test_llama_cpp_draws_the_same_greedy_tokens(small, tmp_path, case):
+    run = random_run(small, **CASES[case])
+    export_gguf(run, tmp_path / "out.gguf")
+    n_tokens = run.tokenizer.vocab_size
+    # The server of llama.cpp holds back bytes that are no complete character.
+    banned = [i for i, text in enumerate(run.tokenizer.token_bytes) if not text.isascii() or not text]
+    banned += range(n_tokens, 300)
+    prompt = np.random.default_rng(1).integers(n_tokens, size=7).tolist()
+    pieces = list(generate(
+        run.model, run.params, [prompt], Sampling(temperature=0, bad_words=tuple((i,) for i in banned)), [0],
+        max_new_tokens=64, context_length=96,
+    ))  # fmt: skip
+    tokens, logprobs = (
+        np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
+    )
+    theirs = llama_cpp_greedy(tmp_path / "out.gguf", prompt, 64, banned)
+    assert [token["id"] for token in theirs] == tokens.tolist()
+    np.testing.assert_allclose([token["logprob"] for token in theirs], logprobs, atol=2e-3)
+
+
+def llama_cpp_greedy(file: Path, prompt: list[int], n: int, banned: list[int]) -> list[dict[str, Any]]:
+    """Return n greedy tokens of llama.cpp, without the banned ones, and their log-probabilities."""
+    xlc = pytest.importorskip("xllamacpp")
+    params = xlc.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(file), 96, 1, False
+    params.cache_type_k = params.cache_type_v = xlc.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xlc.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.cpuparams.n_threads, params.verbosity = 1, 0
+    request = {
+        "prompt": prompt, "n_predict": n, "temperature": 0, "n_probs": 1, "logit_bias": [[i, False] for i in banned],
+    }  # fmt: skip
+    answer = xlc.Server(params).handle_completions(request)
+    return answer["choices"][0]["logprobs"]["content"]
