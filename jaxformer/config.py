@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
-from jaxformer.fields import MAX_SIZE, at_least, check_fields, check_range, expand_sides
+from jaxformer.fields import MAX_SIZE, check_fields, expand_sides
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -51,10 +51,6 @@ class TokenModelConfig(ModelConfig):
     context_length: int = 32
     """Longest training sequence, in tokens."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "vocab_size", "context_length")
-
     @property
     def n_positions(self) -> int:
         """Tokens of the longest prompt; the context length, where a model does not read more."""
@@ -84,7 +80,6 @@ class ImageModelConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "channels", "n_classes")
         expand_sides(self, "image_size")
 
     @property
@@ -103,7 +98,7 @@ class DataConfig:
         return False
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, prefix="data.")
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
@@ -153,22 +148,17 @@ class OptimizerConfig:
     """Maximum global norm of the gradient (gradient clipping); none to switch it off."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_range(self, "optimizer.learning_rate", above=0)
-        at_least(self, 0, "warmup_steps", "weight_decay", "final_fraction")
-        check_range(self, "optimizer.momentum", "optimizer.b1", "optimizer.b2", least=0, below=1)
+        check_fields(self, prefix="optimizer.")
         if self.weight_decay and self.name == "nesterov_sgd":
             raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
         if self.final_fraction and self.schedule not in ("cosine", "wsd"):
             raise UserError(
                 f"optimizer.final_fraction is {self.final_fraction}, but only cosine and wsd end there; set it to 0."
             )
-        if self.decay_fraction is not None:
-            if self.schedule != "wsd":
-                raise UserError(
-                    f"optimizer.decay_fraction is {self.decay_fraction}, but only wsd has a decay; set it to none."
-                )
-            check_range(self, "optimizer.decay_fraction", above=0, most=1, hint=", such as 0.2")
+        if self.decay_fraction is not None and self.schedule != "wsd":
+            raise UserError(
+                f"optimizer.decay_fraction is {self.decay_fraction}, but only wsd has a decay; set it to none."
+            )
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise UserError("optimizer.warmup_steps is 0, but 'inverse_sqrt' decays from there on; set at least 1.")
         if self.name == "schedule_free":
@@ -178,8 +168,6 @@ class OptimizerConfig:
                 )
             if not self.b1:
                 raise UserError("optimizer.b1 is 0, but schedule_free divides by it; set it above 0, such as 0.9.")
-        if self.clip_norm is not None:
-            check_range(self, "optimizer.clip_norm", above=0, hint=", or none to switch it off")
 
     def rule(self, schedule: Any, axes: Any) -> Any:
         """Return the optax transformation of a subclass, before gradient clipping; None for the one that `name` names.
@@ -238,9 +226,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        at_least(self, 1, "batch_size", "log_every", "eval_examples", "max_skips", "sample_tokens")
-        at_least(self, 0, "eval_every", "report_every", "gradients_every", "checkpoint_every", "skip_batches")
-        check_range(self, "label_smoothing", least=0, below=1)
         if not self.sample_prompt:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
         if any("\ud800" <= character <= "\udfff" for character in self.sample_prompt):
@@ -260,9 +245,7 @@ class LoraConfig:
     between the embedding and the logits) or embedding."""
 
     def __post_init__(self) -> None:
-        check_fields(self, MAX_SIZE)
-        at_least(self, 0, "rank")
-        check_range(self, "lora.alpha", above=0)
+        check_fields(self, MAX_SIZE, "lora.")
         if not self.matrices:
             raise UserError("lora.matrices is empty; name at least one matrix, such as W_Q.")
 
@@ -287,7 +270,6 @@ class ComputeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        at_least(self, 1, "grad_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -317,8 +299,6 @@ class Config:
         check_fields(self)
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             raise UserError(f"name is {self.name!r}; it names a folder: letters, digits, '_', '-' and '.' only.")
-        at_least(self, 1, "steps")
-        at_least(self, 0, "seed")
         if self.lora.rank and self.init_from is None:
             raise UserError(
                 f"lora.rank is {self.lora.rank}, but there is nothing to adapt; name a run with --init-from, or set it "

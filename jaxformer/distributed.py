@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least, check_fields
+from jaxformer.fields import check_fields
 
 CONNECT_SECONDS = 60
 """Time for all processes to start and connect."""
@@ -51,7 +51,7 @@ class DistributedOptions:
     """Seconds without a heartbeat after which a process counts as lost, and the run ends."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, prefix="distributed.")
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
             raise UserError("distributed.coordinator, distributed.processes and distributed.process go together.")
@@ -66,7 +66,6 @@ class DistributedOptions:
                     f"distributed.coordinator is {self.coordinator!r}, whose host is no name: its parts have 1 to 63 "
                     "characters; correct it."
                 ) from error
-        at_least(self, 1, "distributed.heartbeat_seconds")
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
             raise UserError(
                 f"distributed.process is {self.process}; of {self.processes} processes it must be at least 0 and "

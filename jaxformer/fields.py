@@ -32,17 +32,50 @@ MAX_BY_FIELD: Mapping[str, int] = {
 }
 """Maximum of an integer field by its name, in every config: far beyond existing models, small enough to fail at once
 instead of exhausting memory."""
+BOUNDS: Mapping[str, Mapping[str, Any]] = {
+    name: bounds
+    for names, bounds in (
+        (
+            """vocab_size context_length channels n_classes d_model n_heads n_kv_heads head_dim d_ff d_attention d_joint
+            d_embedding n_blocks n_encoder_blocks n_decoder_blocks n_temporal_blocks n_layers n_frames tubelet_frames
+            window n_experts experts_per_token rope_base local_rope_base rope_scaling rope_original_context
+            n_pairs n_held_out stride shortest_prefix max_speed
+            steps batch_size grad_accumulation_steps log_every eval_examples max_skips sample_tokens
+            max_new_tokens num_samples num_beams prefill_chunk heartbeat_seconds""",
+            {"least": 1},
+        ),
+        (
+            """projection_std embedding_std unembedding_std balance_weight router_z_weight n_segments rank shift
+            seed warmup_steps weight_decay final_fraction eval_every report_every gradients_every checkpoint_every
+            skip_batches""",
+            {"least": 0},
+        ),
+        ("momentum b1 b2 label_smoothing dropout drop_words", {"least": 0, "below": 1}),
+        ("scale jitter", {"least": 0, "most": 1}),
+        ("rotate", {"least": 0, "most": 180}),
+        ("learning_rate std alpha score_scale logit_soft_cap", {"above": 0}),
+        ("clip_norm", {"above": 0, "hint": ", or none to switch it off"}),
+        ("norm_eps", {"above": 0, "hint": ", such as 1e-6, or none for that of the norm"}),
+        ("capacity_factor", {"above": 0, "hint": ", such as 1.25, or none to drop nothing"}),
+        ("val_fraction", {"above": 0, "below": 1, "hint": ", such as 0.05"}),
+        ("masked_fraction", {"above": 0, "most": 1, "hint": ", such as 0.15"}),
+        ("decay_fraction", {"above": 0, "most": 1, "hint": ", such as 0.2"}),
+    )
+    for name in names.split()
+}
+"""Interval of the numbers of a field by its name, in every config; see `check_range`."""
 
 
-def check_fields(config: object, max_integer: int = MAX_INTEGER) -> None:
-    """Check choices, finiteness and the maxima of integers; NumPy scalars count as numbers.
+def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
+    """Check choices, finiteness, the maxima of integers, and `BOUNDS`; NumPy scalars count as numbers.
 
     Args:
       config: a dataclass.
       max_integer: maximum of the integer fields that are not in `MAX_BY_FIELD`.
+      prefix: of the names in messages, such as `data.`.
 
     Raises:
-      UserError: a field is none of the choices of its `Literal`, not finite, or above its maximum.
+      UserError: a field is none of the choices of its `Literal`, not finite, above its maximum or out of its bounds.
     """
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
@@ -57,6 +90,8 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER) -> None:
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {maximum}.")
             if not -sys.float_info.max <= number <= sys.float_info.max:
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number.")
+        if f.name in BOUNDS:
+            check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -73,16 +108,11 @@ def _has_integers(hint: Any) -> bool:
     return hint is int or any(map(_has_integers, typing.get_args(hint)))
 
 
-def at_least(config: object, limit: float, *names: str) -> None:
-    """Raise `UserError` for the first of the named fields that is below the limit; see `check_range`."""
-    check_range(config, *names, least=limit)
-
-
 def check_range(
-    config: object, *names: str, least: float | None = None, above: float | None = None, most: float | None = None,
-    below: float | None = None, hint: str = "",
+    config: object, *names: str, least: float = -inf, above: float = -inf, most: float = inf, below: float = inf,
+    hint: str = "",
 ) -> None:  # fmt: skip
-    """Raise `UserError` for the first of the named fields that is outside an interval.
+    """Raise `UserError` for the first of the named fields with a number outside an interval; None is none.
 
     Args:
       names: of fields; a prefix such as `data.` appears in the message only.
@@ -90,17 +120,14 @@ def check_range(
       above, below: open bounds.
       hint: end of the message, such as ", such as 0.1".
     """
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
     for name in names:
         value = getattr(config, name.rpartition(".")[2])
-        conditions = {
-            f"at least {least}": least is None or value >= least,
-            f"above {above}": above is None or value > above,
-            f"at most {most}": most is None or value <= most,
-            f"below {below}": below is None or value < below,
-        }
-        if not all(conditions.values()):
-            bounds = " and ".join(condition for condition in conditions if not condition.endswith("None"))
-            raise UserError(f"{name} is {value}; it must be {bounds}{hint}.")
+        if not all(
+            least <= x <= most and (x > above or above == -inf) and (x < below or below == inf) for x in _numbers(value)
+        ):
+            raise UserError(f"{name} is {value}; it must be {limits}{hint}.")
 
 
 def expand_sides(config: object, *names: str) -> None:
@@ -112,6 +139,13 @@ def expand_sides(config: object, *names: str) -> None:
         if len(sides) != 2 or min(sides) < 1:
             raise UserError(f"{name} is {value}; it must be a height and a width of at least 1 pixel, or one for both.")
         object.__setattr__(config, name, sides)
+
+
+def expand_patches(config: Any) -> None:
+    """Expand `image_size` and `patch_size` by `expand_sides`; raise `UserError` where patches do not divide images."""
+    expand_sides(config, "image_size", "patch_size")
+    if any(size % patch for size, patch in zip(config.image_size, config.patch_size, strict=True)):
+        raise UserError(f"patch_size {config.patch_size} does not divide image_size {config.image_size}; change one.")
 
 
 def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, Any]]:

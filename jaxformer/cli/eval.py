@@ -11,7 +11,6 @@ from jaxformer.cli.arguments import parse, run_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import MERGED
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
 from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_error
 
@@ -67,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("eval"), DESCRIPTION)
-    at_least(options, 1, "batch_size", *["stride"] if options.stride is not None else [])
     path, weights = options.data.path, options.opening.weights
     if path is None and (options.stride is not None or options.data.unwrap is not None):
         raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")

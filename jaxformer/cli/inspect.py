@@ -13,7 +13,7 @@ from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
 from jaxformer.extras import import_extra
-from jaxformer.fields import at_least
+from jaxformer.fields import check_range
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
-    at_least(options, 1, *["examples"] if options.examples is not None else [])
+    check_range(options, "examples", least=1)
     import_extra("plotly", "inspect")  # before the run is read
     machine.set_up()
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)

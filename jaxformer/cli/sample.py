@@ -28,8 +28,7 @@ from jaxformer.decode.completion import (
     encode_logit_bias,
     fitting_memory,
 )
-from jaxformer.decode.prompts import MAX_SEED, Prompt, encode_prompts, read_prompts
-from jaxformer.decode.speculative import MAX_DRAFT_TOKENS
+from jaxformer.decode.prompts import Prompt, encode_prompts, read_prompts
 from jaxformer.decode.weights import restored
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
@@ -104,8 +103,6 @@ class Arguments:
 
 NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
 """Options without meaning for beam search."""
-MAX_COUNT = 2**31 - 1
-"""Largest int32, the type of the device's counters."""
 MAX_EXPONENT = 100
 """Power of 2 that lengths and scores of beams may reach; a float32 holds 126, less what log-probabilities need."""
 TEXTS = {"--prompt", "--prompts-file"}
@@ -157,11 +154,6 @@ def _main(arguments: list[str]) -> int:
 def _check(options: Arguments, given: set[str]) -> None:
     """Raise `UserError` for options that no run allows."""
     completion = options.completion
-    counts = ("max_new_tokens", "num_samples", "batch_size", "prefill_chunk", "num_beams")
-    limits = {"seed": (0, MAX_SEED), "draft_tokens": (1, MAX_DRAFT_TOKENS)} | dict.fromkeys(counts, (1, MAX_COUNT))
-    for name, (least, most) in limits.items():
-        if not least <= (value := getattr(completion, name)) <= most:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least} and at most {most}.")
     sources = {
         "--prompt": "--prompt" in given, "--prompts-file": options.prompts_file is not None,
         "--interactive": options.interactive,

@@ -17,7 +17,7 @@ from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.config import ComputeConfig
 from jaxformer.contract import Task
-from jaxformer.fields import at_least
+from jaxformer.fields import check_range
 from jaxformer.inspect.verify import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
@@ -56,9 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("verify"), DESCRIPTION)
-    at_least(options, 2, "examples")
-    at_least(options, 2, "tokens")
-    at_least(options, 0, "seed")
+    check_range(options, "examples", "tokens", least=2)
     machine.set_up(machine.cores())
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {options.examples} random examples")

@@ -23,7 +23,6 @@ from jaxformer.data.infer_config import describe_changes, infer_image_size, infe
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least, check_range
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
@@ -52,13 +51,6 @@ class CaptionsConfig(DataConfig):
     its contrast, by a factor as that of `scale`."""
     drop_words: float = 0.0
     """Fraction of the words dropped from training captions, others in each epoch; at least one stays."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "shift")
-        check_range(self, "data.scale", "data.jitter", least=0, most=1)
-        check_range(self, "data.rotate", least=0, most=180)
-        check_range(self, "data.drop_words", least=0, below=1)
 
     @property
     def augmentation(self) -> dict[str, Any]:

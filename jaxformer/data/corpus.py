@@ -16,7 +16,6 @@ from jaxformer.data.text import SOTU, Document, hold_out, read_documents
 from jaxformer.data.token_cache import Split, cache_root, cached, encode, has_tokenizer, token_dtype
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import check_range
 
 FORMAT = 2
 """Version of the tokens; to be raised when the same text and settings yield other tokens."""
@@ -43,7 +42,6 @@ class CorpusConfig(DataConfig):
         for name in ("path", "val_path"):
             if (path := getattr(self, name)) is not None and not path.strip():
                 raise UserError(f"data.{name} is {path!r}; give a file, a folder, a glob, or '{SOTU}'.")
-        check_range(self, "data.val_fraction", above=0, below=1, hint=", such as 0.05")
 
 
 @dataclass(frozen=True)

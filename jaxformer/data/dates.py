@@ -19,7 +19,6 @@ from jaxformer.data.pairs import Pair, PairDataset, build_pair_dataset, check_se
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.extras import import_extra
-from jaxformer.fields import at_least
 
 if TYPE_CHECKING:
     from babel import Locale
@@ -55,7 +54,6 @@ class DatesConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "n_pairs", "n_held_out")
         for name in ("locales", "forms"):
             if not getattr(self, name):
                 raise UserError(f"data.{name} is empty; give at least 1.")

@@ -16,7 +16,6 @@ from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_fol
 from jaxformer.data.image_io import describe_resizing, describe_sizes
 from jaxformer.data.infer_config import describe_changes, infer_image_size, is_fixed
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least, check_range
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,6 @@ class ImageFolderConfig(DataConfig):
     val_fraction: float = 0.1
     """Approximate fraction of the images to hold out, chosen by their content, where there is no validation split."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "data.val_fraction", above=0, below=1, hint=", such as 0.1")
-
 
 @dataclass(frozen=True)
 class ImagesConfig(ImageFolderConfig):
@@ -42,10 +37,6 @@ class ImagesConfig(ImageFolderConfig):
     """Horizontal flip of half of the images, others in each epoch; not for images such as text."""
     shift: int = 0
     """Maximum random shift in pixels, vertical and horizontal, drawn in each epoch; the border is black."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "shift")
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,

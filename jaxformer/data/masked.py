@@ -12,7 +12,6 @@ from jaxformer.data.corpus import Corpus
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
 from jaxformer.errors import UserError
-from jaxformer.fields import check_range
 
 MASKED_BELOW, REPLACED_BELOW = 0.8, 0.9
 """Of the chosen tokens, 80% become the mask token, 10% a random token, and 10% stay, so that the model must represent
@@ -27,10 +26,6 @@ class MaskedTextConfig(TextConfig):
     n_extra_tokens = 1
     masked_fraction: float = 0.15
     """Fraction of the tokens to predict."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "data.masked_fraction", above=0, most=1, hint=", such as 0.15")
 
     def check_model(self, model: TokenModelConfig) -> None:
         if model.vocab_size < 258:

@@ -12,7 +12,7 @@ from jaxformer.data.corpus import Corpus
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.windows import TextConfig, TextDataset
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
+from jaxformer.fields import check_range
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class PrefixTextConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "shortest_prefix")
-        if self.longest_prefix is not None:
-            at_least(self, self.shortest_prefix, "longest_prefix")
+        check_range(self, "data.longest_prefix", least=self.shortest_prefix)
 
     def check_model(self, model: TokenModelConfig) -> None:
         for name in ("shortest_prefix", "longest_prefix"):

@@ -21,7 +21,6 @@ from jaxformer.data.images import (
 )
 from jaxformer.data.infer_config import MAX_INFERRED_SIDE_PIXELS, describe_changes, is_fixed
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
 
 DIRECTIONS = {
     "up": (-1, 0), "up right": (-1, 1), "right": (0, 1), "down right": (1, 1), "down": (1, 0), "down left": (1, -1),
@@ -41,10 +40,6 @@ class MovingImagesConfig(ImageFolderConfig):
     """Number of directions: up, right, down and left, or these and the diagonals."""
     max_speed: int = 1
     """Maximum speed in pixels per frame, in rows and in columns; each video has one speed, from 1 to this."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "max_speed")
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,

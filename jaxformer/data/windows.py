@@ -15,7 +15,6 @@ from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sam
 from jaxformer.data.packing import PackedExamples, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,8 @@ class TextConfig(CorpusConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stride is not None:
-            at_least(self, 1, "stride")
-            if self.has_segments:
-                raise UserError(f"data.stride is {self.stride}, but packed documents have no windows; leave it out.")
+        if self.stride is not None and self.has_segments:
+            raise UserError(f"data.stride is {self.stride}, but packed documents have no windows; leave it out.")
 
     @property
     def has_segments(self) -> bool:

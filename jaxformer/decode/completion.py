@@ -17,10 +17,10 @@ from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generation import Generation, generate
 from jaxformer.decode.prompts import Prompt, sample_seeds
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.speculative import Draft, DraftModel, PromptLookup, Speculation, speculate
+from jaxformer.decode.speculative import MAX_DRAFT_TOKENS, Draft, DraftModel, PromptLookup, Speculation, speculate
 from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
 from jaxformer.errors import UserError
-from jaxformer.fields import check_fields
+from jaxformer.fields import check_fields, check_range
 from jaxformer.models.objective import Params, is_causal_lm
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class CompletionOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_range(self, "draft_tokens", least=1, most=MAX_DRAFT_TOKENS)
 
 
 @dataclass

@@ -11,13 +11,24 @@ import flax.linen as nn
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.contract import AttentionShape, Contract
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.mlp import MLP, Activation
-from jaxformer.nn.norms import Norm, check_epsilon, norm_maker
+from jaxformer.nn.norms import Norm, norm_maker
+
+
+def check_heads(config: Any) -> None:
+    """Raise `UserError` where heads do not divide the model's width, or their features are not pairs for RoPE."""
+    if config.head_dim is None and config.d_model % config.n_heads:
+        fits = [h for h in range(1, config.d_model + 1) if config.d_model % h == 0]
+        near = min(fits, key=lambda h: abs(h - config.n_heads))
+        raise UserError(
+            f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}; use {near} heads, or set head_dim."
+        )
+    if config.positions == "rope" and config.width_of_head % 2:
+        raise UserError(f"head_dim is {config.width_of_head}, but RoPE rotates pairs of features; make it even.")
 
 
 @dataclass(frozen=True)
@@ -47,18 +58,7 @@ class BlocksConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "d_model", "n_heads", "rope_base")
-        check_epsilon(self.norm_eps)
-        if self.head_dim is not None:
-            at_least(self, 1, "head_dim")
-        elif self.d_model % self.n_heads:
-            raise UserError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; set head_dim.")
-        if any(width < 1 for width in self.d_ff):
-            raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
-        if self.positions == "rope" and self.width_of_head % 2:
-            raise UserError(f"head_dim is {self.width_of_head}, but RoPE rotates pairs of features; make it even.")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+        check_heads(self)
 
     @property
     def width_of_head(self) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least, expand_sides
+from jaxformer.fields import check_range, expand_patches
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding, Positions
@@ -42,10 +42,6 @@ class TowerConfig(BlocksConfig):
     positions: Positions = "learned"
     dropout: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "n_blocks")
-
 
 @dataclass(frozen=True)
 class ImageTowerConfig(TowerConfig):
@@ -65,11 +61,9 @@ class ImageTowerConfig(TowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expand_sides(self, "image_size", "patch_size")
-        if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
-            raise UserError(f"patch_size {self.patch_size} does not divide image_size {self.image_size}; change one.")
-        if not self.mean or len(self.mean) != len(self.std) or not all(std > 0 for std in self.std):
-            raise UserError(f"mean is {self.mean} and std {self.std}; give one of each for every channel, std above 0.")
+        expand_patches(self)
+        if not self.mean or len(self.mean) != len(self.std):
+            raise UserError(f"mean is {self.mean} and std {self.std}; give one of each for every channel.")
 
     @property
     def n_patches(self) -> int:
@@ -85,10 +79,6 @@ class TextTowerConfig(TowerConfig, TokenBlocksConfig):
     context_length: int = 77
     """Longest caption in tokens, with the ones at its start and its end."""
     embedding_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "embedding_std")
 
 
 @dataclass(frozen=True)
@@ -106,8 +96,7 @@ class CLIPConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "d_joint")
-        at_least(self, 0.01, "temperature")
+        check_range(self, "temperature", least=0.01)
 
     @property
     def contract(self) -> Contract:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least, check_range
+from jaxformer.models.blocks import check_heads
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
 from jaxformer.nn.capture import capture_point
@@ -21,7 +21,7 @@ from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import MLP, Activation
-from jaxformer.nn.norms import Norm, check_epsilon, epsilon, norm_maker
+from jaxformer.nn.norms import Norm, epsilon, norm_maker
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
@@ -119,18 +119,7 @@ class DecoderConfig(TokenModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "d_model", "n_blocks", "n_heads")
-        for name in ("n_kv_heads", "head_dim", "window", "rope_original_context"):
-            if getattr(self, name) is not None:
-                at_least(self, 1, name)
-        if any(width < 1 for width in self.d_ff):
-            raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
-        if self.head_dim is None and self.d_model % self.n_heads:
-            fits = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
-            near = min(fits, key=lambda h: abs(h - self.n_heads))
-            raise UserError(
-                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; use {near} heads, or set head_dim."
-            )
+        check_heads(self)
         if self.n_heads % self.kv_heads:
             raise UserError(
                 f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.kv_heads}; "
@@ -141,8 +130,6 @@ class DecoderConfig(TokenModelConfig):
                 f"{self.n_heads} heads of width {self.width_of_head} make {self.n_heads * self.width_of_head}, "
                 f"not d_model {self.d_model}; set output_projection."
             )
-        if self.positions == "rope" and self.width_of_head % 2:
-            raise UserError(f"head_dim is {self.width_of_head}, but RoPE rotates pairs of features; make it even.")
         if self.prefix and self.window is not None:
             raise UserError(
                 f"window is {self.window}, but a prefix is attended to from every position; leave one of them out."
@@ -166,24 +153,13 @@ class DecoderConfig(TokenModelConfig):
                 f"rope_low_periods is {self.rope_low_periods}; it must be below rope_high_periods "
                 f"{self.rope_high_periods}."
             )
-        check_epsilon(self.norm_eps)
         self._check_experts()
-        at_least(self, 1, "rope_base", "rope_scaling", *["local_rope_base"] * (self.local_rope_base is not None))
-        at_least(self, 0, "embedding_std")
-        for name in ("score_scale", "logit_soft_cap"):
-            if getattr(self, name) is not None:
-                check_range(self, name, above=0)
         self._check_global_blocks()
-        for name in ("projection_std", "unembedding_std"):
-            if getattr(self, name) is not None:
-                at_least(self, 0, name)
         if self.unembedding_std is not None and self.unembedding != "linear":
             raise UserError(
                 f"unembedding_std is {self.unembedding_std}, but unembedding {self.unembedding!r} has no W_out; leave "
                 "it out."
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
 
     def _check_global_blocks(self) -> None:
         for name in ("global_blocks", "local_rope_base"):
@@ -199,20 +175,14 @@ class DecoderConfig(TokenModelConfig):
             )
 
     def _check_experts(self) -> None:
-        at_least(self, 0, "balance_weight", "router_z_weight")
         if self.n_experts is None:
             if self.capacity_factor is not None or self.shared_expert:
                 raise UserError("capacity_factor and shared_expert are for experts; set n_experts to their number.")
             return
-        at_least(self, 1, "n_experts", "experts_per_token")
         if self.experts_per_token > self.n_experts:
             raise UserError(
                 f"experts_per_token is {self.experts_per_token}, but n_experts is {self.n_experts}; "
                 "use at most n_experts."
-            )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise UserError(
-                f"capacity_factor is {self.capacity_factor}; it must be above 0, such as 1.25, or none to drop nothing."
             )
         if self.unembedding == "mlp":
             raise UserError(f"unembedding 'mlp' takes one MLP a block, not n_experts {self.n_experts}; use 'linear'.")

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
-from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
@@ -38,11 +37,6 @@ class EncoderConfig(TokenBlocksConfig):
     n_segments: int = 0
     """Number of segments, such as BERT's first and second sentence; 0 for no segment embedding."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "n_blocks")
-        at_least(self, 0, "n_segments", "embedding_std")
-
     @property
     def contract(self) -> Contract:
         return replace(
@@ -61,10 +55,6 @@ class ClassifierConfig(EncoderConfig):
     n_classes: int = 2
     pooling: Literal["first", "mean"] = "first"
     """Features of the sequence: those of its first token, or the mean over all tokens."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "n_classes")
 
     @property
     def contract(self) -> Contract:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import Contract, Task, token_inputs
-from jaxformer.fields import at_least
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
@@ -28,10 +27,6 @@ class EncoderDecoderConfig(TokenBlocksConfig):
 
     n_encoder_blocks: int = 6
     n_decoder_blocks: int = 6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "n_encoder_blocks", "n_decoder_blocks")
 
     @property
     def contract(self) -> Contract:

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract
-from jaxformer.errors import UserError
-from jaxformer.fields import at_least
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
@@ -27,12 +25,6 @@ class MLPConfig(TokenModelConfig):
     """Widths of the hidden layers."""
     concatenate: bool = False
     """One MLP on all positions concatenated, instead of on each position."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "d_model")
-        if any(width < 1 for width in self.d_ff):
-            raise UserError(f"d_ff is {self.d_ff}; every hidden layer must be at least 1 wide.")
 
     @property
     def n_predicted(self) -> int:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
@@ -47,15 +46,10 @@ class RecurrentConfig(TokenModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "d_embedding", "d_model", "n_layers")
-        if self.d_attention is not None:
-            at_least(self, 1, "d_attention")
-            if self.attention != "additive":
-                raise UserError(
-                    f"d_attention is {self.d_attention}, but attention is {self.attention!r}; only additive has it."
-                )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+        if self.d_attention is not None and self.attention != "additive":
+            raise UserError(
+                f"d_attention is {self.d_attention}, but attention is {self.attention!r}; only additive has it."
+            )
 
     @property
     def d_source(self) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import ImageModelConfig
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least, expand_sides
+from jaxformer.fields import expand_patches
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
@@ -45,15 +45,10 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "n_blocks")
-        expand_sides(self, "patch_size")
-        if any(size % patch for size, patch in zip(self.image_size, self.patch_size, strict=True)):
-            raise UserError(f"patch_size {self.patch_size} does not divide image_size {self.image_size}; change one.")
+        expand_patches(self)
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in (1, self.channels):
                 raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one a channel.")
-        if not all(std > 0 for std in self.std):
-            raise UserError(f"std is {self.std}; it must be above 0.")
 
     @property
     def contract(self) -> Contract:

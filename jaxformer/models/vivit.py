@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
-from jaxformer.fields import at_least
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.patches import PatchEmbedding
@@ -36,7 +35,6 @@ class ViViTConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "n_frames", "tubelet_frames", "n_temporal_blocks")
         if self.n_frames % self.tubelet_frames:
             raise UserError(
                 f"tubelet_frames {self.tubelet_frames} does not divide n_frames {self.n_frames}; change one."

@@ -7,7 +7,6 @@ from typing import Literal
 import flax.linen as nn
 import jax
 
-from jaxformer.errors import UserError
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import norms
@@ -50,9 +49,3 @@ NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": 
 def norm_maker(norm: str, eps: float | None) -> Callable[[], nn.Module]:
     """Return the function that makes a norm with ε `eps`."""
     return partial(NORMS[norm], epsilon(norm, eps))
-
-
-def check_epsilon(eps: float | None) -> None:
-    """Raise `UserError` for an ε that is not above 0, by which a row of zeros would be divided."""
-    if eps is not None and eps <= 0:
-        raise UserError(f"norm_eps is {eps}; it must be above 0, such as 1e-6, or none for that of the norm.")
