@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from jaxformer.cli.arguments import run_command
+from jaxformer.cli.arguments import as_command
 from jaxformer.cli.options import paragraphs
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
@@ -40,9 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, _ = COMMANDS[arguments[0]]
         echo_status("loading JAX ...")
         return importlib.import_module(module).main(arguments[1:])
-    return run_command(_help, arguments)
+    return _help(arguments)
 
 
+@as_command()
 def _help(arguments: list[str]) -> int:
     if arguments and arguments[0] not in ("-h", "--help"):
         near = get_close_matches(arguments[0], COMMANDS, 1, 0.5)

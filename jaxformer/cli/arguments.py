@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxformer.cli.options import help_text, option_groups
 from jaxformer.config import Config, ModelConfig
@@ -86,14 +87,26 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
         call.status = 2
 
 
-def run_command(
-    command: Callable[[list[str]], int], arguments: Sequence[str] | None = None, ignore_closed: bool = False
-) -> int:
-    """Call a command as the body of `command_call`; return the exit status."""
-    with command_call(arguments, ignore_closed) as call:
-        options_given(call.arguments)
-        call.status = command(call.arguments)
-    return call.status
+class Command(Protocol):
+    """A command; it returns the exit status."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int: ...
+
+
+def as_command(ignore_closed: bool = False) -> Callable[[Callable[[list[str]], int]], Command]:
+    """Return the decorator that makes a function of arguments a command: the body of `command_call`."""
+
+    def decorate(function: Callable[[list[str]], int]) -> Command:
+        @functools.wraps(function)
+        def run(arguments: Sequence[str] | None = None) -> int:
+            with command_call(arguments, ignore_closed) as call:
+                options_given(call.arguments)
+                call.status = function(call.arguments)
+            return call.status
+
+        return run
+
+    return decorate
 
 
 def _finds_devices() -> bool:

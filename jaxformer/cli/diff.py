@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
@@ -33,12 +32,9 @@ class Arguments:
     """Relative difference up to which two numbers count as equal."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Compare two runs; return the exit status: 0 the same, 1 different, 2 wrong input."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("diff"), DESCRIPTION)
     if not (options.one and options.other):
         raise UserError(f"give two runs: {command('diff')} runs/one runs/other.")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import MERGED
 from jaxformer.errors import UserError
@@ -59,12 +58,9 @@ class Arguments:
     """Compute dtype of matrix products; auto is bfloat16 on GPU and TPU, float32 on CPU."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Evaluate; return the exit status."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("eval"), DESCRIPTION)
     path, weights = options.data.path, options.opening.weights
     if path is None and (options.stride is not None or options.data.unwrap is not None):

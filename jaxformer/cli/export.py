@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
@@ -45,12 +44,9 @@ class Arguments:
     """For stablehlo: slots of the KV cache, and length of padded prompts; by default the context length."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Export; return the exit status: 0 done, 2 wrong input."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), "python -m jaxformer export", DESCRIPTION)
     if options.format is None:
         raise UserError(f"--format is missing; give one of {', '.join(get_args(Format))}.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import folder_named, parse, run_command
+from jaxformer.cli.arguments import as_command, folder_named, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.train import RUNS
 from jaxformer.errors import UserError
@@ -37,12 +36,9 @@ class Arguments:
     """Dtype of the stored parameters; auto is the published one."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Import a model; return the exit status."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), "python -m jaxformer import", DESCRIPTION)
     if options.source is None:
         raise UserError("no folder is named; give that of a published model, with config.json and safetensors.")

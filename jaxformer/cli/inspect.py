@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import parse, run_command
+from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
@@ -41,12 +40,9 @@ class Arguments:
     Without the run's data, the prompt alone."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Write the page; return the exit status."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
     check_range(options, "examples", least=1)
     import_extra("plotly", "inspect")  # before the run is read

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxformer.cli.arguments import folder_named, load_config, options_given, parse, peek, run_command
+from jaxformer.cli.arguments import as_command, folder_named, load_config, options_given, parse, peek
 from jaxformer.cli.options import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
 from jaxformer.config import Config
@@ -35,12 +35,9 @@ ladder.csv, ladder.png (extra plots) and ladder.html (extra pages), a page that 
 --folder FOLDER   folder of the runs (default: runs/ladder)"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command(ignore_closed=True)
+def main(arguments: list[str]) -> int:
     """Train the ladder; return the exit status: 0 done, 2 wrong input, 128 + the signal where interrupted."""
-    return run_command(_main, arguments, ignore_closed=True)
-
-
-def _main(arguments: list[str]) -> int:
     if {"-h", "--help"} & {*arguments}:
         echo(paragraphs(DESCRIPTION))
         return 0

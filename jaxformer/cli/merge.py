@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import folder_named, parse, run_command
+from jaxformer.cli.arguments import as_command, folder_named, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo
@@ -30,12 +29,9 @@ class Arguments:
     """'last', 'best', or a step."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Merge adapters; return the exit status."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), PROGRAM, DESCRIPTION)
     if not (options.run and options.out):
         raise UserError(f"give a run and a folder to write: {PROGRAM} runs/tuned --out runs/merged.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config, parse, peek, run_command
+from jaxformer.cli.arguments import as_command, load_config, parse, peek
 from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
@@ -40,12 +40,9 @@ class Arguments:
     """TPUs to compile for, such as v5e:16x16 or v5p:8x8x8; by default the devices of this machine."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Plan; return the exit status: 0 the step fits, 1 it does not, 2 wrong input."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = _parse(arguments)
     config = options.fields
     if options.topology is None:
@@ -79,6 +76,7 @@ def _parse(arguments: list[str]) -> Arguments:
     return parse(arguments, Arguments(load_config(spec), spec), command("plan"), "Plan a training step.")
 
 
+@as_command()
 def _plan_topology(arguments: list[str]) -> int:
     """Plan for a topology, in the process of the compiler."""
     from jaxformer.plan.topology import topology_devices
@@ -99,4 +97,4 @@ def _plan(config: Config, devices: Sequence[jax.Device]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(_plan_topology))
+    sys.exit(_plan_topology())

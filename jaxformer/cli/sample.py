@@ -14,7 +14,7 @@ from math import log2
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import folder_named, options_given, parse, run_command
+from jaxformer.cli.arguments import as_command, folder_named, options_given, parse
 from jaxformer.cli.explanation import explanation_table, make_explain
 from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_run
 from jaxformer.cli.options import HIDDEN, MERGED
@@ -115,12 +115,9 @@ N_CANDIDATES = 5
 """Candidates per mask without --top-logprobs, and classes per image for people; JSON has all classes."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Sample; return the exit status: 0 done, 2 wrong input, also if only some of the prompts, 130 interrupted."""
-    return run_command(_main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("sample"), DESCRIPTION)
     given = options_given(arguments)
     _check(options, given)

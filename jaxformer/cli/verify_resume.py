@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxformer.cli.arguments import load_config, options_given, parse, peek, run_command
+from jaxformer.cli.arguments import as_command, load_config, options_given, parse, peek
 from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
@@ -40,12 +40,9 @@ class Arguments:
     """Folder in which both runs are kept; without it, they are removed at the end."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@as_command(ignore_closed=True)
+def main(arguments: list[str]) -> int:
     """Verify that resuming is exact; return the exit status: 0 identical, 1 not, 2 wrong input."""
-    return run_command(_main, arguments, ignore_closed=True)
-
-
-def _main(arguments: list[str]) -> int:
     known, fields = peek(arguments, {"--config": 1, "--folder": 1, "--kill-at": 1})
     (spec,) = known.get("--config", [DEFAULT_CONFIG])
     options = parse(arguments, Arguments(load_config(spec), spec), command("verify-resume"), DESCRIPTION)

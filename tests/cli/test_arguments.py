@@ -14,7 +14,7 @@ import pytest
 from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import _OneLine, load_config, parse, run_command, with_image_size
+from jaxformer.cli.arguments import _OneLine, as_command, load_config, parse, with_image_size
 from jaxformer.cli.options import MERGED, POSITIONAL, help_text
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
@@ -210,13 +210,13 @@ def test_a_missing_platform_is_named(capsys, monkeypatch, error):
 
     monkeypatch.setattr(jax, "devices", no_devices)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert run_command(lambda _: len(jax.devices()), []) == 2
+    assert as_command()(lambda _: len(jax.devices()))([]) == 2
     assert capsys.readouterr().err == (
         "error: JAX_PLATFORMS is 'cuda', but jax finds no such device; unset it, or set it to cpu.\n"
     )
     monkeypatch.undo()
     with pytest.raises(error):  # of something else
-        run_command(lambda _: no_devices(), [])
+        as_command()(lambda _: no_devices())([])
 
 
 def test_debug_raises_the_error(here):
