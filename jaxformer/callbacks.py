@@ -156,11 +156,13 @@ def _continuations(setup: TrainSetup, data: Dataset) -> Write:
     context_length = config.model.n_positions
     prompt = tokenizer.encode_prompt(t.sample_prompt)[-context_length:]
 
+    n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.model.vocab_size else None
+
     def write(params: Params) -> Iterator[tuple[float, str]]:
         for temperature in (0.5, 0.0):
             pieces = generate(
-                model, params, [prompt], Sampling(temperature), [config.seed], max_new_tokens=t.sample_tokens,
-                context_length=context_length, fill_token=tokenizer.end_of_text,
+                model, params, [prompt], Sampling(temperature, n_tokens=n_tokens), [config.seed],
+                max_new_tokens=t.sample_tokens, context_length=context_length, fill_token=tokenizer.end_of_text,
             )  # fmt: skip
             tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
             yield temperature, tokenizer.decode(tokens)

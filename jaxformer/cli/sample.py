@@ -66,14 +66,15 @@ class SamplingOptions(Sampling):
     bad_words: Annotated[tuple[tuple[int, ...], ...], HIDDEN] = ()
     stop_tokens: tuple[int, ...] = ()
     """Ids of tokens that end a text, as end-of-text always does."""
+    n_tokens: Annotated[int | None, HIDDEN] = None
 
     def __post_init__(self) -> None:
-        self.with_tokens(0)
+        self.with_tokens((0,))
 
-    def with_tokens(self, end_of_text: int, **encoded: Any) -> Sampling:
+    def with_tokens(self, ends_of_text: Sequence[int], **encoded: Any) -> Sampling:
         """Return the sampling with the tokens of a run; raises UserError, see `Sampling`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)}
-        stop = tuple(dict.fromkeys((end_of_text, *self.stop_tokens)))
+        stop = tuple(dict.fromkeys((*ends_of_text, *self.stop_tokens)))
         return Sampling(**values | {"stop_tokens": stop} | encoded)
 
 
@@ -309,7 +310,7 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
         raise UserError(f"{run.path} attends to a prompt in both directions, in one pass; leave out --prefill-chunk.")
     _, tokenizer = run.text_model()
     sampling = options.sampling.with_tokens(
-        tokenizer.end_of_text, logit_bias=encode_logit_bias(completion.logit_bias, tokenizer),
+        tokenizer.ends_of_text, logit_bias=encode_logit_bias(completion.logit_bias, tokenizer),
         bad_words=encode_bad_words(completion.bad_words, tokenizer),
     )  # fmt: skip
     draft = None

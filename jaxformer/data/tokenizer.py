@@ -28,6 +28,8 @@ ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "
 """End-of-text tokens of published tokenizers that do not name theirs."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 """File beside a published tokenizer that names its `eos_token` and `bos_token`, and may hold a chat template."""
+END_IDS = "eos_token_ids"
+"""Field of our copy of that file for the tokens that a published model's own config names as ends of a text."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
 """Space in the tokens of SentencePiece."""
@@ -88,8 +90,11 @@ class Tokenizer:
         return cls(inner, one_in)
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
+    def load(cls, path: Path, ends: Sequence[int] = ()) -> Tokenizer:
         """Load a tokenizer that `save` wrote, or a published `tokenizer.json`, with the `TOKENIZER_CONFIG` beside it.
+
+        Args:
+          ends: ids of the tokens that a published model's own config names as ends of a text.
 
         Raises:
           UserError: the file is missing or is no such tokenizer.
@@ -112,7 +117,7 @@ class Tokenizer:
             if not isinstance(config, dict):
                 raise UserError(f"{beside} is no JSON object; put back the one that was published with {path.name}.")
         try:
-            tokenizer = cls(inner, config=config)
+            tokenizer = cls(inner, config=config | ({END_IDS: list(ends)} if ends else {}))
             missing = {*range(256)} - {b[0] for b in tokenizer.token_bytes if len(b) == 1}
         except UserError as error:
             raise UserError(f"{path} {error}; {remedy}.") from error
@@ -150,7 +155,12 @@ class Tokenizer:
 
     def _find_end(self) -> int:
         """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` that there is."""
-        for name in [given] if (given := self._named("eos_token")) else ENDS_OF_TEXT:
+        ids = self.config.get(END_IDS, [])
+        for token in ids:
+            if self._inner.id_to_token(token) is None:
+                raise UserError(f"has no token {token}, which the model's config names as its eos_token_id")
+        names = ENDS_OF_TEXT if not ids else [self._inner.id_to_token(ids[0])]
+        for name in [given] if (given := self._named("eos_token")) else names:
             if (token := self._inner.token_to_id(name)) is not None:
                 return token
         if given:
@@ -158,6 +168,11 @@ class Tokenizer:
         raise UserError(
             f"has no end-of-text token that is known, such as {END_OF_TEXT}, and no {TOKENIZER_CONFIG} names it"
         )
+
+    @cached_property
+    def ends_of_text(self) -> tuple[int, ...]:
+        """Ids of all tokens that end a generated text: `end_of_text`, and those of `END_IDS` in the config."""
+        return tuple(dict.fromkeys((self.end_of_text, *self.config.get(END_IDS, ()))))
 
     def _find_begin(self) -> int | None:
         """Return the id of the token that the tokenizer's post-processor, or its config, puts before a text; None
@@ -190,8 +205,8 @@ class Tokenizer:
         return [e.ids for e in self._inner.encode_batch_fast(checked, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens; invalid UTF-8 becomes U+FFFD."""
-        return b"".join(self.token_bytes[t] for t in tokens).decode("utf-8", "replace")
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD, and ids beyond the vocabulary have no text."""
+        return b"".join(self.token_bytes[t] for t in tokens if t < self.vocab_size).decode("utf-8", "replace")
 
     @cached_property
     def token_bytes(self) -> list[bytes]:

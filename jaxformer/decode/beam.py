@@ -47,6 +47,7 @@ def beam_search(
     context_length: int,
     length_penalty: float = 1.0,
     stop_tokens: Sequence[int] = (),
+    n_tokens: int | None = None,
     cache_dtype: Any = jnp.float32,
 ) -> Beams:
     """Complete prompts of any lengths with a model that has a cache (`decode.generation`).
@@ -55,6 +56,7 @@ def beam_search(
       n_beams: beams per prompt, all of which are returned.
       max_new_tokens: length of a completion without a stop token.
       length_penalty: above 0 favours long completions, below 0 short ones.
+      n_tokens: number of tokens, from 0 on, to search among; None for all.
 
     Raises:
       UserError: a prompt is empty or leaves no room in the context, or a number is out of range.
@@ -75,7 +77,8 @@ def beam_search(
         row[T - len(prompt) :] = prompt
     return _beam_search(
         model, params, tokens_PT, lengths_P, np.float32(length_penalty), n_beams=n_beams,
-        max_new_tokens=max_new_tokens, stop_tokens=tuple(stop_tokens), dtype=jnp.dtype(cache_dtype),
+        max_new_tokens=max_new_tokens, stop_tokens=tuple(stop_tokens), n_tokens=n_tokens,
+        dtype=jnp.dtype(cache_dtype),
     )  # fmt: skip
 
 
@@ -85,10 +88,10 @@ def check_length_penalty(length_penalty: float) -> None:
         raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 gives the mean per token.")
 
 
-@partial(jax.jit, static_argnames=("model", "n_beams", "max_new_tokens", "stop_tokens", "dtype"))
+@partial(jax.jit, static_argnames=("model", "n_beams", "max_new_tokens", "stop_tokens", "n_tokens", "dtype"))
 def _beam_search(
     model: Any, params: Params, tokens_PT: jax.Array, lengths_P: jax.Array, length_penalty: jax.Array, *,
-    n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], dtype: Any,
+    n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], n_tokens: int | None, dtype: Any,
 ) -> Beams:  # fmt: skip
     """Prefill the prompts, which are aligned at their last token, and search."""
     T = tokens_PT.shape[1]
@@ -98,10 +101,11 @@ def _beam_search(
         position_T = jnp.arange(T) - (T - length)
         cache = model.init_cache(T + max_new_tokens - 1, dtype)
         x_TD, cache = extend_empty(model, params, tokens_T, jnp.where(position_T >= 0, position_T, EMPTY), cache)
-        return call(model, params, "unembed", x_TD[-1]), cache
+        return call(model, params, "unembed", x_TD[-1])[:n_tokens], cache
 
     def extend(i: jax.Array, tokens_R: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        return jax.vmap(partial(decode_step, model, params, slot=T + i))(tokens_R, lengths_R + i, cache)
+        logits_RV, cache = jax.vmap(partial(decode_step, model, params, slot=T + i))(tokens_R, lengths_R + i, cache)
+        return logits_RV[:, :n_tokens], cache
 
     logits_PV, cache = jax.vmap(prefill)(tokens_PT, lengths_P)
     return search(

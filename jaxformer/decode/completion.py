@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -127,8 +127,9 @@ class Completer:
             raise UserError(
                 f"{run.path} holds a {type(run.model).__name__}, which writes no text; name a run that does."
             )
-        self._sampling = sampling
-        sampling.check_vocabulary(self._tokenizer.vocab_size)
+        n_tokens = self._tokenizer.vocab_size
+        sampling.check_vocabulary(n_tokens)
+        self._sampling = sampling if n_tokens >= self._config.vocab_size else replace(sampling, n_tokens=n_tokens)
         check_stop_strings(options.stop, self._tokenizer, options.max_new_tokens)
         self._draft: tuple[Draft, Params] | None = None
         if options.draft == "lookup":
@@ -234,7 +235,7 @@ class Completer:
         if options.num_beams > 1:
             search = partial(
                 beam_search, *model_and_prompts, n_beams=options.num_beams, length_penalty=options.length_penalty,
-                stop_tokens=self._sampling.stop_tokens, **common,
+                stop_tokens=self._sampling.stop_tokens, n_tokens=self._sampling.n_tokens, **common,
             )  # fmt: skip
             return BeamGeneration(search, options.num_samples)
         common["n_samples"] = options.num_samples

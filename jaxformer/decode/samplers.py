@@ -57,6 +57,8 @@ class Sampling:
     """Number of new tokens before which stop tokens are banned."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end a row."""
+    n_tokens: int | None = None
+    """Number of tokens, from 0 on, to draw among: those of the tokenizer, where a model has more; none for all."""
     top_logprobs: int = 0
     """Number of likeliest tokens whose log-probabilities are returned beside the drawn token's."""
 
@@ -193,6 +195,8 @@ def with_logprobs(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> 
 def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
     """Apply the logits processors, which read the text so far."""
     s = sampling
+    if s.n_tokens is not None:
+        logits_V = jnp.where(jnp.arange(len(logits_V)) < s.n_tokens, logits_V, -jnp.inf)
     if s.logit_bias:
         tokens, biases = zip(*s.logit_bias, strict=True)
         logits_V = logits_V.at[np.array(tokens)].add(np.array(biases, np.float32))
@@ -329,6 +333,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-2, 2, "from -2 to 2; 0 changes nothing"),
     "frequency_penalty": (-2, 2, "from -2 to 2; 0 changes nothing"),
     "min_new_tokens": (0, 2**31 - 1, "at least 0 and below 2**31"),
+    "n_tokens": (1, inf, "at least 1; leave it out for all"),
     "top_logprobs": (0, inf, "at least 0"),
     **{name: (least, most, limit) for name, (_, least, most, limit) in FILTERS.items()},
 }

@@ -12,7 +12,8 @@ import numpy as np
 from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.extras import import_extra
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files that run code when they are read."""
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -40,7 +41,7 @@ class ModelFolder:
                 raise UserError(f"{path} is pickled, and reading it would run code; convert it to safetensors.")
             reason = "is a file" if path.exists() else "does not exist"
             raise UserError(f"{path} {reason}; name a folder with {CONFIG} and weights in safetensors.")
-        config = _read_object(path / CONFIG)
+        config = read_object(path / CONFIG)
         files = _open_shards(path, _shards(path))
         return cls(path, config, files)
 
@@ -59,7 +60,7 @@ class ModelFolder:
         return tensor
 
 
-def _read_object(file: Path) -> Mapping[str, Any]:
+def read_object(file: Path) -> Mapping[str, Any]:
     """Return the object of a JSON file; `UserError` where there is none."""
     try:
         value = parse_json(file.read_bytes())
@@ -76,7 +77,7 @@ def _shards(path: Path) -> Mapping[str, list[str]]:
     """Return the files of the weights, with the names of the tensors that each must hold, as far as they are known."""
     if (path / INDEX).exists():
         names_by_file: dict[str, list[str]] = {}
-        weight_map = _read_object(path / INDEX).get("weight_map")
+        weight_map = read_object(path / INDEX).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise UserError(f"{path / INDEX} has no weight_map; put back the published one.")
         for name, file in weight_map.items():

@@ -12,9 +12,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
-from jaxformer.errors import UserError, parse_json
+from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.interop.configs import family_of, read_config
-from jaxformer.interop.folder import PICKLED, ModelFolder
+from jaxformer.interop.folder import GENERATION, PICKLED, ModelFolder, read_object
 from jaxformer.interop.weights import find_sources, load_params, stored_dtype
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
@@ -45,13 +45,28 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
             f"{folder.path} has no {TOKENIZER}; put the published one there, or let save_pretrained of transformers' "
             "AutoTokenizer write it."
         )
-    tokenizer = Tokenizer.load(file)
+    tokenizer = Tokenizer.load(file, eos_token_ids(folder))
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{file} has {tokenizer.vocab_size:,} tokens, but the model embeds {config.vocab_size:,}; put the model's "
             "own tokenizer there."
         )
     return tokenizer
+
+
+def eos_token_ids(folder: ModelFolder) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a text, of which a published config may name several; none without them.
+
+    Raises:
+      UserError: they are no ids.
+    """
+    generation = folder.path / GENERATION
+    named = read_object(generation).get("eos_token_id") if generation.exists() else None
+    named = folder.config.get("eos_token_id") if named is None else named
+    ids = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise UserError(f"the eos_token_id of {folder.path} is {abbreviate(named)}; it must be an id or a list of ids.")
+    return tuple(ids)
 
 
 def import_run(

@@ -451,3 +451,16 @@ def test_invalid_options_are_refused_with_their_value(fields: dict, message: str
 def test_a_token_beyond_the_vocabulary_is_refused(sampling: Sampling, message: str) -> None:
     with pytest.raises(UserError, match=message):
         history(sampling, [0], [])
+
+
+def test_only_the_first_tokens_are_drawn_where_a_number_is_given() -> None:
+    logits_V = jnp.array([0.0, 1.0, 2.0, 9.0, 8.0])
+    for temperature in (0.0, 1.0):
+        history = init_history(Sampling(temperature), 5, jnp.zeros(1, jnp.int32), 1)
+        sampling = Sampling(temperature, n_tokens=3)
+        probabilities_V = distribution(logits_V, history, sampling)
+        wanted = jax.nn.softmax(logits_V[:3]) if temperature else jnp.array([0.0, 0.0, 1.0])
+        assert_close(probabilities_V, jnp.append(wanted, jnp.zeros(2)))
+        assert {int(sample(logits_V, history, jax.random.key(i), sampling).token) for i in range(9)} <= {0, 1, 2}
+    with pytest.raises(UserError, match="n-tokens is 0; it must be at least 1"):
+        Sampling(n_tokens=0)

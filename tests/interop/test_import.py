@@ -1,6 +1,7 @@
 """Folders of published models, whole and broken."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,53 @@ def test_init_from_refuses_pickled_weights_before_anything_is_written(tmp_path: 
     assert main(["train", "--init-from", "model"]) == 2
     assert "pytorch_model.bin, which is pickled" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def sampled(capsys: Any, *options: str) -> dict[str, Any]:
+    """Return the row of the text that `sample` prints."""
+    capsys.readouterr()
+    assert main(["sample", "--run", "run", "--jsonl", *options]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_rows_beyond_the_tokenizer_are_never_drawn(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    weights = tensors()
+    weights["model.norm.weight"][:] = 1.0
+    weights["lm_head.weight"][280:] *= 50  # their logits are far above, or far below, all others
+    import_run(write(tmp_path / "model", weights=weights), tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    assert run.model.apply({"params": run.params}, np.arange(9)).argmax(-1).max() >= 280
+    for options in (["--temperature", "0"], ["--temperature", "1"], ["--num-beams", "2"], ["--draft", "lookup"]):
+        tokens = sampled(capsys, "--max-new-tokens", "20", *options)["tokens"]
+        assert tokens and max(tokens) < 280
+
+
+@pytest.mark.slow
+def test_each_of_several_ends_of_text_ends_a_text(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / "model")
+    import_run(source, tmp_path / "run")
+    tokens = sampled(capsys, "--max-new-tokens", "6", "--temperature", "0")["tokens"]
+    later = next(token for token in tokens if token != tokens[0])
+    (source / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": tokens[0]}))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, later]}))  # which takes precedence
+    shutil.rmtree(tmp_path / "run")
+    import_run(source, tmp_path / "run")
+    row = sampled(capsys, "--max-new-tokens", "6", "--temperature", "0")
+    assert row["ended"] != "length" and len(row["tokens"]) <= tokens.index(later) + 1 < 6
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("</s>", "eos_token_id of .* is '</s>'; it must be an id"),
+        ([True], "eos_token_id of .* is .True."),
+        (281, "tokenizer.json has no token 281, which the model's config names as its eos_token_id"),
+    ],
+)
+def test_ends_of_text_that_are_no_tokens_are_refused(tmp_path: Path, value: Any, message: str):
+    source = write(tmp_path / "model", CONFIG | {"eos_token_id": value})
+    with pytest.raises(UserError, match=message):
+        import_run(source, tmp_path / "run")
