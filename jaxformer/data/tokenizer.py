@@ -159,7 +159,7 @@ class Tokenizer:
         for token in ids:
             if self._inner.id_to_token(token) is None:
                 raise UserError(f"has no token {token}, which the model's config names as its eos_token_id")
-        names = ENDS_OF_TEXT if not ids else [self._inner.id_to_token(ids[0])]
+        names = [name for token in ids if (name := self._inner.id_to_token(token))] or ENDS_OF_TEXT
         for name in [given] if (given := self._named("eos_token")) else names:
             if (token := self._inner.token_to_id(name)) is not None:
                 return token
