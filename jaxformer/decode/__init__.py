@@ -23,7 +23,7 @@ __all__ = [
     "translate", "translate_tokens",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, {
+__getattr__, __dir__ = lazy_names(__name__, {
     "beam": ("Beams", "beam_search"),
     "generation": ("Generation", "Piece", "generate"),
     "samplers": ("Sampling",),

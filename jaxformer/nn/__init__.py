@@ -1,1 +1,19 @@
 """Flax Linen modules for one example: parameters wired around the functions of `jaxformer.ops`."""
+
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.block import Block
+from jaxformer.nn.capture import OUTPUT, capture_point
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.experts import Experts
+from jaxformer.nn.mlp import MLP
+from jaxformer.nn.norms import LayerNorm, RMSNorm
+from jaxformer.nn.parameters import parameter
+from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
+from jaxformer.nn.recurrent import AttentiveRecurrence, FixedContext, Recurrence
+
+__all__ = [
+    "MLP", "OUTPUT", "PLAIN", "AttentiveRecurrence", "Block", "Embedding", "Execution", "Experts", "FixedContext",
+    "LayerNorm", "LearnedPositions", "MultiHeadAttention", "PatchEmbedding", "RMSNorm", "Recurrence", "capture_point",
+    "parameter", "run_blocks",
+]  # fmt: skip

@@ -1,1 +1,28 @@
-"""Pure functions on one example: no Flax, no state, no batch axis (`jax.vmap` adds one)."""
+"""Pure functions on one example: no Flax, no state, no batch axis (`jax.vmap` adds one).
+
+`jaxformer.ops.attention` is the function; `from jaxformer.ops.attention import …` has the others of its file.
+"""
+
+from jaxformer.ops import masks
+from jaxformer.ops.attention import (
+    attention,
+    attention_scores,
+    attention_weights,
+    cross_attention,
+    multi_head_attention,
+    row_entropy,
+)
+from jaxformer.ops.cache import KVCache, LayerCache, init_cache, read_layer, write_layer, write_positions
+from jaxformer.ops.losses import cross_entropy, negative_log_likelihood
+from jaxformer.ops.masks import Causal
+from jaxformer.ops.norms import l2_normalize, layer_norm, rms_norm
+from jaxformer.ops.patches import patchify
+from jaxformer.ops.positions import rope, sinusoidal
+from jaxformer.ops.recurrent import gru_step, lstm_step
+
+__all__ = [
+    "Causal", "KVCache", "LayerCache", "attention", "attention_scores", "attention_weights", "cross_attention",
+    "cross_entropy", "gru_step", "init_cache", "l2_normalize", "layer_norm", "lstm_step", "masks",
+    "multi_head_attention", "negative_log_likelihood", "patchify", "read_layer", "rms_norm", "rope", "row_entropy",
+    "sinusoidal", "write_layer", "write_positions",
+]  # fmt: skip

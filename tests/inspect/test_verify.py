@@ -1,5 +1,6 @@
 """Property checks hold for every model, and name planted faults."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,9 +13,11 @@ from jaxformer.data.dataset import Batch
 from jaxformer.inspect.verify import attention_mask, causality, gradients, padding, random_inputs, verify
 from jaxformer.nn import attention as nn_attention
 from jaxformer.nn.block import Block
-from jaxformer.ops import attention, masks
+from jaxformer.ops import masks
 from tests.helpers import exhaustive
 from tests.inspect.test_capture import MODELS, T, random_model
+
+ops_attention = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 
 NAMES = [
     "finite", "causality", "attention mask", "attention rows", "padding", "decoding", "batching", "no dropout",
@@ -68,7 +71,7 @@ def mask_after_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
         mask_TS = mask.array(*scores_HTS.shape[1:]) if isinstance(mask, masks.Causal) else mask
         return jnp.where(mask_TS, jax.nn.softmax(scores_HTS), 0)
 
-    monkeypatch.setattr(attention, "softmax", softmax)
+    monkeypatch.setattr(ops_attention, "softmax", softmax)
 
 
 def drop_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +118,8 @@ def test_wrong_derivative_fails_the_gradient_check():
 
     doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
     with pytest.MonkeyPatch.context() as patch:
-        mix = attention.mix
-        patch.setattr(attention, "mix", lambda weights, v: doubled(mix(weights, v)))
+        mix = ops_attention.mix
+        patch.setattr(ops_attention, "mix", lambda weights, v: doubled(mix(weights, v)))
         result = checks("decoder", n_blocks=1)
     assert not result["gradients"].holds and result["gradients"].deviation > 1e-2
     assert all(check.holds for name, check in result.items() if name != "gradients")

@@ -1,3 +1,4 @@
+import importlib
 from collections.abc import Callable
 from functools import partial
 from math import log
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops import attention as ops
 from jaxformer.ops import masks
 from jaxformer.ops.blockwise import blockwise_attention
 from tests.arrays import assert_close, normal
 
+ops = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 # One compiled program a call instead of one a primitive.
 attention, attention_weights, row_entropy = map(jax.jit, (ops.attention, ops.attention_weights, ops.row_entropy))
 

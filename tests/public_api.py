@@ -1,0 +1,57 @@
+"""The page of the public API, docs/api.md; `python -m tests.public_api` writes it."""
+
+import importlib
+import inspect
+import re
+from types import ModuleType
+
+from tests.helpers import ROOT
+
+PACKAGES = ("jaxformer", *(f"jaxformer.{name}" for name in ("ops", "nn", "models", "data", "decode", "inspect")))
+PATH = ROOT / "docs/api.md"
+HEAD = """# Public API
+
+The names that a program may rely on, by the package that one imports them from: `from jaxformer.nn import Block`.
+Others may change without a word. `help(name)` shows arguments, shapes and errors. A change of this list stands in the
+[changelog](../CHANGELOG.md); `python -m tests.public_api` writes it anew.
+"""
+
+
+def public_api_page() -> str:
+    """Return the text of the page."""
+    return HEAD + "".join(_section(importlib.import_module(name)) for name in PACKAGES)
+
+
+def _section(package: ModuleType) -> str:
+    rows = "".join(_row(name, getattr(package, name)) for name in package.__all__)
+    return f"\n## {package.__name__}\n\n{_summary(package)}\n\n| name | |\n|---|---|\n{rows}"
+
+
+def _row(name: str, value: object) -> str:
+    if isinstance(value, type | ModuleType):
+        return f"| `{name}` | {_summary(value)} |\n"
+    if not callable(value):
+        return f"| `{name}` | A constant, of {type(value).__name__}. |\n"
+    return f"| `{name}({', '.join(_parameters(value))})` | {_summary(value)} |\n"
+
+
+def _parameters(function: object) -> list[str]:
+    """Return the parameters of a function, those with a default as `name=…`."""
+    listed = []
+    for p in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+        if p.kind is p.KEYWORD_ONLY and not any(x[0] == "*" for x in listed):
+            listed.append("*")
+        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        listed.append(f"{star}{p.name}" + ("" if p.default is p.empty else "=…"))
+    return listed
+
+
+def _summary(value: object) -> str:
+    """Return the first sentence of a docstring, as the cell of a table."""
+    paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    sentence = re.match(r".*?[.](?= [A-Z]|$)", paragraph)
+    return (sentence[0] if sentence else paragraph).replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    PATH.write_text(public_api_page())

@@ -1,0 +1,28 @@
+"""The public API is listed on one page, which changes with it."""
+
+import importlib
+
+import pytest
+
+import jaxformer
+from tests.helpers import ROOT
+from tests.public_api import PACKAGES, PATH, public_api_page
+
+
+def test_page_lists_the_public_api():
+    wrong = "the public API is not that of docs/api.md; python -m tests.public_api writes it: note it in CHANGELOG.md"
+    assert PATH.read_text() == public_api_page(), wrong
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_resolves_from_its_package_and_has_a_docstring(name):
+    package = importlib.import_module(name)
+    for public in package.__all__:
+        value = getattr(package, public)
+        assert public in dir(package)
+        assert value.__doc__
+    assert len({*package.__all__}) == len(package.__all__)
+
+
+def test_version_is_that_of_the_citation():
+    assert f"version: {jaxformer.__version__}\n" in (ROOT / "CITATION.cff").read_text()
