@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from types import ModuleType
 
 from tests.helpers import ROOT
@@ -35,10 +36,10 @@ def _row(name: str, value: object) -> str:
     return f"| `{name}({', '.join(_parameters(value))})` | {_summary(value)} |\n"
 
 
-def _parameters(function: object) -> list[str]:
+def _parameters(function: Callable[..., object]) -> list[str]:
     """Return the parameters of a function, those with a default as `name=…`."""
     listed = []
-    for p in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+    for p in inspect.signature(function).parameters.values():
         if p.kind is p.KEYWORD_ONLY and not any(x[0] == "*" for x in listed):
             listed.append("*")
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
