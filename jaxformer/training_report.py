@@ -97,8 +97,7 @@ def footer(
         )
     last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
     lines.append(final_line(step, outcome.evaluation.as_row() if outcome.evaluation else last))
-    opens = all(type(part).__module__.startswith("jaxformer.") for part in (config.model, config.data))
-    if opens and (prompt := example_prompt(config, data)) is not None:  # the command imports no other file
+    if (prompt := example_prompt(config, data)) is not None:
         lines.append(f"sample from it: {command('sample')} --run {quoted} --prompt {shlex.quote(prompt)}")
     return lines
 
@@ -151,7 +150,7 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
     params = local_copy(setup.model_params(state), mesh)
     keys_B = setup.example_keys(outcome.step - 1)
     batch = local_copy(outcome.batch, mesh)
-    model = config.model.build(Execution(attention=attention))
+    model = setup.build(Execution(attention=attention))
     report = first_non_finite(model, params, batch, keys_B, setup.compute_dtype)
     evidence = folder / "autopsy"
     if is_main_process():

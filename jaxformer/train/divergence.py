@@ -132,60 +132,52 @@ class DivergenceMonitor:
         mean = sum(self.recent) / len(self.recent)
         if mean < self.minimum:
             self.minimum, self.minimum_step = mean, step
-        broken = self._broken(loss, mean, grad_norm)
-        self.in_a_row = {rule: self.in_a_row.get(rule, 0) + 1 for rule in broken}
-        self.began = (self.began or step) if {"high", "flat"} & broken else 0
-        self.sank = (self.sank or self.began or step) if "part_lost" in broken else 0
+        rules = self._rules(loss, mean, grad_norm)
+        self.in_a_row = {rule: self.in_a_row.get(rule, 0) + 1 for rule, (broken, *_) in rules.items() if broken}
+        self.began = (self.began or step) if {"high", "flat"} & self.in_a_row.keys() else 0
+        self.sank = (self.sank or self.began or step) if "part_lost" in self.in_a_row else 0
         self.noticed = self.noticed and bool(self.began or self.sank)
         if self.noticed:
             return None
-        for rule, (limit, reason) in self._rules().items():
+        for rule, (_, limit, reason) in rules.items():
             if self.in_a_row.get(rule, 0) >= limit:
                 self.noticed = True
                 began = self.sank if rule == "part_lost" else self.began
                 return Divergence(step, began, loss, self.minimum, self.minimum_step, f"{reason} for {limit} steps")
         return None
 
-    def _broken(self, loss: float, mean: float, grad_norm: float) -> set[str]:
-        """Return the rules that a step breaks, and "high" for a loss that is high."""
+    def _rules(self, loss: float, mean: float, grad_norm: float) -> dict[str, tuple[bool, float, str]]:
+        """Return for each rule whether a step breaks it, its limit of such steps in a row, and its description; "high",
+        of a loss that is high, has no limit."""
         # A first loss above chance was not learned: the learned nats count from chance.
         top = self.chance if self.minimum < self.chance else self.ceiling
         learned = top - self.minimum
         enough = learned > min(MIN_LEARNED_NATS, MIN_LEARNED_SHARE * abs(top))
         lost, mean_lost = ((x - self.minimum) / learned if enough else 0.0 for x in (loss, mean))
-        high = loss > self.minimum + MARGIN_NATS
-        broken = {
-            "high": high,
-            "flat": grad_norm == 0 and loss > 0,
-            "enormous": high and loss > ENORMOUS_FACTOR * max(self.ceiling, MARGIN_NATS),
-            "above": high and loss > self.ceiling + MARGIN_NATS,
-            "lost": high and lost > LOST_SHARE,
-            "half_lost": high and lost > HALF_LOST_SHARE,
-            "part_lost": mean > self.minimum + MARGIN_NATS and mean_lost > PART_LOST_SHARE,
-        }
-        return {rule for rule, is_broken in broken.items() if is_broken}
-
-    def _rules(self) -> dict[str, tuple[int, str]]:
-        """Return each rule's limit of steps in a row, and its description."""
+        high, sunk = loss > self.minimum + MARGIN_NATS, mean > self.minimum + MARGIN_NATS
+        enormous = max(self.ceiling, MARGIN_NATS)
+        of_guessing = "the larger of its first value and that of guessing,"
+        of_learned = "of what was learned has been lost"
         return {
-            "flat": (FLAT_STEPS, "its gradient has been exactly 0"),
+            "high": (high, inf, ""),
+            "flat": (grad_norm == 0 and loss > 0, FLAT_STEPS, "its gradient has been exactly 0"),
             "enormous": (
-                ENORMOUS_STEPS,
-                f"it has been more than {ENORMOUS_FACTOR:g} times {max(self.ceiling, MARGIN_NATS):.3g}, "
-                "the larger of its first value and that of guessing,",
+                high and loss > ENORMOUS_FACTOR * enormous, ENORMOUS_STEPS,
+                f"it has been more than {ENORMOUS_FACTOR:g} times {enormous:.3g}, {of_guessing}",
             ),
             "above": (
-                ABOVE_STEPS,
-                f"it has been more than {MARGIN_NATS:g} above {self.ceiling:.3g}, "
-                "the larger of its first value and that of guessing,",
+                high and loss > self.ceiling + MARGIN_NATS, ABOVE_STEPS,
+                f"it has been more than {MARGIN_NATS:g} above {self.ceiling:.3g}, {of_guessing}",
             ),
-            "lost": (LOST_STEPS, f"more than {LOST_SHARE:.0%} of what was learned has been lost"),
-            "half_lost": (HALF_LOST_STEPS, f"more than {HALF_LOST_SHARE:.0%} of what was learned has been lost"),
+            "lost": (high and lost > LOST_SHARE, LOST_STEPS, f"more than {LOST_SHARE:.0%} {of_learned}"),
+            "half_lost": (
+                high and lost > HALF_LOST_SHARE, HALF_LOST_STEPS, f"more than {HALF_LOST_SHARE:.0%} {of_learned}"
+            ),
             "part_lost": (
-                PART_LOST_STEPS,
-                f"in the mean of {MEAN_STEPS} steps, more than {PART_LOST_SHARE:.0%} of what was learned has been lost",
+                sunk and mean_lost > PART_LOST_SHARE, PART_LOST_STEPS,
+                f"in the mean of {MEAN_STEPS} steps, more than {PART_LOST_SHARE:.0%} {of_learned}",
             ),
-        }
+        }  # fmt: skip
 
 
 def chance_loss(model: ModelConfig) -> float:
