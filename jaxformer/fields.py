@@ -47,10 +47,10 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         (
             """projection_std embedding_std unembedding_std balance_weight router_z_weight n_segments rank shift
             seed warmup_steps weight_decay final_fraction eval_every report_every gradients_every checkpoint_every
-            skip_batches""",
+            skip_batches from_step""",
             {"least": 0},
         ),
-        ("momentum b1 b2 label_smoothing dropout drop_words", {"least": 0, "below": 1}),
+        ("momentum b1 b2 label_smoothing dropout drop_words tolerance", {"least": 0, "below": 1}),
         ("scale jitter", {"least": 0, "most": 1}),
         ("rotate", {"least": 0, "most": 180}),
         ("learning_rate std alpha score_scale logit_soft_cap", {"above": 0}),

@@ -83,10 +83,6 @@ class Arguments:
             raise UserError("--allow-changed-data goes with --resume; a new run learns from the data as it is.")
         if self.from_step is not None and not self.resume:
             raise UserError("--from-step goes with --resume; name the run to roll back with --run.")
-        if self.from_step is not None and self.from_step < 0:
-            raise UserError(f"--from-step is {self.from_step}; give the step of a checkpoint, or 0 for the start.")
-        if self.skip_batches < 0:
-            raise UserError(f"--skip-batches is {self.skip_batches}; give a number of batches, at least 0.")
         if self.skip_batches and self.from_step is None:
             raise UserError("--skip-batches goes with --resume and --from-step; name the checkpoint to roll back to.")
 

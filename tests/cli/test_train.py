@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from jaxformer.cli.arguments import load_config
-from jaxformer.cli.train import _conclude, _start, main
+from jaxformer.cli.arguments import load_config, parse
+from jaxformer.cli.train import Arguments, _conclude, _start, main
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
@@ -23,12 +23,23 @@ from tests.helpers import ROOT
     [
         (["--from-step", "100"], "--from-step goes with --resume"),
         (["--skip-batches", "5"], "--skip-batches goes with --resume and --from-step"),
-        (["--skip-batches", "-5"], "--skip-batches is -5; give a number of batches, at least 0"),
     ],
 )
 def test_rollback_options_need_resume(options, said):
     with pytest.raises(UserError, match=said):
         _start(["--config", f"{ROOT}/configs/quick.py", *options], ExitStack())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--from-step", "1", "--skip-batches", "-5"], r"skip_batches is -5; it must be at least 0\.$"),
+        (["--from-step", "-1"], r"from_step is -1; it must be at least 0\.$"),
+    ],
+)
+def test_rollback_goes_neither_before_the_start_nor_back_in_the_data(options, said):
+    with pytest.raises(UserError, match=said):
+        parse(["--resume", *options], Arguments(load_config(f"{ROOT}/configs/quick.py")), "", "")
 
 
 def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_path):
@@ -43,9 +54,9 @@ def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_p
     )
     write_config(tmp_path, Config("fresh", TokenModelConfig(), TextConfig(), steps=1))
     stored = tmp_path / "config.json"
-    stored.write_text(stored.read_text().replace("config.TokenModelConfig", "fresh.FreshConfig"))
+    stored.write_text(stored.read_text().replace("config.TokenModelConfig", "/elsewhere/fresh.py:FreshConfig"))
     resume = ["--resume", "--run", str(tmp_path)]
-    with pytest.raises(UserError, match=r"no ModelConfig 'fresh.FreshConfig' is imported; .*--config"):
+    with pytest.raises(UserError, match=r"/elsewhere/fresh.py, which does not exist; .*--config fresh.py:NAME"):
         _start(resume, ExitStack())
     with pytest.raises(UserError, match="was trained with seed 0, not 1"):
         _start([*resume, "--config", f"{file}:fresh", "--seed", "1"], ExitStack())
