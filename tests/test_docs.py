@@ -66,6 +66,12 @@ def here(tmp_path_factory):
     result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)  # the newest run is the default of --run
     assert result.returncode == 0, result.stderr
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
+    example, template = (
+        re.search(rf"^```{kind}\n(.*?)^```", PAGES[Path("docs/finetuning.md")], re.M | re.S)[1]
+        for kind in ("text", "jinja")
+    )
+    (folder / "chats.jsonl").write_text("".join(example.replace("sea", f"{i}") for i in range(20)))
+    (folder / "chat.jinja").write_text(template)
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 
@@ -134,6 +140,8 @@ TESTED_ELSEWHERE = (
 @pytest.mark.parametrize("command", [exhaustive(c) if any(x in c for x in TESTED_ELSEWHERE) else c for c in COMMANDS])
 def test_commands_run(here, monkeypatch, capsys, command):
     """Commands run in this process, but for those that set up devices of their own."""
+    if "chat" in command:
+        pytest.importorskip("jinja2")
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "stdin", io.StringIO("The war\n"))  # for a conversation
     for part in command.split("#")[0].split("&&"):
@@ -190,6 +198,8 @@ def test_commands_run(here, monkeypatch, capsys, command):
             assert (here / "runs/quick/samples.txt").exists()  # that is how the folder was made
         elif words[:2] == ["python", "train.py"] and "--resume" not in words:
             small = tiny(here / "books", steps=2)
+            if "--data.template" in words:  # conversations
+                del small[2:4]
             options = changed(words[2:], *small[2:]) if "--config" in words else tiny(here / "books", 2, *words[2:])
             result = run("train.py", *changed(options, "--steps", "2"), cwd=here)
             assert result.returncode == 0, result.stderr

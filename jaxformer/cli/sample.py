@@ -329,7 +329,8 @@ def show_completions(
     prompts, and at the latest at the end, even of an error.
     """
     streams = len(prompts) * options.completion.num_samples == 1 and not options.jsonl
-    unprinted = prompts[0][0].text
+    separator = "\n" if options.completion.chat else ""
+    unprinted = prompts[0][0].text + separator
 
     def stream(new: str) -> None:
         nonlocal unprinted
@@ -342,14 +343,14 @@ def show_completions(
         for i, completions in completer.complete(prompts, pressed.is_set, *[stream] * streams):
             done[i] = completions
             while (ready := i if options.jsonl else n_printed) in done:
-                _print_completions(done.pop(ready), options.jsonl, streams)
+                _print_completions(done.pop(ready), options.jsonl, streams, separator)
                 n_printed += 1
     finally:
         for i in sorted(done):  # a prompt before these was not completed
-            _print_completions(done[i], options.jsonl, streams)
+            _print_completions(done[i], options.jsonl, streams, separator)
 
 
-def _print_completions(completions: list[Completion], jsonl: bool, streamed: bool) -> None:
+def _print_completions(completions: list[Completion], jsonl: bool, streamed: bool, separator: str) -> None:
     """Print the completions of one prompt; of a streamed one, the rest."""
     for completion in completions:
         if jsonl:
@@ -359,7 +360,7 @@ def _print_completions(completions: list[Completion], jsonl: bool, streamed: boo
             echo(explanation_table(completion), end="")
         else:
             sample = f".{completion.sample + 1}" if len(completions) > 1 else ""
-            echo(f"[{completion.prompt.line}{sample}] {completion.prompt.text}{completion.text.text}")
+            echo(f"[{completion.prompt.line}{sample}] {completion.prompt.text}{separator}{completion.text.text}")
             echo(explanation_table(completion))
 
 

@@ -30,6 +30,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 """File beside a published tokenizer that names its `eos_token` and `bos_token`, and may hold a chat template."""
 END_IDS = "eos_token_ids"
 """Field of our copy of that file for the tokens that a published model's own config names as ends of a text."""
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File beside a published tokenizer with its chat template."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
 """Space in the tokens of SentencePiece."""
@@ -116,6 +118,8 @@ class Tokenizer:
                 ) from error
             if not isinstance(config, dict):
                 raise UserError(f"{beside} is no JSON object; put back the one that was published with {path.name}.")
+        if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # it has precedence, as in transformers
+            config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
         try:
             tokenizer = cls(inner, config=config | ({END_IDS: list(ends)} if ends else {}))
             missing = {*range(256)} - {b[0] for b in tokenizer.token_bytes if len(b) == 1}
@@ -198,6 +202,35 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of the start of a text: `begin_of_text`, where there is one, and those of `encode`."""
         return [*([] if self.begin_of_text is None else [self.begin_of_text]), *self.encode(text)]
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates have for them, such as `eos_token`."""
+        names = (key for key in self.config if key.endswith("_token") and not key.startswith("add_"))
+        texts = {"eos_token": self._inner.id_to_token(self.end_of_text)} | {name: self._named(name) for name in names}
+        return {name: text for name, text in texts.items() if text}
+
+    @cached_property
+    def special_texts(self) -> list[str]:
+        """Texts of all special tokens, as a user's text may hold them."""
+        return [token["content"] for token in json.loads(self.as_json())["added_tokens"] if token["special"]]
+
+    def encode_with_special(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return the tokens of each text, in which special tokens are themselves, and the characters `[start, stop)`
+        that each token stands for; raises as `encode` does."""
+        checked = [_check_utf8(text) for text in texts]
+        return [(e.ids, e.offsets) for e in self._special_inner.encode_batch(checked, add_special_tokens=False)]
+
+    @cached_property
+    def _special_inner(self) -> tokenizers.Tokenizer:
+        """Tokenizer that encodes special tokens in a text as themselves."""
+        inner = tokenizers.Tokenizer.from_str(self.as_json())
+        inner.encode_special_tokens = False
+        return inner
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """Return the tokenizer with a chat template in its config, which is saved beside it."""
+        return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": source})
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, in parallel on all cores; raises as `encode` does."""

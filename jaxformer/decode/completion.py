@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from jaxformer.contract import contract_of
+from jaxformer.data.chat import check_texts
+from jaxformer.data.chat_template import ChatTemplate
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generation import Generation, generate
@@ -36,6 +38,8 @@ class CompletionOptions:
 
     max_new_tokens: int = 200
     """New tokens per completion at most."""
+    chat: bool = False
+    """Answers to messages: each prompt is a user's, written by the chat template of the run's tokenizer."""
     num_samples: int = 1
     """Completions per prompt; completion k, from 0, is that of --seed plus k, or the k-th best beam."""
     seed: int = 0
@@ -167,9 +171,24 @@ class Completer:
             if room < limit:
                 method = "a draft" if self._draft else "beam search"
                 limit, name = room, f"{room}, for {method} does not go past the context's {end}; lower --max-new-tokens"
-        tokens = self._tokenizer.encode_prompt(prompt.text)
+        tokens = (self._encode_message if self._options.chat else self._tokenizer.encode_prompt)(prompt.text)
         prompt.check_length(len(tokens), limit, name)
         return tokens
+
+    def _encode_message(self, text: str) -> list[int]:
+        """Return the tokens of a conversation of one message, up to the beginning of the answer."""
+        messages = [{"role": "user", "content": text}]
+        check_texts(messages, "the conversation,", self._tokenizer.special_texts)
+        try:
+            rendered = self._template.render(messages, add_generation_prompt=True)
+        except UserError as error:
+            raise UserError(f"{error}; leave out --chat, or train with another template.") from error
+        ((tokens, _),) = self._tokenizer.encode_with_special([rendered.text])
+        return tokens
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate.of_tokenizer(self._tokenizer)
 
     def complete(
         self, prompts: Sequence[tuple[Prompt, list[int]]], interrupted: Callable[[], bool],

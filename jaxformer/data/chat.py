@@ -1,0 +1,313 @@
+"""Conversations for the fine-tuning of causal language models: the loss is of the assistant's tokens alone."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, read_template
+from jaxformer.data.dataset import Batch, Dataset
+from jaxformer.data.infer_config import describe_changes, fit_vocab_size
+from jaxformer.data.packing import PackedExamples
+from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
+from jaxformer.errors import UserError, abbreviate, parse_json
+from jaxformer.fields import check_range
+
+FORMAT = 1
+"""Version of the tokens; to be raised when the same conversations and template yield others."""
+RENDERED_AT_ONCE = 1000
+"""Conversations that are tokenized together, in parallel."""
+EXAMPLE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}'
+
+
+@dataclass(frozen=True)
+class ChatConfig(DataConfig):
+    """Conversations, packed into rows, in which the assistant's tokens are predicted from all before them in their
+    conversation."""
+
+    path: str = ""
+    """Conversations: a .jsonl file, a folder (every .jsonl in it) or a glob; a line is an object with "messages", a
+    list of objects with "role" and "content", and optionally "tools"."""
+    val_path: str | None = None
+    """Validation conversations, named like path; by default, some of path are held out."""
+    val_fraction: float = 0.05
+    """Fraction of the conversations to hold out where there is no val_path."""
+    template: str | None = None
+    """Chat template: a file with Jinja, or a tokenizer_config.json; by default, the one that the tokenizer was
+    published with."""
+    tokenizer: str | None = None
+    """Published tokenizer, a tokenizer.json or its folder; with --init-from, it is that of the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "data.val_fraction", above=0, below=1, hint=", such as 0.05")
+
+    @property
+    def has_segments(self) -> bool:
+        return True
+
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] | None = None,
+    ) -> ChatDataset:  # fmt: skip
+        if not isinstance(model, TokenModelConfig):
+            kind = type(model).__name__
+            raise UserError(f"the data is conversations, but {kind} describes no model of tokens; change one.")
+        inferred, notes = model, tuple[str, ...]()
+        if tokenizer is None:
+            if self.tokenizer is None:
+                raise UserError(
+                    "conversations need a tokenizer; begin with a model by --init-from, or name one by "
+                    "--data.tokenizer."
+                )
+            tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
+            inferred = fit_vocab_size(model, tokenizer, 0, fixed)
+            notes = describe_changes(model, inferred, f"{self.tokenizer} has {tokenizer.vocab_size:,} tokens")
+        if self.template is not None:
+            template = read_template(self.template, tokenizer)
+            tokenizer = tokenizer.with_chat_template(template.source)
+        else:
+            template = ChatTemplate.of_tokenizer(tokenizer)
+        train = read_conversations(self.path, "data.path", tokenizer)
+        if self.val_path is not None:
+            val = read_conversations(self.val_path, "data.val_path", tokenizer)
+            held_out = {conversation.digest for conversation in val}
+            train = [conversation for conversation in train if conversation.digest not in held_out]
+        else:
+            train, val = hold_out(train, self.val_fraction)
+        if not train:
+            raise UserError(f"every conversation of {self.path} is held out; give other ones to train on.")
+        splits = [encode_conversations(split, template, tokenizer, model.context_length) for split in (train, val)]
+        return ChatDataset(self.path, inferred, tokenizer, splits[0], splits[1], batch_size, seed, notes)
+
+
+class Conversation(NamedTuple):
+    """A line of a file.
+
+    Attributes:
+      messages: objects with `role` and `content`.
+      tools: as the template expects them; None for none.
+      label: file and line, for error messages.
+      digest: SHA-256 of the line.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    label: str
+    digest: bytes
+
+
+def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Conversation]:
+    """Return the conversations of a file, a folder or a glob; empty lines are skipped.
+
+    Raises:
+      UserError: there are none, a file cannot be read, or a line is no conversation with the assistant.
+    """
+    conversations = []
+    for file in _find_files(path, option):
+        try:
+            lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                label = f"{file}, line {number},"
+                messages, tools = _parse(line, label)
+                check_texts(messages, label, tokenizer.special_texts)
+                conversations.append(Conversation(messages, tools, label, hashlib.sha256(line.strip()).digest()))
+    if not conversations:
+        raise UserError(f"{option} {path} holds no conversation; give it one per line, such as {EXAMPLE}.")
+    return conversations
+
+
+def _find_files(path: str, option: str) -> list[Path]:
+    if not path.strip():
+        raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
+    location = Path(path).expanduser()
+    if location.is_dir():
+        files = sorted(location.glob("*.jsonl"))
+    elif location.exists():
+        files = [location]
+    else:
+        anchor = location.anchor
+        files = sorted(Path(anchor).glob(str(location.relative_to(anchor)))) if anchor else sorted(Path().glob(path))
+    if not files:
+        raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
+    return files
+
+
+def _parse(line: bytes, label: str) -> tuple[list[dict[str, Any]], Any]:
+    """Return the messages and tools of a line; `UserError` where it is no conversation."""
+    try:
+        row = parse_json(line.decode())
+    except ValueError as error:  # of UTF-8, too
+        raise UserError(f"{label} is no JSON: {error}; give an object such as {EXAMPLE}.") from error
+    if not isinstance(row, dict) or "messages" not in row:
+        names = (
+            f"has the fields {', '.join(map(str, row))}" if isinstance(row, dict) and row else "is no object with any"
+        )
+        raise UserError(f'{label} {names}, but "messages" is missing; give an object such as {EXAMPLE}.')
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError(f'{label} has "messages" that are no list of objects; give an object such as {EXAMPLE}.')
+    for number, message in enumerate(messages, start=1):
+        for field in ("role", "content"):
+            if not isinstance(value := message.get(field), str):
+                raise UserError(f'{label} message {number}, has the "{field}" {abbreviate(value)}; it must be text.')
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise UserError(f'{label} has no message with the role "{ASSISTANT}", so nothing to learn; leave the line out.')
+    return messages, row.get("tools")
+
+
+def check_texts(messages: Sequence[dict[str, Any]], label: str, special: Sequence[str]) -> None:
+    """Raise `UserError` for a message that would end its turn, or another's, by a special token in its text."""
+    for number, message in enumerate(messages, start=1):
+        for text in (text for text in ("\0", *special) if text in message["content"]):
+            raise UserError(
+                f"{label} message {number}, holds {text!r}, which the tokenizer would take for its special token; "
+                "write it otherwise, or leave the line out."
+            )
+
+
+def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:
+    """Split conversations into (training, validation) by the order of their digests; equal ones are in one split.
+
+    Raises:
+      UserError: all are equal.
+    """
+    digests = sorted({conversation.digest for conversation in conversations})
+    if len(digests) < 2:
+        raise UserError("there is one conversation alone, and none to hold out; give more, or data.val_path.")
+    held_out = set(digests[: min(len(digests) - 1, max(1, round(fraction * len(digests))))])
+    train = [conversation for conversation in conversations if conversation.digest not in held_out]
+    return train, [conversation for conversation in conversations if conversation.digest in held_out]
+
+
+class EncodedConversations(NamedTuple):
+    """Conversations as tokens, one after the other.
+
+    Attributes:
+      tokens: `(n,)` int32.
+      weights: loss weight of each token as a target, `(n,)` float32: 1 for the assistant's, else 0.
+      lengths_N: tokens of each conversation.
+      n_cut: number of conversations that are longer than the context, and cut at its end.
+      n_without: number of those in which the assistant has no token before the cut; they are left out.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    lengths_N: np.ndarray
+    n_cut: int
+    n_without: int
+
+
+def encode_conversations(
+    conversations: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer, context_length: int
+) -> EncodedConversations:
+    """Return conversations as tokens, those longer than `context_length` + 1 cut there.
+
+    Raises:
+      UserError: the template raises an error, or its text before an answer is unknown; with file and line.
+    """
+    tokens, weights, lengths = array("i"), array("f"), list[int]()
+    n_cut = n_without = 0
+    for start in range(0, len(conversations), RENDERED_AT_ONCE):
+        part = conversations[start : start + RENDERED_AT_ONCE]
+        rendered = [_render(conversation, template) for conversation in part]
+        encoded = tokenizer.encode_with_special([text for text, _ in rendered])
+        for (_, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
+            counts = assistant_tokens(offsets, spans)[: context_length + 1]
+            if len(ids) > context_length + 1:
+                n_cut += 1
+            if not any(counts[1:]):  # the first token is no target
+                n_without += 1
+                continue
+            tokens.extend(ids[: context_length + 1])
+            weights.extend(counts)
+            lengths.append(len(counts))
+    return EncodedConversations(
+        np.array(tokens, np.int32), np.array(weights, np.float32), np.array(lengths, np.int64), n_cut, n_without
+    )
+
+
+def _render(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
+    try:
+        return template.render_conversation(conversation.messages, conversation.tools)
+    except UserError as error:
+        raise UserError(f"{conversation.label} {error}.") from error
+
+
+def assistant_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return 1 for each token that shares a character with a span, and 0 for the others.
+
+    Args:
+      offsets: characters `[start, stop)` of each token, in order.
+      spans: characters `[start, stop)`, in order.
+    """
+    remaining, counts = list(reversed(spans)), []
+    for start, stop in offsets:
+        while remaining and remaining[-1][1] <= start:
+            remaining.pop()
+        counts.append(int(bool(remaining) and start < remaining[-1][1] and stop > remaining[-1][0]))
+    return counts
+
+
+class ChatDataset(Dataset):
+    """Conversations in batches of packed rows; see `data.packing`."""
+
+    unit = "tokens"
+    model: TokenModelConfig
+    tokenizer: Tokenizer
+
+    def __init__(
+        self, name: str, model: TokenModelConfig, tokenizer: Tokenizer, train: EncodedConversations,
+        val: EncodedConversations, batch_size: int, seed: int, notes: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Pack the conversations; `UserError` where a split has none, or fewer rows than a batch."""
+        self.name, self.model, self.tokenizer, self.notes = name, model, tokenizer, notes
+        self.token_lengths = tokenizer.token_lengths
+        for split, encoded in (("training", train), ("validation", val)):
+            if not len(encoded.lengths_N):
+                raise UserError(
+                    f"no {split} conversation has a token of the assistant among its first "
+                    f"{model.context_length + 1}; raise model.context_length, or give shorter ones."
+                )
+            if encoded.n_cut:
+                left = f", and {encoded.n_without:,} left out as the assistant's part is after it" * bool(
+                    encoded.n_without
+                )
+                cut = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
+                self.notes = (*self.notes, f"{cut} and cut there{left}")
+        self._train, self._val = (self._pack(split, n, seed) for split, n in ((train, batch_size), (val, 1)))
+        self.per_step, self.steps_per_epoch = self._train.per_step, self._train.steps_per_epoch
+        digest = hashlib.sha256(f"chat {FORMAT} {model.context_length}".encode())
+        for part in (*train[:3], *val[:3]):
+            digest.update(part.tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def _pack(self, split: EncodedConversations, batch_size: int, seed: int) -> PackedExamples:
+        starts_N = np.cumsum(split.lengths_N) - split.lengths_N
+        return PackedExamples(
+            split.tokens, starts_N, split.lengths_N - 1, self.model.context_length, batch_size, seed, split.weights
+        )
+
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+        return self._train.batch(step, rows)
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        return self._val.held_out(batch_size, n)
+
+    def describe(self) -> str:
+        n_train, n_val = (len(split.lengths_N) for split in (self._train, self._val))
+        assistant = float(self._train.weights.mean()) if self._train.weights is not None else 1.0
+        return (
+            f"{self.name}: {n_train:,} conversations in {len(self._train.rows):,} rows, {assistant:.0%} of their "
+            f"tokens the assistant's; held out: {n_val:,} conversation(s)"
+        )

@@ -1,0 +1,204 @@
+"""Chat templates: Jinja programs, published with tokenizers, that write a conversation as one text.
+
+They are rendered in Jinja's sandbox, with the names that published templates expect: `messages`, `tools`,
+`add_generation_prompt`, the special tokens (`bos_token`, `eos_token`, …), `raise_exception`, `strftime_now`, the filter
+`tojson`, and `{% generation %}` blocks around the text that the assistant writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
+from jaxformer.extras import import_extra
+
+ASSISTANT = "assistant"
+"""Role whose text a model learns."""
+BEGIN, END = "\0<", "\0>"
+"""Marks of a generation block in a rendered text; no text may hold the character 0."""
+DATE = "2024-07-26"
+"""Date that templates see as today: the default of Llama 3.1's own. The tokens must not depend on the day."""
+
+Message = Mapping[str, Any]
+
+
+class Rendered(NamedTuple):
+    """A conversation as one text.
+
+    Attributes:
+      text: the text.
+      spans: characters `[start, stop)` that the assistant writes.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """A chat template and the special tokens that it writes."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
+        """Compile a template; `UserError` where it is none, or Jinja is not installed.
+
+        Args:
+          special_tokens: such as `eos_token`, by their names in the template.
+          name: of the template in error messages, such as its path.
+        """
+        self.source, self.special_tokens, self.name = source, special_tokens, name
+        self._compiled = self._compile()
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template that a tokenizer was published with.
+
+        Raises:
+          UserError: it has none.
+        """
+        source = tokenizer.config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        if not isinstance(source, str):
+            raise UserError("the tokenizer has no chat template; name a file with one in training, by --data.template.")
+        return cls(source, tokenizer.special_tokens, "the tokenizer's chat template")
+
+    def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> Rendered:
+        """Return the text of messages, and the parts of it in generation blocks.
+
+        Args:
+          tools: as the template expects them; None for none.
+          add_generation_prompt: end with the beginning of an answer, such as the name of its role.
+
+        Raises:
+          UserError: the template raises an error; the sentence is without its end, for the place in the data.
+        """
+        try:
+            marked = self._compiled.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )  # fmt: skip
+        except UserError:
+            raise
+        except Exception as error:  # whatever its expressions raise
+            raise UserError(f"{self.name} raises {type(error).__name__}: {error}") from error
+        text, spans = "", list[tuple[int, int]]()
+        for number, part in enumerate(re.split(f"{BEGIN}|{END}", marked)):
+            if number % 2 and part:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        return Rendered(text, spans)
+
+    def render_conversation(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
+        """Return the text of a conversation, and the parts that the assistant writes.
+
+        They are its generation blocks. A template without them is rendered up to each message of the assistant, with
+        the beginning of an answer, and through it; what the second text adds is the assistant's.
+
+        Raises:
+          UserError: see `render`; or the text before a message depends on those after it, so that its part is unknown.
+        """
+        text, spans = self.render(messages, tools)
+        if self.has_generation_blocks:
+            return Rendered(text, spans)
+        for i, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self.render(messages[:i], tools, add_generation_prompt=True).text
+            through = self.render(messages[: i + 1], tools).text
+            if not (through.startswith(before) and text.startswith(through)):
+                raise UserError(
+                    f"{self.name} writes message {i + 1} otherwise once others follow, so that the assistant's part is "
+                    "unknown; give a template with {% generation %} blocks by --data.template"
+                )
+            spans.append((len(before), len(self._without_space(through))))
+        return Rendered(text, spans)
+
+    def _without_space(self, text: str) -> str:
+        """Return a text without the white space after the special token that ends it, which nobody generates."""
+        end = text.rstrip()
+        return end if end.endswith(tuple(self.special_tokens.values())) else text
+
+    @property
+    def has_generation_blocks(self) -> bool:
+        """True where the template marks what the assistant writes."""
+        return re.search(r"\{%-?\s*generation\b", self.source) is not None
+
+    def _compile(self) -> Any:
+        """Return the template as Jinja compiles it."""
+        jinja2 = import_extra("jinja2", "a chat template")
+        sandbox = import_extra("jinja2.sandbox", "a chat template")
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = date.fromisoformat(DATE).strftime
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"{self.name}, line {error.lineno}, is no Jinja template: {error.message}; mend it."
+            ) from error
+
+
+def _generation_extension() -> type:
+    """Return the extension of Jinja for `{% generation %}` … `{% endgeneration %}`, whose text it marks."""
+    nodes, extensions = (import_extra(f"jinja2.{name}", "a chat template") for name in ("nodes", "ext"))
+
+    class Generation(extensions.Extension):  # type: ignore[name-defined]
+        """Marks of the text of generation blocks."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            """Return a call of `mark` with the block's content."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            """Return the block's text between marks."""
+            return f"{BEGIN}{caller()}{END}"
+
+    return Generation
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Return JSON without the escapes for HTML that Jinja's own filter adds."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> None:
+    """Raise a template's own error."""
+    raise UserError(f"the chat template refuses it: {message}")
+
+
+def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of a file: of a `tokenizer_config.json`, or Jinja.
+
+    Raises:
+      UserError: it cannot be read, or holds no template.
+    """
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.template {path} cannot be read ({os_error_reason(error) or 'it is not UTF-8'}); give a file with a "
+            "Jinja template, or a tokenizer_config.json."
+        ) from error
+    if file.suffix != ".json":
+        return ChatTemplate(text, tokenizer.special_tokens, path)
+    try:
+        config = parse_json(text.encode())
+    except ValueError as error:
+        raise UserError(f"data.template {path} is no JSON: {error}; give a tokenizer_config.json.") from error
+    source = config.get("chat_template") if isinstance(config, dict) else None
+    if not isinstance(source, str):
+        raise UserError(f"data.template {path} has no chat_template that is text, but {abbreviate(source)}.")
+    return ChatTemplate(source, tokenizer.special_tokens, path)

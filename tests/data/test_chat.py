@@ -1,0 +1,399 @@
+"""Conversations for fine-tuning, and chat templates."""
+
+import json
+import os
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
+from jaxformer.contract import Contract, Task
+from jaxformer.data.chat import ChatConfig, assistant_tokens, read_conversations
+from jaxformer.data.chat_template import ChatTemplate, read_template
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import CrossEntropy
+from jaxformer.sharding import make_mesh
+from jaxformer.train.log import read_metrics
+from jaxformer.train.loop import train
+from jaxformer.train.setup import TrainSetup
+from tests.arrays import random_params
+
+pytest.importorskip("jinja2")
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = """{{ bos_token }}{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}
+    {%- elif message.role == 'user' %}
+        {{- '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
+    {%- else %}
+        {{- raise_exception('no role ' + message.role) }}
+    {%- endif %}
+{%- endfor %}"""
+LAST_ONLY = CHATML.replace("message['content']", "(message['content'] if loop.last else '...')")
+WORDS = "How are you ? I am fine . What is the time It is noon ä 👋🏽 yes"
+CHAT = [
+    {"role": "user", "content": "How are you?"},
+    {"role": "assistant", "content": "I am fine 👋🏽."},
+    {"role": "user", "content": "What is the time?"},
+    {"role": "assistant", "content": "It is noon."},
+]
+TARGETS = "I am fine 👋🏽.<|im_end|>It is noon.<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A folder with a small tokenizer of the kind that is published."""
+    folder = tmp_path_factory.mktemp("published")
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.train_from_iterator(
+        [WORDS] * 10,
+        trainers.BpeTrainer(
+            vocab_size=290, special_tokens=["<s>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )  # fmt: skip
+    inner.save(str(folder / "tokenizer.json"))
+    config = {
+        "bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML, "add_bos_token": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(published) -> Tokenizer:
+    return Tokenizer.load(published / "tokenizer.json")
+
+
+def written(path: Path, *conversations: object) -> Path:
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return path
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["prefixes", "blocks"])
+def test_the_assistants_part_is_its_text_and_the_end_of_its_turn(tokenizer, source):
+    text, spans = ChatTemplate(source, tokenizer.special_tokens, "it").render_conversation(CHAT)
+    assert "".join(text[start:stop] for start, stop in spans) == TARGETS
+    assert text.count("<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\nI am") == 1
+    assert text.startswith("<s>" if source is MARKED else "<|im_start|>") and "\0" not in text
+    ((ids, offsets),) = tokenizer.encode_with_special([text])
+    counts = assistant_tokens(offsets, spans)
+    end = tokenizer.end_of_text
+    learned = [token for token, counted in zip(ids, counts, strict=True) if counted]
+    assert tokenizer.decode(learned) == TARGETS.replace("<|im_end|>", "") and learned.count(end) == 2
+    assert ids.count(end) == 4  # and not those of the user
+
+
+def test_tokens_that_share_a_character_with_a_span_count():
+    offsets = [(0, 2), (2, 5), (5, 5), (5, 7), (7, 8), (7, 8), (8, 9)]
+    assert assistant_tokens(offsets, [(4, 6), (7, 8)]) == [0, 1, 1, 1, 1, 1, 0]
+    assert assistant_tokens(offsets, []) == [0] * 7
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chat", [CHAT, CHAT[:2], [CHAT[0], {"role": "assistant", "content": " ä\n\nyes "}]])
+def test_tokens_and_masks_are_those_of_transformers(published, tokenizer, chat):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(published)
+    for source in (CHATML, MARKED):
+        text, spans = ChatTemplate(source, tokenizer.special_tokens, "it").render_conversation(chat)
+        expected = theirs.apply_chat_template(
+            chat, chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=source is MARKED
+        )
+        ((ids, offsets),) = tokenizer.encode_with_special([text])
+        assert ids == expected["input_ids"]
+        if source is MARKED:
+            assert assistant_tokens(offsets, spans) == expected["assistant_masks"]
+        prompt = ChatTemplate(source, tokenizer.special_tokens, "it").render(chat[:1], add_generation_prompt=True).text
+        assert prompt == theirs.apply_chat_template(
+            chat[:1], chat_template=source, tokenize=False, add_generation_prompt=True
+        )
+
+
+def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
+    source = (
+        "{{ eos_token }} {{ tools | tojson }} {{ strftime_now('%d %b %Y') }}"
+        "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %} {{ m.content | tojson }}{% endfor %}"
+    )
+    rendered = ChatTemplate(source, tokenizer.special_tokens, "it").render(CHAT, tools=[{"name": "<ä>"}])
+    assert rendered.text == '<|im_end|> [{"name": "<ä>"}] 26 Jul 2024 "How are you?"'
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for m in messages %}", "it, line 1, is no Jinja template"),
+        ("a\n{{ messages | nothing }}", "it, line 2, is no Jinja template: No filter named 'nothing'"),
+    ],
+)
+def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, said):
+    with pytest.raises(UserError, match=said):
+        ChatTemplate(source, tokenizer.special_tokens, "it")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (MARKED, "the chat template refuses it: no role system"),
+        ("{{ messages[9].content.x }}", "it raises UndefinedError: "),
+        ("{{ messages.__class__.__mro__ }}", "it raises SecurityError: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "it raises SecurityError: "),
+        (
+            LAST_ONLY,
+            r"it writes message 2 otherwise once others follow, .* give a template with {% generation %} blocks",
+        ),
+    ],
+)
+def test_a_template_that_raises_is_one_sentence_with_file_and_line(published, tmp_path, source, said):
+    system = [{"role": "system", "content": "Be brief."}]
+    chats = [CHAT, [CHAT[1], CHAT[0], CHAT[1], *(system if source is MARKED else [])]]
+    if source is LAST_ONLY:
+        chats = [CHAT[:2], [CHAT[1], CHAT[0]]]
+    path = written(tmp_path / "chats.jsonl", *chats, CHAT[:1] + CHAT[3:])
+    (tmp_path / "it").write_text(source)
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        with pytest.raises(UserError, match=rf"{path}, line \d, {said}") as caught:
+            load(path, published, template="it")
+    finally:
+        os.chdir(before)
+    assert "\n" not in str(caught.value)
+
+
+def load(path: Path, published: Path, batch_size: int = 1, context_length: int = 64, **fields):
+    config = ChatConfig(str(path), tokenizer=str(published), **fields)
+    return config.load(TokenModelConfig(290, context_length), batch_size, 0)
+
+
+def test_a_batch_has_the_assistants_targets_alone_and_each_conversation_by_itself(published, tokenizer, tmp_path):
+    short = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "yes"}]
+    path = written(tmp_path / "chats.jsonl", CHAT, short)
+    held = written(tmp_path / "val.jsonl", CHAT[2:])
+    data = load(path, published, context_length=128, val_path=str(held))
+    (tokens_BT, prefix, segments_BT), targets_BT, weights_BT = data.batch(0)
+    assert prefix is None and tokens_BT.shape == (1, 128) and weights_BT.sum() == pytest.approx(1)
+    assert set(segments_BT[0]) == {0, 1, 2}
+    counted = weights_BT[0] > 0
+    texts = {tokenizer.decode(targets_BT[0][counted & (segments_BT[0] == i)]) for i in (1, 2)}
+    assert texts == {"I am fine 👋🏽.It is noon.", "yes"}
+    assert len(set(weights_BT[0][counted])) == 1
+    np.testing.assert_array_equal(
+        targets_BT[0][:-1][segments_BT[0][1:] == 1], tokens_BT[0][1:][segments_BT[0][1:] == 1]
+    )
+    (batch,) = data.held_out(4)
+    assert batch.weights.sum() == len(tokenizer.encode("It is noon.")) + 1 and batch.weights.shape == (4, 128)
+    assert data.describe().endswith("the assistant's; held out: 1 conversation(s)")
+    assert data.tokenizer.config["chat_template"] == CHATML
+
+
+def test_whole_conversations_are_held_out_and_equal_ones_on_one_side(published, tmp_path):
+    chats = [[{"role": "user", "content": f"{i % 10}?"}, {"role": "assistant", "content": "yes"}] for i in range(40)]
+
+    def held_out(order: int) -> list[bytes]:
+        path = written(tmp_path / "c.jsonl", *chats[::order])
+        data = load(path, published, val_fraction=0.2, context_length=32)
+        assert [len(split.lengths_N) for split in (data._train, data._val)] == [32, 8]
+        (*batches,) = data.held_out(1)
+        return sorted(
+            row[part == i].tobytes() for ((row,), _, (part,)), _, _ in batches for i in range(1, part.max() + 1)
+        )
+
+    assert held_out(1) == held_out(-1) and len(held_out(1)) == 8 and len(set(held_out(1))) == 2
+
+
+def test_long_conversations_are_cut_and_those_without_a_target_left_out(published, tmp_path):
+    late = [{"role": "user", "content": "yes " * 60}, {"role": "assistant", "content": "yes"}]
+    path, val = written(tmp_path / "c.jsonl", CHAT, late), written(tmp_path / "v.jsonl", CHAT[:2])
+    data = load(path, published, context_length=64, val_path=str(val))
+    note = "2 training conversation(s) are longer than 65 tokens and cut there, and 1 left out as the assistant's part"
+    assert [note in line for line in data.notes] == [True]
+    assert len(data._train.lengths_N) == 1 and data._train.lengths_N[0] == 64
+    with pytest.raises(
+        UserError, match=r"no training conversation has a token of the assistant among its first 9; raise"
+    ):
+        load(path, published, context_length=8, val_path=str(val))
+
+
+def test_a_single_conversation_cannot_be_held_out(published, tmp_path):
+    with pytest.raises(UserError, match=r"one conversation alone, and none to hold out; give more, or data\.val_path"):
+        load(written(tmp_path / "c.jsonl", CHAT, CHAT), published)
+    path = str(written(tmp_path / "d.jsonl", CHAT))
+    with pytest.raises(UserError, match=r"every conversation of .* is held out"):
+        load(Path(path), published, val_path=path)
+
+
+def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((published / name).read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = {"eos_token": {"content": "<|im_end|>"}, "pad_token": None, "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    assert set(loaded.special_texts) == {"<s>", "<|im_start|>", "<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2, is no JSON: Expecting property name"),
+        ("[1]", 'line 2, is no object with any, but "messages" is missing; give an object such as {"messages"'),
+        ('{"text": "a"}', 'line 2, has the fields text, but "messages" is missing'),
+        ('{"messages": "a"}', 'line 2, has "messages" that are no list of objects'),
+        ('{"messages": [{"role": "user"}]}', 'line 2, message 1, has the "content" None; it must be text'),
+        ('{"messages": [{"role": 3, "content": ""}]}', 'line 2, message 1, has the "role" 3; it must be text'),
+        ('{"messages": [{"role": "user", "content": ""}]}', 'line 2, has no message with the role "assistant"'),
+        ('{"messages": []}', 'line 2, has no message with the role "assistant"'),
+        (
+            '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
+            "line 2, message 1, holds '<|im_end|>', which the tokenizer would take for its special token",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "a\\u0000<b"}]}', r"message 1, holds '\x00'"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said):
+    file = written(tmp_path / "chats.jsonl", CHAT)
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(UserError) as caught:
+        read_conversations(str(file), "data.path", tokenizer)
+    assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("", "data.path is ''; give a .jsonl file, a folder or a glob"),
+        ("nowhere.jsonl", "there are no conversations at data.path nowhere.jsonl"),
+        ("empty.jsonl", r"data.path empty.jsonl holds no conversation; give it one per line, such as"),
+        ("latin.jsonl", "latin.jsonl, line 1, is no JSON: 'utf-8' codec can't decode byte"),
+    ],
+)
+def test_files_without_conversations_are_refused(tokenizer, tmp_path, monkeypatch, path, said):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text("\n \n")
+    Path("latin.jsonl").write_bytes('{"messages": "ä"}'.encode("latin-1"))
+    with pytest.raises(UserError) as caught:
+        read_conversations(path, "data.path", tokenizer)
+    assert said in str(caught.value)
+
+
+def test_a_folder_and_a_glob_are_all_their_files(tokenizer, tmp_path, monkeypatch):
+    written(tmp_path / "a.jsonl", CHAT)
+    written(tmp_path / "b.jsonl", CHAT[:2], CHAT[2:])
+    monkeypatch.chdir(tmp_path)
+    for path in (str(tmp_path), str(tmp_path / "*.jsonl"), "[ab].jsonl"):
+        assert len(read_conversations(path, "data.path", tokenizer)) == 3
+
+
+def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
+    path = written(tmp_path / "c.jsonl", CHAT, CHAT[:2])
+    with pytest.raises(
+        UserError, match=r"need a tokenizer; begin with a model by --init-from, or .* --data\.tokenizer"
+    ):
+        ChatConfig(str(path)).load(TokenModelConfig(), 1, 0)
+    trained = Tokenizer.train([WORDS], 270)
+    with pytest.raises(UserError, match=r"the tokenizer has no chat template; name a file with one in training, by"):
+        ChatConfig(str(path)).load(TokenModelConfig(270), 1, 0, trained)
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    config = ChatConfig(str(path), template=str(tmp_path / "t.jinja"))
+    data = config.load(TokenModelConfig(270, 128), 1, 0, trained)
+    data.tokenizer.save(tmp_path / "tokenizer.json")  # as in a run's folder
+    again = ChatConfig(str(path)).load(TokenModelConfig(270, 128), 1, 0, Tokenizer.load(tmp_path / "tokenizer.json"))
+    assert again.fingerprint == data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.jinja", None, "cannot be read .No such file"),
+        ("t.json", "{", "is no JSON"),
+        ("t.json", "{}", "has no chat_template that is text, but None"),
+        ("t.jinja", b"\xff", "it is not UTF-8"),
+    ],
+)
+def test_a_template_file_that_holds_none_is_refused(tokenizer, tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=rf"data\.template .*{said}"):
+        read_template(str(tmp_path / name), tokenizer)
+
+
+def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((published / name).read_text())
+    (tmp_path / "chat_template.jinja").write_text(MARKED)
+    assert ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json")).source == MARKED
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    assert ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json")).source == CHATML
+
+
+def test_masked_targets_have_gradient_exactly_0(published, tmp_path):
+    """Another target there changes neither loss nor gradient by a bit."""
+    data = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), published)
+    config = DecoderConfig(290, 64, 8, n_blocks=1, n_heads=2, output_projection=True, d_ff=(8,), positions="rope")
+    model, batch = config.build(), data.batch(0)
+    params = random_params(model, jnp.zeros(64, jnp.int32))
+    masked = batch.weights == 0
+    assert 0.2 < masked.mean() < 1
+    other = batch._replace(targets=np.where(masked, 7, batch.targets))
+    assert (other.targets != batch.targets).any()
+    gradient = jax.jit(jax.value_and_grad(lambda params, batch: CrossEntropy().loss(model, params, batch)[0]))
+    (loss, grads), (loss_2, grads_2) = gradient(params, batch), gradient(params, other)
+    assert float(loss) == float(loss_2)
+    for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_2), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_the_gradient_of_the_logits_at_masked_targets_is_0(published, tmp_path):
+    """A model whose parameters are its logits at each position."""
+
+    class Logits(nn.Module):
+        contract = Contract(Task.CAUSAL_LM)
+
+        @nn.compact
+        def __call__(self, tokens_T: jax.Array, prefix: None, segments_T: jax.Array) -> jax.Array:
+            return self.param("logits", nn.initializers.normal(), (64, 290))
+
+    batch = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), published).batch(0)
+    params = Logits().init(jax.random.key(0), None, None, None)["params"]
+    (gradient_TV,) = jax.tree.leaves(jax.grad(lambda params: CrossEntropy().loss(Logits(), params, batch)[0])(params))
+    masked = batch.weights[0] == 0
+    assert not np.asarray(gradient_TV)[masked].any() and np.asarray(gradient_TV)[~masked].all()
+
+
+@pytest.mark.slow
+def test_thirty_steps_lower_the_loss_on_the_assistants_tokens(published, tmp_path):
+    words = ["am", "is", "are", "yes"]
+    chats = [
+        [{"role": "user", "content": f"How {a} {b}?"}, {"role": "assistant", "content": f"It is {b}."}]
+        for a in words for b in words
+    ]  # fmt: skip
+    model = DecoderConfig(290, 64, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,), positions="rope")
+    data_config = ChatConfig(str(written(tmp_path / "c.jsonl", *chats)), tokenizer=str(published), val_fraction=0.2)
+    config = Config(
+        "test", model, data_config, steps=30, optimizer=OptimizerConfig("adamw", learning_rate=0.02),
+        train=TrainConfig(batch_size=4, eval_every=30, report_every=0, checkpoint_every=0),
+    )  # fmt: skip
+    outcome = train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data_config.load(model, 4, 0), tmp_path)
+    first, last = (row for row in read_metrics(tmp_path) if "val_loss" in row)
+    assert outcome.status == "done" and last["val_loss"] < first["val_loss"] - 1
+    assert 18 <= last["val_targets"] <= 21  # of 3 answers of 5 or 6 tokens, and the ends of their turns
