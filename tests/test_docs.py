@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.checkpoints import CheckpointManager
-from jaxformer.cli import diff, export, inspect, ladder, merge, sample, train, verify, verify_resume
+from jaxformer.cli import diff, export, import_model, inspect, ladder, merge, sample, train, verify, verify_resume
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import option_groups
-from jaxformer.runs import create_run
+from jaxformer.interop.export import export_run
+from jaxformer.runs import create_run, load_run
 from tests.arrays import first_params
 from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 
@@ -107,6 +108,7 @@ def test_inline_options_exist():
     defaults += [
         sample.Arguments(),
         export.Arguments(),
+        import_model.Arguments(),
         evaluate.Arguments(),
         verify_resume.Arguments(load_config(f"{ROOT}/configs/quick.py")),
     ]
@@ -181,6 +183,11 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "merge"]:
             assert (here / words[4] / "base").exists()  # of the command before
             assert merge.main(words[4:]) == 0
+        elif words[:4] == ["python", "-m", "jaxformer", "import"]:
+            pytest.importorskip("safetensors")
+            export_run(load_run(here / "runs/llama"), "hf", here / words[4])
+            assert import_model.main(words[4:]) == 0
+            assert capsys.readouterr().out.startswith("run runs/smol: ")
         elif words[:4] == ["python", "-m", "jaxformer", "export"]:
             pytest.importorskip({"gguf": "gguf", "stablehlo": "flatbuffers"}.get(words[-1], "safetensors"))
             assert export.main(words[4:]) == 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import jax
 import numpy as np
 
 from jaxformer.models.decoder import DecoderConfig
@@ -27,23 +28,24 @@ class Layout:
     Attributes:
       theirs: axes of ours that each axis of theirs consists of.
       ours: axes in our order.
-      sizes: lengths of the axes by letter; a number is its own length.
+      sizes: letters of the axes and their lengths; a number is its own length.
     """
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
-    sizes: Mapping[str, int]
+    sizes: tuple[tuple[str, int], ...]
 
     @classmethod
     def parse(cls, text: str, sizes: Mapping[str, int]) -> Layout:
         """Return the layout that a text describes."""
         theirs, _, ours = text.partition(" -> ")
         groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", theirs))
-        return cls(groups, tuple(ours.split()), sizes)
+        return cls(groups, tuple(ours.split()), tuple(sizes.items()))
 
     def shape(self, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the lengths of axes."""
-        return tuple(int(axis) if axis.isdigit() else self.sizes[axis] for axis in axes)
+        sizes = dict(self.sizes)
+        return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -56,17 +58,16 @@ class Layout:
         axes = (axis for group in self.theirs for axis in group if axis.isdigit())
         return next(axes, None)
 
-    def to_ours(self, tensor: np.ndarray, part: int | None = None) -> np.ndarray:
-        """Return a view of their tensor in our order; of several parameters, the one with index `part`."""
+    def to_ours(self, tensor: jax.Array, part: int | None = None) -> jax.Array:
+        """Return their tensor in our order; of several parameters, the one with index `part`."""
         axes = [axis for group in self.theirs for axis in group]
         tensor = tensor.reshape(self.shape(axes))
         if self.parts is not None:
             assert part is not None
-            tensor = np.moveaxis(tensor, axes.index(self.parts), 0)[part]
+            tensor = tensor[(slice(None),) * axes.index(self.parts) + (part,)]
             axes.remove(self.parts)
         present = [axis for axis in self.ours if axis in axes]
-        tensor = tensor.transpose([axes.index(axis) for axis in present])
-        return tensor.reshape(self.shape(self.ours))
+        return tensor.transpose([axes.index(axis) for axis in present]).reshape(self.shape(self.ours))
 
     def to_theirs(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
         """Return their tensor from our parameters, all that it holds, in the order of their parts."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Sharding
 
 from jaxformer.errors import UserError
 from jaxformer.interop.families import Family, Weight
@@ -114,26 +116,23 @@ def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Pa
     structs: dict[str, Any] = flatten_dict(abstract, sep=".")
     params: dict[str, jax.Array] = {}
     for path in sorted(structs, key=lambda path: prod(structs[path].shape), reverse=True):
-        params[path] = _put(read_parameter(folder, sources[path], structs[path].dtype), structs[path])
+        source, struct = sources[path], structs[path]
+        convert = converter(source.layout, source.weight, jnp.dtype(struct.dtype), struct.sharding)
+        # Waited for, as their tensors would add up otherwise.
+        params[path] = jax.block_until_ready(convert([folder.read(name) for name in source.names]))
     return unflatten_dict({path: params[path] for path in structs}, sep=".")
 
 
-def read_parameter(folder: ModelFolder, source: Source, dtype: Any) -> np.ndarray:
-    """Return one parameter."""
-    weight, layout = source.weight, source.layout
-    arrays = [
-        layout.to_ours(folder.read(name), weight.part).astype(np.float32 if weight.offset else dtype, order="C")
-        for name in source.names
-    ]
-    array = np.stack(arrays) if "{e}" in weight.theirs else arrays[0]
-    return (array + np.float32(weight.offset)).astype(dtype) if weight.offset else array
+@lru_cache(maxsize=256)
+def converter(layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Sharding | None) -> Callable[..., jax.Array]:
+    """Return a compiled function from the tensors of a parameter to the parameter, which transposes on all cores."""
 
+    def convert(tensors: list[jax.Array]) -> jax.Array:
+        arrays = [layout.to_ours(tensor, weight.part) for tensor in tensors]
+        array = jnp.stack(arrays) if "{e}" in weight.theirs else arrays[0]
+        return (array.astype(jnp.float32) + weight.offset if weight.offset else array).astype(dtype)
 
-def _put(array: np.ndarray, struct: Any) -> jax.Array:
-    """Return an array on the devices of a sharding, each of which gets its part alone."""
-    if struct.sharding is None:
-        return jnp.asarray(array)
-    return jax.make_array_from_callback(array.shape, struct.sharding, lambda index: array[index])
+    return jax.jit(convert, out_shardings=sharding)
 
 
 def stored_dtype(folder: ModelFolder, source: Source) -> jnp.dtype:
