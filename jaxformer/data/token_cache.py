@@ -9,17 +9,18 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.data.text import Document, Pieces
+from jaxformer.data.documents import Documents
+from jaxformer.data.progress import Progress
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, os_error_reason
 from jaxformer.fields import from_dict, to_dict
@@ -33,8 +34,8 @@ WARN_AFTER_SECONDS = 5.0
 """Time of waiting for another process until a warning; the processes of one job start together."""
 TOKENIZER, MANIFEST = "tokenizer.json", "manifest.json"
 SPLITS = ("train.tokens", "val.tokens")
-PIECES_PER_BATCH = 16
-"""Pieces of text that are tokenized in parallel: encodings take some 200 bytes per character."""
+CHARACTERS_PER_BATCH = 2**19
+"""Characters of text that are tokenized in parallel: encodings take some 200 bytes per character."""
 
 warn = logging.getLogger(__name__).warning
 
@@ -85,7 +86,7 @@ def make_private(folder: Path) -> None:
 
 
 def cached(
-    folder: Path, train: Sequence[Document], val: Sequence[Document], vocab_size: int, tokenizer: Tokenizer | None
+    folder: Path, train: Documents, val: Documents, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Split, Split, Tokenizer]:
     """Return both splits as tokens, and their tokenizer, from a cache folder, which is written if it is missing.
 
@@ -157,26 +158,41 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
         raise Unverified(f"cannot be read ({os_error_reason(error) or error})") from error
 
 
-def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+def encode(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the tokens of a `Split` in parts, and the number of bytes of text of each part."""
     dtype = token_dtype(tokenizer)
     end = np.array([tokenizer.end_of_text], dtype)
     begin = end[:0] if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype)
     yield end[len(begin) :], 0
 
-    def parts(document: Document) -> Iterator[tuple[str | np.ndarray, int]]:
+    def parts(document: Iterable[str]) -> Iterator[tuple[str | np.ndarray, int]]:
         """Yield texts and tokens of a document, with their bytes of text."""
         yield begin, 0
-        for i, piece in enumerate(document.pieces()):
+        for i, piece in enumerate(document):
             # Where the tokenizer adds a space to each piece, it is the one that the piece begins with.
             yield piece.removeprefix(" ") if i and tokenizer.doubles_space else piece, len(piece.encode())
         yield end, 0
 
-    flat = chain.from_iterable(map(parts, documents))
-    while batch := list(islice(flat, PIECES_PER_BATCH)):
+    progress = Progress("tokenizing", documents.n_bytes)
+    for batch in _batches(chain.from_iterable(map(parts, documents))):
         encoded = iter(tokenizer.encode_batch([part for part, _ in batch if isinstance(part, str)]))
         tokens = [np.array(next(encoded), dtype) if isinstance(part, str) else part for part, _ in batch]
-        yield np.concatenate(tokens), sum(n for _, n in batch)
+        n_bytes = sum(n for _, n in batch)
+        yield np.concatenate(tokens), n_bytes
+        progress.add(n_bytes)
+
+
+def _batches(parts: Iterable[tuple[str | np.ndarray, int]]) -> Iterator[list[tuple[str | np.ndarray, int]]]:
+    """Yield parts in lists of about `CHARACTERS_PER_BATCH`."""
+    batch, length = [], 0
+    for part in parts:
+        batch.append(part)
+        length += len(part[0])
+        if length >= CHARACTERS_PER_BATCH:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -184,12 +200,10 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
-def _build(
-    folder: Path, train: Sequence[Document], val: Sequence[Document], vocab_size: int, tokenizer: Tokenizer | None
-) -> None:
+def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, tokenizer: Tokenizer | None) -> None:
     """Write a cache folder: a scratch folder first, then a rename, so that it is complete or absent."""
     with _scratch(folder, "write to", folder.parent) as scratch:
-        tokenizer = tokenizer or Tokenizer.train(Pieces(train), vocab_size)
+        tokenizer = tokenizer or Tokenizer.train(train.pieces(), vocab_size)
         tokenizer.save(scratch / TOKENIZER)
         sizes = [
             _write_tokens(scratch / name, split, tokenizer) for name, split in zip(SPLITS, (train, val), strict=True)
@@ -219,7 +233,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_tokens(file: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> int:
+def _write_tokens(file: Path, documents: Documents, tokenizer: Tokenizer) -> int:
     """Write the tokens of a split; return the size of its documents in bytes."""
     n_bytes = 0
     with file.open("wb") as content:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig
 from jaxformer.data.corpus import text_lengths, tokenize
-from jaxformer.data.text import read_documents
+from jaxformer.data.documents import read_documents
 from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, is_causal_lm
@@ -31,13 +31,13 @@ def evaluate_run(
 
 
 def load_held_out_text(
-    run: Run, path: str, stride: int | None = None, unwrap: bool | None = None
+    run: Run, path: str, stride: int | None = None, unwrap: bool | None = None, column: str | None = None
 ) -> tuple[HeldOut, str]:
     """Return a text to evaluate a run's language model on, and its description.
 
     Args:
       stride: tokens between the starts of two windows; None for as many as a window predicts.
-      unwrap: see `TextConfig`; None for that of the run's training text.
+      unwrap, column: see `TextConfig`; None for those of the run's training text.
 
     Raises:
       UserError: the run's model predicts no next token, the stride is too large or has no windows, or the text cannot
@@ -52,11 +52,10 @@ def load_held_out_text(
         raise UserError(
             f"stride is {stride}; it must be at most {limit}, as many tokens as a window of this run predicts."
         )
-    if unwrap is None:
-        unwrap = run.config.data.unwrap if isinstance(run.config.data, TextConfig) else True
-    documents = read_documents(path, unwrap)
+    data = run.config.data if isinstance(run.config.data, TextConfig) else TextConfig()
+    documents = read_documents(path, data.unwrap if unwrap is None else unwrap, column or data.column)
     tokens = tokenize(documents, tokenizer)
-    lengths = text_lengths(tokens, sum(document.n_bytes for document in documents), tokenizer)
+    lengths = text_lengths(tokens, documents.n_bytes, tokenizer)
     size = f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
     if run.config.data.has_segments:
         if stride is not None:

@@ -142,7 +142,8 @@ def test_invalid_data_or_options_are_one_sentence_errors(here, monkeypatch, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--stride 4", "--stride and --data.unwrap are for a text; name one with --data.path"),
+        ("--stride 4", "--data.unwrap and --data.column are for a text; name one with --data.path"),
+        ("--data.column body", "--data.unwrap and --data.column are for a text; name one with --data.path"),
         ("--data.path x --stride 0", "stride is 0; it must be at least 1"),
         ("--data.path x --batch-size 0", "batch_size is 0; it must be at least 1"),
         ("--data.pth x", "unknown option --data.pth; did you mean --data.path?"),

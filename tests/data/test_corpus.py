@@ -18,9 +18,9 @@ from jaxformer.data import corpus as corpus_module
 from jaxformer.data import token_cache
 from jaxformer.data import tokenizer as tokenizer_module
 from jaxformer.data.corpus import load_corpus, tokenize
+from jaxformer.data.documents import read_documents
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.prefix import PrefixTextConfig
-from jaxformer.data.text import read_documents
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig, pack_documents
 from jaxformer.errors import UserError

