@@ -63,7 +63,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
     )
     for name in names.split()
 }
-"""Interval of the numbers of a field by its name, in every config; see `check_range`."""
+"""Interval of the numbers of a field by its name, in every config of this package; see `check_range`."""
 
 
 def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
@@ -90,7 +90,8 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {maximum}.")
             if not -sys.float_info.max <= number <= sys.float_info.max:
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number.")
-        if f.name in BOUNDS:
+        owner = next(cls for cls in type(config).__mro__ if f.name in vars(cls).get("__annotations__", ()))
+        if f.name in BOUNDS and owner.__module__.startswith("jaxformer."):
             check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
 
 

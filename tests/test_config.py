@@ -2,12 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TrainConfig
+from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TokenModelConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.fields import differences, from_dict, to_dict
@@ -142,3 +142,19 @@ def test_differences_have_dotted_names():
     other = replace(CONFIG, seed=7, model=replace(CONFIG.model, n_heads=2))
     assert differences(CONFIG, other) == [("model.n_heads", 1, 2), ("seed", 0, 7)]
     assert differences(CONFIG, CONFIG) == []
+
+
+@dataclass(frozen=True)
+class OwnConfig(TokenModelConfig):
+    scale: float = 4.0  # of this package, data.scale is at most 1
+    n_classes: int = 0
+
+
+def test_bounds_are_those_of_this_packages_fields():
+    assert OwnConfig(vocab_size=1).scale == 4.0
+    with pytest.raises(UserError, match=r"vocab_size is 0; it must be at least 1\."):
+        OwnConfig(vocab_size=0)
+    for values in ({"d_ff": (8, 0)}, {"n_kv_heads": 0}, {"norm_eps": 0.0}, {"dropout": 1.0}, {"capacity_factor": 0.0}):
+        (name,) = values
+        with pytest.raises(UserError, match=rf"{name} is .*; it must be "):
+            DecoderConfig(**values)
