@@ -74,10 +74,10 @@ def write_model_page(run: Run, path: Path, prompt: str | None = None, n_examples
 
 
 def _token_text(run: Run, token: int) -> str:
-    """Return a token's text; the mask token, which the tokenizer lacks, as in prompts."""
+    """Return a token's text; of one that the tokenizer lacks, the mask as in prompts, or its number."""
     tokenizer = run.text_model()[1]
     if token >= tokenizer.vocab_size:
-        return MASK
+        return MASK if contract_of(run.model).task is Task.MASKED_LM else f"[{token}]"
     if token == tokenizer.end_of_text:
         return END
     return tokenizer.decode([token]).translate(SYMBOLS)

@@ -22,7 +22,8 @@ def make_explain(run: Run) -> Explain:
     def rows(prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:
         tokens = prompt + completion
         tokens = tokens if extrapolates else tokens[: config.n_positions]
-        name = lambda token: tokenizer.decode([token])  # noqa: E731
+        # A published model may have more tokens than its tokenizer.
+        name = lambda token: tokenizer.decode([token]) if token < tokenizer.vocab_size else f"[{token}]"  # noqa: E731
         return [
             {
                 "token": name(row.token), "probability": json_float(row.probability),

@@ -143,13 +143,19 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       missing_ok: accept patterns that match nothing.
 
     Raises:
-      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context.
+      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context; a
+        capture point offers something else than an array.
     """
     patterns = [names] if isinstance(names, str) else list(names)
     calls: Counter[tuple[Any, str]] = Counter()
     computed: set[str] = set()
 
     def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
+        if not hasattr(value, "dtype"):
+            raise UserError(
+                f"capture point {part!r} of {type(module).__name__} offers a {type(value).__name__}; offer "
+                "each array by a point of its own."
+            )
         path = module.path if part == OUTPUT and module.path else (*module.path, part)
         call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has a root of its own
         calls[call] += 1

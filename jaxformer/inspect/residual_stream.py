@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxformer.contract import contract_of
 from jaxformer.errors import UserError
 from jaxformer.inspect.capture import Activations, capture
+from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
@@ -30,7 +31,7 @@ def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
       inputs: what the model is called with: tokens, and the length of a prefix where it has one.
 
     Raises:
-      UserError: the model has no residual stream, or normalises it after each part.
+      UserError: the model has no residual stream, or normalises the stream after each part.
     """
     _check_stream(model)
     check_example(model, *inputs)
@@ -48,9 +49,9 @@ def logit_attribution(
     model: nn.Module, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
 ) -> Activations:
     """Return what each part adds to the logit of a token at each position, `(T,)` by name, `(H, T)` for heads: direct
-    logit attribution (Elhage et al. 2021). The sum of all is the logit.
+    logit attribution (Elhage et al. 2021). The sum of all is the logit, before a soft cap.
 
-    The norm before the logits is linear with its scale fixed to that of the stream.
+    The norm before the logits, and those of the parts' outputs, are linear with their scale fixed to what it is.
 
     Args:
       inputs: what the model is called with.
@@ -58,7 +59,7 @@ def logit_attribution(
       baseline_T: token per position whose logit is subtracted.
 
     Raises:
-      UserError: the model has no residual stream, or normalises it after each part.
+      UserError: the model has no residual stream, or normalises the stream after each part.
     """
     _check_stream(model)
     check_example(model, *inputs)
@@ -76,41 +77,46 @@ def _attribute(
     direction_TD = out_VD[target_T]
     if baseline_T is not None:
         direction_TD -= out_VD[baseline_T]
-    constant: dict[str, jax.Array] = {}
+    biases: dict[str, jax.Array] = {}
     if c.final_norm:
-        direction_TD, constant = _through_norm(model, params, last_TD, direction_TD)
-    project = lambda x_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
-    parts = OrderedDict(embedding=project(values["embedding"]))
+        direction_TD, biases = _through_norm(c, "final_norm", params["final_norm"], last_TD, direction_TD)
+    project = lambda x_TD, direction_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
+    parts = OrderedDict(embedding=project(values["embedding"], direction_TD))
     for i in range(c.n_blocks):
-        layer, weights = f"blocks.{i}.attention", params[f"blocks_{i}"]["attention"]
+        block, before_TD = params[f"blocks_{i}"], {"attention": direction_TD, "mlp": direction_TD}
+        if c.norm != "none" and c.norm_placement == "both":
+            for part in before_TD:
+                name, norm = f"blocks.{i}.{part}", f"{part}_post_norm"
+                before_TD[part], bias = _through_norm(c, f"blocks.{i}.{norm}", block[norm], values[name], direction_TD)
+                biases |= bias
+        layer, weights = f"blocks.{i}.attention", block["attention"]
         heads_HTK = values[f"{layer}.heads"]
         if c.output_projection:
-            parts[f"{layer}.heads"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], direction_TD)
+            parts[f"{layer}.heads"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], before_TD["attention"])
         else:
             H, T, K = heads_HTK.shape
-            parts[f"{layer}.heads"] = jnp.einsum("htk,thk->ht", heads_HTK, direction_TD.reshape(T, H, K))
+            direction_THK = before_TD["attention"].reshape(T, H, K)
+            parts[f"{layer}.heads"] = jnp.einsum("htk,thk->ht", heads_HTK, direction_THK)
         if "b_O" in weights:
-            parts[f"{layer}.b_O"] = project(jnp.broadcast_to(weights["b_O"], last_TD.shape))
-        parts[f"blocks.{i}.mlp"] = project(values[f"blocks.{i}.mlp"])
-    return parts | constant
+            parts[f"{layer}.b_O"] = before_TD["attention"] @ weights["b_O"]
+        parts[f"blocks.{i}.mlp"] = project(values[f"blocks.{i}.mlp"], before_TD["mlp"])
+    return parts | biases
 
 
 def _through_norm(
-    model: nn.Module, params: Params, x_TD: jax.Array, direction_TD: jax.Array
+    c: DecoderConfig, name: str, norm: Params, x_TD: jax.Array, direction_TD: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the direction before the final norm that corresponds to one after it, for the stream `x_TD`; and the part
-    of the norm's own bias."""
-    is_layernorm = model.config.norm == "layernorm"
-    norm, wide_TD = params["final_norm"], widened(x_TD)
+    """Return the direction before a norm of `x_TD` that corresponds to one after it, and the part of the norm's bias
+    by its name."""
+    is_layernorm, wide_TD = c.norm == "layernorm", widened(x_TD)
     if is_layernorm:
         wide_TD -= wide_TD.mean(axis=-1, keepdims=True)
-    eps = epsilon(model.config.norm, model.config.norm_eps)
-    scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + eps)
+    scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + epsilon(c.norm, c.norm_eps))
     before_TD = direction_TD * norm["gamma"] * scale_T1
     if not is_layernorm:
         return before_TD, {}
     # Centring is symmetric: (x - mean x) · d = x · (d - mean d).
-    return before_TD - before_TD.mean(axis=-1, keepdims=True), {"final_norm.beta": direction_TD @ norm["beta"]}
+    return before_TD - before_TD.mean(axis=-1, keepdims=True), {f"{name}.beta": direction_TD @ norm["beta"]}
 
 
 def _check_stream(model: nn.Module) -> None:
@@ -120,5 +126,5 @@ def _check_stream(model: nn.Module) -> None:
             f"this {type(model).__name__} has no residual stream that becomes logits; use a decoder with "
             "model.residual true."
         )
-    if model.config.norm != "none" and model.config.norm_placement != "pre":
-        raise UserError("norms after a block's parts change what was written before them; only pre-norm adds up.")
+    if model.config.norm != "none" and model.config.norm_placement == "post":
+        raise UserError("norms of the stream after a block's parts change all of it; with pre-norm, parts add up.")

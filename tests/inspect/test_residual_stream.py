@@ -17,15 +17,17 @@ STREAMS = {
     "no norm": replace(DECODER, norm="none"),
     "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True, norm_eps=0.1),
     "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
+    "norms of outputs": replace(DECODER, final_norm=True, norm="layernorm", norm_placement="both", attention_bias=True),
+    "soft cap": replace(DECODER, final_norm=True, norm_placement="both", logit_soft_cap=3.0),
     "no W_O, experts": DecoderConfig(V, T, 12, 2, 3, d_ff=(16,), norm="rmsnorm", n_experts=3, final_norm=True),
 }
 TOKENS = jnp.arange(T)[::-1]
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_attributions_sum_to_the_logit(name):
+def test_attributions_sum_to_the_logit_before_a_soft_cap(name):
     model, params, _ = random_model(STREAMS[name])
-    logits_TV = model.apply({"params": params}, TOKENS)
+    logits_TV = replace(STREAMS[name], logit_soft_cap=None).build().apply({"params": params}, TOKENS)
     target_T, baseline_T = (TOKENS * 3) % V, (TOKENS + 1) % V
     chosen = lambda tokens_T: np.take_along_axis(np.asarray(logits_TV), np.asarray(tokens_T)[:, None], 1)[:, 0]  # noqa: E731
     scale = np.abs(logits_TV).max()

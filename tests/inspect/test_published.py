@@ -1,0 +1,129 @@
+"""The tools of inspection on published models, against the intermediate values of transformers."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import inspect
+from jaxformer.cli.explanation import make_explain
+from jaxformer.data import next_token_batch
+from jaxformer.inspect.verify import random_inputs
+from jaxformer.interop.run import import_run
+from jaxformer.model_page import write_model_page
+from jaxformer.runs import Run, load_run
+from tests.interop.published import publish
+from tests.interop.test_parity import CASES
+
+pytestmark = pytest.mark.exhaustive
+
+FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma3, scaling, soft cap", "mixtral")
+MOST_DIFFERENT = ("gpt2", "gemma3, scaling, soft cap", "mixtral")
+"""Families for the measurements that take long to compile."""
+T = 13
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Run]:
+    """Return a torch model and the run imported from its folder."""
+    family, changes = CASES[request.param]
+    folder = tmp_path_factory.mktemp("published")
+    model = publish(folder / "model", family, **changes, attn_implementation="eager")
+    return model, load_run(import_run(folder / "model", folder / "run")[0])
+
+
+few_families = pytest.mark.parametrize("case", MOST_DIFFERENT, indirect=True, scope="module")
+
+
+def tokens(n: int = T) -> np.ndarray:
+    """Return random tokens, some beyond the tokenizer's, `(n,)`."""
+    return np.random.default_rng(n).integers(0, 291, n)
+
+
+def test_captures_equal_the_intermediate_values_of_transformers(case):
+    torch = pytest.importorskip("torch")
+    model, run = case
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens())[None], output_hidden_states=True, output_attentions=True)
+    ours = jax.jit(partial(inspect.capture, run.model))(run.params, jnp.asarray(tokens()))
+    n_blocks = run.config.model.n_blocks
+    assert len(theirs.attentions) == n_blocks
+    for i in range(n_blocks):
+        stream_TD, weights_HTT = theirs.hidden_states[i][0].numpy(), theirs.attentions[i][0].numpy()
+        scale = np.abs(stream_TD).max()
+        np.testing.assert_allclose(ours[f"blocks.{i}.before"], stream_TD, atol=1e-4 * scale, err_msg=f"block {i}")
+        np.testing.assert_allclose(ours[f"blocks.{i}.attention.weights"], weights_HTT, atol=1e-4, err_msg=f"block {i}")
+    np.testing.assert_allclose(ours["logits"], theirs.logits[0].numpy(), atol=1e-4)
+
+
+def test_residual_stream_adds_up_to_the_logits(case):
+    _, run = case
+    tokens_T, target_T = jnp.asarray(tokens()), jnp.asarray(tokens())[::-1]
+    logits_TV = np.asarray(run.model.apply({"params": run.params}, tokens_T))
+    lens = inspect.logit_lens(run.model, run.params, tokens_T)
+    np.testing.assert_allclose(list(lens.values())[-1], logits_TV, atol=1e-4)
+    parts = inspect.logit_attribution(run.model, run.params, tokens_T, target_T=target_T)
+    total_T = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
+    cap = run.config.model.logit_soft_cap
+    capped_T = total_T if cap is None else cap * jnp.tanh(total_T / cap)
+    np.testing.assert_allclose(capped_T, logits_TV[np.arange(T), target_T], atol=1e-4 * np.abs(logits_TV).max())
+
+
+@few_families
+def test_every_measurement_is_finite_and_of_the_models_shape(case):
+    _, run = case
+    model, params, c = run.model, run.params, run.config.model
+    tokens_BT = np.stack([tokens(), tokens()[::-1]]).astype(np.int32)
+    layers = [f"blocks.{i}.attention" for i in range(c.n_blocks)]
+    batch = next_token_batch(tokens_BT)
+
+    statistics = inspect.head_statistics(model, params, tokens_BT)
+    assert list(statistics) == layers and all(np.isfinite(s.entropy).all() for s in statistics.values())
+    ablation = inspect.ablate_heads(model, params, batch)
+    assert all(
+        np.isfinite(x).all() and x.shape == (c.n_heads,) for x in (*ablation.mean.values(), *ablation.zero.values())
+    )
+    gradients = inspect.per_example_gradients(model, params, batch)
+    assert np.isfinite(gradients.norm_B).all() and gradients.norm_B.shape == (2,)
+    assert [row.temperature for row in inspect.saturation(model, params, batch, [1.0, 0.5])] == [1.0, 0.5]
+    routers = inspect.router_report(model, params, (tokens_BT,))
+    assert list(routers) == ([f"blocks.{i}.mlp" for i in range(c.n_blocks)] if c.n_experts else [])
+    assert all(np.isclose(sum(report["share"]), 1) for report in routers.values())
+    pair = (model, params, [jnp.asarray(x) for x in tokens_BT[:1]], [jnp.asarray(x) for x in tokens_BT[1:]])
+    exact = inspect.patch_activations(*pair, "blocks.*.attention.heads", first_logit)
+    estimate = inspect.attribution_patching(*pair, "blocks.*.attention.heads", first_logit)
+    assert list(exact) == list(estimate) == [f"{layer}.heads" for layer in layers]
+    assert all(np.isfinite(x).all() and x.shape == (T,) for x in (*exact.values(), *estimate.values()))
+    autopsy = inspect.first_non_finite(model, params, batch)
+    assert autopsy is None
+
+
+def first_logit(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[-1, 0]
+
+
+def test_explanations_name_tokens_that_the_tokenizer_lacks(case):
+    _, run = case
+    rows = make_explain(run)([1, 2, 285], [290, 5])
+    assert len(rows) == 2 and rows[0]["token"] == "[290]"
+
+
+@pytest.mark.parametrize("case", ["gemma3, scaling, soft cap"], indirect=True)
+def test_page_shows_the_residual_stream(case, tmp_path: Path):
+    _, run = case
+    write_model_page(run, tmp_path / "page.html", "The cat sees the dog.", n_examples=1)
+    page = (tmp_path / "page.html").read_text()
+    assert "Direct logit attribution" in page and "Head ablation" in page
+
+
+@few_families
+def test_invariants_hold(case):
+    _, run = case
+    inputs_B = random_inputs(run.config.model, 2, max_tokens=24)
+    targets_B = jax.random.randint(jax.random.key(0), inputs_B[0].shape, 0, 291)
+    checks = list(inspect.verify(run.model, run.params, inputs_B, targets_B))
+    assert len(checks) == 9 and all(check.holds for check in checks), [check for check in checks if not check.holds]
