@@ -12,6 +12,7 @@ from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
 from jaxformer.interop.formats import Dtype, Format
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Write a trained model in a format that other programs read. The target must not exist; it appears
@@ -47,7 +48,7 @@ class Arguments:
 @as_command()
 def main(arguments: list[str]) -> int:
     """Export; return the exit status: 0 done, 2 wrong input."""
-    options = parse(arguments, Arguments(), "python -m jaxformer export", DESCRIPTION)
+    options = parse(arguments, Arguments(), command("export"), DESCRIPTION)
     if options.format is None:
         raise UserError(f"--format is missing; give one of {', '.join(get_args(Format))}.")
     if options.cache_length is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,7 @@ from jaxformer.cli.arguments import as_command, folder_named, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.train import RUNS
 from jaxformer.errors import UserError
+from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_status
 
 DESCRIPTION = """Write a published model as a run, from a folder with config.json, weights in safetensors (one file, or
@@ -39,7 +41,7 @@ class Arguments:
 @as_command()
 def main(arguments: list[str]) -> int:
     """Import a model; return the exit status."""
-    options = parse(arguments, Arguments(), "python -m jaxformer import", DESCRIPTION)
+    options = parse(arguments, Arguments(), command("import"), DESCRIPTION)
     if options.source is None:
         raise UserError("no folder is named; give that of a published model, with config.json and safetensors.")
     source = Path(options.source)
@@ -52,5 +54,6 @@ def main(arguments: list[str]) -> int:
     echo_status(f"reading {source} ...")
     folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype)
     n = count_parameters(abstract_params(config.model.build(), config.model))
-    echo(f"run {folder}: {n:,} parameters from {source}; sample with: python sample.py --run {folder}")
+    sample = f"{command('sample')} --run {shlex.quote(str(folder))}"
+    echo(f"run {folder}: {n:,} parameters from {source}; sample with: {sample}")
     return 0

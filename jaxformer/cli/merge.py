@@ -10,9 +10,9 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, folder_named, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
+from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-PROGRAM = "python -m jaxformer merge"
 DESCRIPTION = """Write a run whose parameters are those of another with its LoRA adapters merged. It needs no base, and
 holds no state of the optimizer: train it further with --init-from. Other commands merge adapters as they read a run."""
 
@@ -32,9 +32,9 @@ class Arguments:
 @as_command()
 def main(arguments: list[str]) -> int:
     """Merge adapters; return the exit status."""
-    options = parse(arguments, Arguments(), PROGRAM, DESCRIPTION)
+    options = parse(arguments, Arguments(), command("merge"), DESCRIPTION)
     if not (options.run and options.out):
-        raise UserError(f"give a run and a folder to write: {PROGRAM} runs/tuned --out runs/merged.")
+        raise UserError(f"give a run and a folder to write: {command('merge')} runs/tuned --out runs/merged.")
     out = folder_named("--out", options.out)
     machine.set_up()
 
