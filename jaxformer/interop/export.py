@@ -9,7 +9,7 @@ from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.output import complete_path, copy_files, flat_params, save_safetensors
 from jaxformer.interop.stablehlo import export_stablehlo
-from jaxformer.runs import CLASSES, CONFIG, TOKENIZER, Run
+from jaxformer.runs import CLASSES, TOKENIZER, Run, write_config
 
 
 def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
@@ -40,4 +40,5 @@ def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None
     with complete_path(folder) as scratch:
         scratch.mkdir()
         save_safetensors(flat_params(run.params, dtype), scratch / "model.safetensors")
-        copy_files(run.path, scratch, CONFIG, TOKENIZER, CLASSES)
+        write_config(scratch, run.config)  # in which adapters are merged
+        copy_files(run.path, scratch, TOKENIZER, CLASSES)

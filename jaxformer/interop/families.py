@@ -298,7 +298,7 @@ GEMMA3 = Family(
         Field("activation", "hidden_activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
         Field("attention_bias", "attention_bias", False),
         Field("embedding_scale", "hidden_size", read=sqrt, write=lambda scale: round(scale**2)),
-        Field("score_scale", "query_pre_attn_scalar", 256, read=lambda n: n**-0.5, write=lambda scale: scale**-2),
+        Field("score_scale", "query_pre_attn_scalar", 256, read=lambda n: n**-0.5, write=lambda s: round(s**-2)),
         Field("logit_soft_cap", "final_logit_softcapping", None),
     ),
     weights=(

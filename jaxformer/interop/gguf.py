@@ -7,7 +7,7 @@ table of them here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import pi
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jaxformer.errors import UserError, abbreviate
 from jaxformer.extras import import_extra
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path
-from jaxformer.interop.publish import publish
+from jaxformer.interop.publish import Published, publish
 from jaxformer.interop.special_tokens import SpecialTokens, special_tokens
 from jaxformer.runs import Run
 
@@ -55,19 +55,16 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
     _, tokenizer = run.text_model()
     content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
     with complete_path(file) as scratch:
-        write_gguf(scratch, run.config.name, *published, content, special, dtype)
+        write_gguf(scratch, run.config.name, published, content, special, dtype)
 
 
 def write_gguf(
-    file: Path, name: str, theirs: Mapping[str, Any], tensors: Iterable[tuple[str, np.ndarray]],
-    tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype,
+    file: Path, name: str, published: Published, tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype
 ) -> None:  # fmt: skip
     """Write a model in the layout of a published folder as one file.
 
     Args:
       name: name of the model.
-      theirs: content of `config.json`.
-      tensors: float32 arrays by their published names.
       tokenizer: content of `tokenizer.json`.
       dtype: of matrices; vectors stay in float32, as llama.cpp requires.
 
@@ -75,9 +72,13 @@ def write_gguf(
       UserError: gguf is not installed, or llama.cpp has no equivalent of the model or of its tokenizer.
     """
     gguf = import_extra("gguf", "--format gguf")
+    theirs = published.config
     if (model_type := theirs["model_type"]) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(f"the model is of the family {model_type}, which is not written as GGUF; those are {known}.")
+    for part, field in {"attention windows": "sliding_window", "biases of attention": "attention_bias"}.items():
+        if theirs.get(field):
+            raise UserError(f"the model has {part}, which are not written as GGUF; use --format hf.")
     architecture, adjacent = ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(file, architecture)
     try:
@@ -87,7 +88,7 @@ def write_gguf(
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"], special)
         kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
         names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
-        for their_name, tensor in tensors:
+        for their_name, tensor in published.tensors:
             if adjacent and (heads := _rotated_heads(their_name, theirs)):
                 tensor = pairs_adjacent(tensor, heads)
             _add_tensor(gguf, writer, names.get_name(their_name, try_suffixes=(".weight", ".bias")), tensor, dtype)

@@ -33,7 +33,7 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
         tokenizer.save(scratch / TOKENIZER)
         _write_json(scratch / "tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special.bos_text, "eos_token": special.eos_text,
-            "pad_token": special.eos_text, "model_max_length": published.config["max_position_embeddings"],
+            "pad_token": special.eos_text, "model_max_length": published.n_positions,
             "clean_up_tokenization_spaces": False,
         })  # fmt: skip
 

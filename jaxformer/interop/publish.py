@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
+from math import isclose
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxformer.errors import UserError
-from jaxformer.interop.configs import ROPE_FIELDS, write_config
-from jaxformer.interop.families import FAMILIES, Family, Weight
+from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
+from jaxformer.interop.families import FAMILIES, Family, Weight, always, never
 from jaxformer.interop.layout import Layout, axis_sizes
 from jaxformer.interop.weights import rows
 from jaxformer.models.decoder import DecoderConfig
@@ -35,10 +36,12 @@ class Published(NamedTuple):
 
     Attributes:
       config: content of its `config.json`.
+      n_positions: longest text, in tokens.
       tensors: names and float32 arrays, one at a time.
     """
 
     config: dict[str, Any]
+    n_positions: int
     tensors: Iterator[tuple[str, np.ndarray]]
 
 
@@ -64,32 +67,59 @@ def publish(run: Run) -> Published:
             f"published families {', '.join(FAMILIES)}; use --format safetensors, or train one of these."
         )
     family = FAMILIES[nearest]
-    return Published(write_config(config, family), published_tensors(run.params, config, family))
+    return Published(write_config(config, family), config.n_positions, published_tensors(run.params, config, family))
 
 
 def resolved(config: DecoderConfig) -> DecoderConfig:
     """Return a config with the values that fields of None stand for, which published configs name."""
+    scale = config.width_of_head**-0.5 if config.scaled else 1.0
+    renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
     return dataclasses.replace(
         config, n_kv_heads=config.kv_heads, head_dim=config.width_of_head, max_context=config.n_positions,
         norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
+        output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
+        score_scale=scale if config.score_scale is None else config.score_scale, scaled=True,
+        renormalize_experts=None if config.n_experts is None else renormalize,
     )  # fmt: skip
 
 
 def unmatched(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return the fields of a config, with their values, that a family has no equivalent of."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    fixed = {**defaults, **family.constants}
+    derived = {
+        "n_kv_heads": config.n_heads, "head_dim": config.d_model / config.n_heads,
+        "output_bias": config.attention_bias, "score_scale": config.width_of_head**-0.5,
+    }  # fmt: skip
+    fixed = {**defaults, **derived, **family.constants}
     expected: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in fixed.items()}
     for field in family.fields:
         expected[field.ours] = (getattr(config, field.ours),) if field.values is None else tuple(field.values.values())
-    ignored = TRAINING_FIELDS | (ROPE if family.rope is not None or config.positions != "rope" else set())
     if len(config.d_ff) != 1:
         expected["d_ff"] = ()
-    return {
-        name: getattr(config, name)
-        for name in defaults
-        if name not in ignored and getattr(config, name) not in expected[name]
-    }
+    ignored = {*TRAINING_FIELDS, *conversions(config, family)}
+    lacking = {name for name in defaults if name not in ignored and getattr(config, name) not in expected[name]}
+    if not lacking:  # conversions of several fields in one may still differ
+        again = resolved(read_config(write_config(config, family), config.context_length))
+        pairs = {name: (getattr(config, name), getattr(again, name)) for name in defaults.keys() - TRAINING_FIELDS}
+        lacking = {name for name, (ours, back) in pairs.items() if not _is_equal(ours, back)}
+    return {name: getattr(config, name) for name in defaults if name in lacking}
+
+
+def conversions(config: DecoderConfig, family: Family) -> Iterator[str]:
+    """Yield the fields of rotations and windows that a family has an equivalent of, in another form than a row."""
+    if family.rope is not None or config.positions != "rope":
+        yield from ROPE
+    if family.rope is not None and family.rope.local_base is not None:
+        yield "local_rope_base"
+    if family.has_window is not never:
+        yield "window"
+        if family.has_window is not always:
+            yield "global_blocks"
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Return True for equal values; numbers may differ by the rounding of a conversion."""
+    return isclose(a, b, rel_tol=1e-12) if isinstance(a, float) and isinstance(b, float) else bool(a == b)
 
 
 def published_tensors(params: Params, config: DecoderConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:

