@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     machine.set_up()
     from jaxformer.interop.export import export_run
 
-    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)
+    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     suffix = ".gguf" if options.format == "gguf" else f"-{options.format}"
     path = Path(f"exports/{run.path.resolve().name}{suffix}" if options.out is None else options.out)
     export_run(run, options.format, path, options.dtype, options.cache_length)

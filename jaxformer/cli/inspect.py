@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     check_range(options, "examples", least=1)
     import_extra("plotly", "inspect")  # before the run is read
     machine.set_up()
-    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)
+    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise UserError(f"--out is {path}; it must be a file in a folder that exists.")

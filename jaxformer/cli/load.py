@@ -70,10 +70,13 @@ def model_of(options: RunOptions) -> nn.Module:
     return read_config(run_folder(options)).model.build()
 
 
-def open_run(options: RunOptions, mesh: Mesh | None) -> Run:
-    """Return the run with its parameters on a mesh, or on the first device; raises UserError, see `load_run`."""
+def open_run(options: RunOptions, mesh: Mesh | None = None) -> Run:
+    """Return the run with its parameters on a mesh, that of the options or the first device; raises UserError, see
+    `load_run`."""
     from jaxformer.decode.weights import store
     from jaxformer.runs import load_run  # orbax takes a second to import
+    from jaxformer.sharding import make_mesh
 
+    mesh = make_mesh(options.mesh) if mesh is None and options.mesh else mesh
     run = load_run(run_folder(options), options.checkpoint, mesh)
     return dataclasses.replace(run, params=store(run.params, options.weights, run.model))

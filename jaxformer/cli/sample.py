@@ -32,7 +32,6 @@ from jaxformer.decode.prompts import Prompt, encode_prompts, read_prompts
 from jaxformer.decode.weights import restored
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
-from jaxformer.sharding import make_mesh
 from jaxformer.signals import ReceivedSignal, record_signals
 from jaxformer.terminal import echo, echo_error
 
@@ -211,15 +210,9 @@ def _check_task(options: Arguments, given: set[str], known: set[str], task: str)
         raise UserError(f"{foreign[0]} does not apply to {task}, the task of {folder}; leave it out.")
 
 
-def _open(options: Arguments) -> Run:
-    """Open the run, with a mesh if one is given."""
-    mesh = options.opening.mesh
-    return open_run(options.opening, make_mesh(mesh) if mesh else None)
-
-
 def _open_restored(options: Arguments) -> Run:
     """Open the run with float32 parameters, for one pass per example, where rounded ones save no time."""
-    run = _open(options)
+    run = open_run(options.opening)
     return dataclasses.replace(run, params=restored(run.params))
 
 
@@ -274,7 +267,7 @@ def _translate(options: Arguments, given: set[str], prompts: Sequence[Prompt | U
     _check_task(options, given, TRANSLATE_OPTIONS, "translation")
     if not TEXTS & given:
         raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
-    run, completion = _open(options), options.completion
+    run, completion = open_run(options.opening), options.completion
     model, tokenizer = run.text_model()
     fitting = _encode(options, prompts, lambda prompt: encode_source(prompt, run))
     for first in range(0, len(fitting), completion.batch_size):
@@ -300,7 +293,7 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     Raises:
       UserError: a run cannot be opened, or an option does not fit it; some only where they were given.
     """
-    completion, run = options.completion, _open(options)
+    completion, run = options.completion, open_run(options.opening)
     needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
     needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
     needs_cache += ["--explain"] if options.explain else []  # other models read windows that are padded on the left
@@ -316,7 +309,7 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     draft = None
     if completion.draft not in (None, "lookup"):
         folder = str(folder_named("--draft", completion.draft))
-        draft = open_run(RunOptions(run=folder), make_mesh(options.opening.mesh) if options.opening.mesh else None)
+        draft = open_run(RunOptions(run=folder, mesh=options.opening.mesh))
     return Completer(run, completion, sampling, draft, make_explain(run) if options.explain else None)
 
 

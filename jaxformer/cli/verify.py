@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments, Arguments(), command("verify"), DESCRIPTION)
     check_range(options, "examples", "tokens", least=2)
     machine.set_up(machine.cores())
-    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)), None)
+    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {options.examples} random examples")
     echo(f"{'':4}  {'invariant':<18}  {'deviation':>9}  {'limit':>7}")
     failed = []
