@@ -41,7 +41,7 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
     kind, parameters = type(setup.model).__name__, count_parameters(setup.abstract_params)
     trained = count_parameters(setup.abstract_state.params)
-    share = f", of which none, and {trained:,} of adapters, are trained" if config.lora.rank else ""
+    share = f", frozen, and {trained:,} of adapters" if config.lora.rank else ""
     tokens = f" ({data.per_step:,.0f} tokens)" if data.unit == "tokens" else ""
     lines = [
         f"run {folder}{' (resumed)' if resumed else ''}",

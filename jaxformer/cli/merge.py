@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> int:
     if not (options.run and options.out):
         raise UserError(f"give a run and a folder to write: {command('merge')} runs/tuned --out runs/merged.")
     out = folder_named("--out", options.out)
+    if out.exists():
+        raise UserError(f"{out} exists; choose another --out.")
     machine.set_up()
 
     from jaxformer.runs import create_run, load_run, read_config  # orbax takes a second to import
@@ -44,8 +46,6 @@ def main(arguments: list[str]) -> int:
     if not read_config(folder).lora.rank:
         raise UserError(f"{folder} was trained without --lora.rank; it has no adapters to merge.")
     run = load_run(folder, options.checkpoint)
-    if out.exists():
-        raise UserError(f"{out} exists; choose another --out.")
     create_run(out, run.config, run.tokenizer, False, run.classes, run.params, run.step)
     echo(f"{out}: step {run.step:,} of {folder}, adapters merged")
     return 0

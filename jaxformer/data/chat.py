@@ -18,7 +18,6 @@ from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, parse_json
-from jaxformer.fields import check_range
 
 FORMAT = 1
 """Version of the tokens; to be raised when the same conversations and template yield others."""
@@ -44,10 +43,6 @@ class ChatConfig(DataConfig):
     published with."""
     tokenizer: str | None = None
     """Published tokenizer, a tokenizer.json or its folder; with --init-from, it is that of the model."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "data.val_fraction", above=0, below=1, hint=", such as 0.05")
 
     @property
     def has_segments(self) -> bool:
