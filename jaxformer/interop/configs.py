@@ -58,14 +58,21 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
                 f"{name} is {abbreviate(value)}, of which there is no equivalent; {family.model_type} is read with "
                 f"{expected} only."
             )
-    values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
-    values |= read_windows(family, theirs, values["n_blocks"])
-    if family.rope is not None:
-        values |= read_rope(family.rope, theirs, values.get("window"))
-    longest = values["max_context"]
-    values["context_length"] = min(longest, MAX_TRAINING_CONTEXT) if context_length is None else context_length
-    if values["context_length"] > longest:
-        raise UserError(f"the context length is {context_length}; the model has at most {longest} positions.")
+    try:
+        values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
+        longest = values["max_context"]
+        values["context_length"] = min(longest, MAX_TRAINING_CONTEXT) if context_length is None else context_length
+        if values["context_length"] > longest:
+            raise UserError(f"the context length is {context_length}; the model has at most {longest} positions.")
+        # Types and sizes are verified before there is a row for each block.
+        values |= read_windows(family, theirs, from_dict(DecoderConfig, values, "the model").n_blocks)
+        if family.rope is not None:
+            values |= read_rope(family.rope, theirs, values.get("window"))
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+        raise UserError(
+            f"config.json is no {family.model_type}'s: a value is missing, or of another type ({error}); put back the "
+            "published one."
+        ) from error
     return from_dict(DecoderConfig, values, "the model")
 
 

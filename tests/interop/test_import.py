@@ -132,7 +132,21 @@ BAD_CONFIGS = {
     "n_heads is 0": {"num_attention_heads": 0},
     "d_model is '12', which is not int": {"hidden_size": "12"},
     "config.json implies .283, 16": {"hidden_size": 16, "head_dim": 4},
-    "n_blocks is 1e.30": {"num_hidden_layers": 1e30},
+    "n_blocks is 1000000000000": {"num_hidden_layers": 10**12},
+    "n_blocks is 1e.30, which is not int": {"num_hidden_layers": 1e30},
+    "is no llama's: .*not supported between": {"max_position_embeddings": "32"},
+    "there is no n_embd": {"model_type": "gpt2", "architectures": None},
+    "is no gemma3_text's: .*modulo by zero": {
+        "model_type": "gemma3_text",
+        "architectures": [],
+        "sliding_window_pattern": 0,
+    },
+    "layer 0 is 'linear_attention'": {"layer_types": ["linear_attention"]},
+    "layer_types is .'full_attention', 'full_attention'.": {"layer_types": ["full_attention"] * 2},
+    "no sliding_window": {"layer_types": ["sliding_attention"]},
+    "scaling of RoPE is 3": {"rope_scaling": 3},
+    "rope_base is 'x', which is not float": {"rope_theta": "x"},
+    "there is no hidden_size": {"hidden_size": None},
     "no tensor model.layers.1": {"num_hidden_layers": 2},
 }
 
