@@ -8,7 +8,7 @@ from math import log
 from typing import Any
 
 from jaxformer.config import ModelConfig, TokenModelConfig
-from jaxformer.data.tokenizer import MAX_LEARNED_CHARACTERS, Tokenizer
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.fields import MAX_BY_FIELD, differences
 
@@ -108,10 +108,7 @@ def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...
     """Return a sentence where a tokenizer was trained on a sample of the named text, or none."""
     if tokenizer.one_in == 1:
         return ()
-    return (
-        f"{name} has more than {MAX_LEARNED_CHARACTERS:,} characters of distinct words: the tokenizer was trained "
-        f"on about 1/{tokenizer.one_in} of the text, taken from all parts of it",
-    )
+    return (f"the tokenizer was trained on about 1/{tokenizer.one_in} of {name}, taken from all parts of it",)
 
 
 def _format(value: object) -> str:

@@ -35,9 +35,11 @@ CHAT_TEMPLATE = "chat_template.jinja"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
 """Space in the tokens of SentencePiece."""
-MAX_LEARNED_CHARACTERS = 2**23
-"""Maximum number of characters of distinct words in a tokenizer's training text, which bounds its memory to about a
-gigabyte: those of some hundred megabytes of English, or of 25 MB of a script without spaces."""
+MAX_LEARNED_CHARACTERS = 2**21
+"""Maximum number of characters of distinct words in a tokenizer's training text, which bounds its memory to about 250
+MB: those of some ten million words of English."""
+MAX_TRAINING_CHARACTERS = 2**27
+"""Maximum number of characters of a tokenizer's training text, which bounds its time."""
 
 
 class Tokenizer:
@@ -63,7 +65,8 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Train on the texts, or on a sample of 1 in 2, 4, 8, … (`one_in`) that keeps to `MAX_LEARNED_CHARACTERS`.
+        """Train on the texts, or on a sample of 1 in 2, 4, 8, … (`one_in`) that keeps to `MAX_LEARNED_CHARACTERS` and
+        `MAX_TRAINING_CHARACTERS`.
 
         The vocabulary is smaller than `vocab_size` where the texts have no more pairs to merge.
 
@@ -318,13 +321,13 @@ def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:
 
 
 def _fits(texts: Iterable[str]) -> bool:
-    """Return True if the distinct words of the texts have at most `MAX_LEARNED_CHARACTERS`."""
+    """Return True if the texts and their distinct words keep to the maxima of characters."""
     known: set[str] = set()
-    left = MAX_LEARNED_CHARACTERS
+    words_left, left = MAX_LEARNED_CHARACTERS, MAX_TRAINING_CHARACTERS
     for text in texts:
         new = set(text.split()) - known
-        left -= sum(map(len, new))
-        if left < 0:
+        words_left, left = words_left - sum(map(len, new)), left - len(text)
+        if min(words_left, left) < 0:
             return False
         known |= new
     return True

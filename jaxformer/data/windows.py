@@ -255,7 +255,8 @@ def pack_documents(
     The first input of each is the special token before it, the last target the end-of-text token after it.
     """
     begin = tokenizer.begin_of_text
-    starts = np.flatnonzero(tokens == (tokenizer.end_of_text if begin is None else begin))
+    first, part = tokenizer.end_of_text if begin is None else begin, 2**22  # tokens in memory at once
+    starts = np.concatenate([i + np.flatnonzero(tokens[i : i + part] == first) for i in range(0, len(tokens), part)])
     if begin is None:  # the last end-of-text token begins no document
         starts, lengths = starts[:-1], np.diff(starts)
     else:  # the end-of-text token before another document is no input

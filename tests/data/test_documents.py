@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -121,6 +122,21 @@ def test_two_documents_are_split_and_one_is_cut(documents):
     assert 0.1 <= len(whole(hold_out(title, 0.1)[1])[0]) / title.n_bytes <= 0.2
     with pytest.raises(UserError, match="too short to hold a part of it out; give"):
         hold_out(documents("oneword"), 0.1)
+
+
+def test_memory_of_reading_does_not_grow_with_the_texts(tmp_path):
+    line = "the cat sat on the mat, and the rat sat on the cat " * 60
+    (tmp_path / "a.txt").write_text((line + "\n") * 1000)
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": line}) + "\n") * 1000)
+    for name in ("a.txt", "a.jsonl"):
+        tracemalloc.start()
+        try:
+            read = read_documents(str(tmp_path / name), True)
+            n = sum(len(piece) for piece in read.pieces())
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert n > 3_000_000 and peak < 1_500_000
 
 
 def test_progress_is_shown_at_intervals_with_the_time_left(capsys):

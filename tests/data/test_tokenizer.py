@@ -85,6 +85,8 @@ def test_sample_does_not_depend_on_the_order_of_texts(monkeypatch, mixed):
     assert {b"thethe", "日本".encode()} <= set(tokenizer.token_bytes)
     monkeypatch.setattr(module, "MAX_LEARNED_CHARACTERS", sum(map(len, texts)))
     assert Tokenizer.train(texts, 290).one_in == 1
+    monkeypatch.setattr(module, "MAX_TRAINING_CHARACTERS", sum(map(len, texts)) // 3)
+    assert Tokenizer.train(texts, 290).one_in in (4, 8)
 
 
 def test_training_on_an_iterator_equals_a_list():
