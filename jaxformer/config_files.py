@@ -32,7 +32,8 @@ def config_file(path: str) -> Path:
       UserError: there is none.
     """
     package = Path(__file__).resolve().parent
-    folder = next(parent / "configs" for parent in (package, package.parent) if (parent / "configs").is_dir())
+    inside = package / "configs"
+    folder = inside if inside.is_dir() else package.parent / "configs"
     names = sorted(file.stem for file in folder.glob("*.py"))
     if path in names:
         return folder / f"{path}.py"
