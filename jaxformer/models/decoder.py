@@ -268,7 +268,7 @@ class Decoder(nn.Module):
 
         def make_attention(i: int) -> Make:
             base, scaling = (c.rope_base, c.rope_scale) if c.positions == "rope" else (None, 1.0)
-            if c.local_rope_base is not None and i not in c.global_blocks:
+            if base is not None and c.local_rope_base is not None and i not in c.global_blocks:
                 base, scaling = c.local_rope_base, 1.0
             return partial(
                 MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
