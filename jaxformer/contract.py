@@ -1,8 +1,8 @@
 """The contract of a model: its task, its inputs and its capabilities, declared by its config.
 
 The trainer, the samplers and the inspection read it with `contract_of`, in place of a module's class or the methods it
-happens to have; only the initialisation check and the alignment, each of one architecture, name a class. The axes of a
-model's parameters are declared where they are made; see `nn.parameters`.
+happens to have; only the initialisation check, of one architecture, names a class. The axes of a model's parameters are
+declared where they are made; see `nn.parameters`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import flax.linen as nn
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.extras import import_extra
-from jaxformer.inspect.attention import CROSS, named_attention_maps
+from jaxformer.inspect.attention import CROSS
+from jaxformer.inspect.capture import Activations, capture
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
-from jaxformer.models.recurrent import Recurrent
 
 
 def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: jax.Array) -> jax.Array | None:
@@ -31,14 +32,16 @@ def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: j
     """
     valid_S = jnp.ones(len(source_S), bool)
     check_example(model, source_S, valid_S, target_T)
-    if isinstance(model, Recurrent):
-        if model.config.attention == "none":
-            return None
-        weights_TS = model.apply({"params": params}, source_S, valid_S, target_T, method="alignment")
-        assert isinstance(weights_TS, jax.Array)
-        return weights_TS
-    maps = named_attention_maps(model, params, source_S, valid_S, target_T)
-    return [weights_HTS for name, weights_HTS in maps.items() if name.endswith(CROSS)][-1].mean(axis=0)
+    maps = list(_source_weights(model, params, source_S, valid_S, target_T).values())
+    if not maps:
+        return None
+    return maps[-1] if maps[-1].ndim == 2 else maps[-1].mean(axis=0)
+
+
+@partial(jax.jit, static_argnames="model")
+def _source_weights(model: nn.Module, params: Params, *inputs: jax.Array) -> Activations:
+    names = ("reader.weights", f"*{CROSS}.weights")
+    return capture(model, params, *inputs, names=names, missing_ok=True)
 
 
 def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequence[str], file: Path) -> None:

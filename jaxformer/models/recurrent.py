@@ -135,16 +135,6 @@ class Recurrent(nn.Module):
         """Return the input of `unembed`, `(T, d_embedding)`."""
         return self._decode(target_T, None, self._encode(source_S, valid_S))[0]
 
-    def alignment(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
-        """Return the attention weights on the source at each step of the target, `(T, S)` float32.
-
-        Raises:
-          UserError: the model has no attention.
-        """
-        if self.config.attention == "none":
-            raise UserError("this model has one fixed context and aligns nothing; set attention to additive or dot.")
-        return self._decode(target_T, None, self._encode(source_S, valid_S))[1]
-
     def start(self, source_S: jax.Array, valid_S: jax.Array, n_slots: int, dtype: Any = jnp.float32) -> RecurrentCache:
         """Return the cache of a source: its annotations and the decoder's first state.
 
@@ -169,7 +159,7 @@ class Recurrent(nn.Module):
         A token whose position is `masks.EMPTY` is padding: it changes no state, and its own features are undefined.
         """
         cast = RecurrentCache(_as(cache.states[0][0].dtype, cache.memory), cache.states)
-        x_TD, _, states = self._decode(tokens_T, positions_T != EMPTY, cast)
+        x_TD, states = self._decode(tokens_T, positions_T != EMPTY, cast)
         return x_TD, RecurrentCache(cache.memory, states)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
@@ -197,8 +187,8 @@ class Recurrent(nn.Module):
 
     def _decode(
         self, tokens_T: jax.Array, valid_T: jax.Array | None, cache: RecurrentCache
-    ) -> tuple[jax.Array, jax.Array, tuple[State, ...]]:
-        """Return features `(T, d_embedding)`, attention weights on the source `(T, S)`, and the last states."""
+    ) -> tuple[jax.Array, tuple[State, ...]]:
+        """Return features `(T, d_embedding)` and the last states."""
         memory = cache.memory
         x_TI = self._embed(self.embedding if self.config.tied else self.target_embedding, tokens_T)
         h_TD, weights_TS, state = self.reader(x_TI, cache.states[0], memory, valid_T)
@@ -208,7 +198,7 @@ class Recurrent(nn.Module):
             states.append(state)
         context_TE = weights_TS.astype(x_TI.dtype) @ memory.annotations_SE
         both_T = self._drop(jnp.concatenate([h_TD, x_TI, context_TE], axis=-1)) @ self.W_o + self.b_o
-        return both_T.reshape(len(both_T), -1, 2).max(axis=-1), weights_TS, tuple(states)
+        return both_T.reshape(len(both_T), -1, 2).max(axis=-1), tuple(states)
 
     def _embed(self, embedding: Embedding, tokens_T: jax.Array) -> jax.Array:
         x_TI = embedding(tokens_T, jnp.arange(len(tokens_T)))

@@ -12,6 +12,7 @@ import pytest
 from jaxformer.decode.beam import Beams, search
 from jaxformer.decode.weights import store
 from jaxformer.errors import UserError
+from jaxformer.inspect import capture
 from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig
 from jaxformer.ops.losses import negative_log_likelihood
@@ -102,9 +103,9 @@ def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
     model = config.build()
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), SOURCE_S, VALID_S, TARGET_T)["params"])
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
-    call = jax.jit(lambda *args: [model.apply({"params": params}, *args, method=m) for m in ("__call__", "alignment")])
+    call = jax.jit(lambda *args: capture(model, params, *args, names=("logits", "reader.weights")))
     for i, length in enumerate(LENGTHS):
-        logits_TV, alignment_TS = call(stored["source"][i], jnp.arange(S) < length, stored["target"][i])
+        alignment_TS, logits_TV = call(stored["source"][i], jnp.arange(S) < length, stored["target"][i]).values()
         assert_close(logits_TV, stored[f"{prefix}logits {i}"])
         assert_close(alignment_TS[:, :length], stored[f"{prefix}alignment {i}"])
         assert (alignment_TS[:, length:] == 0).all()
@@ -252,12 +253,6 @@ def test_bfloat16_is_close(case: Small) -> None:
     logits_TV = halves.forward(SOURCE_S, VALID_S, TARGET_T)
     assert logits_TV.dtype == jnp.bfloat16
     assert_close(logits_TV.astype(jnp.float32), case.forward(SOURCE_S, VALID_S, TARGET_T), 0.1)  # some 25 roundings
-
-
-def test_a_fixed_context_has_no_alignment() -> None:
-    case = drawn(CONFIGS["fixed"])
-    with pytest.raises(UserError, match="set attention to additive or dot"):
-        case.model.apply({"params": case.params}, SOURCE_S, VALID_S, TARGET_T, method="alignment")
 
 
 @pytest.mark.parametrize(
