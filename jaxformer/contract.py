@@ -78,6 +78,7 @@ class Contract:
         causal language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with
         `start(*source, n_slots, dtype)`.
       attention_window: most positions that a query attends to, itself included; None for no limit.
+      layer_windows: the same for each layer of causal self-attention; empty for `attention_window` in all.
       extrapolates: a text may go on past the context, with the same `attention_window`.
       has_prefix: a prompt is attended to in both directions; it must come in one call, and its length is the last
         argument of the call and of `extend`.
@@ -100,6 +101,7 @@ class Contract:
     has_features: bool = False
     has_cache: bool = False
     attention_window: int | None = None
+    layer_windows: tuple[int, ...] = ()
     extrapolates: bool = False
     has_prefix: bool = False
     has_segments: bool = False

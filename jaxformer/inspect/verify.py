@@ -159,7 +159,7 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     """Check that with equal scores causal self-attention is uniform over the visible positions: the query's own and
-    those before it within the attention window."""
+    those before it within the layer's attention window."""
     check = partial(Check, "attention mask", limit=ROUNDING)
     if not _is_causal(model):
         return check(NOT_CAUSAL, None)
@@ -181,16 +181,19 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     if not maps:
         return check("it has no self-attention", None)
     T = len(inputs[_text_index(model)])
-    window = contract_of(model).attention_window or T
-    age_TT = jnp.arange(T)[:, None] - jnp.arange(T)
-    visible_TT = (age_TT >= 0) & (age_TT < window)
-    if len(inputs) == 2:
-        visible_TT |= (jnp.arange(T) < inputs[1]) & (age_TT < window)
-    expected_TT = visible_TT / visible_TT.sum(-1, keepdims=True)
-    deviation = largest_of(jnp.max(jnp.abs(weights_HTT - expected_TT)) for weights_HTT in maps.values())
-    untested = getattr(model.config, "window", None) is not None and window >= T
+    contract, age_TT = contract_of(model), jnp.arange(T)[:, None] - jnp.arange(T)
+    windows = contract.layer_windows or (contract.attention_window or T,) * len(maps)
+
+    def deviation(window: int, weights_HTT: jax.Array) -> jax.Array:
+        visible_TT = (age_TT >= 0) & (age_TT < window)
+        if len(inputs) == 2:
+            visible_TT |= (jnp.arange(T) < inputs[1]) & (age_TT < window)
+        return jnp.max(jnp.abs(weights_HTT - visible_TT / visible_TT.sum(-1, keepdims=True)))
+
+    largest = largest_of(deviation(*layer) for layer in zip(windows, maps.values(), strict=True))
     detail = f"weights where all scores are equal, {len(maps)} layers, {T} tokens"
-    return check(f"{detail}, a window of {window} untested" if untested else detail, deviation)
+    untested = getattr(model.config, "window", None) is not None and min(windows) >= T
+    return check(f"{detail}, a window of {min(windows)} untested" if untested else detail, largest)
 
 
 def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:

@@ -246,6 +246,7 @@ class DecoderConfig(TokenModelConfig):
             has_features=True,
             has_cache=True,
             attention_window=self.attention_window,
+            layer_windows=self.block_windows,
             extrapolates=self.extrapolates,
             has_prefix=self.prefix,
             has_segments=not self.prefix,

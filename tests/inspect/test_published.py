@@ -22,8 +22,6 @@ from tests.interop.test_parity import CASES
 pytestmark = pytest.mark.exhaustive
 
 FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma3, scaling, soft cap", "mixtral")
-MOST_DIFFERENT = ("gpt2", "gemma3, scaling, soft cap", "mixtral")
-"""Families for the measurements that take long to compile."""
 T = 13
 
 
@@ -36,7 +34,9 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, R
     return model, load_run(import_run(folder / "model", folder / "run")[0])
 
 
-few_families = pytest.mark.parametrize("case", MOST_DIFFERENT, indirect=True, scope="module")
+def among(*families: str) -> pytest.MarkDecorator:
+    """Return the parametrisation of a test that takes long with the families that need it most."""
+    return pytest.mark.parametrize("case", families, indirect=True, scope="module")
 
 
 def tokens(n: int = T) -> np.ndarray:
@@ -73,7 +73,7 @@ def test_residual_stream_adds_up_to_the_logits(case):
     np.testing.assert_allclose(capped_T, logits_TV[np.arange(T), target_T], atol=1e-4 * np.abs(logits_TV).max())
 
 
-@few_families
+@among("mixtral")
 def test_every_measurement_is_finite_and_of_the_models_shape(case):
     _, run = case
     model, params, c = run.model, run.params, run.config.model
@@ -112,7 +112,7 @@ def test_explanations_name_tokens_that_the_tokenizer_lacks(case):
     assert len(rows) == 2 and rows[0]["token"] == "[290]"
 
 
-@pytest.mark.parametrize("case", ["gemma3, scaling, soft cap"], indirect=True)
+@among("gemma3, scaling, soft cap")
 def test_page_shows_the_residual_stream(case, tmp_path: Path):
     _, run = case
     write_model_page(run, tmp_path / "page.html", "The cat sees the dog.", n_examples=1)
@@ -120,7 +120,7 @@ def test_page_shows_the_residual_stream(case, tmp_path: Path):
     assert "Direct logit attribution" in page and "Head ablation" in page
 
 
-@few_families
+@among("gpt2", "gemma3, scaling, soft cap")
 def test_invariants_hold(case):
     _, run = case
     inputs_B = random_inputs(run.config.model, 2, max_tokens=24)

@@ -140,6 +140,18 @@ def test_attention_mask_check_covers_the_window(monkeypatch):
     assert short.holds and short.detail.endswith("a window of 70 untested")
 
 
+def test_attention_mask_check_covers_the_window_of_each_block(monkeypatch):
+    config = replace(MODELS["decoder"], window=3, global_blocks=(1,))
+    model, params, (tokens,) = random_model(config)
+    assert config.contract.layer_windows == (3, T)
+    assert attention_mask(model, params, (tokens,)).holds
+    monkeypatch.setattr(type(config), "block_windows", (3, 3))  # for the mask and for the contract
+    narrow = attention_mask(model, params, (tokens,))
+    assert narrow.holds
+    monkeypatch.setattr(type(config), "contract", replace(config.contract, layer_windows=(3, T)))
+    assert not attention_mask(model, params, (tokens,)).holds
+
+
 @pytest.mark.slow
 def test_clip_scale_at_its_limit_passes_the_gradient_check():
     model, params, _ = random_model(MODELS["clip"])
