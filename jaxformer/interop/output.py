@@ -25,11 +25,16 @@ def complete_path(target: Path) -> Iterator[Path]:
     """Yield a path for a new file or folder, which becomes `target`, by a rename, if the body succeeds.
 
     Raises:
-      UserError: the target exists.
+      UserError: the target exists, or its folder cannot be written to.
     """
     _check_new(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent) as scratch:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{target} cannot be written: {target.parent}: {reason}; choose another --out.") from error
+    with folder as scratch:
         path = Path(scratch) / target.name
         yield path
         _check_new(target)  # a folder that another process has made meanwhile, if empty, would be replaced

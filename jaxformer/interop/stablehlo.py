@@ -70,6 +70,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
         programs, readme = {"forward": forward_program(run.model, shapes)}, FORWARD_README
     else:
         raise UserError(f"--cache-length is {n_slots}, but {run.path} holds a {kind} without a cache; leave it out.")
+    n_tokens = contract.vocab_size if run.tokenizer is None else run.tokenizer.vocab_size
     with complete_path(folder) as scratch:
         scratch.mkdir()
         signatures = {}
@@ -81,8 +82,9 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
         copy_files(run.path, scratch, TOKENIZER, CLASSES)
         description = {
             "format": "jax.export", "jax": jax.__version__, "platforms": PLATFORMS, "model": kind,
-            "task": contract.task, "vocab_size": contract.vocab_size, "max_tokens": contract.max_tokens,
-            "n_slots": n_slots, "end_of_text": None if run.tokenizer is None else run.tokenizer.end_of_text,
+            "task": contract.task, "vocab_size": contract.vocab_size, "n_tokens": n_tokens,
+            "max_tokens": contract.max_tokens, "n_slots": n_slots,
+            "end_of_text": None if run.tokenizer is None else run.tokenizer.end_of_text,
             "weights": {"file": WEIGHTS, "dtype": dtype}, "programs": signatures,
         }  # fmt: skip
         (scratch / SIGNATURE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
@@ -203,7 +205,7 @@ for row, prompt in zip(tokens, prompts):
 position = np.array([len(prompt) for prompt in prompts], np.int32)
 logits, cache = prefill(weights, tokens, position)
 for _ in range(64):
-    token = np.argmax(logits, axis=-1).astype(np.int32)
+    token = np.argmax(logits[:, : signature["n_tokens"]], axis=-1).astype(np.int32)  # the other rows are untrained
     print(token)
     logits, cache = decode(weights, cache, token, position)
     position += 1

@@ -77,3 +77,10 @@ def test_target_that_appears_meanwhile_is_not_replaced(tmp_path):
         path.mkdir()
         (tmp_path / "out").mkdir()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_target_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    message = r"file/out cannot be written: .*/file: File exists; choose another --out\."
+    with pytest.raises(UserError, match=message), complete_path(tmp_path / "file/out"):
+        pass
