@@ -95,6 +95,7 @@ class Piece:
 RECIPES = (
     Recipe("quick.py:quick", 8, (1, 2, 4), None, doubled=3),
     Recipe("quick.py:modern", 8, (1, 2, 4), None, doubled=3),
+    Recipe("quick.py:llama", 8, (1, 2, 4), None, doubled=3),
     Recipe("translation.py:gru", 2, (2,), data="translation/en-fr"),
     Recipe("translation.py:bahdanau", 2, (2,), data="translation/en-fr"),
     Recipe("translation.py:transformer", 2, (2,), data="translation/en-fr"),
