@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -209,14 +210,15 @@ def _as_document(text: str) -> list[str]:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
+    for number, line in enumerate(map(str.strip, _lines(path)), start=1):
+        if not line:
             continue
         name = f"{path}, line {number},"
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise UserError(f"{name} is no JSON ({error}); put it right, or leave it out.") from error
+            at = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
+            raise UserError(f"{name} is no JSON ({at}); put it right, or leave it out.") from error
         if not isinstance(row, dict):
             raise UserError(f"{name} is no JSON object with a field {field!r}; put it right, or leave it out.")
         if field not in row:

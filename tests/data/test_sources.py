@@ -202,7 +202,7 @@ GOOD = b'{"text": "a"}\n'
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.jsonl", GOOD + b"{'text': 3}\n", r"a\.jsonl, line 2, is no JSON \(Expecting property name .*\); put it right"),
-    ("a.jsonl", GOOD + b'{"text": "cut', r"line 2, is no JSON \(Unterminated string"),
+    ("a.jsonl", GOOD + b'{"text": "cut', r"line 2, is no JSON \(Unterminated string starting at at column 10\)"),
     ("a.jsonl", GOOD + b"[" * 100_000, r"line 2, is no JSON \(it is nested too deeply\)"),
     ("a.jsonl", b'["text"]\n', r"line 1, is no JSON object with a field 'text'; put it right"),
     ("a.jsonl", GOOD + b'\n{"body": "b", "id": 3}', r"line 3, has no field 'text', but body, id; name .* data\.column"),
