@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from jaxformer.checkpoints import CheckpointReader
 from jaxformer.cli import merge as merge_command
 from jaxformer.cli import sample
-from jaxformer.config import Config, LoraConfig, OptimizerConfig, TrainConfig
+from jaxformer.config import ComputeConfig, Config, LoraConfig, OptimizerConfig, TrainConfig
 from jaxformer.contract import ParameterAxes
 from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
@@ -200,12 +201,15 @@ def books(tmp_path_factory) -> Path:
     return write_books(tmp_path_factory.mktemp("books"))
 
 
-def tuned(folder: Path, base: Path, books: Path, steps: int, mesh: str = "", resume: bool = False) -> Outcome:
+def tuned(
+    folder: Path, base: Path, books: Path, steps: int, mesh: str = "", resume: bool = False, **changes: Any
+) -> Outcome:
     """Train adapters, or go on training them."""
     config = replace(
         read_config(base), steps=steps, init_from=str(base), lora=LoraConfig(2, 8.0, ("W_Q", "W_O", "W_1")),
         data=TextConfig(str(books)), optimizer=OptimizerConfig("adamw", learning_rate=0.03, weight_decay=0.1),
         train=TrainConfig(batch_size=8, log_every=1, eval_every=4, report_every=0, checkpoint_every=4),
+        **changes,
     )  # fmt: skip
     tokenizer = load_run(base).tokenizer
     if not resume:
@@ -283,6 +287,14 @@ def test_sharded_adapters_learn_the_same(run, base, books, tmp_path):
         if name.startswith("params/"):
             assert_close(actual[name], array, 1e-3)  # Adam divides gradients near 0 by themselves
     losses = [[row["loss"] for row in read_metrics(f)[1:]] for f in (run, tmp_path / "sharded")]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_microbatches_remat_and_scan_change_no_training_of_adapters(run, base, books, tmp_path):
+    compute = ComputeConfig(grad_accumulation_steps=2, remat="block", scan_blocks=True)
+    tuned(tmp_path / "split", base, books, 8, compute=compute)
+    losses = [[row["loss"] for row in read_metrics(folder)[1:]] for folder in (run, tmp_path / "split")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 

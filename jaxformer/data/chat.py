@@ -115,7 +115,7 @@ def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Con
             if line.strip():
                 label = f"{file}, line {number},"
                 messages, tools = _parse(line, label)
-                check_texts(messages, label, tokenizer.special_texts)
+                check_texts([*messages, tools], label, tokenizer.special_texts)
                 conversations.append(Conversation(messages, tools, label, hashlib.sha256(line.strip()).digest()))
     if not conversations:
         raise UserError(f"{option} {path} holds no conversation; give it one per line, such as {EXAMPLE}.")
@@ -161,14 +161,23 @@ def _parse(line: bytes, label: str) -> tuple[list[dict[str, Any]], Any]:
     return messages, row.get("tools")
 
 
-def check_texts(messages: Sequence[dict[str, Any]], label: str, special: Sequence[str]) -> None:
-    """Raise `UserError` for a message that would end its turn, or another's, by a special token in its text."""
+def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> None:
+    """Raise `UserError` for a message that would end its turn, or another's, by a special token in one of its texts."""
     for number, message in enumerate(messages, start=1):
-        for text in (text for text in ("\0", *special) if text in message["content"]):
+        for text in (text for text in ("\0", *special) for value in _strings(message) if text in value):
             raise UserError(
                 f"{label} message {number}, holds {text!r}, which the tokenizer would take for its special token; "
                 "write it otherwise, or leave the line out."
             )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
 
 
 def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:

@@ -62,7 +62,7 @@ class ChatTemplate:
         """
         source = tokenizer.config.get("chat_template")
         if isinstance(source, list):  # several, by name
-            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+            source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
         if not isinstance(source, str):
             raise UserError("the tokenizer has no chat template; name a file with one in training, by --data.template.")
         return cls(source, tokenizer.special_tokens, "the tokenizer's chat template")

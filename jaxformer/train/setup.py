@@ -36,6 +36,9 @@ from jaxformer.train.optimizer import make_optimizer, make_schedule
 BLOCK = re.compile(r"blocks_\d+$")
 """Names of blocks, which gather their own parameters when they begin."""
 
+ADAPTER_DRAW = 2**32 - 1
+"""Number that is folded into the seed to draw adapters: that of no step, whose numbers draw dropout."""
+
 
 class TrainState(NamedTuple):
     """The arrays that training changes.
@@ -165,7 +168,8 @@ class TrainSetup:
     def check_devices(self) -> None:
         """Raise `UserError` where the parameters do not fit into memory, the attention of the config cannot run, or
         `lora` names no matrix."""
-        check_parameters(self.abstract_params, self.mesh.size, jax.local_devices()[0])
+        if not self.config.lora.rank:  # frozen parameters have no gradients
+            check_parameters(self.abstract_params, self.mesh.size, jax.local_devices()[0])
         self.attention, self.state_axes  # noqa: B018
 
     def init_state(self) -> TrainState:
@@ -199,7 +203,7 @@ class TrainSetup:
         """Return the first state of a model's parameters, with adapters where they are trained."""
         if not self.config.lora.rank:
             return TrainState(params, self.optimizer.init(params), jnp.int32(0))
-        key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
+        key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_DRAW)
         adapters = init_adapters(key, params, self.parameter_axes, self.config.lora)
         return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), params)
 

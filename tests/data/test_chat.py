@@ -265,6 +265,7 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
             "line 2, message 1, holds '<|im_end|>', which the tokenizer would take for its special token",
         ),
         ('{"messages": [{"role": "assistant", "content": "a\\u0000<b"}]}', r"message 1, holds '\x00'"),
+        ('{"messages": [{"role": "assistant", "content": "a", "x": ["<s>"]}]}', "message 1, holds '<s>'"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said):
