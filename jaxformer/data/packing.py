@@ -31,8 +31,7 @@ ROWS_AT_ONCE = 64
 
 
 def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
-    """Return the indices of the examples in each row of `length` tokens, in the order of the examples; about 60 µs per
-    example.
+    """Return the indices of the examples in each row of `length` tokens, in the order of the examples.
 
     Args:
       lengths_N: tokens of each example, at least 1 and at most `length`.
