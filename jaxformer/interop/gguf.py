@@ -182,7 +182,7 @@ def _add_tokenizer(
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
     writer.add_bos_token_id(special.bos)
-    writer.add_eos_token_id(special.eos)
+    writer.add_eos_token_id(special.eos[0])
     writer.add_add_bos_token(special.adds_bos)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxformer.data.tokenizer import Tokenizer
 
@@ -17,29 +15,21 @@ class SpecialTokens:
     bos: int
     """Id of the token that the tokenizer begins each text with or, without one, of end-of-text, which precedes each
     document in training."""
-    eos: int
-    """Id of end-of-text."""
+    eos: tuple[int, ...]
+    """Ids of the tokens that end a text, end-of-text first."""
     adds_bos: bool
     """True where the tokenizer begins each text with `bos`."""
     bos_text: str
     """Text of `bos`."""
     eos_text: str
-    """Text of `eos`."""
+    """Text of end-of-text."""
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Return the special tokens of a tokenizer."""
-    content = json.loads(tokenizer.as_json())
-    eos, first = tokenizer.end_of_text, _first_token(content.get("post_processor"))
-    bos = eos if first is None else first
-    texts = {added["id"]: added["content"] for added in content["added_tokens"]}
-    return SpecialTokens(bos, eos, first is not None, texts[bos], texts[eos])
-
-
-def _first_token(processor: Mapping[str, Any] | None) -> int | None:
-    """Return the id that a post-processor begins each text with; None for none."""
-    for part in (processor or {}).get("processors", [processor] if processor else []):
-        if part["type"] == "TemplateProcessing" and "SpecialToken" in part["single"][0]:
-            name = part["single"][0]["SpecialToken"]["id"]
-            return int(part["special_tokens"][name]["ids"][0])
-    return None
+    added = {token["id"]: token["content"] for token in json.loads(tokenizer.as_json())["added_tokens"]}
+    named, begin = tokenizer.special_tokens, tokenizer.begin_of_text
+    bos, bos_text = tokenizer.end_of_text, named["eos_token"]
+    if begin is not None:
+        bos, bos_text = begin, added.get(begin) or named["bos_token"]
+    return SpecialTokens(bos, tokenizer.ends_of_text, begin is not None, bos_text, named["eos_token"])

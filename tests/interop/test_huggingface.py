@@ -137,6 +137,16 @@ def test_token_before_each_text_is_named(run, tmp_path):
     assert (config["bos_token"], config["eos_token"]) == ("<s>", "<|endoftext|>")
 
 
+def test_config_of_a_published_tokenizer_and_all_ends_of_a_text_remain(run, tmp_path):
+    inner = tokenizers.Tokenizer.from_str(run.tokenizer.as_json())
+    config = {"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}", "eos_token_ids": [0, 7]}
+    export_huggingface(replace(run, tokenizer=type(run.tokenizer)(inner, config=config)), tmp_path / "out")
+    written = read_json(tmp_path / "out/tokenizer_config.json")
+    assert written["chat_template"] == "{{ messages }}" and "eos_token_ids" not in written
+    for name in ("config.json", "generation_config.json"):
+        assert read_json(tmp_path / "out" / name)["eos_token_id"] == [0, 7]
+
+
 @pytest.mark.exhaustive
 def test_transformers_computes_the_same_and_encodes_the_same(run, tmp_path):
     transformers = pytest.importorskip("transformers")
