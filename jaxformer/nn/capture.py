@@ -23,7 +23,7 @@ _handler: ContextVar[Handler | None] = ContextVar("handler", default=None)
 
 
 def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
-    """Return the value, or within `handled_by` what the handler returns for it.
+    """Return a value of a module, or within `handled_by` its replacement.
 
     Args:
       module: the bound module that computes the value.
