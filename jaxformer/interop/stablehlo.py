@@ -208,7 +208,7 @@ for _ in range(64):
     token = np.argmax(logits[:, : signature["n_tokens"]], axis=-1).astype(np.int32)  # the other rows are untrained
     print(token)
     logits, cache = decode(weights, cache, token, position)
-    position += 1
+    position = position + 1  # not in place: the program may still be reading it
 ```
 
 The cache holds the last `n_slots` tokens of each text. A position must be below `max_tokens`, unless that is null.
