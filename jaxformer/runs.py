@@ -6,9 +6,11 @@ import importlib
 import json
 import pkgutil
 import shutil
+import sys
 import tempfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -400,7 +402,7 @@ def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
     resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
     remedy = f"put it back, or import a file of that name first ({resume})"
     is_file = where.endswith(".py")
-    if is_file and folder.resolve() in Path(where).resolve().parents:
+    if any(_is_in_run(file, folder) for file in ([Path(where)] if is_file else _module_files(where))):
         raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")
     if is_file and not (Path(where).is_absolute() and Path(where).is_file()):
         raise UserError(f"{folder} was trained with {name} of {where}, which does not exist; {remedy}.")
@@ -414,3 +416,24 @@ def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
             f"{folder} was trained with {name} of the module {abbreviate(where)}, which cannot be imported ({error}); "
             "install it, or import it first."
         ) from error
+
+
+def _is_in_run(file: Path, folder: Path) -> bool:
+    """Return whether a file is in a run's folder, or in that of the run whose base this one is."""
+    run = folder.resolve()
+    runs = {run, run.parent} if run.name == BASE and (run.parent / CONFIG).exists() else {run}
+    return not runs.isdisjoint(file.resolve().parents)
+
+
+def _module_files(module: str) -> Iterator[Path]:
+    """Yield the files that an import of a module would execute, its packages' first; none of what is imported."""
+    path: Sequence[str] | None = None
+    if module in sys.modules:
+        return
+    for name in module.split("."):  # a last name alone, as a dotted one needs its package imported
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return
+        if spec.has_location and spec.origin is not None:
+            yield Path(spec.origin)
+        path = list(spec.submodule_search_locations or ())

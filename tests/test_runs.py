@@ -273,6 +273,22 @@ def test_config_of_another_package_is_read_after_its_import(tmp_path):
         read_config(run)
 
 
+@pytest.mark.parametrize("module", ["runs.hostile.payload", "runs.hostile", "linked.payload", "payload"])
+@pytest.mark.parametrize("part", ["", "base"])
+def test_module_in_the_folder_of_a_run_is_not_imported(tmp_path, monkeypatch, module, part):
+    config = Config("x", Elsewhere(), data=TextConfig(), steps=1)
+    run = create_run(tmp_path / "runs/hostile", config, Tokenizer.train(["a"], 257), False)
+    for name in ("__init__.py", "payload.py"):
+        (run / name).write_text("raise SystemExit('executed')")
+    (tmp_path / "linked").symlink_to(run)
+    (run / "base").mkdir()
+    text = (run / "config.json").read_text().replace("tests.test_runs:Elsewhere", f"{module}:Elsewhere_")
+    (run / part / "config.json").write_text(text)
+    monkeypatch.syspath_prepend(run if module == "payload" else tmp_path)
+    with pytest.raises(UserError, match=rf"names code in its own folder, {module}, which is not executed"):
+        read_config(run / part)
+
+
 @dataclass(frozen=True)
 class Lossy(ModelConfig):
     """A model whose config does not survive JSON."""
