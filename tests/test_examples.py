@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, exhaustive
 
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 MAX_LINES = 60
 NEEDED = {"in_equinox": "equinox"}
-"""Packages of examples, beyond those of the core."""
+"""Packages of examples, beyond those of the core; CI has them for exhaustive tests."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -24,7 +24,9 @@ def test_example_is_short_checks_itself_and_is_on_the_page(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [exhaustive(path) if path.stem in NEEDED else path for path in EXAMPLES], ids=lambda path: path.stem
+)
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
     if path.stem in NEEDED:
         pytest.importorskip(NEEDED[path.stem])

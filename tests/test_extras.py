@@ -60,6 +60,11 @@ def test_each_extra_installs_its_package(package):
     assert EXTRAS[package] in PROJECT["optional-dependencies"]["all"][0]
 
 
+def test_tests_come_with_every_extra_but_wandb():
+    listed = PROJECT["optional-dependencies"]["test"][0].removeprefix("jaxformer[").removesuffix("]").split(",")
+    assert set(EXTRAS.values()) - set(listed) == {"wandb"}  # else CI would skip their tests
+
+
 def test_optional_packages_are_imported_by_the_helper_alone():
     for path in (ROOT / "jaxformer").rglob("*.py"):
         tree = ast.parse(path.read_text())
