@@ -195,6 +195,11 @@ def pre_type(tokenizer: Mapping[str, Any]) -> str:
     Raises:
       UserError: llama.cpp has none that splits alike.
     """
+    if (normalizer := tokenizer.get("normalizer")) not in (None, {"type": "NFC"}):  # llama.cpp reads Qwen without NFC
+        raise UserError(
+            f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not; export it with "
+            "--format hf."
+        )
     pre = tokenizer["pre_tokenizer"] or {"type": "none"}
     parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     key = tuple(map(_split, parts)), bool(tokenizer["model"].get("ignore_merges"))
