@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxformer.errors import UserError, os_error_reason, parse_json
+from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
@@ -60,6 +60,9 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
+        for key in ("eos_token", "bos_token"):
+            if not isinstance(self._named(key), str | None):
+                raise UserError(f"has a {TOKENIZER_CONFIG} whose {key} is {abbreviate(self.config[key])}, no text")
         self.end_of_text = self._find_end()
         self.begin_of_text = self._find_begin()
 
@@ -163,9 +166,11 @@ class Tokenizer:
     def _find_end(self) -> int:
         """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` that there is."""
         ids = self.config.get(END_IDS, [])
+        if not isinstance(ids, list):
+            raise UserError(f"has a {TOKENIZER_CONFIG} whose {END_IDS} is {abbreviate(ids)}, no list")
         for token in ids:
-            if self._inner.id_to_token(token) is None:
-                raise UserError(f"has no token {token}, which the model's config names as its eos_token_id")
+            if type(token) is not int or not 0 <= token < 2**32 or self._inner.id_to_token(token) is None:
+                raise UserError(f"has no token {abbreviate(token)}, which the model's config names as its eos_token_id")
         names = [name for token in ids if (name := self._inner.id_to_token(token))] or ENDS_OF_TEXT
         for name in [given] if (given := self._named("eos_token")) else names:
             if (token := self._inner.token_to_id(name)) is not None:
@@ -234,6 +239,13 @@ class Tokenizer:
     def with_chat_template(self, source: str) -> Tokenizer:
         """Return the tokenizer with a chat template in its config, which is saved beside it."""
         return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": source})
+
+    def without_special_from(self, n: int) -> Tokenizer:
+        """Return the tokenizer without its special tokens whose ids are n or above."""
+        form = json.loads(self.as_json())
+        has_row = lambda token: token["id"] < n or not token["special"]  # noqa: E731
+        form["added_tokens"] = [token for token in form["added_tokens"] if has_row(token)]
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), self.one_in, self.config)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, in parallel on all cores; raises as `encode` does."""

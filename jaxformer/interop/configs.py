@@ -21,7 +21,7 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
       UserError: it is unknown, or the checkpoint is quantised.
     """
     known = ", ".join(FAMILIES)
-    model_type, architectures = theirs.get("model_type"), theirs.get("architectures") or ()
+    model_type, architectures = theirs.get("model_type"), theirs.get("architectures") or []
     if (quantization := theirs.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise UserError(
@@ -33,6 +33,8 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
         raise UserError(
             f"the model_type is {abbreviate(model_type)}, which is no family known here; those are {known}."
         )
+    if not isinstance(architectures, list):
+        raise UserError(f"architectures is {abbreviate(architectures)}, which is no list; put back the config.json.")
     if architectures and family.architecture not in architectures:
         raise UserError(
             f"the architecture is {abbreviate(architectures[0])}, not the family's language model "

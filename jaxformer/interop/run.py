@@ -34,10 +34,10 @@ def load_published_params(folder: ModelFolder, config: DecoderConfig, abstract: 
 
 
 def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Tokenizer:
-    """Return the tokenizer of a published model.
+    """Return the tokenizer of a published model, without special tokens that the model has no embedding of.
 
     Raises:
-      UserError: there is none, or it has tokens that the model has no embedding of.
+      UserError: there is none, or it has other tokens that the model has no embedding of.
     """
     file = folder.path / TOKENIZER
     if not file.exists():
@@ -46,6 +46,8 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
             "AutoTokenizer write it."
         )
     tokenizer = Tokenizer.load(file, eos_token_ids(folder))
+    if tokenizer.vocab_size > config.vocab_size:  # as Gemma 3 has a token of images, also where it reads text alone
+        tokenizer = tokenizer.without_special_from(config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{file} has {tokenizer.vocab_size:,} tokens, but the model embeds {config.vocab_size:,}; put the model's "

@@ -122,6 +122,7 @@ def test_base_models_without_prefix_are_read(tmp_path: Path):
 BAD_CONFIGS = {
     "model_type is 'mamba'": {"model_type": "mamba"},
     "architecture is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
+    "architectures is 5, which is no list": {"architectures": 5},
     "quantised .'gptq'": {"quantization_config": {"quant_method": "gptq"}},
     "rope_type is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "hidden_act is 'relu'": {"hidden_act": "relu"},
@@ -219,6 +220,38 @@ def test_tokenizers_with_more_tokens_than_rows_are_refused(tmp_path: Path):
     weights = {name: w[:270] if w.shape[0] == V else w for name, w in tensors().items()}
     source = write(tmp_path / "model", CONFIG | {"vocab_size": 270}, weights)
     with pytest.raises(UserError, match="has 280 tokens, but the model embeds 270"):
+        import_run(source, tmp_path / "run")
+
+
+def test_special_tokens_without_a_row_are_left_out(tmp_path: Path):
+    weights = {name: w[:280] if w.shape[0] == V else w for name, w in tensors().items()}
+    source = write(tmp_path / "model", CONFIG | {"vocab_size": 280}, weights)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    added = tokenizer["added_tokens"]
+    added.append({**added[0], "id": 280, "content": "<image_soft_token>"})  # as Gemma 3 1B has
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    run = load_run(import_run(source, tmp_path / "run")[0])
+    assert run.tokenizer is not None
+    assert run.tokenizer.vocab_size == 280
+    added[-1]["special"] = False
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="has 281 tokens, but the model embeds 280"):
+        import_run(source, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eos_token": 5}, "whose eos_token is 5, no text"),
+        ({"bos_token": {"content": ["a"]}}, "whose bos_token is .'content': .'a'.., no text"),
+        ({"eos_token_ids": "abc"}, "whose eos_token_ids is 'abc', no list"),
+        ({"eos_token_ids": [2**40]}, "has no token 1099511627776"),
+    ],
+)
+def test_tokenizer_configs_of_other_types_are_refused(tmp_path: Path, config: dict[str, Any], message: str):
+    source = write(tmp_path / "model")
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
         import_run(source, tmp_path / "run")
 
 
@@ -338,6 +371,7 @@ def test_each_of_several_ends_of_text_ends_a_text(tmp_path: Path, monkeypatch: A
     [
         ("</s>", "eos_token_id of .* is '</s>'; it must be an id"),
         ([True], "eos_token_id of .* is .True."),
+        (2**32, "tokenizer.json has no token 4294967296, which"),
         (281, "tokenizer.json has no token 281, which the model's config names as its eos_token_id"),
     ],
 )
