@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, os_error_reason
 from jaxformer.extras import import_extra
 from jaxformer.interop.formats import Dtype
 from jaxformer.models.objective import Params
@@ -25,7 +25,7 @@ def complete_path(target: Path) -> Iterator[Path]:
     """Yield a path for a new file or folder, which becomes `target`, by a rename, if the body succeeds.
 
     Raises:
-      UserError: the target exists, or its folder cannot be written to.
+      UserError: the target exists or is no name, or it cannot be written.
     """
     _check_new(target)
     try:
@@ -36,13 +36,21 @@ def complete_path(target: Path) -> Iterator[Path]:
         raise UserError(f"{target} cannot be written: {target.parent}: {reason}; choose another --out.") from error
     with folder as scratch:
         path = Path(scratch) / target.name
-        yield path
+        try:
+            yield path
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(
+                f"{target} cannot be written: {reason}; free some space, or choose another --out."
+            ) from error
         _check_new(target)  # a folder that another process has made meanwhile, if empty, would be replaced
         path.rename(target)
 
 
 def _check_new(target: Path) -> None:
-    if target.exists():
+    if target.name == "..":
+        raise UserError(f"{target} is no name of a new file or folder; choose another --out.")
+    if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists, and an export replaces nothing; remove it, or choose another --out.")
 
 
@@ -86,6 +94,11 @@ def save_safetensors(tensors: dict[str, np.ndarray], file: Path, metadata: dict[
 
     Raises:
       UserError: safetensors is not installed.
+      OSError: the file cannot be written.
     """
-    import_extra("safetensors.numpy", "writing safetensors").save_file(tensors, file, metadata)
+    library = import_extra("safetensors", "writing safetensors")
+    try:
+        import_extra("safetensors.numpy", "writing safetensors").save_file(tensors, file, metadata)
+    except library.SafetensorError as error:  # such as of a full disk
+        raise OSError(os_error_reason(error) or str(error)) from error
     file.chmod(0o644)  # the library's own choice is its owner alone

@@ -84,3 +84,25 @@ def test_target_below_a_file_is_refused(tmp_path):
     message = r"file/out cannot be written: .*/file: File exists; choose another --out\."
     with pytest.raises(UserError, match=message), complete_path(tmp_path / "file/out"):
         pass
+
+
+def test_target_without_a_name_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no name of a new file or folder"), complete_path(tmp_path / "new/.."):
+        pass
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="link exists"), complete_path(tmp_path / "link"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["link"]
+
+
+def test_full_disk_is_one_sentence_and_leaves_nothing(run, tmp_path):
+    pytest.importorskip("safetensors")
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="out cannot be written: File too large; free some space, or choose"):
+            export_run(run, "safetensors", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
