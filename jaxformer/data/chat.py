@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from array import array
 from collections.abc import Container, Iterator, Sequence
@@ -16,6 +17,7 @@ from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, read_template
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.packing import PackedExamples
+from jaxformer.data.sources import SURROGATE, locate
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, parse_json
 
@@ -125,14 +127,14 @@ def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Con
 def _find_files(path: str, option: str) -> list[Path]:
     if not path.strip():
         raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
-    location = Path(path).expanduser()
+    location = locate(path)
     if location.is_dir():
         files = sorted(location.glob("*.jsonl"))
     elif location.exists():
         files = [location]
     else:
-        anchor = location.anchor
-        files = sorted(Path(anchor).glob(str(location.relative_to(anchor)))) if anchor else sorted(Path().glob(path))
+        # Not Path.glob: the pattern may be absolute.
+        files = sorted(map(Path, glob.glob(str(location), recursive=True)))  # noqa: PTH207
     if not files:
         raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
     return files
@@ -164,6 +166,8 @@ def _parse(line: bytes, label: str) -> tuple[list[dict[str, Any]], Any]:
 def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> None:
     """Raise `UserError` for a message that would end its turn, or another's, by a special token in one of its texts."""
     for number, message in enumerate(messages, start=1):
+        if any(map(SURROGATE.search, _strings(message))):
+            raise UserError(f"{label} message {number}, holds half a character, a lone surrogate; remove it.")
         for text in (text for text in ("\0", *special) for value in _strings(message) if text in value):
             raise UserError(
                 f"{label} message {number}, holds {text!r}, which the tokenizer would take for its special token; "
@@ -172,11 +176,11 @@ def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> 
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the texts in a JSON value."""
+    """Yield the texts in a JSON value, the names of fields among them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
             yield from _strings(part)
 
 
@@ -203,6 +207,7 @@ class EncodedConversations(NamedTuple):
       lengths_N: tokens of each conversation.
       n_cut: number of conversations that are longer than the context, and cut at its end.
       n_without: number of those in which the assistant has no token before the cut; they are left out.
+      n_empty: number of uncut conversations in which the assistant has no token; they are left out, too.
     """
 
     tokens: np.ndarray
@@ -210,6 +215,7 @@ class EncodedConversations(NamedTuple):
     lengths_N: np.ndarray
     n_cut: int
     n_without: int
+    n_empty: int
 
 
 def encode_conversations(
@@ -221,24 +227,26 @@ def encode_conversations(
       UserError: the template raises an error, or its text before an answer is unknown; with file and line.
     """
     tokens, weights, lengths = array("i"), array("f"), list[int]()
-    n_cut = n_without = 0
+    n_cut = n_without = n_empty = 0
     for start in range(0, len(conversations), RENDERED_AT_ONCE):
         part = conversations[start : start + RENDERED_AT_ONCE]
         rendered = [_render(conversation, template) for conversation in part]
         encoded = tokenizer.encode_with_special([text for text, _ in rendered])
         for (_, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
             counts = assistant_tokens(offsets, spans)[: context_length + 1]
-            if len(ids) > context_length + 1:
-                n_cut += 1
+            is_cut = len(ids) > context_length + 1
+            n_cut += is_cut
             if not any(counts[1:]):  # the first token is no target
-                n_without += 1
+                n_without += is_cut
+                n_empty += not is_cut
                 continue
             tokens.extend(ids[: context_length + 1])
             weights.extend(counts)
             lengths.append(len(counts))
     return EncodedConversations(
-        np.array(tokens, np.int32), np.array(weights, np.float32), np.array(lengths, np.int64), n_cut, n_without
-    )
+        np.array(tokens, np.int32), np.array(weights, np.float32), np.array(lengths, np.int64), n_cut, n_without,
+        n_empty,
+    )  # fmt: skip
 
 
 def _render(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
@@ -278,6 +286,11 @@ class ChatDataset(Dataset):
         self.name, self.model, self.tokenizer, self.notes = name, model, tokenizer, notes
         self.token_lengths = tokenizer.token_lengths
         for split, encoded in (("training", train), ("validation", val)):
+            if not len(encoded.lengths_N) and not encoded.n_cut:
+                raise UserError(
+                    f"the chat template writes no token of the assistant in any {split} conversation; give another by "
+                    "--data.template, or conversations with answers."
+                )
             if not len(encoded.lengths_N):
                 raise UserError(
                     f"no {split} conversation has a token of the assistant among its first "
@@ -289,6 +302,9 @@ class ChatDataset(Dataset):
                 )
                 cut = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
                 self.notes = (*self.notes, f"{cut} and cut there{left}")
+            if encoded.n_empty:
+                empty = f"{encoded.n_empty:,} {split} conversation(s) are left out"
+                self.notes = (*self.notes, f"{empty}: the chat template writes no token of the assistant in them")
         self._train, self._val = (self._pack(split, n, seed) for split, n in ((train, batch_size), (val, 1)))
         self.per_step, self.steps_per_epoch = self._train.per_step, self._train.steps_per_epoch
         digest = hashlib.sha256(f"chat {FORMAT} {model.context_length}".encode())

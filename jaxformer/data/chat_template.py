@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxformer.data.sources import locate
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
 from jaxformer.extras import import_extra
@@ -184,7 +184,7 @@ def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     Raises:
       UserError: it cannot be read, or holds no template.
     """
-    file = Path(path).expanduser()
+    file = locate(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

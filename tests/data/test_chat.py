@@ -230,6 +230,16 @@ def test_long_conversations_are_cut_and_those_without_a_target_left_out(publishe
         load(path, published, context_length=8, val_path=str(val))
 
 
+def test_conversations_without_an_answer_are_left_out_with_a_note(published, tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    silent = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": ""}]
+    path, val = written(tmp_path / "c.jsonl", CHAT, silent), written(tmp_path / "v.jsonl", CHAT[:2])
+    data = load(path, published, template=str(tmp_path / "t.jinja"), val_path=str(val))
+    assert data.notes[-1].startswith("1 training conversation(s) are left out: the chat template writes no token of")
+    with pytest.raises(UserError, match=r"writes no token of the assistant in any training conversation; give another"):
+        load(written(path, silent), published, template=str(tmp_path / "t.jinja"), val_path=str(val))
+
+
 def test_a_single_conversation_cannot_be_held_out(published, tmp_path):
     with pytest.raises(UserError, match=r"one conversation alone, and none to hold out; give more, or data\.val_path"):
         load(written(tmp_path / "c.jsonl", CHAT, CHAT), published)
@@ -266,6 +276,8 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
         ),
         ('{"messages": [{"role": "assistant", "content": "a\\u0000<b"}]}', r"message 1, holds '\x00'"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": ["<s>"]}]}', "message 1, holds '<s>'"),
+        ('{"messages": [{"role": "assistant", "content": "a", "x": [{"<s>": 1}]}]}', "message 1, holds '<s>'"),
+        ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds half a character"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said):
@@ -281,6 +293,8 @@ def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said
     [
         ("", "data.path is ''; give a .jsonl file, a folder or a glob"),
         ("nowhere.jsonl", "there are no conversations at data.path nowhere.jsonl"),
+        ("**where", "there are no conversations at data.path **where"),
+        ("a" * 5000, "is no path that can be read (File name too long)"),
         ("empty.jsonl", r"data.path empty.jsonl holds no conversation; give it one per line, such as"),
         ("latin.jsonl", "latin.jsonl, line 1, is no JSON: 'utf-8' codec can't decode byte"),
     ],

@@ -231,6 +231,31 @@ def test_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
         texts_of(path)
 
 
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/a.txt", "a" * 5000])
+def test_text_that_is_no_path_is_refused(path):
+    with pytest.raises(UserError, match="is no path that can be read"):
+        find_files(path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_tables_with_two_columns_of_a_name_or_invalid_utf8_are_refused(tmp_path, suffix):
+    pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    raw = pa.array([b"\xff\xfe", b"cd"], pa.binary())
+    bad = pa.StringArray.from_buffers(2, *raw.buffers()[1:])
+    for columns, names, message in (
+        ([pa.array(["a"]), pa.array(["b"])], ["text", "text"], r"has 2 columns 'text'; rename all but"),
+        ([bad], ["text"], rf"is truncated or no \.{suffix} file \(.*UTF8"),
+    ):
+        content, path = pa.Table.from_arrays(columns, names), tmp_path / f"a.{suffix}"
+        if suffix == "parquet":
+            parquet.write_table(content, path)
+        else:
+            with pa.ipc.new_file(path, content.schema) as file:
+                file.write_table(content)
+        with pytest.raises(UserError, match=message):
+            texts_of(path)
+
+
 @pytest.mark.parametrize("write", [write_parquet, write_saved_dataset, write_feather])
 def test_wrong_tables_are_refused(tmp_path, write):
     path = find_files(str(write(tmp_path, TEXTS)))[-1]
