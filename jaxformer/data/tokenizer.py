@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.data.sources import locate
 from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
+from jaxformer.fields import MAX_BY_FIELD
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
@@ -66,6 +67,8 @@ class Tokenizer:
                 raise UserError(f"has a {TOKENIZER_CONFIG} whose {key} is {abbreviate(self.config[key])}, no text")
         self.end_of_text = self._find_end()
         self.begin_of_text = self._find_begin()
+        if self.vocab_size > MAX_BY_FIELD["vocab_size"]:  # libraries make a row for each id
+            raise UserError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_BY_FIELD['vocab_size']:,}")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -183,6 +183,9 @@ BROKEN = {
     "config.json holds .*, not an object": lambda folder: (folder / "config.json").write_text("[1]"),
     "has no tokenizer.json": lambda folder: (folder / "tokenizer.json").unlink(),
     "tokenizer.json is no tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "has a token 4,000,000,000; ids must be below 16,777,216": lambda folder: (folder / "tokenizer.json").write_text(
+        (folder / "tokenizer.json").read_text().replace('"vocab":{', '"vocab":{"zzq":4000000000,')
+    ),
     "has no weight_map": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
     "which is no file of the folder": lambda folder: (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "../x.safetensors"}})
