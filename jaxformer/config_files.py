@@ -40,7 +40,7 @@ def config_file(path: str) -> Path:
     file = Path(path)
     if file.is_file():
         return file
-    beside = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+    beside = sorted(str(p) for p in file.parent.glob("*.py") if p.is_file()) if file.parent.is_dir() else []
     near = get_close_matches(file.stem, names, 1, 0.75) + [other for other in beside if Path(other).stem == file.stem]
     hint = f"did you mean {near[-1]}?" if near else f"there are {', '.join(names + beside[:5])}."
     raise UserError(f"there is no config file {path or repr(path)}; {hint}")
@@ -68,7 +68,7 @@ def load_module(path: str) -> ModuleType:
         raise
     except Exception as error:  # of the user's code
         line = next(
-            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(file)), "?"
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == spec.origin), "?"
         )
         raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {error}.") from error
     return module

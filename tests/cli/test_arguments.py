@@ -278,6 +278,14 @@ def test_a_misspelled_name_of_a_file_beside_is_answered_with_it(tmp_path, monkey
         load_config("mine")
 
 
+def test_a_config_file_that_fails_is_answered_with_its_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import math\n\nmath.log(0)\n")
+    for name in ("mine.py", str(tmp_path / "mine.py")):
+        with pytest.raises(UserError, match=r"mine\.py, line 3, failed: ValueError: math domain error\.$"):
+            load_config(name)
+
+
 def test_each_rung_changes_only_the_named_fields_of_the_one_before():
     from jaxformer.fields import differences
 
