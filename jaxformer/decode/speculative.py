@@ -161,7 +161,7 @@ class SpeculativeState(NamedTuple):
 
 
 class Speculation(PieceIterator):
-    """An iterator over pieces, as `generate.Generation`; the rows are generated one after another.
+    """An iterator over pieces, as `generation.Generation`; the rows are generated one after another.
 
     Attributes:
       n_passes: passes of the model over proposals, so far.
