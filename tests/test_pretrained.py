@@ -77,6 +77,7 @@ def test_parameters_that_were_not_given_are_not_drawn(run):
         (["--init-from", "nowhere"], "nowhere does not exist"),
         (["--init-from", ""], "--init-from is empty; name a folder"),
         (["--model.d-model", "24"], "does not fit the model"),
+        (["--data.tokenizer", "other"], "--data.tokenizer has no effect on"),
     ],
 )
 def test_what_cannot_be_begun_with_is_one_sentence_and_leaves_no_run(run, tmp_path, capsys, changes, said):

@@ -125,7 +125,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     Args:
       stack: contexts that end with the command.
     """
-    options_given(arguments)
+    given = options_given(arguments)
     known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1})
     resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
 
@@ -149,6 +149,8 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = parse(arguments, defaults, command("train"), DESCRIPTION)
     config = options.fields
+    if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in given:
+        raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; leave it out.")
     changes = ""
     if options.run is not None:
         folder_named("--run", options.run)

@@ -144,6 +144,8 @@ class ChatTemplate:
             raise UserError(
                 f"{self.name}, line {error.lineno}, is no Jinja template: {error.message}; mend it."
             ) from error
+        except (RecursionError, SyntaxError) as error:  # of Python, into which Jinja translates it
+            raise UserError(f"{self.name} is nested too deeply ({error}); give another template.") from error
 
 
 def _generation_extension() -> type:

@@ -220,7 +220,7 @@ class Tokenizer:
         """Special tokens by the names that chat templates have for them, such as `eos_token`."""
         names = (key for key in self.config if key.endswith("_token") and not key.startswith("add_"))
         texts = {"eos_token": self._inner.id_to_token(self.end_of_text)} | {name: self._named(name) for name in names}
-        return {name: text for name, text in texts.items() if text}
+        return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
     @cached_property
     def special_texts(self) -> list[str]:

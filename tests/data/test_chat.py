@@ -139,6 +139,8 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
     [
         ("{% for m in messages %}", "it, line 1, is no Jinja template"),
         ("a\n{{ messages | nothing }}", "it, line 2, is no Jinja template: No filter named 'nothing'"),
+        pytest.param("{% for m in messages %}" * 40 + "{% endfor %}" * 40, "it is nested too deeply", id="loops"),
+        pytest.param("{{ " + "(" * 5000 + ")" * 5000 + " }}", "it is nested too deeply", id="parentheses"),
     ],
 )
 def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, said):
@@ -252,7 +254,7 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((published / name).read_text())
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    named = {"eos_token": {"content": "<|im_end|>"}, "pad_token": None, "add_eos_token": True}
+    named = {"eos_token": {"content": "<|im_end|>"}, "pad_token": None, "add_eos_token": True, "x_token": 5}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
