@@ -204,7 +204,7 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    fields=LLAMA_FIELDS,
+    fields=with_defaults(LLAMA_FIELDS, max_context=131_072),
     required={},
     has_window=always,
 )
@@ -213,7 +213,7 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    fields=LLAMA_FIELDS,
+    fields=with_defaults(LLAMA_FIELDS, max_context=32_768),
     constants={**LLAMA_CONSTANTS, "attention_bias": True, "output_bias": False},
     required={},
     has_window=last_layers,
@@ -227,7 +227,7 @@ QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=with_defaults(LLAMA.fields, head_dim=128),
+    fields=with_defaults(LLAMA.fields, head_dim=128, max_context=32_768),
     weights=(*LLAMA.weights, *QK_NORM),
     constants={**LLAMA_CONSTANTS, "qk_norm": True},
     required={},
@@ -328,7 +328,7 @@ MIXTRAL = replace(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fields=(
-        *LLAMA_FIELDS,
+        *with_defaults(LLAMA_FIELDS, max_context=131_072, norm_eps=1e-5),
         Field("n_experts", "num_local_experts", 8),
         Field("experts_per_token", "num_experts_per_tok", 2),
         Field("balance_weight", "router_aux_loss_coef", 0.001),
@@ -344,6 +344,7 @@ MIXTRAL = replace(
     ),
     constants={**LLAMA_CONSTANTS, "renormalize_experts": True},
     required={},
+    rope=Rope(1e6),
     has_window=always,
 )
 

@@ -90,7 +90,7 @@ def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used
     for name in sorted(folder.files.keys() - used):
         if name == head and config.unembedding == "tied":
             table = next(name for name in used if name.endswith(_embedding(family)))
-            if not np.array_equal(folder.read(name), folder.read(table)):
+            if folder.dtype(name) not in FLOATS or not np.array_equal(folder.read(name), folder.read(table)):
                 raise UserError(
                     f"config.json of {folder.path} ties {name} to the embedding, but the two differ; set "
                     "tie_word_embeddings to false."

@@ -14,6 +14,7 @@ import pytest
 from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.interop.families import FAMILIES, REQUIRED
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs import load_run
 from jaxformer.sharding import make_mesh
@@ -111,6 +112,27 @@ def test_a_tied_head_may_be_absent_or_a_copy(tmp_path: Path):
     assert "W_out" not in runs[0].params
     with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but the two differ"):
         import_run(write(tmp_path / "other", config, weights), tmp_path / "run")
+    float8 = write(tmp_path / "float8", config, weights | {"lm_head.weight": np.zeros((V, D), np.int8)})
+    content = (float8 / "model.safetensors").read_bytes()
+    n = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + n].replace(b'"I8"', b'"F8_E4M3"')  # NumPy has no such dtype
+    (float8 / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + n :])
+    with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but the two differ"):
+        import_run(float8, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "GPT2"])
+def test_fields_that_a_config_lacks_have_the_default_of_transformers(name: str):
+    transformers = pytest.importorskip("transformers")
+    theirs = getattr(transformers, f"{name}Config")().to_dict()
+    family = FAMILIES[theirs["model_type"]]
+    widths = {"n_kv_heads", "head_dim"}  # of which another default is another shape
+    rows = [row for row in family.fields if row.ours not in widths and row.default is not REQUIRED]
+    assert {row.ours: row.default for row in rows if not callable(row.default)} == {
+        row.ours: theirs[row.theirs] for row in rows if not callable(row.default)
+    }
+    if family.rope is not None:
+        assert theirs["rope_parameters"]["rope_theta"] == family.rope.base
 
 
 def test_base_models_without_prefix_are_read(tmp_path: Path):
