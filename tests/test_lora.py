@@ -145,7 +145,7 @@ BATCH = next_token_batch(TOKENS_BT)
 def dense_gradient():
     """Return loss and gradient at the merged parameters, of a training without adapters on one device."""
     setup = setup_of("", 1, LoraConfig())
-    return jax.jit(make_gradient(setup))(merge(*drawn(LORA), LORA), BATCH, setup.example_keys(0))
+    return jax.jit(make_gradient(setup))(merge(*drawn(LORA), LORA), BATCH, setup.example_keys(0), None)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,6 @@ def _several_devices(run: Run, options: Arguments) -> Check:
     for devices in (jax.local_devices()[:1], jax.local_devices()):
         setup = TrainSetup(config, make_mesh("", devices))
         params = jax.device_put(run.params, replicated(setup.mesh))
-        results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0))))
+        results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0), None)))
     detail = f"loss and gradient of {n} examples, on {n} devices and on one"
     return Check(name, detail, largest_of(map(relative_error, *map(jax.tree.leaves, results))), ROUNDING)

@@ -49,7 +49,7 @@ class StepMetrics(NamedTuple):
 
 def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
     """Return `(params, batch, keys_B, frozen)` to the mean loss, a float32 scalar, and the gradient, sharded as
-    `params`; `frozen` is that of `TrainState`, by default None.
+    `params`; `frozen` is that of `TrainState`.
 
     Both are of the whole batch, whatever the devices and microbatches it is split into: each differentiates what it
     adds to the mean. (The gradient of a sum, divided at the end, would overflow sooner.)
@@ -80,8 +80,7 @@ def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
 
     frozen_specs = setup.param_specs if setup.config.lora.rank else None
     in_specs = (specs, *2 * [PartitionSpec(BATCH)], frozen_specs)
-    sharded_grads = on_each_shard(device_grads, setup.mesh, in_specs, (REPLICATED, specs))
-    return lambda params, batch, keys_B, frozen=None: sharded_grads(params, batch, keys_B, frozen)
+    return on_each_shard(device_grads, setup.mesh, in_specs, (REPLICATED, specs))
 
 
 def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:

@@ -63,7 +63,7 @@ TRAIN = [
     ("--model.n-heads 5", "d_model 16 is not divisible by n_heads 5; use 4 heads"),
     ("--model.dropout 1.0", "dropout is 1.0"),
     ("--data.path nowhere", "no data at nowhere"),
-    ("--data.path taken", "holds no .txt file"),
+    ("--data.path taken", "holds no file of .txt"),
     ("--data.path empty.txt", "hold no text"),
     ("--data.path latin1.txt", "latin1.txt is not UTF-8: byte 0xe9 at offset 3"),
     ("--data.val-path latin1.txt", "latin1.txt is not UTF-8"),

@@ -122,7 +122,7 @@ def test_characters_unknown_to_the_tokenizer_count_as_their_bytes(here, evaluate
         ("--data.path empty.txt", "the 1 file(s) at empty.txt hold no text"),
         ("--data.path nowhere", "no data at nowhere"),
         ("--data.path latin1.txt", "latin1.txt is not UTF-8"),
-        ("--data.path bare", "holds no .txt file"),
+        ("--data.path bare", "holds no file of .txt"),
         (
             "--data.path books --stride 17",
             "stride is 17; it must be at most 16, as many tokens",

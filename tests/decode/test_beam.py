@@ -158,7 +158,7 @@ def test_cache_writes_are_no_scatter(rope: tuple) -> None:
     lengths = np.array([3, 4], np.int32)
     compiled = _beam_search.lower(
         *rope, np.zeros((2, 8), np.int32), lengths, np.float32(1), n_beams=3, max_new_tokens=5, stop_tokens=(1,),
-        dtype=jnp.dtype("float32"),
+        n_tokens=None, dtype=jnp.dtype("float32"),
     ).compile()  # fmt: skip
     assert "dynamic-update-slice" in compiled.as_text()
     assert " scatter(" not in compiled.as_text()
