@@ -55,11 +55,12 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
     _, tokenizer = run.text_model()
     content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
     with complete_path(file) as scratch:
-        write_gguf(scratch, run.config.name, published, content, special, dtype)
+        write_gguf(scratch, run.config.name, published, content, special, dtype, tokenizer.config.get("chat_template"))
 
 
 def write_gguf(
-    file: Path, name: str, published: Published, tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype
+    file: Path, name: str, published: Published, tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype,
+    chat_template: Any = None,
 ) -> None:  # fmt: skip
     """Write a model in the layout of a published folder as one file.
 
@@ -67,6 +68,7 @@ def write_gguf(
       name: name of the model.
       tokenizer: content of `tokenizer.json`.
       dtype: of matrices; vectors stay in float32, as llama.cpp requires.
+      chat_template: Jinja text, which llama.cpp renders conversations by; others are left out.
 
     Raises:
       UserError: gguf is not installed, or llama.cpp has no equivalent of the model or of its tokenizer.
@@ -86,6 +88,8 @@ def write_gguf(
         writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
         _add_config(writer, theirs)
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"], special)
+        if isinstance(chat_template, str):  # without one, llama.cpp would take ChatML
+            writer.add_chat_template(chat_template)
         kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
         names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
         for their_name, tensor in published.tensors:

@@ -242,3 +242,12 @@ def test_tokenizer_of_the_file_is_the_runs_own(small, tmp_path):
     assert keys["token_type"] == [3] + [1] * (n - 1) + [5] * (300 - n)  # control, normal, unused
     assert [merge.split(" ") for merge in keys["merges"]] == content["model"]["merges"]
     assert (keys["model"], keys["pre"], keys["add_bos_token"], keys["eos_token_id"]) == ("gpt2", "gpt-2", False, 0)
+
+
+def test_chat_template_is_written_where_there_is_one(small, tmp_path):
+    assert small.tokenizer is not None
+    run = random_run(replace(small, tokenizer=small.tokenizer.with_chat_template("{{ messages }}")))
+    export_gguf(run, tmp_path / "chat.gguf")
+    export_gguf(random_run(small), tmp_path / "plain.gguf")
+    assert read(tmp_path / "chat.gguf")[0]["chat_template"] == "{{ messages }}"
+    assert "chat_template" not in read(tmp_path / "plain.gguf")[0]
