@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 import sys
 import traceback
 from difflib import get_close_matches
@@ -21,7 +23,12 @@ def kind_of(cls: type) -> str:
     package, _, stem = cls.__module__.rpartition(".")
     if package.partition(".")[0] == "jaxformer":
         return f"{stem}.{cls.__name__}"
-    return f"{sys.modules[cls.__module__].__file__ if package == PACKAGE else cls.__module__}:{cls.__name__}"
+    return f"{file_of(cls) if package == PACKAGE else cls.__module__}:{cls.__name__}"
+
+
+def file_of(cls: type) -> str:
+    """Return the file that defines a class; empty where there is none."""
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
 
 
 def config_file(path: str) -> Path:
@@ -56,7 +63,8 @@ def load_module(path: str) -> ModuleType:
       UserError: there is no such file, or it fails.
     """
     file = config_file(path)
-    spec = importlib.util.spec_from_file_location(f"{PACKAGE}.{file.stem}", file)
+    name = f"{PACKAGE}.{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()}"  # files of one name stay apart
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there

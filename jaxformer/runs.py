@@ -24,7 +24,7 @@ import jaxformer.data
 import jaxformer.models
 from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TokenModelConfig
-from jaxformer.config_files import kind_of, load_module
+from jaxformer.config_files import file_of, kind_of, load_module
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
@@ -367,7 +367,8 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
 
 
 def _find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
-    """Return a class of configs by its name, see `kind_of`, or one of the same file name that is imported already.
+    """Return a class of configs by its name, see `kind_of`; where its file is gone, one of the same file name that is
+    imported already.
 
     One of another package is imported, after a note on stderr, from the installed modules or from the file of configs
     that the run was trained with.
@@ -375,17 +376,20 @@ def _find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
     Raises:
       UserError: there is none, it cannot be imported, or its file is in the run's folder.
     """
-    where, colon, name = kind.rpartition(":" if ":" in kind else ".")
+    where, colon, name = _split_kind(kind)
     packages = () if colon == ":" else (jaxformer.models, jaxformer.data)
     for package in packages:
         if where in {module.name for module in pkgutil.iter_modules(package.__path__)}:
             importlib.import_module(f"{package.__name__}.{where}")
-    stem = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
     classes = [base]
     for cls in classes:
         classes += cls.__subclasses__()
-    named = [cls for cls in classes if (cls.__module__.rpartition(".")[2], cls.__name__) == (stem, name)]
-    named = [cls for cls in named if (":" in kind_of(cls)) == (colon == ":")]
+    named = [cls for cls in classes if _split_kind(kind_of(cls))[1:] == (colon, name)]
+    named = [cls for cls in named if _module_name(cls) == _stem(where)]
+    file = Path(where) if where.endswith(".py") else None
+    same = [cls for cls in named if kind_of(cls) == kind or (file and Path(file_of(cls)).resolve() == file.resolve())]
+    has_other_file = file is not None and file.is_absolute() and file.is_file() and not _is_in_run(file, folder)
+    named = same or ([] if has_other_file else named)
     if not named and colon == ":":
         imported = vars(_import_foreign(where, name, folder)).get(name)
         named = [imported] if isinstance(imported, type) and issubclass(imported, base) else []
@@ -395,6 +399,20 @@ def _find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
         f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; put back the one "
         "that was written with the run, or train again."
     )
+
+
+def _split_kind(kind: str) -> tuple[str, str, str]:
+    """Return the module or file of a class, the separator and its name."""
+    return kind.rpartition(":" if ":" in kind else ".")
+
+
+def _module_name(cls: type) -> str:
+    """Return the last name of the module that defines a class, or the name of its file of configs."""
+    return _stem(_split_kind(kind_of(cls))[0])
+
+
+def _stem(where: str) -> str:
+    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
 
 
 def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:

@@ -108,6 +108,24 @@ def test_a_model_of_ones_own_file_is_imported_from_there_after_a_note(tmp_path, 
     )
 
 
+def test_files_of_one_name_in_two_folders_stay_apart(tmp_path, monkeypatch, capsys):
+    runs = [tmp_path / "a.b", tmp_path / "c"]
+    configs = []
+    for i, run in enumerate(runs):
+        run.mkdir()
+        (run.with_suffix(".code")).mkdir()
+        file = run.with_suffix(".code") / "v1.2.py"
+        file.write_text(OWN_MODEL + f"    folder = {i}\n")
+        configs.append(Config("x", load_module(str(file)).OwnConfig(width=i + 1), data=TextConfig(), steps=1))
+        write_config(run, configs[-1])
+    assert [read_config(run) for run in runs] == configs
+    assert [vars(type(read_config(run).model))["folder"] for run in runs] == [0, 1]
+    assert capsys.readouterr().err == ""  # imported already
+    for file in tmp_path.glob("*.code/v1.2.py"):
+        file.unlink()
+    assert vars(type(read_config(runs[0]).model))["folder"] == 0  # still imported
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
