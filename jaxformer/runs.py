@@ -134,6 +134,8 @@ def restore_params(folder: Path, config: Config, checkpoints: CheckpointReader, 
     if not config.lora.rank:
         return checkpoints.restore_params(step, shapes)
     base, axes = CheckpointReader(folder / BASE), parameter_axes(config.model.build())
+    if not base:
+        raise UserError(f"{folder / BASE} has no complete checkpoint, but {folder} holds adapters alone; put it back.")
     frozen = base.restore_params(base.step(), shapes)
     adapters = jax.eval_shape(lambda: init_adapters(jax.random.key(0), shapes, axes, config.lora))
     mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None), None)

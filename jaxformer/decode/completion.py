@@ -179,8 +179,9 @@ class Completer:
         """Return the tokens of a conversation of one message, up to the beginning of the answer."""
         messages = [{"role": "user", "content": text}]
         check_texts(messages, "the conversation,", self._tokenizer.special_texts)
+        template = self._template
         try:
-            rendered = self._template.render(messages, add_generation_prompt=True)
+            rendered = template.render(messages, add_generation_prompt=True)
         except UserError as error:
             raise UserError(f"{error}; leave out --chat, or train with another template.") from error
         ((tokens, _),) = self._tokenizer.encode_with_special([rendered.text])

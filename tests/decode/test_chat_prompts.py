@@ -56,4 +56,5 @@ def test_a_message_that_cannot_be_written_is_refused(run, template, text, said):
 
 def test_a_run_without_a_template_says_so(run, capsys):
     assert main(["--run", str(run), "--chat", "--prompt", "Hi"]) == 2
-    assert "the tokenizer has no chat template; name a file with one in training" in capsys.readouterr().err
+    error = capsys.readouterr().err.strip()
+    assert error == ("error: the tokenizer has no chat template; name a file with one in training, by --data.template.")
