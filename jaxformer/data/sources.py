@@ -108,7 +108,10 @@ def _saved_dataset(folder: Path) -> list[Path]:
             )
         if not state.is_file():
             return []
-        return [folder / part["filename"] for part in parse_json(state.read_bytes())["_data_files"]]
+        parts = [str(part["filename"]) for part in parse_json(state.read_bytes())["_data_files"]]
+        if outside := next((name for name in parts if Path(name).name != name or "\\" in name), None):
+            raise UserError(f"{state} names {abbreviate(outside)}, which is no file of its folder; do not trust it.")
+        return [folder / name for name in parts]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(
             f"{folder} is no dataset that can be read ({type(error).__name__}: {error}); save it once more, by "
@@ -249,7 +252,7 @@ def _read_csv(path: Path, column: str, **form: Any) -> Iterator[list[str]]:
     csv.field_size_limit(MAX_LINE_BYTES)
     rows = csv.reader(_lines(path), strict=True, **form)
     try:
-        header = next(rows, [])
+        header = next(filter(None, rows), [])
         if not header:
             return
         index = _find_column(path, column, header)

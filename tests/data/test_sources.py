@@ -231,6 +231,18 @@ def test_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
         texts_of(path)
 
 
+@pytest.mark.parametrize("name", ["../b.txt", "/etc/hosts", "a/../../b.arrow", "..\\\\b.arrow"])
+def test_saved_dataset_names_no_file_outside_of_its_folder(tmp_path, name):
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(UserError, match=r"state\.json names .*, which is no file of its folder"):
+        find_files(str(tmp_path))
+
+
+def test_empty_lines_before_the_header_of_a_table_are_skipped(tmp_path):
+    (tmp_path / "a.csv").write_text("\n\ntext,id\nhi,1\n")
+    assert texts_of(tmp_path / "a.csv") == ["hi"]
+
+
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/a.txt", "a" * 5000])
 def test_text_that_is_no_path_is_refused(path):
     with pytest.raises(UserError, match="is no path that can be read"):
