@@ -90,7 +90,8 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {maximum}.")
             if not -sys.float_info.max <= number <= sys.float_info.max:
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number.")
-        owner = next(cls for cls in type(config).__mro__ if f.name in vars(cls).get("__annotations__", ()))
+        # Python 3.14 has no `__annotations__` in the `vars` of a class; a subclass has the same object for a field.
+        *_, owner = (cls for cls in type(config).__mro__ if vars(cls).get("__dataclass_fields__", {}).get(f.name) is f)
         if f.name in BOUNDS and owner.__module__.startswith("jaxformer."):
             check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, replace
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -158,3 +159,16 @@ def test_bounds_are_those_of_this_packages_fields():
         (name,) = values
         with pytest.raises(UserError, match=rf"{name} is .*; it must be "):
             DecoderConfig(**values)
+
+
+def test_bounds_need_no_annotations_in_a_class(monkeypatch):  # from Python 3.14 on, they are made when asked for
+    @dataclass(frozen=True)
+    class Lazy(TokenModelConfig):
+        scale: float = 4.0
+
+    hints = get_type_hints(Lazy)
+    del Lazy.__annotations__
+    monkeypatch.setattr("jaxformer.fields.typing.get_type_hints", lambda cls: hints)
+    assert Lazy(vocab_size=1).scale == 4.0
+    with pytest.raises(UserError, match=r"vocab_size is 0; it must be at least 1\."):
+        Lazy(vocab_size=0)
