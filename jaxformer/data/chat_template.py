@@ -111,8 +111,11 @@ class ChatTemplate:
             before = self.render(messages[:i], tools, add_generation_prompt=True).text
             through = self.render(messages[: i + 1], tools).text
             if not (through.startswith(before) and text.startswith(through)):
+                is_same = through.startswith(self.render(messages[:i], tools).text)
+                differs = is_same and not through.startswith(before)
+                when = "than it begins an answer" if differs else "once others follow"
                 raise UserError(
-                    f"{self.name} writes message {i + 1} otherwise once others follow, so that the assistant's part is "
+                    f"{self.name} writes message {i + 1} otherwise {when}, so that the assistant's part is "
                     "unknown; give a template with {% generation %} blocks by --data.template"
                 )
             spans.append((len(before), len(self._without_space(through))))
@@ -126,7 +129,7 @@ class ChatTemplate:
     @property
     def has_generation_blocks(self) -> bool:
         """True where the template marks what the assistant writes."""
-        return re.search(r"\{%-?\s*generation\b", self.source) is not None
+        return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
     def _compile(self) -> Any:
         """Return the template as Jinja compiles it."""

@@ -159,6 +159,10 @@ def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, sai
             LAST_ONLY,
             r"it writes message 2 otherwise once others follow, .* give a template with {% generation %} blocks",
         ),
+        (
+            CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"),
+            r"it writes message 2 otherwise than it begins an answer, so that the assistant's part is unknown",
+        ),
     ],
 )
 def test_a_template_that_raises_is_one_sentence_with_file_and_line(published, tmp_path, source, said):
