@@ -19,11 +19,12 @@ PACKAGE = "config_files"
 
 def kind_of(cls: type) -> str:
     """Return the name under which a run stores a class of configs: `file.Class` for one of this package,
-    `/folder/FILE.py:Class` for one that a file of configs defines, else `module:Class`."""
+    `/folder/FILE.py:Class` for one that a file of configs or the program defines, else `module:Class`."""
     package, _, stem = cls.__module__.rpartition(".")
     if package.partition(".")[0] == "jaxformer":
         return f"{stem}.{cls.__name__}"
-    return f"{file_of(cls) if package == PACKAGE else cls.__module__}:{cls.__name__}"
+    is_in_file = package == PACKAGE or (cls.__module__ == "__main__" and file_of(cls).endswith(".py"))
+    return f"{file_of(cls) if is_in_file else cls.__module__}:{cls.__name__}"
 
 
 def file_of(cls: type) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,6 +107,17 @@ def test_a_model_of_ones_own_file_is_imported_from_there_after_a_note(tmp_path, 
         capsys.readouterr().err
         == f"importing OwnConfig from {tmp_path}/renamed_model.py, with which {run} was trained\n"
     )
+
+
+def test_a_class_of_the_program_itself_is_stored_with_its_file(tmp_path, monkeypatch):
+    (tmp_path / "program.py").write_text(OWN_MODEL)
+    own = load_module(str(tmp_path / "program.py")).OwnConfig
+    with monkeypatch.context() as program:
+        program.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "program.py"))
+        program.setattr(own, "__module__", "__main__")
+        run = create_run(tmp_path / "run", Config("x", own(width=5), TextConfig(), 1), None, False)
+    assert json.loads((run / "config.json").read_text())["model"]["kind"] == f"{tmp_path}/program.py:OwnConfig"
+    assert vars(read_config(run).model)["width"] == 5
 
 
 def test_files_of_one_name_in_two_folders_stay_apart(tmp_path, monkeypatch, capsys):
