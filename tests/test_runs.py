@@ -113,7 +113,7 @@ def test_a_class_of_the_program_itself_is_stored_with_its_file(tmp_path, monkeyp
     (tmp_path / "program.py").write_text(OWN_MODEL)
     own = load_module(str(tmp_path / "program.py")).OwnConfig
     with monkeypatch.context() as program:
-        program.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "program.py"))
+        program.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "program.py"), raising=False)
         program.setattr(own, "__module__", "__main__")
         run = create_run(tmp_path / "run", Config("x", own(width=5), TextConfig(), 1), None, False)
     assert json.loads((run / "config.json").read_text())["model"]["kind"] == f"{tmp_path}/program.py:OwnConfig"
