@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 import shutil
-import sys
 import tempfile
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-import jaxformer.data
-import jaxformer.models
 from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TokenModelConfig
-from jaxformer.config_files import file_of, kind_of, load_module
+from jaxformer.config_files import kind_of
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
-from jaxformer.errors import UserError, abbreviate, parse_json
+from jaxformer.errors import UserError, parse_json
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, write_atomically
 from jaxformer.integrity import CHECKSUMS
@@ -39,14 +31,11 @@ from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
-from jaxformer.terminal import echo_error
+from jaxformer.stored_classes import BASE, CONFIG, find_class
 
-T = TypeVar("T")
-CONFIG, TOKENIZER, CLASSES = "config.json", "tokenizer.json", "classes.json"
+TOKENIZER, CLASSES = "tokenizer.json", "classes.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
-BASE = "base"
-"""Folder of the frozen parameters that a run's adapters are added to, itself a run."""
 SCRATCH = ".new-"
 """Prefix of the name of a run's folder until it is complete."""
 
@@ -323,7 +312,7 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """Return the config of a run; no code in its folder is executed, and that of others' classes as of `_find_class`.
+    """Return the config of a run; no code in its folder is executed, and that of others' classes as of `find_class`.
 
     Raises:
       UserError: the folder is no run, or its config does not match this version.
@@ -339,7 +328,7 @@ def read_config(folder: Path) -> Config:
         for field, base in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig)):
             part = dict(values[field])
             kind = str(part.pop("kind", kind_of(base)))
-            values[field] = from_dict(_find_class(kind, base, folder), part, f"{file}: {field}")
+            values[field] = from_dict(find_class(kind, base, folder), part, f"{file}: {field}")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "
@@ -366,94 +355,3 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
         runs, key=lambda file: (file.parent / METRICS if (file.parent / METRICS).exists() else file).stat().st_mtime
     )
     return newest.parent
-
-
-def _find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
-    """Return a class of configs by its name, see `kind_of`; where its file is gone, one of the same file name that is
-    imported already.
-
-    One of another package is imported, after a note on stderr, from the installed modules or from the file of configs
-    that the run was trained with.
-
-    Raises:
-      UserError: there is none, it cannot be imported, or its file is in the run's folder.
-    """
-    where, colon, name = _split_kind(kind)
-    packages = () if colon == ":" else (jaxformer.models, jaxformer.data)
-    for package in packages:
-        if where in {module.name for module in pkgutil.iter_modules(package.__path__)}:
-            importlib.import_module(f"{package.__name__}.{where}")
-    classes = [base]
-    for cls in classes:
-        classes += cls.__subclasses__()
-    named = [cls for cls in classes if _split_kind(kind_of(cls))[1:] == (colon, name)]
-    named = [cls for cls in named if _module_name(cls) == _stem(where)]
-    file = Path(where) if where.endswith(".py") else None
-    same = [cls for cls in named if kind_of(cls) == kind or (file and Path(file_of(cls)).resolve() == file.resolve())]
-    has_other_file = file is not None and file.is_absolute() and file.is_file() and not _is_in_run(file, folder)
-    named = same or ([] if has_other_file else named)
-    if not named and colon == ":":
-        imported = vars(_import_foreign(where, name, folder)).get(name)
-        named = [imported] if isinstance(imported, type) and issubclass(imported, base) else []
-    if named:
-        return named[-1]
-    raise UserError(
-        f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; put back the one "
-        "that was written with the run, or train again."
-    )
-
-
-def _split_kind(kind: str) -> tuple[str, str, str]:
-    """Return the module or file of a class, the separator and its name."""
-    return kind.rpartition(":" if ":" in kind else ".")
-
-
-def _module_name(cls: type) -> str:
-    """Return the last name of the module that defines a class, or the name of its file of configs."""
-    return _stem(_split_kind(kind_of(cls))[0])
-
-
-def _stem(where: str) -> str:
-    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
-
-
-def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
-    """Return the module that defines a class of a run's config, after a note; raises `UserError`, see `_find_class`."""
-    resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
-    remedy = f"put it back, or import a file of that name first ({resume})"
-    is_file = where.endswith(".py")
-    if any(_is_in_run(file, folder) for file in ([Path(where)] if is_file else _module_files(where))):
-        raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")
-    if is_file and not (Path(where).is_absolute() and Path(where).is_file()):
-        raise UserError(f"{folder} was trained with {name} of {where}, which does not exist; {remedy}.")
-    echo_error(f"importing {name} from {where}, with which {folder} was trained")
-    if is_file:
-        return load_module(where)
-    try:
-        return importlib.import_module(where)
-    except Exception as error:  # also of the module's code
-        raise UserError(
-            f"{folder} was trained with {name} of the module {abbreviate(where)}, which cannot be imported ({error}); "
-            "install it, or import it first."
-        ) from error
-
-
-def _is_in_run(file: Path, folder: Path) -> bool:
-    """Return whether a file is in a run's folder, or in that of the run whose base this one is."""
-    run = folder.resolve()
-    runs = {run, run.parent} if run.name == BASE and (run.parent / CONFIG).exists() else {run}
-    return not runs.isdisjoint(file.resolve().parents)
-
-
-def _module_files(module: str) -> Iterator[Path]:
-    """Yield the files that an import of a module would execute, its packages' first; none of what is imported."""
-    path: Sequence[str] | None = None
-    if module in sys.modules:
-        return
-    for name in module.split("."):  # a last name alone, as a dotted one needs its package imported
-        spec = PathFinder.find_spec(name, path)
-        if spec is None:
-            return
-        if spec.has_location and spec.origin is not None:
-            yield Path(spec.origin)
-        path = list(spec.submodule_search_locations or ())

@@ -18,7 +18,7 @@ FLOORS = [
     {"nn"},
     {"models"},
     {"distributed"},
-    {"checkpoints", "memory", "parameters", "sharding"},
+    {"checkpoints", "memory", "parameters", "sharding", "stored_classes"},
     {"lora"},
     {"runs"},
     {"pretrained"},

@@ -1,0 +1,116 @@
+"""Classes of configs by the names that runs store: those of this package, and others' after a note, never code of the
+run's own folder."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import jaxformer.data
+import jaxformer.models
+from jaxformer.config_files import file_of, kind_of, load_module
+from jaxformer.errors import UserError, abbreviate
+from jaxformer.invocation import command
+from jaxformer.terminal import echo_error
+
+T = TypeVar("T")
+CONFIG = "config.json"
+BASE = "base"
+"""Folder of the frozen parameters that a run's adapters are added to, itself a run."""
+
+
+def find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
+    """Return a class of configs by its name, see `kind_of`; where its file is gone, one of the same file name that is
+    imported already.
+
+    One of another package is imported, after a note on stderr, from the installed modules or from the file of configs
+    that the run was trained with.
+
+    Raises:
+      UserError: there is none, it cannot be imported, or its file is in the run's folder.
+    """
+    where, colon, name = _split_kind(kind)
+    packages = () if colon == ":" else (jaxformer.models, jaxformer.data)
+    for package in packages:
+        if where in {module.name for module in pkgutil.iter_modules(package.__path__)}:
+            importlib.import_module(f"{package.__name__}.{where}")
+    classes = [base]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    named = [cls for cls in classes if _split_kind(kind_of(cls))[1:] == (colon, name)]
+    named = [cls for cls in named if _module_name(cls) == _stem(where)]
+    file = Path(where) if where.endswith(".py") else None
+    same = [cls for cls in named if kind_of(cls) == kind or (file and Path(file_of(cls)).resolve() == file.resolve())]
+    has_other_file = file is not None and file.is_absolute() and file.is_file() and not _is_in_run(file, folder)
+    named = same or ([] if has_other_file else named)
+    if not named and colon == ":":
+        imported = vars(_import_foreign(where, name, folder)).get(name)
+        named = [imported] if isinstance(imported, type) and issubclass(imported, base) else []
+    if named:
+        return named[-1]
+    raise UserError(
+        f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; put back the one "
+        "that was written with the run, or train again."
+    )
+
+
+def _split_kind(kind: str) -> tuple[str, str, str]:
+    """Return the module or file of a class, the separator and its name."""
+    return kind.rpartition(":" if ":" in kind else ".")
+
+
+def _module_name(cls: type) -> str:
+    """Return the last name of the module that defines a class, or the name of its file of configs."""
+    return _stem(_split_kind(kind_of(cls))[0])
+
+
+def _stem(where: str) -> str:
+    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+
+
+def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
+    """Return the module that defines a class of a run's config, after a note; raises `UserError`, see `find_class`."""
+    resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
+    remedy = f"put it back, or import a file of that name first ({resume})"
+    is_file = where.endswith(".py")
+    if any(_is_in_run(file, folder) for file in ([Path(where)] if is_file else _module_files(where))):
+        raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")
+    if is_file and not (Path(where).is_absolute() and Path(where).is_file()):
+        raise UserError(f"{folder} was trained with {name} of {where}, which does not exist; {remedy}.")
+    echo_error(f"importing {name} from {where}, with which {folder} was trained")
+    if is_file:
+        return load_module(where)
+    try:
+        return importlib.import_module(where)
+    except Exception as error:  # also of the module's code
+        raise UserError(
+            f"{folder} was trained with {name} of the module {abbreviate(where)}, which cannot be imported ({error}); "
+            "install it, or import it first."
+        ) from error
+
+
+def _is_in_run(file: Path, folder: Path) -> bool:
+    """Return whether a file is in a run's folder, or in that of the run whose base this one is."""
+    run = folder.resolve()
+    runs = {run, run.parent} if run.name == BASE and (run.parent / CONFIG).exists() else {run}
+    return not runs.isdisjoint(file.resolve().parents)
+
+
+def _module_files(module: str) -> Iterator[Path]:
+    """Yield the files that an import of a module would execute, its packages' first; none of what is imported."""
+    path: Sequence[str] | None = None
+    if module in sys.modules:
+        return
+    for name in module.split("."):  # a last name alone, as a dotted one needs its package imported
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return
+        if spec.has_location and spec.origin is not None:
+            yield Path(spec.origin)
+        path = list(spec.submodule_search_locations or ())
