@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -223,7 +224,9 @@ def _has_structure(value: Any, template: Any) -> bool:
         return isinstance(value, list) and all(_has_structure(item, template[0]) for item in value)
     if isinstance(template, str):
         return isinstance(value, str)
-    return value is None or (type(value) in (int, float) and not abs(value) >= 2**63)
+    if type(value) is int:
+        return abs(value) < 2**63  # NumPy holds no larger ones
+    return value is None or (type(value) is float and not math.isinf(value))
 
 
 def without_timings(row: dict[str, Any]) -> dict[str, Any]:

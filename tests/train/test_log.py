@@ -32,6 +32,16 @@ def test_read_metrics_returns_logged_rows_with_null_for_non_finite_numbers(tmp_p
     assert read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None}]
 
 
+def test_read_metrics_returns_the_perplexities_of_large_losses(tmp_path):
+    rows = [{"step": step, "loss": loss, "ppl": float(np.exp(loss))} for step, loss in enumerate((44.0, 108.43, 709.0))]
+    with Log(tmp_path, 0, 3) as log:
+        for row in rows:
+            log.row(row)
+    assert read_metrics(tmp_path) == rows
+    plot_metrics(tmp_path)
+    assert (tmp_path / "plots" / "loss.png").is_file()
+
+
 def test_sinks_receive_the_rows_of_the_file(tmp_path):
     received: list[dict] = []
     with Log(tmp_path, 0, 3, [received.append]) as log:
@@ -168,7 +178,7 @@ def test_plots_are_png_files(tmp_path):
         "3", "{", '{"loss": 1}', '{"step": "x"}', "\xff", "[" * 100_000, '{"step": 1, "loss": "x"}', '{"step": true}',
         '{"step": 1, "entropy": [1]}', '{"step": 1, "router": {"a": 1}}', '{"step": 1, "gradients": [{"name": "W"}]}',
         '{"step": 1, "note": 3}', '{"step": 1, "val_loss": 1e400}', '{"step": 1, "init_check": {}}',
-        '{"step": 1, "diverged": 3}',
+        '{"step": 1, "diverged": 3}', '{"step": 1, "loss": 9223372036854775808}',
     ],
 )  # fmt: skip
 def test_malformed_line_before_the_last_is_a_user_error_with_its_number(tmp_path, line):
