@@ -34,11 +34,7 @@ def file_of(cls: type) -> str:
 
 def config_file(path: str) -> Path:
     """Return the file of configs of a path, or of a name such as `quick`, which a wheel has inside the package, and a
-    checkout beside it.
-
-    Raises:
-      UserError: there is none.
-    """
+    checkout beside it; `UserError` if there is none."""
     package = Path(__file__).resolve().parent
     inside = package / "configs"
     folder = inside if inside.is_dir() else package.parent / "configs"

@@ -70,11 +70,8 @@ def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
 
 
 def check_memory(compiled: Any, device: jax.Device) -> str:
-    """Return a log line with the memory that a compiled step needs and that the device has.
-
-    Raises:
-      UserError: the step needs more than the device has.
-    """
+    """Return a log line with the memory that a compiled step needs and that the device has; `UserError` if the step
+    needs more than the device has."""
     needed, capacity = memory_needed(compiled), memory_capacity(device)
     if capacity is None:
         return f"memory per device: {format_bytes(needed)}"

@@ -101,11 +101,7 @@ def _held_out(run: Run, n: int | None) -> tuple[Batch | None, str]:
 
 def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ...] | None:
     """Return the inputs of the prompt or of a held-out example, without padding; None for a model without texts, or of
-    full windows.
-
-    Raises:
-      UserError: the prompt does not suit the run's model, or the page.
-    """
+    full windows; `UserError` if the prompt does not suit the run's model, or the page."""
     if prompt is not None:
         run.text_model()  # raises for a model of images
     if run.tokenizer is None or contract_of(run.model).task is Task.CONTRASTIVE:

@@ -44,11 +44,8 @@ class Pretrained:
 
 
 def pretrained_run(folder: Path) -> Pretrained:
-    """Return the last intact checkpoint of a run.
-
-    Raises:
-      UserError: there is no such run or checkpoint, or its tokenizer is not the run's own.
-    """
+    """Return the last intact checkpoint of a run; `UserError` if there is no such run or checkpoint, or its tokenizer
+    is not the run's own."""
     config, checkpoints = read_config(folder), CheckpointReader(folder)
     step = checkpoints.step()
     load = lambda shapes: restore_params(folder, config, checkpoints, step, shapes)  # noqa: E731

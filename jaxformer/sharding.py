@@ -43,11 +43,8 @@ SPLIT_VECTORS = ("experts", "heads", "hidden")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Return the sizes of mesh axes by name, from a text such as 'data=2,fsdp=4'.
-
-    Raises:
-      UserError: the text has another form, an unknown axis, an axis named twice, or an invalid size.
-    """
+    """Return the sizes of mesh axes by name, from a text such as 'data=2,fsdp=4'; `UserError` if the text has another
+    form, an unknown axis, an axis named twice, or an invalid size."""
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         axis, _, size = part.partition("=")
@@ -62,11 +59,8 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of all devices with the axes of `AXES`; the size of `data` defaults to what the others leave.
-
-    Raises:
-      UserError: the sizes do not multiply to the number of devices.
-    """
+    """Return a mesh of all devices with the axes of `AXES`; the size of `data` defaults to what the others leave;
+    `UserError` if the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(text)
     n, n_others = len(devices), prod(size for axis, size in sizes.items() if axis != "data")

@@ -166,11 +166,9 @@ def split_flags(arguments: Sequence[str]) -> list[Group]:
 
 
 def parse(arguments: Sequence[str], default: T, program: str, description: str) -> T:
-    """Return a dataclass with the fields that arguments give, nested ones dotted; the others keep their default.
-
-    Raises:
-      UserError: an unknown option (with the nearest known one), a value missing, of the wrong type or out of range.
-    """
+    """Return a dataclass with the fields that arguments give, nested ones dotted; the others keep their default;
+    `UserError` for an unknown option (with the nearest known one), and for a value missing, of the wrong type or out of
+    range."""
     if {"-h", "--help"} & {*arguments}:
         echo(help_text(default, program, description))
         sys.exit(0)
@@ -201,11 +199,8 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
 
 
 def read_value(flag: str, hint: Any, word: str) -> Any:
-    """Return a word of the command line as a value of a type.
-
-    Raises:
-      UserError: it is of another type, or none of the choices.
-    """
+    """Return a word of the command line as a value of a type; `UserError` if it is of another type, or none of the
+    choices."""
     choices: tuple[Any, ...] = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (choice for choice in choices if choice is not type(None))
@@ -258,11 +253,8 @@ def peek(arguments: Sequence[str], maxima: Mapping[str, int | None]) -> tuple[di
 
 
 def options_given(arguments: Sequence[str]) -> set[str]:
-    """Return the options among arguments, such as `--batch-size`; `--no-resume` counts as `--resume`.
-
-    Raises:
-      UserError: one is given twice; only the last would count.
-    """
+    """Return the options among arguments, such as `--batch-size`; `--no-resume` counts as `--resume`; `UserError` if
+    one is given twice, where only the last would count."""
     given = [re.sub(r"(^--|\.)no-", r"\1", group.flag) for group in split_flags(arguments) if group.flag]
     if repeated := [flag for flag in given if given.count(flag) > 1]:
         raise UserError(f"{repeated[0]} is given twice; give it once, where it takes several values with all of them.")
@@ -290,11 +282,7 @@ def with_image_size(model: ModelConfig, arguments: Sequence[str]) -> ModelConfig
 
 
 def folder_named(flag: str, value: str) -> Path:
-    """Return the folder that an option names, which need not exist.
-
-    Raises:
-      UserError: the name is empty, or of a file.
-    """
+    """Return the folder that an option names, which need not exist; `UserError` if the name is empty, or of a file."""
     folder = Path(value)
     if not value:
         raise UserError(f"{flag} is empty; name a folder, such as runs/mine.")

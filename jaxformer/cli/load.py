@@ -34,11 +34,8 @@ class RunOptions:
 
 
 def with_run(options: RunOptions) -> RunOptions:
-    """Return the options with a run: the one named, or the newest with a checkpoint, which is named on stderr.
-
-    Raises:
-      UserError: none is named, and there is none.
-    """
+    """Return the options with a run: the one named, or the newest with a checkpoint, which is named on stderr;
+    `UserError` if none is named, and there is none."""
     if options.run is not None:
         return options
     from jaxformer.checkpoints import CheckpointReader

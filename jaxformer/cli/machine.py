@@ -27,11 +27,8 @@ warn = logging.getLogger(__name__).warning
 
 
 def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
-    """Cache compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` is set, and use all cores of a CPU.
-
-    Raises:
-      UserError: others can write to the cache.
-    """
+    """Cache compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` is set, and use all cores of a CPU;
+    `UserError` if others can write to the cache."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         root = cache_root()
         if all(is_private(folder) for folder in (root, root / "tokens", root / "compiled")):

@@ -288,11 +288,8 @@ def _translate(options: Arguments, given: set[str], prompts: Sequence[Prompt | U
 
 
 def make_completer(options: Arguments, given: set[str]) -> Completer:
-    """Open the run, and its draft if there is one.
-
-    Raises:
-      UserError: a run cannot be opened, or an option does not fit it; some only where they were given.
-    """
+    """Open the run, and its draft if there is one; `UserError` if a run cannot be opened, or an option does not fit it;
+    some only where they were given."""
     completion, run = options.completion, open_run(options.opening)
     needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
     needs_cache += ["--num-beams"] if completion.num_beams > 1 else []

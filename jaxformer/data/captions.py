@@ -197,12 +197,9 @@ class CaptionDataset(Dataset):
 
 
 def read_captions(path: Path) -> list[CaptionRow]:
-    """Return the lines of a captions file, in its order.
-
-    Raises:
-      UserError: it is missing or no UTF-8 text, its first line does not name the columns, a line has other columns, an
-        empty caption or another split, an image has two captions, or a split has none.
-    """
+    """Return the lines of a captions file, in its order; `UserError` if it is missing or no UTF-8 text, its first line
+    does not name the columns, a line has other columns, an empty caption or another split, an image has two captions,
+    or a split has none."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
     header, *lines = read_text(path).removesuffix("\n").split("\n")

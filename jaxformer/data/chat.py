@@ -102,11 +102,8 @@ class Conversation(NamedTuple):
 
 
 def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Conversation]:
-    """Return the conversations of a file, a folder or a glob; empty lines are skipped.
-
-    Raises:
-      UserError: there are none, a file cannot be read, or a line is no conversation with the assistant.
-    """
+    """Return the conversations of a file, a folder or a glob; empty lines are skipped; `UserError` if there are none, a
+    file cannot be read, or a line is no conversation with the assistant."""
     conversations = []
     for file in _find_files(path, option):
         try:
@@ -185,11 +182,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Split conversations into (training, validation) by the order of their digests; equal ones are in one split.
-
-    Raises:
-      UserError: all are equal.
-    """
+    """Split conversations into (training, validation) by the order of their digests; equal ones are in one split;
+    `UserError` if all are equal."""
     digests = sorted({conversation.digest for conversation in conversations})
     if len(digests) < 2:
         raise UserError("there is one conversation alone, and none to hold out; give more, or data.val_path.")
@@ -221,11 +215,8 @@ class EncodedConversations(NamedTuple):
 def encode_conversations(
     conversations: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer, context_length: int
 ) -> EncodedConversations:
-    """Return conversations as tokens, those longer than `context_length` + 1 cut there.
-
-    Raises:
-      UserError: the template raises an error, or its text before an answer is unknown; with file and line.
-    """
+    """Return conversations as tokens, those longer than `context_length` + 1 cut there; `UserError` if the template
+    raises an error, or its text before an answer is unknown; with file and line."""
     tokens, weights, lengths = array("i"), array("f"), list[int]()
     n_cut = n_without = n_empty = 0
     for start in range(0, len(conversations), RENDERED_AT_ONCE):

@@ -55,11 +55,7 @@ class ChatTemplate:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """Return the template that a tokenizer was published with.
-
-        Raises:
-          UserError: it has none.
-        """
+        """Return the template that a tokenizer was published with; `UserError` if it has none."""
         source = tokenizer.config.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
@@ -184,11 +180,8 @@ def _raise_exception(message: str) -> None:
 
 
 def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of a file: of a `tokenizer_config.json`, or Jinja.
-
-    Raises:
-      UserError: it cannot be read, or holds no template.
-    """
+    """Return the template of a file: of a `tokenizer_config.json`, or Jinja; `UserError` if it cannot be read, or holds
+    no template."""
     file = locate(path)
     try:
         text = file.read_text(encoding="utf-8")

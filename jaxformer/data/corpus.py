@@ -124,11 +124,8 @@ def text_lengths(tokens: np.ndarray, n_bytes: int, tokenizer: Tokenizer) -> np.n
 
 
 def tokenize(documents: Documents, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of documents as of a `Split`, `(n,)`, memory-mapped from an anonymous temporary file.
-
-    Raises:
-      UserError: the disk is full.
-    """
+    """Return the tokens of documents as of a `Split`, `(n,)`, memory-mapped from an anonymous temporary file;
+    `UserError` if the disk is full."""
     try:
         with tempfile.TemporaryFile() as file:
             for tokens, _ in encode(documents, tokenizer):

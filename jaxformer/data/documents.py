@@ -66,11 +66,7 @@ class Documents:
         return Documents(self.files, self.column, index_N, widths_N, bytes_N, digests_N, self.span)
 
     def __iter__(self) -> Iterator[Iterator[str]]:
-        """Yield the pieces of each document.
-
-        Raises:
-          UserError: a file has changed since `read_documents`.
-        """
+        """Yield the pieces of each document; `UserError` if a file has changed since `read_documents`."""
         first = position = 0
         for file in self.files:
             stop = int(np.searchsorted(self.index_N, first + file.n_documents))
@@ -93,11 +89,8 @@ class Documents:
 
     def cut_end(self, fraction: float) -> tuple[Documents, Documents]:
         """Cut a single document at the last line break, or else space, that leaves from one to two times `fraction` of
-        the text to the second part; in a long text without either, at a character.
-
-        Raises:
-          UserError: the text is short and has neither.
-        """
+        the text to the second part; in a long text without either, at a character; `UserError` if the text is short and
+        has neither."""
         n_characters = sum(len(piece) for piece in self.pieces())
         latest = int(n_characters * (1 - fraction))
         earliest = max(0, int(n_characters * (1 - 2 * fraction)))

@@ -10,13 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxformer.data.image_io import (
-    IMAGE_SUFFIXES,
-    read_idx,
-    read_image,
-    read_image_shape,
-    resize_images,
-)
+from jaxformer.data.image_io import IMAGE_SUFFIXES, read_idx, read_image, read_image_shape, resize_images
 from jaxformer.errors import UserError
 
 IDX_SPLITS = ("train", "t10k")
@@ -89,11 +83,8 @@ class ImageFolder:
 
 
 def open_image_folder(path: str) -> ImageFolder:
-    """Return the contents of a folder of images; see `images.ImageFolderConfig` for its layout.
-
-    Raises:
-      UserError: the folder is missing or empty, or a file is corrupt.
-    """
+    """Return the contents of a folder of images; see `images.ImageFolderConfig` for its layout; `UserError` if the
+    folder is missing or empty, or a file is corrupt."""
     if not path.strip():
         raise UserError(
             "data.path is empty; give a folder of images with --data.path, such as one with the four files of "
@@ -125,11 +116,7 @@ def open_image_folder(path: str) -> ImageFolder:
 
 def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, LabelledImages]:
     """Return a training split, and a validation split of about this fraction: the images with the smallest SHA-256, so
-    that identical images are in one split.
-
-    Raises:
-      UserError: one split would be empty.
-    """
+    that identical images are in one split; `UserError` if one split would be empty."""
     digests = [int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") for image in images.images]
     held_out = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():

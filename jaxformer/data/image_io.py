@@ -79,11 +79,8 @@ def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int
 
 
 def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
-    """Return height, width and channels (1 or 3) of a PNG or JPEG file, without decoding its pixels.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """Return height, width and channels (1 or 3) of a PNG or JPEG file, without decoding its pixels; `UserError` if it
+    cannot be read."""
     with _open_image(file, name, 3) as image:
         width, height = image.size
         if image.getexif().get(ORIENTATION, 1) >= FIRST_TRANSPOSED:
@@ -117,11 +114,7 @@ def describe_resizing(path: str, sizes: Collection[tuple[int, ...]], size: tuple
 
 def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return a file as a model's input, uint8 of `shape`: an image, height, width and channels; or a video (an animated
-    GIF, PNG or WebP), evenly spaced frames before these.
-
-    Raises:
-      UserError: see `read_image`; or it has fewer frames.
-    """
+    GIF, PNG or WebP), evenly spaced frames before these; `UserError` if it has fewer frames, and as of `read_image`."""
     *frames, height, width, channels = shape
     with _open_image(file, file, channels) as image:
         if not frames:

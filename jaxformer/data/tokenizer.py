@@ -204,11 +204,7 @@ class Tokenizer:
         return token.get("content") if isinstance(token, dict) else token
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text.
-
-        Raises:
-          UserError: the text has a lone surrogate.
-        """
+        """Return the tokens of a text; `UserError` if the text has a lone surrogate."""
         return self._inner.encode(_check_utf8(text), add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -262,11 +258,8 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """Bytes of each token; none for special tokens and ids without a token.
-
-        Raises:
-          UserError: it is neither byte-level nor falls back to bytes.
-        """
+        """Bytes of each token; none for special tokens and ids without a token; `UserError` if it is neither byte-level
+        nor falls back to bytes."""
         form = json.loads(self.as_json())
         steps = {step["type"] for step in _flat(form["decoder"])}
         if "ByteLevel" in steps:

@@ -12,13 +12,7 @@ from jaxformer.config import ImageModelConfig, ModelConfig
 from jaxformer.data.dataset import HELD_OUT_SEED, epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_resizing
-from jaxformer.data.images import (
-    ImageFolderConfig,
-    PixelDataset,
-    class_count_error,
-    infer_channels,
-    model_input_shape,
-)
+from jaxformer.data.images import ImageFolderConfig, PixelDataset, class_count_error, infer_channels, model_input_shape
 from jaxformer.data.infer_config import MAX_INFERRED_SIDE_PIXELS, describe_changes, is_fixed
 from jaxformer.errors import UserError
 

@@ -72,11 +72,8 @@ class TextConfig(CorpusConfig):
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Every window of `length` tokens that starts at a multiple of `stride`, in batches; see `batch_indices`.
-
-    Raises:
-      UserError: the text is shorter than one window, or has fewer windows than a batch.
-    """
+    """Every window of `length` tokens that starts at a multiple of `stride`, in batches; see `batch_indices`;
+    `UserError` if the text is shorter than one window, or has fewer windows than a batch."""
 
     tokens: np.ndarray
     """`(n,)`, of any integer dtype."""
@@ -160,11 +157,7 @@ def next_token_batch(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.n
 
 @dataclass(frozen=True, eq=False)
 class HeldOutText:
-    """A validation text, each token of which is predicted once; see `eval_batches`.
-
-    Raises:
-      UserError: it is too short.
-    """
+    """A validation text, each token of which is predicted once; see `eval_batches`; `UserError` if it is too short."""
 
     tokens: np.ndarray
     """`(n,)`, of any integer dtype."""

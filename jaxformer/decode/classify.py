@@ -47,11 +47,8 @@ def classify_zero_shot(
 
 
 def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, float]]]:
-    """Return, per image, the names of all classes with their probabilities, the likeliest first.
-
-    Raises:
-      UserError: an image cannot be read, or the number of class names is not that of the model's classes.
-    """
+    """Return, per image, the names of all classes with their probabilities, the likeliest first; `UserError` if an
+    image cannot be read, or the number of class names is not that of the model's classes."""
     probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
     n = len(probs[0])
     if run.classes and len(run.classes) != n:
@@ -62,11 +59,8 @@ def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, floa
 
 
 def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[list[tuple[str, float]]]:
-    """Return, per image, the texts with their probabilities, the likeliest first.
-
-    Raises:
-      UserError: an image cannot be read.
-    """
+    """Return, per image, the texts with their probabilities, the likeliest first; `UserError` if an image cannot be
+    read."""
     assert run.tokenizer is not None
     tokens_NT, valid_NT, _ = tokenize_captions(texts, run.tokenizer, _max_text_tokens(run))
     images = np.stack(_read_images(run, files))
@@ -74,11 +68,8 @@ def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -
 
 
 def check_text(prompt: Prompt, run: Run) -> str:
-    """Return the text of a prompt that fits the text encoder.
-
-    Raises:
-      UserError: the prompt has a seed or too many tokens.
-    """
+    """Return the text of a prompt that fits the text encoder; `UserError` if the prompt has a seed or too many
+    tokens."""
     prompt.check_no_seed("nothing is drawn")
     assert run.tokenizer is not None
     limit = _max_text_tokens(run) - 2

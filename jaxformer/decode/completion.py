@@ -157,11 +157,8 @@ class Completer:
         return DraftModel(draft.model, config.n_positions)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt.
-
-        Raises:
-          UserError: there are too many, or the prompt has a seed that nothing draws with.
-        """
+        """Return the tokens of a prompt; `UserError` if there are too many, or the prompt has a seed that nothing draws
+        with."""
         if self._options.num_beams > 1:
             prompt.check_no_seed("beam search draws nothing")
         limit = self._config.n_positions
@@ -285,11 +282,8 @@ def fitting_memory(n_texts: int) -> Iterator[None]:
 
 
 def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-    """Return pairs of a token and the bias of its logit, from options TEXT=BIAS.
-
-    Raises:
-      UserError: an option is not of that form, or its text is not one token.
-    """
+    """Return pairs of a token and the bias of its logit, from options TEXT=BIAS; `UserError` if an option is not of
+    that form, or its text is not one token."""
     biases = []
     for option in options:
         text, _, bias = option.rpartition("=")
@@ -308,11 +302,8 @@ def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
 
 
 def encode_bad_words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts, and of the same after a space.
-
-    Raises:
-      UserError: a text is empty, or not UTF-8.
-    """
+    """Return the token sequences of texts, and of the same after a space; `UserError` if a text is empty, or not
+    UTF-8."""
     if "" in texts:
         raise UserError("a text of --bad-words is empty; give it at least one character.")
     spaced = [variant for text in texts for variant in (text, *([] if text[0].isspace() else [f" {text}"]))]

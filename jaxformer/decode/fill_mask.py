@@ -30,11 +30,8 @@ class FilledMask(NamedTuple):
 
 
 def encode_masked(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a prompt, with the mask token for each `MASK`.
-
-    Raises:
-      UserError: the prompt has a seed, no mask, or more tokens than the context.
-    """
+    """Return the tokens of a prompt, with the mask token for each `MASK`; `UserError` if the prompt has a seed, no
+    mask, or more tokens than the context."""
     prompt.check_no_seed("what fills a mask is not drawn")
     config, tokenizer = run.text_model()
     first, *rest = prompt.text.split(MASK)

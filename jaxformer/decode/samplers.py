@@ -139,11 +139,8 @@ class Drawn(NamedTuple):
 
 
 def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, length: jax.Array | int) -> History:
-    """Return the history of a prompt, the first `length` of `tokens_T`.
-
-    Raises:
-      UserError: the sampling has tokens beyond the vocabulary.
-    """
+    """Return the history of a prompt, the first `length` of `tokens_T`; `UserError` if the sampling has tokens beyond
+    the vocabulary."""
     sampling.check_vocabulary(vocab_size)
     tokens_T = jnp.asarray(tokens_T, jnp.int32)
     occurs_V = jnp.zeros(0, bool)

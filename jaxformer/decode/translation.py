@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 
 
 def encode_source(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a prompt to translate.
-
-    Raises:
-      UserError: the prompt has a seed, or more tokens than the context.
-    """
+    """Return the tokens of a prompt to translate; `UserError` if the prompt has a seed, or more tokens than the
+    context."""
     prompt.check_no_seed("a translation draws nothing")
     model, tokenizer = run.text_model()
     tokens = tokenizer.encode(prompt.text)

@@ -175,11 +175,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
 
 def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
-    """Return the edit that also stores each activation, as it leaves `edit`, under its name.
-
-    Raises:
-      UserError: the activation is a value of a transformation within, such as `vmap`, or has a name that is taken.
-    """
+    """Return the edit that also stores each activation, as it leaves `edit`, under its name; `UserError` if the
+    activation is a value of a transformation within, such as `vmap`, or has a name that is taken."""
     trace = get_opaque_trace_state(convention="flax")
 
     def keep(name: str, value: jax.Array) -> jax.Array:

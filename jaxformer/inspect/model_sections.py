@@ -67,9 +67,7 @@ def attention_section(
     texts = {name: [token_text(int(token)) for token in text] for name, text in zip(names, tokens, strict=True)}
     layers = [
         AttentionLayer(
-            name.removesuffix(".weights"),
-            *_sides(name, names),
-            np.reshape(weights, (-1, *weights.shape[-2:])),
+            name.removesuffix(".weights"), *_sides(name, names), np.reshape(weights, (-1, *weights.shape[-2:]))
         )
         for name, weights in maps.items()
     ]

@@ -15,11 +15,7 @@ MAX_TRAINING_CONTEXT = 2048
 
 
 def family_of(theirs: Mapping[str, Any]) -> Family:
-    """Return the family that a config names.
-
-    Raises:
-      UserError: it is unknown, or the checkpoint is quantised.
-    """
+    """Return the family that a config names; `UserError` if it is unknown, or the checkpoint is quantised."""
     known = ", ".join(FAMILIES)
     model_type, architectures = theirs.get("model_type"), theirs.get("architectures") or []
     if (quantization := theirs.get("quantization_config")) is not None:
@@ -94,11 +90,7 @@ def _read_field(field: Field, theirs: Mapping[str, Any]) -> Any:
 
 
 def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the published config of ours.
-
-    Raises:
-      UserError: a field has no equivalent in the family.
-    """
+    """Return the published config of ours; `UserError` if a field has no equivalent in the family."""
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     theirs |= family.required
     for field in family.fields:
@@ -119,11 +111,8 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> dict[str, Any]:
-    """Return our fields of the attention windows; none without a window.
-
-    Raises:
-      UserError: a block does not attend, or `sliding_window` is missing.
-    """
+    """Return our fields of the attention windows; none without a window; `UserError` if a block does not attend, or
+    `sliding_window` is missing."""
     kinds = theirs.get("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if family.has_window(theirs, i) else "full_attention" for i in range(n_blocks)]
@@ -144,11 +133,7 @@ def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> di
 
 
 def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return their fields of our attention windows.
-
-    Raises:
-      UserError: the family has no such windows.
-    """
+    """Return their fields of our attention windows; `UserError` if the family has no such windows."""
     if family.has_window is never:
         return {}
     kinds = [

@@ -32,11 +32,8 @@ def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float3
 
 
 def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
-    """Write the parameters of any model by their paths, with the run's config, tokenizer and class names.
-
-    Raises:
-      UserError: the folder exists, or safetensors is not installed.
-    """
+    """Write the parameters of any model by their paths, with the run's config, tokenizer and class names; `UserError`
+    if the folder exists, or safetensors is not installed."""
     with complete_path(folder) as scratch:
         scratch.mkdir()
         save_safetensors(flat_params(run.params, dtype), scratch / "model.safetensors")

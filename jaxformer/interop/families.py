@@ -128,11 +128,7 @@ def one_layer(width: int) -> tuple[int]:
 
 
 def only_layer(widths: tuple[int, ...]) -> int:
-    """Return the width of an MLP's only hidden layer.
-
-    Raises:
-      UserError: there are several.
-    """
+    """Return the width of an MLP's only hidden layer; `UserError` if there are several."""
     if len(widths) != 1:
         raise UserError(f"d_ff {widths} has {len(widths)} hidden layers, which no published family has; use one.")
     return widths[0]

@@ -31,11 +31,8 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path) -> ModelFolder:
-        """Open a folder and verify that all shards are there and whole.
-
-        Raises:
-          UserError: it is no such folder, its weights are pickled, or a file is missing or damaged.
-        """
+        """Open a folder and verify that all shards are there and whole; `UserError` if it is no such folder, its
+        weights are pickled, or a file is missing or damaged."""
         if not path.is_dir():
             if path.suffix in PICKLED:
                 raise UserError(f"{path} is pickled, and reading it would run code; convert it to safetensors.")
@@ -97,11 +94,7 @@ def _shards(path: Path) -> Mapping[str, list[str]]:
 
 
 def _open_shards(path: Path, shards: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the open file of each tensor.
-
-    Raises:
-      UserError: a shard is missing, damaged or lacks a tensor.
-    """
+    """Return the open file of each tensor; `UserError` if a shard is missing, damaged or lacks a tensor."""
     safetensors = import_extra("safetensors", "reading published weights")
     files: dict[str, Any] = {}
     for number, (shard, expected) in enumerate(sorted(shards.items()), start=1):

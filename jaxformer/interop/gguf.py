@@ -45,12 +45,8 @@ PRE_TYPES: Mapping[tuple[Splits, bool], str] = {
 
 
 def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
-    """Write a run as a new file.
-
-    Raises:
-      UserError: the file exists, gguf is not installed, or llama.cpp has no equivalent of a part of the model or of its
-        tokenizer.
-    """
+    """Write a run as a new file; `UserError` if the file exists, gguf is not installed, or llama.cpp has no equivalent
+    of a part of the model or of its tokenizer."""
     published = publish(run)
     _, tokenizer = run.text_model()
     content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
@@ -165,11 +161,8 @@ def llama3_divisors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
 def _add_tokenizer(
     gguf: Any, writer: Any, tokenizer: Mapping[str, Any], vocab_size: int, special: SpecialTokens
 ) -> None:
-    """Add tokens, merges and special tokens; rows of the embedding beyond the tokens become unused ones.
-
-    Raises:
-      UserError: llama.cpp does not know the tokenizer.
-    """
+    """Add tokens, merges and special tokens; rows of the embedding beyond the tokens become unused ones; `UserError` if
+    llama.cpp does not know the tokenizer."""
     model = tokenizer["model"]
     if model["type"] != "BPE":
         raise UserError(f"the tokenizer is a {model['type']} model, which is not written as GGUF; only BPE is.")

@@ -22,11 +22,8 @@ from jaxformer.models.objective import Params
 
 @contextmanager
 def complete_path(target: Path) -> Iterator[Path]:
-    """Yield a path for a new file or folder, which becomes `target`, by a rename, if the body succeeds.
-
-    Raises:
-      UserError: the target exists or is no name, or it cannot be written.
-    """
+    """Yield a path for a new file or folder, which becomes `target`, by a rename, if the body succeeds; `UserError` if
+    the target exists or is no name, or it cannot be written."""
     _check_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -55,11 +52,8 @@ def _check_new(target: Path) -> None:
 
 
 def flat_params(params: Params, dtype: Dtype) -> dict[str, np.ndarray]:
-    """Return the parameters by their path, such as `blocks_0.attention.W_Q`, as NumPy arrays of a dtype.
-
-    Raises:
-      UserError: a parameter exceeds the dtype's range.
-    """
+    """Return the parameters by their path, such as `blocks_0.attention.W_Q`, as NumPy arrays of a dtype; `UserError` if
+    a parameter exceeds the dtype's range."""
     return {name: cast(name, leaf, dtype) for name, leaf in flatten_dict(params, sep=".").items()}
 
 

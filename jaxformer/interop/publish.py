@@ -46,11 +46,8 @@ class Published(NamedTuple):
 
 
 def publish(run: Run) -> Published:
-    """Return a run's model in the layout of the first family that has an equivalent of each part.
-
-    Raises:
-      UserError: there is none; the parts that the nearest family lacks are named.
-    """
+    """Return a run's model in the layout of the first family that has an equivalent of each part; `UserError` if there
+    is none; the parts that the nearest family lacks are named."""
     config = run.config.model
     if not isinstance(config, DecoderConfig):
         raise UserError(

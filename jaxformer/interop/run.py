@@ -25,20 +25,14 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def load_published_params(folder: ModelFolder, config: DecoderConfig, abstract: Params) -> Params:
-    """Return the parameters of a published model, in the dtypes and shardings of `abstract`.
-
-    Raises:
-      UserError: the folder's tensors are not those of the config.
-    """
+    """Return the parameters of a published model, in the dtypes and shardings of `abstract`; `UserError` if the
+    folder's tensors are not those of the config."""
     return load_params(folder, find_sources(folder, family_of(folder.config), config, abstract), abstract)
 
 
 def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Tokenizer:
-    """Return the tokenizer of a published model, without special tokens that the model has no embedding of.
-
-    Raises:
-      UserError: there is none, or it has other tokens that the model has no embedding of.
-    """
+    """Return the tokenizer of a published model, without special tokens that the model has no embedding of; `UserError`
+    if there is none, or it has other tokens that the model has no embedding of."""
     file = folder.path / TOKENIZER
     if not file.exists():
         raise UserError(
@@ -57,11 +51,8 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
 
 
 def eos_token_ids(folder: ModelFolder) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, of which a published config may name several; none without them.
-
-    Raises:
-      UserError: they are no ids.
-    """
+    """Return the ids of the tokens that end a text, of which a published config may name several; none without them;
+    `UserError` if they are no ids."""
     generation = folder.path / GENERATION
     named = read_object(generation).get("eos_token_id") if generation.exists() else None
     named = folder.config.get("eos_token_id") if named is None else named
@@ -114,11 +105,8 @@ def is_published(folder: Path) -> bool:
 
 
 def pretrained_model(source: Path) -> Pretrained:
-    """Return a published model, to begin a training with; its parameters are not read yet.
-
-    Raises:
-      UserError: see `import_run`.
-    """
+    """Return a published model, to begin a training with; its parameters are not read yet; raises as `import_run`
+    does."""
     folder = ModelFolder.open(source)
     model = read_config(folder.config)
     tokenizer = load_published_tokenizer(folder, model)
