@@ -18,6 +18,7 @@ COMMANDS = {
     "sample": ("jaxformer.cli.sample", "sample from a model; the same as sample.py"),
     "import": ("jaxformer.cli.import_model", "write a published model as a run"),
     "eval": ("jaxformer.cli.eval", "evaluate a model on held-out data or a text"),
+    "tokens": ("jaxformer.cli.tokens", "print the tokens of a text"),
     "inspect": ("jaxformer.cli.inspect", "write a page of attention maps and activations of a trained model"),
     "plan": ("jaxformer.cli.plan", "compile a training step for any devices, and report memory, time and MFU"),
     "ladder": ("jaxformer.cli.ladder", "train the ladder, rung by rung, and compare the results"),

@@ -14,7 +14,19 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.checkpoints import CheckpointManager
-from jaxformer.cli import diff, export, import_model, inspect, ladder, merge, sample, train, verify, verify_resume
+from jaxformer.cli import (
+    diff,
+    export,
+    import_model,
+    inspect,
+    ladder,
+    merge,
+    sample,
+    tokens,
+    train,
+    verify,
+    verify_resume,
+)
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import option_groups
@@ -107,6 +119,7 @@ def test_inline_options_exist():
     ]
     defaults += [
         sample.Arguments(),
+        tokens.Arguments(),
         export.Arguments(),
         import_model.Arguments(),
         evaluate.Arguments(),
@@ -166,6 +179,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "eval"]:
             assert evaluate.main(words[4:]) == 0
             assert "bpb=" in capsys.readouterr().out
+        elif words[:4] == ["python", "-m", "jaxformer", "tokens"]:
+            assert tokens.main(words[4:]) == 0
+            assert "bytes per token" in capsys.readouterr().out
         elif words[:4] == ["python", "-m", "jaxformer", "diff"]:
             assert diff.main(words[4:]) == 0
             assert capsys.readouterr().out.count("the same") == 3

@@ -1,0 +1,81 @@
+"""`python -m jaxformer tokens`: the tokens of a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxformer.cli.arguments import as_command, parse
+from jaxformer.cli.load import RunOptions, run_folder
+from jaxformer.cli.options import POSITIONAL
+from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
+from jaxformer.errors import UserError
+from jaxformer.invocation import command
+from jaxformer.terminal import echo
+
+DESCRIPTION = """Print the tokens of a text, a line each: position, id, and bytes, as JSON where they are whole
+characters. The text is an argument or, without one, standard input."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of tokens."""
+
+    text: Annotated[str, POSITIONAL] = ""
+    """Text, in quotation marks."""
+    run: str | None = None
+    """Folder of a run, whose tokenizer is used; without it, the newest below runs/ that has a checkpoint."""
+    tokenizer: str | None = None
+    """File or folder of a published tokenizer.json, in place of a run's."""
+
+
+@as_command()
+def main(arguments: list[str]) -> int:
+    """Print the tokens of a text; return the exit status."""
+    options = parse(arguments, Arguments(), command("tokens"), DESCRIPTION)
+    if options.run is not None and options.tokenizer is not None:
+        raise UserError("--run and --tokenizer both name a tokenizer; give one of them.")
+    tokenizer = _load_tokenizer(options)
+    text = options.text or _read_stdin()
+    if not text:
+        raise UserError(f'the text is empty; give one, such as {command("tokens")} "The state of the Union".')
+    tokens, pieces = tokenizer.encode(text), tokenizer.token_bytes
+    for position, token in enumerate(tokens):
+        echo(f"{position:>6}  {token:>6}  {_shown(pieces[token])}")
+    n_bytes = len(text.encode())
+    echo(
+        f"{len(tokens):,} tokens of {tokenizer.vocab_size:,} for {len(text):,} characters, {n_bytes:,} bytes: "
+        f"{n_bytes / len(tokens):.2f} bytes per token"
+    )
+    return 0
+
+
+def _load_tokenizer(options: Arguments) -> Tokenizer:
+    if options.tokenizer is not None:
+        return Tokenizer.load(find_tokenizer(options.tokenizer))
+    from jaxformer.runs import read_config, read_tokenizer
+
+    folder = run_folder(RunOptions(options.run))
+    read_config(folder)  # a folder that is no run is an error of its own
+    tokenizer = read_tokenizer(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer, as its model reads no text; name another run.")
+    return tokenizer
+
+
+def _read_stdin() -> str:
+    """Return the text of standard input; empty where it is a terminal."""
+    try:
+        return "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 at byte {error.start:,}; convert it.") from error
+
+
+def _shown(piece: bytes) -> str:
+    """Return the bytes of a token as a JSON string, or as those of Python where they are no whole characters."""
+    try:
+        return json.dumps(piece.decode(), ensure_ascii=False)
+    except UnicodeDecodeError:
+        return repr(piece)
