@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 from array import array
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +15,9 @@ from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, read_template
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.packing import PackedExamples
-from jaxformer.data.sources import SURROGATE, locate
+from jaxformer.data.sources import SURROGATE, expand_path, locate, read_json_lines
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
-from jaxformer.errors import UserError, abbreviate, parse_json
+from jaxformer.errors import UserError, abbreviate
 
 FORMAT = 1
 """Version of the tokens; to be raised when the same conversations and template yield others."""
@@ -34,8 +32,8 @@ class ChatConfig(DataConfig):
     conversation."""
 
     path: str = ""
-    """Conversations: a .jsonl file, a folder (every .jsonl in it) or a glob; a line is an object with "messages", a
-    list of objects with "role" and "content", and optionally "tools"."""
+    """Conversations: a .jsonl file, a folder (every .jsonl below it) or a glob; a line is an object with "messages", a
+    list of objects with "role" and "content", and optionally "tools". A .jsonl.gz is decompressed."""
     val_path: str | None = None
     """Validation conversations, named like path; by default, some of path are held out."""
     val_fraction: float = 0.05
@@ -60,18 +58,16 @@ class ChatConfig(DataConfig):
         inferred, notes = model, tuple[str, ...]()
         if tokenizer is None:
             if self.tokenizer is None:
-                raise UserError(
-                    "conversations need a tokenizer; begin with a model by --init-from, or name one by "
-                    "--data.tokenizer."
-                )
+                remedy = "begin with a model by --init-from, or name one by --data.tokenizer"
+                raise UserError(f"conversations need a tokenizer; {remedy}.")
             tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
             inferred = fit_vocab_size(model, tokenizer, 0, fixed)
             notes = describe_changes(model, inferred, f"{self.tokenizer} has {tokenizer.vocab_size:,} tokens")
-        if self.template is not None:
+        if self.template is None:
+            template = ChatTemplate.of_tokenizer(tokenizer)
+        else:
             template = read_template(self.template, tokenizer)
             tokenizer = tokenizer.with_chat_template(template.source)
-        else:
-            template = ChatTemplate.of_tokenizer(tokenizer)
         train = read_conversations(self.path, "data.path", tokenizer)
         if self.val_path is not None:
             val = read_conversations(self.val_path, "data.val_path", tokenizer)
@@ -104,49 +100,24 @@ class Conversation(NamedTuple):
 def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Conversation]:
     """Return the conversations of a file, a folder or a glob; empty lines are skipped; `UserError` if there are none, a
     file cannot be read, or a line is no conversation with the assistant."""
+    if not path.strip():
+        raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
+    if not (files := expand_path(locate(path), [".jsonl"])):
+        raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
     conversations = []
-    for file in _find_files(path, option):
-        try:
-            lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                label = f"{file}, line {number},"
-                messages, tools = _parse(line, label)
-                check_texts([*messages, tools], label, tokenizer.special_texts)
-                conversations.append(Conversation(messages, tools, label, hashlib.sha256(line.strip()).digest()))
+    for label, line, row in (line for file in files for line in read_json_lines(file)):
+        messages, tools = _parse(row, label)
+        check_texts([*messages, tools], label, tokenizer.special_texts)
+        conversations.append(Conversation(messages, tools, label, hashlib.sha256(line.encode()).digest()))
     if not conversations:
         raise UserError(f"{option} {path} holds no conversation; give it one per line, such as {EXAMPLE}.")
     return conversations
 
 
-def _find_files(path: str, option: str) -> list[Path]:
-    if not path.strip():
-        raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
-    location = locate(path)
-    if location.is_dir():
-        files = sorted(location.glob("*.jsonl"))
-    elif location.exists():
-        files = [location]
-    else:
-        # Not Path.glob: the pattern may be absolute.
-        files = sorted(map(Path, glob.glob(str(location), recursive=True)))  # noqa: PTH207
-    if not files:
-        raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
-    return files
-
-
-def _parse(line: bytes, label: str) -> tuple[list[dict[str, Any]], Any]:
+def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
     """Return the messages and tools of a line; `UserError` where it is no conversation."""
-    try:
-        row = parse_json(line.decode())
-    except ValueError as error:  # of UTF-8, too
-        raise UserError(f"{label} is no JSON: {error}; give an object such as {EXAMPLE}.") from error
     if not isinstance(row, dict) or "messages" not in row:
-        names = (
-            f"has the fields {', '.join(map(str, row))}" if isinstance(row, dict) and row else "is no object with any"
-        )
+        names = f"has the fields {', '.join(row)}" if isinstance(row, dict) and row else "is no object with any"
         raise UserError(f'{label} {names}, but "messages" is missing; give an object such as {EXAMPLE}.')
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -288,11 +259,11 @@ class ChatDataset(Dataset):
                     f"{model.context_length + 1}; raise model.context_length, or give shorter ones."
                 )
             if encoded.n_cut:
-                left = f", and {encoded.n_without:,} left out as the assistant's part is after it" * bool(
-                    encoded.n_without
-                )
-                cut = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
-                self.notes = (*self.notes, f"{cut} and cut there{left}")
+                note = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
+                note += " and cut there"
+                if encoded.n_without:
+                    note += f", and {encoded.n_without:,} left out as the assistant's part is after it"
+                self.notes = (*self.notes, note)
             if encoded.n_empty:
                 empty = f"{encoded.n_empty:,} {split} conversation(s) are left out"
                 self.notes = (*self.notes, f"{empty}: the chat template writes no token of the assistant in them")

