@@ -300,10 +300,8 @@ class Config:
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             raise UserError(f"name is {self.name!r}; it names a folder: letters, digits, '_', '-' and '.' only.")
         if self.lora.rank and self.init_from is None:
-            raise UserError(
-                f"lora.rank is {self.lora.rank}, but there is nothing to adapt; name a run with --init-from, or set it "
-                "to 0."
-            )
+            remedy = "name a run with --init-from, or set it to 0"
+            raise UserError(f"lora.rank is {self.lora.rank}, but there is nothing to adapt; {remedy}.")
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
         if self.optimizer.schedule == "wsd" and self.optimizer.warmup_steps > stable_end:
             raise UserError(

@@ -125,10 +125,8 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ..
     if prompt is None:
         assert batch is not None
         return _first_unpadded(batch, max_tokens)
-    raise UserError(
-        f"--prompt has {n_tokens} tokens, and so the model {n_weights:,} attention weights; a page holds at most "
-        f"{MAX_ATTENTION_WEIGHTS:,}: shorten it to about {max_tokens} tokens."
-    )
+    remedy = f"a page holds at most {MAX_ATTENTION_WEIGHTS:,}: shorten it to about {max_tokens} tokens"
+    raise UserError(f"--prompt has {n_tokens} tokens, and so the model {n_weights:,} attention weights; {remedy}.")
 
 
 def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:

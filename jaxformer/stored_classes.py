@@ -54,10 +54,8 @@ def find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
         named = [imported] if isinstance(imported, type) and issubclass(imported, base) else []
     if named:
         return named[-1]
-    raise UserError(
-        f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; put back the one "
-        "that was written with the run, or train again."
-    )
+    remedy = "put back the one that was written with the run, or train again"
+    raise UserError(f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; {remedy}.")
 
 
 def _split_kind(kind: str) -> tuple[str, str, str]:

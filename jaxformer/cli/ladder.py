@@ -109,7 +109,5 @@ def _check_same(config: Config, run: Path) -> None:
     given, stored = (flatten(to_dict(c)) for c in (config, read_config(run)))
     for field in {**given, **stored}:
         if given.get(field) != stored.get(field):
-            raise UserError(
-                f"{run} was trained with {field} {stored.get(field)}, not {given.get(field)}; choose another --folder, "
-                "or remove it."
-            )
+            remedy = "choose another --folder, or remove it"
+            raise UserError(f"{run} was trained with {field} {stored.get(field)}, not {given.get(field)}; {remedy}.")

@@ -38,18 +38,10 @@ class Beams(NamedTuple):
 
 
 def beam_search(
-    model: nn.Module,
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    *,
-    n_beams: int,
-    max_new_tokens: int,
-    context_length: int,
-    length_penalty: float = 1.0,
-    stop_tokens: Sequence[int] = (),
-    n_tokens: int | None = None,
+    model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], *, n_beams: int, max_new_tokens: int,
+    context_length: int, length_penalty: float = 1.0, stop_tokens: Sequence[int] = (), n_tokens: int | None = None,
     cache_dtype: Any = jnp.float32,
-) -> Beams:
+) -> Beams:  # fmt: skip
     """Complete prompts of any lengths with a model that has a cache (`decode.generation`).
 
     Args:
@@ -135,15 +127,9 @@ class _BeamState(NamedTuple):
 
 
 def search(
-    extend: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
-    cache: Any,
-    logits_PV: jax.Array,
-    length_penalty: jax.Array | float,
-    *,
-    n_beams: int,
-    max_new_tokens: int,
-    stop_tokens: tuple[int, ...],
-) -> Beams:
+    extend: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]], cache: Any, logits_PV: jax.Array,
+    length_penalty: jax.Array | float, *, n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...],
+) -> Beams:  # fmt: skip
     """Search with any model; to be jitted by the caller.
 
     Args:

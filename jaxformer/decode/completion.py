@@ -274,10 +274,8 @@ def fitting_memory(n_texts: int) -> Iterator[None]:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise UserError(
-                f"{n_texts} texts at once do not fit into the memory; lower --batch-size, --num-samples, --num-beams "
-                "or --max-new-tokens."
-            ) from error
+            remedy = "lower --batch-size, --num-samples, --num-beams or --max-new-tokens"
+            raise UserError(f"{n_texts} texts at once do not fit into the memory; {remedy}.") from error
         raise
 
 

@@ -64,19 +64,10 @@ class Piece(NamedTuple):
 
 
 def generate(
-    model: nn.Module,
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    seeds: Sequence[int],
-    *,
-    max_new_tokens: int,
-    context_length: int,
-    n_samples: int = 1,
-    cache_dtype: Any = jnp.float32,
-    prefill_chunk: int = 512,
-    fill_token: int = 0,
-) -> Generation:
+    model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *,
+    max_new_tokens: int, context_length: int, n_samples: int = 1, cache_dtype: Any = jnp.float32,
+    prefill_chunk: int = 512, fill_token: int = 0,
+) -> Generation:  # fmt: skip
     """Complete prompts of any lengths as one batch.
 
     The tokens drawn for a row depend on its seed and on nothing else in the batch.

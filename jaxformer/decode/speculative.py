@@ -185,20 +185,10 @@ class Speculation(PieceIterator):
 
 
 def speculate(
-    model: nn.Module,
-    params: Params,
-    draft: Draft,
-    draft_params: Params,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    seeds: Sequence[int],
-    *,
-    max_new_tokens: int,
-    context_length: int,
-    n_samples: int = 1,
-    n_proposed: int = 4,
-    cache_dtype: Any = jnp.float32,
-) -> Speculation:
+    model: nn.Module, params: Params, draft: Draft, draft_params: Params, prompts: Sequence[Sequence[int]],
+    sampling: Sampling, seeds: Sequence[int], *, max_new_tokens: int, context_length: int, n_samples: int = 1,
+    n_proposed: int = 4, cache_dtype: Any = jnp.float32,
+) -> Speculation:  # fmt: skip
     """Complete prompts as `generate` does, in fewer passes of the model, but one after another.
 
     The prefill of a prompt is one pass, whatever its length, and is shared by its samples.

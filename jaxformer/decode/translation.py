@@ -76,18 +76,10 @@ def translate(
 
 
 def translate_tokens(
-    model: nn.Module,
-    params: Params,
-    sources: Sequence[Sequence[int]],
-    *,
-    end_of_text: int,
-    context_length: int,
-    max_new_tokens: int | None = None,
-    n_beams: int = 1,
-    length_penalty: float = 1.0,
-    batch_size: int = 64,
+    model: nn.Module, params: Params, sources: Sequence[Sequence[int]], *, end_of_text: int, context_length: int,
+    max_new_tokens: int | None = None, n_beams: int = 1, length_penalty: float = 1.0, batch_size: int = 64,
     cache_dtype: Any = jnp.float32,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Return the tokens of each target, without its end.
 
     Args:

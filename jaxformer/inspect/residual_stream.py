@@ -122,9 +122,7 @@ def _through_norm(
 def _check_stream(model: nn.Module) -> None:
     """Raise `UserError` where blocks do not add to a stream that becomes logits at the end."""
     if not contract_of(model).has_residual_stream:
-        raise UserError(
-            f"this {type(model).__name__} has no residual stream that becomes logits; use a decoder with "
-            "model.residual true."
-        )
+        remedy = "use a decoder with model.residual true"
+        raise UserError(f"this {type(model).__name__} has no residual stream that becomes logits; {remedy}.")
     if model.config.norm != "none" and model.config.norm_placement == "post":
         raise UserError("norms of the stream after a block's parts change all of it; with pre-norm, parts add up.")

@@ -52,10 +52,8 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
     family = family_of(theirs)
     for name, expected in family.required.items():
         if (value := theirs.get(name, expected)) != expected and (expected or value):
-            raise UserError(
-                f"{name} is {abbreviate(value)}, of which there is no equivalent; {family.model_type} is read with "
-                f"{expected} only."
-            )
+            remedy = f"{family.model_type} is read with {expected} only"
+            raise UserError(f"{name} is {abbreviate(value)}, of which there is no equivalent; {remedy}.")
     try:
         values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
         longest = values["max_context"]
@@ -120,10 +118,8 @@ def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> di
         raise UserError(f"layer_types is {abbreviate(kinds)}; it must have an entry for each of {n_blocks} blocks.")
     for i, kind in enumerate(kinds):
         if kind not in ("sliding_attention", "full_attention"):
-            raise UserError(
-                f"layer {i} is {abbreviate(kind)}, of which there is no equivalent; models are read whose layers are "
-                "sliding_attention or full_attention."
-            )
+            remedy = "models are read whose layers are sliding_attention or full_attention"
+            raise UserError(f"layer {i} is {abbreviate(kind)}, of which there is no equivalent; {remedy}.")
     if "sliding_attention" not in kinds:
         return {}
     if theirs.get("sliding_window") is None:

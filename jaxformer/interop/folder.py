@@ -103,10 +103,8 @@ def _open_shards(path: Path, shards: Mapping[str, list[str]]) -> dict[str, Any]:
         try:
             file = safetensors.safe_open(path / shard, framework="numpy")
         except (safetensors.SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path / shard} is damaged or truncated ({error}); download it again: it has "
-                f"{(path / shard).stat().st_size:,} bytes."
-            ) from error
+            remedy = f"download it again: it has {(path / shard).stat().st_size:,} bytes"
+            raise UserError(f"{path / shard} is damaged or truncated ({error}); {remedy}.") from error
         names = set(file.keys())
         if absent := sorted({*expected} - names):
             raise UserError(f"{path / shard} lacks the tensor {absent[0]} that {INDEX} names; download both again.")

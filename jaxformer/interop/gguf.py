@@ -193,10 +193,8 @@ def pre_type(tokenizer: Mapping[str, Any]) -> str:
       UserError: llama.cpp has none that splits alike.
     """
     if (normalizer := tokenizer.get("normalizer")) not in (None, {"type": "NFC"}):  # llama.cpp reads Qwen without NFC
-        raise UserError(
-            f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not; export it with "
-            "--format hf."
-        )
+        remedy = "export it with --format hf"
+        raise UserError(f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not; {remedy}.")
     pre = tokenizer["pre_tokenizer"] or {"type": "none"}
     parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     key = tuple(map(_split, parts)), bool(tokenizer["model"].get("ignore_merges"))

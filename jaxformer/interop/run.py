@@ -35,10 +35,8 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
     if there is none, or it has other tokens that the model has no embedding of."""
     file = folder.path / TOKENIZER
     if not file.exists():
-        raise UserError(
-            f"{folder.path} has no {TOKENIZER}; put the published one there, or let save_pretrained of transformers' "
-            "AutoTokenizer write it."
-        )
+        remedy = "put the published one there, or let save_pretrained of transformers' AutoTokenizer write it"
+        raise UserError(f"{folder.path} has no {TOKENIZER}; {remedy}.")
     tokenizer = Tokenizer.load(file, eos_token_ids(folder))
     if tokenizer.vocab_size > config.vocab_size:  # as Gemma 3 has a token of images, also where it reads text alone
         tokenizer = tokenizer.without_special_from(config.vocab_size)

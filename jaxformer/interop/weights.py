@@ -73,15 +73,11 @@ def _check_tensor(folder: ModelFolder, name: str, shape: tuple[int, ...]) -> Non
     if name not in folder.files:
         raise UserError(f"{folder.path} has no tensor {name}, which its config.json implies; download it again.")
     if (actual := folder.shape(name)) != shape:
-        raise UserError(
-            f"{name} in {folder.path} has shape {actual}, but config.json implies {shape}; put back the files that "
-            "belong together."
-        )
+        remedy = "put back the files that belong together"
+        raise UserError(f"{name} in {folder.path} has shape {actual}, but config.json implies {shape}; {remedy}.")
     if (dtype := folder.dtype(name)) not in FLOATS:
-        raise UserError(
-            f"{name} in {folder.path} is {dtype}, and rounded weights are not read; take the checkpoint in bfloat16 or "
-            "float32 that it was made from."
-        )
+        remedy = "take the checkpoint in bfloat16 or float32 that it was made from"
+        raise UserError(f"{name} in {folder.path} is {dtype}, and rounded weights are not read; {remedy}.")
 
 
 def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used: set[str]) -> None:
