@@ -45,10 +45,8 @@ Write = Callable[[Params], Iterator[tuple[float, str]]]
 
 
 def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callback]:
-    """Return callbacks for the initialisation check, attention entropy, router load, update ratios and samples.
-
-    Every process must call them; the first one prints and writes.
-    """
+    """Return callbacks for the initialisation check, attention entropy, router load, update ratios and samples. Every
+    process must call them; the first one prints and writes."""
     config, model, t = setup.config, setup.model, setup.config.train
     if not (fits := _fits_on_one_device(setup)):
         print_line("attention entropy and samples are left out: the model is too large to be copied to one device")

@@ -26,11 +26,8 @@ def config_differences(a: Path, b: Path) -> Iterator[str]:
 
 
 def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
-    """Yield the first step at which two logs differ, and all differences at that step and at the last common one.
-
-    Args:
-      tolerance: relative difference of two numbers that count as equal.
-    """
+    """Yield the first step at which two logs differ by more than the relative `tolerance` of two numbers, and all
+    differences at that step and at the last common one."""
     ours, theirs = (_by_step(map(without_timings, read_metrics(run))) for run in (a, b))
     common = sorted(ours.keys() & theirs.keys())
     if not common:
@@ -63,15 +60,9 @@ def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
 
 
 def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
-    """Yield the arrays that differ in the last checkpoint that two runs have in common.
-
-    Args:
-      tolerance: norm of the difference, relative to that of the array, up to which arrays count as equal; at 0 they
-        are compared bit for bit.
-
-    Raises:
-      UserError: the checkpoint is corrupt.
-    """
+    """Yield the arrays that differ in the last checkpoint that two runs have in common, by a norm of more than
+    `tolerance` times that of the array; at 0 they are compared bit for bit. Raises `UserError` if the checkpoint is
+    corrupt."""
     readers = CheckpointReader(a), CheckpointReader(b)
     common = sorted(set(readers[0].steps()) & set(readers[1].steps()))
     if not common:
@@ -96,13 +87,9 @@ def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator
 
 
 def exact_differences(a: Path, b: Path) -> list[str]:
-    """Return all differences of two runs that should be identical to the last bit.
-
-    Besides those of logs and checkpoints, these are rows that one log has twice, and other last checkpoints.
-
-    Raises:
-      UserError: a run has no intact checkpoint.
-    """
+    """Return all differences of two runs that should be identical to the last bit. Besides those of logs and
+    checkpoints, these are rows that one log has twice, and other last checkpoints. Raises `UserError` if a run has no
+    intact checkpoint."""
     last = [CheckpointReader(run).step() for run in (a, b)]
     rows = [Counter(row["step"] for row in read_metrics(run)) for run in (a, b)]
     repeated = [step for step in sorted(rows[0] & rows[1]) if rows[0][step] != rows[1][step]]

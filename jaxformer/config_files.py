@@ -51,14 +51,8 @@ def config_file(path: str) -> Path:
 
 
 def load_module(path: str) -> ModuleType:
-    """Return a file of configs as a module; its code is executed.
-
-    Args:
-      path: see `config_file`.
-
-    Raises:
-      UserError: there is no such file, or it fails.
-    """
+    """Return a file of configs, see `config_file`, as a module; its code is executed. Raises `UserError` if there is no
+    such file, or it fails."""
     file = config_file(path)
     name = f"{PACKAGE}.{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()}"  # files of one name stay apart
     spec = importlib.util.spec_from_file_location(name, file)

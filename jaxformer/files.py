@@ -33,16 +33,8 @@ def sha256(file: Path) -> str:
 
 
 def try_lock(descriptor: int, timeout_seconds: float = 0.0, shared: bool = False) -> bool:
-    """Lock an open file; return False where another process holds a lock until the timeout.
-
-    The kernel releases the lock when the file is closed or the process ends.
-
-    Args:
-      shared: let others hold a shared lock beside this one.
-
-    Raises:
-      OSError: the file system, or Windows, has no such locks.
-    """
+    """Lock an open file, `shared` with others that do so; return False where another process holds a lock until the
+    timeout. The kernel releases the lock when the file is closed or the process ends."""
     if fcntl is None:
         raise OSError(errno.ENOTSUP, "this system has no advisory locks")
     kind, deadline = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + timeout_seconds

@@ -27,14 +27,8 @@ Params = Any
 
 
 def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> list[str]:
-    """Return the names of the matrices that `config.matrices` selects, such as `blocks_0.attention.W_Q`.
-
-    Args:
-      axes: of all parameters; see `nn.parameters.parameter_axes`.
-
-    Raises:
-      UserError: an entry selects no matrix.
-    """
+    """Return the names of the matrices that `config.matrices` selects, such as `blocks_0.attention.W_Q`, of those with
+    the `axes` (`nn.parameters.parameter_axes`); `UserError` if an entry selects no matrix."""
     matrices = {name: sides for name, sides in axes.items() if sides.inputs}
     selected: set[str] = set()
     for pattern in config.matrices:
@@ -54,11 +48,9 @@ def _matches(pattern: str, name: str, axes: ParameterAxes) -> bool:
 
 
 def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[str, ParameterAxes]:
-    """Return the axes of the adapters by name, such as `blocks_0.attention.W_Q.A`; `{}` without a rank.
-
-    A is sharded like the inputs of its matrix, and B like the outputs, so that a device's shards of both make its
-    shard of the product.
-    """
+    """Return the axes of the adapters by name, such as `blocks_0.attention.W_Q.A`; `{}` without a rank. A is sharded
+    like the inputs of its matrix, and B like the outputs, so that a device's shards of both make its shard of the
+    product."""
     by_name: dict[str, ParameterAxes] = {}
     for name in adapted_matrices(axes, config) if config.rank else ():
         stack, inputs, outputs = axes[name].stack, axes[name].inputs, axes[name].outputs

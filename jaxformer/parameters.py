@@ -45,10 +45,8 @@ def dotted(path: Iterable[object]) -> str:
 
 @jax.jit
 def parameter_norms(tree: Any) -> Norms:
-    """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` for a matrix with heads.
-
-    One whose sum of squares exceeds float32 is infinite.
-    """
+    """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` for a matrix with heads. One
+    whose sum of squares exceeds float32 is infinite."""
     return {name: jnp.sqrt(squares) for name, squares in _squares(tree).items()}
 
 
@@ -75,11 +73,8 @@ def _squares(tree: Any) -> Norms:
 
 
 def row_names(shapes: Any) -> list[str]:
-    """Return the dotted name of each row of `row_norms`, such as `blocks.2.attention.heads.1.W_K`.
-
-    Args:
-      shapes: the parameters, or their shapes and dtypes.
-    """
+    """Return the dotted name of each row of `row_norms`, such as `blocks.2.attention.heads.1.W_K`, from the parameters
+    or their shapes and dtypes."""
     names = []
     for name, norm in sorted(jax.eval_shape(parameter_norms, shapes).items()):
         parent, _, last = name.rpartition(".")

@@ -100,13 +100,9 @@ def spec(axes: ParameterAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec
 
 
 def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
-    """Return a sharding for every leaf of a tree of parameters, or of an optimizer's state that holds such trees.
-
-    Other leaves, such as a count of steps, are replicated. In the state, names of its own may precede a parameter's.
-
-    Args:
-      axes: of each parameter; see `nn.parameters.parameter_axes`.
-    """
+    """Return a sharding for every leaf of a tree of parameters with these axes (`nn.parameters.parameter_axes`), or of
+    an optimizer's state that holds such trees. Other leaves, such as a count of steps, are replicated. In the state,
+    names of its own may precede a parameter's."""
 
     def sharding(path: tuple, leaf: Any) -> NamedSharding:
         if not leaf.ndim or not isinstance(path[-1], jax.tree_util.DictKey):
@@ -120,10 +116,8 @@ def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
 
 
 def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return parameters that are all-gathered over `fsdp`, from this device's shards, inside `jax.shard_map`.
-
-    They stay split over `expert` and `tensor`. The gradient is a reduce-scatter over `fsdp`.
-    """
+    """Return parameters that are all-gathered over `fsdp`, from this device's shards, inside `jax.shard_map`. They stay
+    split over `expert` and `tensor`. The gradient is a reduce-scatter over `fsdp`."""
     ring_lengths = workarounds.rings(mesh.devices[0, :, 0, 0].tolist())
 
     def gather_leaf(leaf: jax.Array, axes: PartitionSpec) -> jax.Array:
@@ -135,11 +129,8 @@ def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
-    """Return arrays summed over the shards of a batch, inside `jax.shard_map`.
-
-    Args:
-      specs: one for all leaves, or a tree of them. `gather` has summed gradients over the axes they name already.
-    """
+    """Return arrays summed over the shards of a batch, inside `jax.shard_map`; `specs` is one for all leaves, or a tree
+    of them. `gather` has summed gradients over the axes they name already."""
 
     def sum_part(spec: PartitionSpec, part: Any) -> Any:
         axes = [axis for axis in BATCH if axis not in spec]

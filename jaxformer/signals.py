@@ -31,10 +31,8 @@ class ReceivedSignal:
 
 @contextmanager
 def record_signals(*numbers: signal.Signals) -> Iterator[ReceivedSignal]:
-    """Record the first of these signals; a second one has its default effect.
-
-    SIGHUP may come twice: the second is ignored, and both are where it was ignored before, as by nohup.
-    """
+    """Record the first of these signals; a second one has its default effect. SIGHUP may come twice: the second is
+    ignored, and both are where it was ignored before, as by nohup."""
     received = ReceivedSignal()
 
     def record(number: int, _: object) -> None:

@@ -63,11 +63,7 @@ def echo_error(message: str) -> None:
 
 def prepare_streams(ignore_closed: bool = False) -> None:
     """Make stdin, stdout and stderr usable: closed ones become /dev/null, and characters that their encoding lacks are
-    escaped.
-
-    Args:
-      ignore_closed: discard output once its reader is gone (a closed terminal, `| head`).
-    """
+    escaped. With `ignore_closed`, output is discarded once its reader is gone (a closed terminal, `| head`)."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

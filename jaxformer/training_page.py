@@ -35,10 +35,8 @@ def page_sink(folder: Path) -> Sink:
 
 
 def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
-    """Write the page of some rows of the log; return False where it cannot be written, and print why.
-
-    A failure is no error: the page can be written again later. Without rows nothing is written.
-    """
+    """Write the page of some rows of the log; return False where it cannot be written, and print why. A failure is no
+    error: the page can be written again later. Without rows nothing is written."""
     if not rows:
         return True
     config, last = read_config(folder), rows[-1]

@@ -66,11 +66,8 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
 def footer(
     setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, rows: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the lines with the outcome and the next command; of a non-finite step, also save the autopsy.
-
-    Args:
-      rows: of the run's log.
-    """
+    """Return the lines with the outcome and the next command, from the rows of the run's log; of a non-finite step,
+    also save the autopsy."""
     config, quoted, step = setup.config, shlex.quote(str(folder)), outcome.step
     help_line = f"What usually helps: {remedies(config)}."
     if outcome.status == "interrupted":
@@ -103,10 +100,8 @@ def footer(
 
 
 def no_improvement(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
-    """Return a sentence for a run whose loss ended no lower than it began; None for any other.
-
-    The loss is that of the same held-out examples; without evaluations, that of a training batch.
-    """
+    """Return a sentence for a run whose loss ended no lower than it began; None for any other. The loss is that of the
+    same held-out examples; without evaluations, that of a training batch."""
     if outcome.evaluation is not None:
         split, first = "on held-out data", [row["val_loss"] for row in rows if "val_loss" in row]
         last = [] if outcome.val_loss is None else [outcome.val_loss]

@@ -138,14 +138,8 @@ class Group(NamedTuple):
     """True for `--flag=word`."""
 
     def values(self, maximum: int | None) -> tuple[list[str], list[str]]:
-        """Return the words that are values of the flag, and the others.
-
-        Args:
-          maximum: number of values that the option has; None for any number.
-
-        Raises:
-          UserError: a value is missing, or there is one of a flag that has none.
-        """
+        """Return the words that are values of the flag, at most `maximum` or any number for None, and the others;
+        `UserError` if a value is missing, or there is one of a flag that has none."""
         if maximum == 0 and self.has_equals:
             raise UserError(f"{self.flag} is {self.words[0]!r}, but it has no value; leave it out.")
         if maximum == 1 and not self.words:
@@ -230,14 +224,8 @@ def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
 
 
 def peek(arguments: Sequence[str], maxima: Mapping[str, int | None]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the values of some flags, before all options are known, and all other arguments.
-
-    Args:
-      maxima: number of values by flag; None for any number.
-
-    Raises:
-      UserError: a value is missing.
-    """
+    """Return the values of some flags, before all options are known, and all other arguments. `maxima` has the number
+    of values by flag, None for any number. Raises `UserError` if a value is missing."""
     known: dict[str, list[str]] = {}
     others: list[str] = []
     for group in split_flags(arguments):
@@ -292,14 +280,9 @@ def folder_named(flag: str, value: str) -> Path:
 
 
 def load_config(spec: str) -> Config:
-    """Return the config of `FILE:NAME`, or of `FILE` the one with the name of the file.
-
-    Args:
-      spec: FILE is one of this project's by its name, such as `quick`, or the path of another.
-
-    Raises:
-      UserError: there is no such config, or see `config_files.load_module`.
-    """
+    """Return the config of `FILE:NAME`, or of `FILE` the one with the name of the file. FILE is one of this project's
+    by its name, such as `quick`, or the path of another. Raises `UserError` if there is no such config, and as
+    `config_files.load_module` does."""
     path, colon, name = spec.rpartition(":")
     if not colon or {"/", "\\"} & {*name}:  # of the drive in a path of Windows
         path, name = spec, Path(spec).stem

@@ -42,14 +42,9 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Create a folder of the cache if it is missing, and return whether programs in it can be trusted.
-
-    They cannot where the folder cannot be created or, with a warning, belongs to another user (root with somebody's
-    cache, say).
-
-    Raises:
-      UserError: others can write to it, so that they could put programs there, which would run.
-    """
+    """Create a folder of the cache if it is missing, and return whether programs in it can be trusted. They cannot
+    where the folder cannot be created or, with a warning, belongs to another user (root with somebody's cache, say).
+    Raises `UserError` if others can write to it, so that they could put programs there, which would run."""
     if not hasattr(os, "geteuid"):  # on Windows, modes do not say who can write to a folder
         return False
     remedy = "set JAXFORMER_CACHE to a folder of your own"
@@ -95,11 +90,9 @@ def cores() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory instead of returning it to the system.
-
-    A training step frees and allocates hundreds of megabytes of scratch memory; returned to the system each time, every
-    page would be faulted in and zeroed anew, a fifth of the step's time on a CPU.
-    """
+    """Make glibc reuse freed memory instead of returning it to the system. A training step frees and allocates hundreds
+    of megabytes of scratch memory; returned to the system each time, every page would be faulted in and zeroed anew, a
+    fifth of the step's time on a CPU."""
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):  # musl has no mallopt

@@ -104,11 +104,8 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
 
 
 def help_text(default: Any, program: str, description: str) -> str:
-    """Return the text of --help for a dataclass: one option after another, each wrapped once, no flag broken.
-
-    Args:
-      default: an instance; its values are the defaults.
-    """
+    """Return the text of --help for a dataclass, whose values in `default` are the defaults: one option after another,
+    each wrapped once, no flag broken."""
     groups = option_groups(default)
     arguments = [option.usage() for group in groups for option in group.options if option.positional]
     parts = [paragraphs(" ".join(["usage:", program, "[OPTIONS]", *arguments])), paragraphs(description)]

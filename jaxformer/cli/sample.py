@@ -313,11 +313,9 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
 def show_completions(
     completer: Completer, prompts: Sequence[tuple[Prompt, list[int]]], options: Arguments, pressed: ReceivedSignal
 ) -> None:
-    """Complete prompts and print the texts; no further batch once Ctrl-C is pressed.
-
-    A single text is printed as it is generated, and rows of JSON batch by batch; other texts in the order of the
-    prompts, and at the latest at the end, even of an error.
-    """
+    """Complete prompts and print the texts; no further batch once Ctrl-C is pressed. A single text is printed as it is
+    generated, and rows of JSON batch by batch; other texts in the order of the prompts, and at the latest at the end,
+    even of an error."""
     streams = len(prompts) * options.completion.num_samples == 1 and not options.jsonl
     separator = "\n" if options.completion.chat else ""
     unprinted = prompts[0][0].text + separator

@@ -94,11 +94,9 @@ class CaptionRow(NamedTuple):
 
 
 class CaptionDataset(Dataset):
-    """Pairs of an image and its caption, each to be matched among those of its batch.
-
-    Inputs are images, `(B, H, W, C)` uint8; tokens, `(B, T)` int32, between two end-of-text tokens and padded on the
-    right; and the mask of the tokens, `(B, T)` bool. Targets, `(B,)` int32, are caption ids, equal for equal captions.
-    """
+    """Pairs of an image and its caption, each to be matched among those of its batch. Inputs are images, `(B, H, W, C)`
+    uint8; tokens, `(B, T)` int32, between two end-of-text tokens and padded on the right; and the mask of the tokens,
+    `(B, T)` bool. Targets, `(B,)` int32, are caption ids, equal for equal captions."""
 
     tokenizer: Tokenizer
 
@@ -229,14 +227,9 @@ def read_image_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
 
 
 def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
-    """Return images of a zip file by their names, `(N, H, W, C)` uint8; see `read_image`.
-
-    Args:
-      shape: `(H, W, C)`, to which all are resized; C is 1 for grayscale and 3 for RGB.
-
-    Raises:
-      UserError: the zip file is missing or corrupt; an image is missing, has no name in `names`, or cannot be read.
-    """
+    """Return images of a zip file by their names, `(N, H, W, C)` uint8, resized to `shape`, `(H, W, C)`, where C is 1
+    for grayscale and 3 for RGB; see `read_image`. Raises `UserError` if the zip file is missing or corrupt, or an image
+    is missing, has no name in `names`, or cannot be read."""
     if shape[2] not in MODES:
         raise UserError(f"the model reads images of {shape[2]} channels; from {path} it can have 1 or 3.")
     images = np.empty((len(names), *shape), np.uint8)
@@ -276,10 +269,8 @@ def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tu
 
 @lru_cache(maxsize=2)
 def draw_word_masks(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
-    """Draw the words that n captions keep in an epoch, `(n, WORD_MASK_LENGTH)` bool; `dropped` is the dropped fraction.
-
-    Longer captions repeat their mask.
-    """
+    """Draw the words that n captions keep in an epoch, `(n, WORD_MASK_LENGTH)` bool, where `dropped` is the dropped
+    fraction; longer captions repeat their mask."""
     rng = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
     return rng.random((n, WORD_MASK_LENGTH)) >= dropped
 

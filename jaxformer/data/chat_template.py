@@ -90,14 +90,10 @@ class ChatTemplate:
         return Rendered(text, spans)
 
     def render_conversation(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
-        """Return the text of a conversation, and the parts that the assistant writes.
-
-        They are its generation blocks. A template without them is rendered up to each message of the assistant, with
-        the beginning of an answer, and through it; what the second text adds is the assistant's.
-
-        Raises:
-          UserError: see `render`; or the text before a message depends on those after it, so that its part is unknown.
-        """
+        """Return the text of a conversation, and the parts that the assistant writes: its generation blocks. A template
+        without them is rendered up to each message of the assistant, with the beginning of an answer, and through it;
+        what the second text adds is the assistant's. Raises `UserError` as `render` does, or if the text before a
+        message depends on those after it, so that its part is unknown."""
         text, spans = self.render(messages, tools)
         if self.has_generation_blocks:
             return Rendered(text, spans)

@@ -102,11 +102,8 @@ def epoch_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def batch_indices(n: int, batch_size: int, seed: int, step: int) -> tuple[int, np.ndarray]:
-    """Return the epoch of a step, and the indices `(B,)` of its examples among n.
-
-    Each epoch visits the examples in another order, without replacement; those that do not fill a last batch are left
-    out of that epoch.
-    """
+    """Return the epoch of a step, and the indices `(B,)` of its examples among n. Each epoch visits the examples in
+    another order, without replacement; those that do not fill a last batch are left out of that epoch."""
     epoch, position = divmod(step, n // batch_size)
     start = position * batch_size
     return epoch, epoch_permutation(n, seed, epoch)[start : start + batch_size]

@@ -92,13 +92,9 @@ def split_days() -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_date(day: datetime.date, locale: str, form: str) -> Pair:
-    """Return a day in a locale's format and in ISO 8601, such as ('de 27. September 2023', '2023-09-27').
-
-    The locale's name comes first, without which 3/4/2021 is ambiguous.
-
-    Raises:
-      UserError: the locale is unknown to Babel, or Babel is not installed.
-    """
+    """Return a day in a locale's format and in ISO 8601, such as ('de 27. September 2023', '2023-09-27'). The locale's
+    name comes first, without which 3/4/2021 is ambiguous. Raises `UserError` if the locale is unknown to Babel, or
+    Babel is not installed."""
     text = import_extra("babel.dates", WRITING).format_date(day, form, locale=_locale(locale))
     return Pair(f"{locale} {text}", day.isoformat())
 

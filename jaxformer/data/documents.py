@@ -125,13 +125,9 @@ class Pieces:
 
 
 def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Documents:
-    """Return the documents of a path, without those of white space alone.
-
-    All files are read once, or, for the page's width of plain text, twice: 0.8 s for 49 MB of books.
-
-    Raises:
-      UserError: there are no files or no text in them, or see `read_documents_of`.
-    """
+    """Return the documents of a path, without those of white space alone. All files are read once, or, for the page's
+    width of plain text, twice: 0.8 s for 49 MB of books. Raises `UserError` if there are no files or no text in them,
+    and as `read_documents_of` does."""
     paths = find_files(path)
     files, digests = [], bytearray()
     index, widths, sizes = array("q"), array("h"), array("q")
@@ -160,17 +156,9 @@ def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Docum
 
 
 def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """Split documents into (training, validation), in the order of their digests.
-
-    Documents of equal content are in one split. Each split has at least one; a single content is cut, see
-    `Documents.cut_end`.
-
-    Args:
-      fraction: of the bytes, for validation.
-
-    Raises:
-      UserError: there is one document, too short to be cut.
-    """
+    """Split documents into (training, validation), the latter with about `fraction` of the bytes, in the order of their
+    digests. Documents of equal content are in one split. Each split has at least one; a single content is cut, see
+    `Documents.cut_end`; `UserError` if it is too short."""
     contents, first_N, content_N = np.unique(documents.digests_N, return_index=True, return_inverse=True)
     if len(contents) == 1:
         return documents[first_N].cut_end(fraction)

@@ -68,14 +68,9 @@ class ImageFolder:
         return max(shape[2] for shape in self.shapes)
 
     def read(self, val_fraction: float, size: tuple[int, ...], channels: int) -> ImageSplits:
-        """Return all images, resized to `size` and converted to `channels`; see `image_io.read_image`.
-
-        Args:
-          val_fraction: fraction of the images to hold out where there is no validation split.
-
-        Raises:
-          UserError: an image cannot be read, or a split would be empty.
-        """
+        """Return all images, resized to `size` and converted to `channels`, see `image_io.read_image`; `val_fraction`
+        of them are held out where there is no validation split. Raises `UserError` if an image cannot be read, or a
+        split would be empty."""
         train = _read_images(self.train, size, channels)
         if self.val is None:
             return ImageSplits(*hold_out(train, val_fraction), self.classes)

@@ -34,14 +34,8 @@ ORIENTATION, FIRST_TRANSPOSED = 0x0112, 5
 
 
 def read_idx(file: Path, axes: int) -> np.ndarray:
-    """Return the uint8 array of an IDX file (LeCun et al., the format of MNIST), gzipped if it ends with .gz.
-
-    Args:
-      axes: number of axes that it must have.
-
-    Raises:
-      UserError: it cannot be read, is not such a file, or is truncated.
-    """
+    """Return the uint8 array of `axes` axes in an IDX file (LeCun et al., the format of MNIST), gzipped if it ends with
+    .gz; `UserError` if it cannot be read, is not such a file, or is truncated."""
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -58,11 +58,8 @@ class ImagesConfig(ImageFolderConfig):
 
 
 def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str] | None) -> ImageModelConfig:
-    """Return the config with the size, channels and classes of a folder's images; see `infer_image_size`.
-
-    Args:
-      fixed: names of fields that are not inferred; None for all.
-    """
+    """Return the config with the size, channels and classes of a folder's images; see `infer_image_size`. Fields whose
+    names are in `fixed` are not inferred; None fixes all."""
     changes: dict[str, Any] = {} if is_fixed("n_classes", fixed) else {"n_classes": len(folder.classes)}
     return infer_channels(infer_image_size(model, folder.size, fixed), folder.channels, fixed, changes)
 
@@ -81,14 +78,8 @@ def infer_channels(
 
 
 def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
-    """Return the shape of the model's input: height, width and channels, after the frames of a video.
-
-    Args:
-      axes: 3 for images, 4 for videos.
-
-    Raises:
-      UserError: the model has other inputs.
-    """
+    """Return the shape of the model's input of 3 axes, height, width and channels, or for videos of 4, with the frames
+    first; `UserError` if the model has other inputs."""
     shape = model.example()[0].shape if isinstance(model, ImageModelConfig) else ()
     if len(shape) != axes:
         kind = {3: "images", 4: "videos"}[axes]
@@ -113,14 +104,8 @@ class PixelDataset(Dataset):
         self, config: Any, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int,
         settings: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Fingerprint the images together with `settings`, all else that the examples depend on.
-
-        Args:
-          config: an `ImageFolderConfig`.
-
-        Raises:
-          UserError: there are fewer training images than in a batch.
-        """
+        """Fingerprint the images together with `settings`, all else that the examples depend on; `config` is an
+        `ImageFolderConfig`. Raises `UserError` if there are fewer training images than in a batch."""
         n = len(splits.train.images)
         if n < batch_size:
             raise UserError(

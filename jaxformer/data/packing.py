@@ -31,11 +31,8 @@ ROWS_AT_ONCE = 64
 
 
 def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
-    """Return the indices of the examples in each row of `length` tokens, in the order of the examples.
-
-    Args:
-      lengths_N: tokens of each example, at least 1 and at most `length`.
-    """
+    """Return the indices of the examples in each row of `length` tokens, in the order of the examples; `lengths_N` are
+    their tokens, at least 1 and at most `length`."""
     import grain  # slow to import
 
     examples = grain.MapDataset.source(_Lengths(lengths_N, np.zeros(length, bool)))

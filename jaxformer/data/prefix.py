@@ -40,10 +40,8 @@ class PrefixTextConfig(TextConfig):
 
 
 class PrefixTextDataset(TextDataset):
-    """A corpus in windows with prefixes; every token after the prefix is predicted from all before it.
-
-    Inputs are tokens `(B, T)` and prefix lengths `(B,)`, both int32.
-    """
+    """A corpus in windows with prefixes; every token after the prefix is predicted from all before it. Inputs are
+    tokens `(B, T)` and prefix lengths `(B,)`, both int32."""
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         prefix_B, predicted_BT = self._draw_prefixes(step_rng(self.seed, step), self.windows.batch_size)

@@ -16,11 +16,7 @@ class Progress:
     """Lines on stderr about bytes that are processed, such as "tokenizing: 512 of 2,048 MB, 9.5 MB/s, 162 s left"."""
 
     def __init__(self, action: str, total: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin an action.
-
-        Args:
-          total: bytes to process; None where it is unknown.
-        """
+        """Begin an action on `total` bytes, None where they are unknown."""
         self._action, self._total, self._clock = action, total, clock
         self._done, self._start = 0, clock()
         self._next = self._start + INTERVAL_SECONDS

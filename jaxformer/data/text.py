@@ -16,10 +16,8 @@ WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(
 
 
 def page_width(pieces: Iterable[str]) -> int:
-    """Return the page width of a text in characters per line: the 99th percentile of its lines' lengths.
-
-    It is `MAX_PAGE_WIDTH` + 1 for all that are no page's: larger ones, and those below `MIN_PAGE_WIDTH`.
-    """
+    """Return the page width of a text in characters per line: the 99th percentile of its lines' lengths. It is
+    `MAX_PAGE_WIDTH` + 1 for all that are no page's: larger ones, and those below `MIN_PAGE_WIDTH`."""
     counts = [0] * (MAX_PAGE_WIDTH + 2)
     length = 0
     for part, begins, ends in _lines(pieces):
@@ -36,11 +34,9 @@ def page_width(pieces: Iterable[str]) -> int:
 
 
 def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
-    """Yield a text without the line breaks that only fit it to a page's width.
-
-    A newline is such a break where the next line's first word would not have fitted on the line before it. Verse,
-    lists, headings, and texts with one paragraph per line therefore stay unchanged.
-    """
+    """Yield a text without the line breaks that only fit it to a page's width. A newline is such a break where the next
+    line's first word would not have fitted on the line before it. Verse, lists, headings, and texts with one paragraph
+    per line therefore stay unchanged."""
     length, before = 0, -1  # of this line and of the line before it
     for part, begins, ends in _lines(pieces):
         line = part.rstrip() if ends else part
@@ -77,10 +73,8 @@ def clean(pieces: Iterable[str], width: int | None) -> Iterator[str]:
 
 
 def cut(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield a text in pieces of at most `PIECE_CHARACTERS`, whose tokens are those of the text.
-
-    Pieces end before white space, where tokenizers separate words, too; only a longer word is cut.
-    """
+    """Yield a text in pieces of at most `PIECE_CHARACTERS`, whose tokens are those of the text. Pieces end before white
+    space, where tokenizers separate words, too; only a longer word is cut."""
     rest = ""
     for piece in pieces:
         rest += piece

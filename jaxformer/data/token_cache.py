@@ -88,17 +88,10 @@ def make_private(folder: Path) -> None:
 def cached(
     folder: Path, train: Documents, val: Documents, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Split, Split, Tokenizer]:
-    """Return both splits as tokens, and their tokenizer, from a cache folder, which is written if it is missing.
-
-    All bytes are verified by their SHA-256, about a second per gigabyte of tokens. A corrupt folder is removed with a
-    warning and written again.
-
-    Args:
-      tokenizer: None to train one of at most `vocab_size` tokens on the training documents.
-
-    Raises:
-      UserError: see `Tokenizer.train`; or the folder cannot be written or read back.
-    """
+    """Return both splits as tokens, and their tokenizer, from a cache folder, which is written if it is missing. All
+    bytes are verified by their SHA-256, about a second per gigabyte of tokens. A corrupt folder is removed with a
+    warning and written again. Without a tokenizer, one of at most `vocab_size` tokens is trained on the training
+    documents. Raises `UserError` as `Tokenizer.train` does, and if the folder cannot be written or read back."""
     _remove_abandoned(folder.parent)
     with suppress(FileNotFoundError, Unverified):
         return read(folder)
@@ -265,10 +258,8 @@ def _scratch(folder: Path, action: str, target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder against other processes, also on other hosts; wait for it.
-
-    The lock file stays: if it was removed, two processes could lock two files of its name.
-    """
+    """Hold the lock of a cache folder against other processes, also on other hosts; wait for it. The lock file stays:
+    if it was removed, two processes could lock two files of its name."""
     try:
         make_private(folder.parent)
         descriptor = os.open(folder.parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)

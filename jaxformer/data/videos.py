@@ -79,10 +79,8 @@ class MovingImagesConfig(ImageFolderConfig):
 
 
 class MovingImageDataset(PixelDataset):
-    """Video classification, by the direction of the motion or the label of the moving image.
-
-    In training an image moves differently in each epoch; validation videos, of validation images, are always the same.
-    """
+    """Video classification, by the direction of the motion or the label of the moving image. In training an image moves
+    differently in each epoch; validation videos, of validation images, are always the same."""
 
     n_draws = 4
 

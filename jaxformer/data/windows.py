@@ -243,10 +243,8 @@ class PackedTextDataset(TextDataset):
 def pack_documents(
     tokens: np.ndarray, tokenizer: Tokenizer, length: int, batch_size: int = 1, seed: int = 0
 ) -> PackedExamples:
-    """Return the documents of a `Split` in rows of `length` inputs.
-
-    The first input of each is the special token before it, the last target the end-of-text token after it.
-    """
+    """Return the documents of a `Split` in rows of `length` inputs. The first input of each is the special token before
+    it, the last target the end-of-text token after it."""
     begin = tokenizer.begin_of_text
     first, part = tokenizer.end_of_text if begin is None else begin, 2**22  # tokens in memory at once
     starts = np.concatenate([i + np.flatnonzero(tokens[i : i + part] == first) for i in range(0, len(tokens), part)])

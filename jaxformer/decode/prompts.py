@@ -61,14 +61,8 @@ def encode_prompts(
     encode: Callable[[Prompt], T],
     report: Callable[[UserError], None] | None = None,
 ) -> list[tuple[Prompt, T]]:
-    """Return each valid prompt with its encoding.
-
-    Args:
-      report: called with the error of each invalid prompt; without it, the error is raised.
-
-    Raises:
-      UserError: a prompt is invalid.
-    """
+    """Return each valid prompt with its encoding. `report` is called with the error of each invalid prompt; without it,
+    the `UserError` is raised."""
     encoded = []
     for prompt in prompts:
         try:
@@ -83,13 +77,8 @@ def encode_prompts(
 
 
 def read_prompts(path: str) -> list[Prompt | UserError]:
-    """Return the prompts of a file, one per line; for an invalid line, its error.
-
-    A line of a .jsonl file is an object with "prompt" and, optionally, "seed" and "id".
-
-    Raises:
-      UserError: the file cannot be read, or has no line.
-    """
+    """Return the prompts of a file, one per line; for an invalid line, its error. A line of a .jsonl file is an object
+    with "prompt" and, optionally, "seed" and "id". Raises `UserError` if the file cannot be read, or has no line."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -264,9 +264,7 @@ def filter_typical(logits_V: jax.Array, p: float) -> jax.Array:
 
 def top_mass(x_V: jax.Array, weights_V: jax.Array, mass: float) -> jax.Array:
     """Return the fewest largest x whose weights sum to at least `mass`, with ties, `(V,)` bool; all from a mass of 1.
-
-    The smallest x to keep is found bit by bit, the highest first; a sort takes at least five times as long on a CPU.
-    """
+    The smallest x to keep is found bit by bit, the highest first; a sort takes at least five times as long on a CPU."""
     if mass >= 1:  # the sum of all can be just below 1 in float32, or reach it before the last
         return jnp.ones(x_V.shape, bool)
     mass = max(mass, float(jnp.finfo(jnp.float32).tiny))  # at 0, nothing would be enough
@@ -290,12 +288,9 @@ def argmax(logits_V: jax.Array) -> jax.Array:
 
 
 def draw(logits_V: jax.Array, key: jax.Array) -> jax.Array:
-    """Return a token drawn from softmax(logits), `()` int32.
-
-    Inverts the cumulative distribution, of blocks of tokens and then within one. On a CPU it is many times as fast as
-    `jax.random.categorical`, which draws noise for every token of the vocabulary. Probabilities are exact to 2^-23,
-    the step of a uniform float32.
-    """
+    """Return a token drawn from softmax(logits), `()` int32. Inverts the cumulative distribution, of blocks of tokens
+    and then within one. On a CPU it is many times as fast as `jax.random.categorical`, which draws noise for every
+    token of the vocabulary. Probabilities are exact to 2^-23, the step of a uniform float32."""
     weights_V = jnp.exp(logits_V - logits_V.max())
     blocks_RC = jnp.pad(weights_V, (0, -len(weights_V) % TOKENS_PER_BLOCK)).reshape(-1, TOKENS_PER_BLOCK)
     u_2 = jax.random.uniform(key, (2,))

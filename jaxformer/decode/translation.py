@@ -161,11 +161,8 @@ def _beam(
 def _begin(
     model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, n_slots: int, dtype: Any
 ) -> tuple[Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]], Any]:
-    """Return the decode step and the cache of the sources.
-
-    The step maps i, the i-th token of each target `(B,)` and the cache to the logits `(B, V)` of the next token and
-    the longer cache.
-    """
+    """Return the decode step and the cache of the sources. The step maps i, the i-th token of each target `(B,)` and
+    the cache to the logits `(B, V)` of the next token and the longer cache."""
 
     def extend(i: jax.Array, token_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         return jax.vmap(lambda token, cache: decode_step(model, params, token, i, cache, i))(token_B, cache)

@@ -49,10 +49,8 @@ TEMPLATE = """<!doctype html>
 
 @dataclass(frozen=True)
 class Figure:
-    """A Plotly figure as JSON: dicts of traces and of the layout, which the page's script completes with its colours.
-
-    A colour scale is named `sequential` or `diverging`. Texts of Plotly are HTML: see `plain`.
-    """
+    """A Plotly figure as JSON: dicts of traces and of the layout, which the page's script completes with its colours. A
+    colour scale is named `sequential` or `diverging`. Texts of Plotly are HTML: see `plain`."""
 
     title: str
     traces: Sequence[Mapping[str, Any]]

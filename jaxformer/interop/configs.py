@@ -145,14 +145,9 @@ def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def read_rope(rope: Rope, theirs: Mapping[str, Any], window: int | None) -> dict[str, Any]:
-    """Return our fields of a rotation: its base, its scaling, and the base of blocks with a window.
-
-    Version 5 of transformers nests them in `rope_parameters`, where they may differ by the type of a layer; before,
-    bases were fields of the config, and the scaling was in `rope_scaling`.
-
-    Raises:
-      UserError: the scaling has no equivalent.
-    """
+    """Return our fields of a rotation: its base, its scaling, and the base of blocks with a window. Version 5 of
+    transformers nests them in `rope_parameters`, where they may differ by the type of a layer; before, bases were
+    fields of the config, and the scaling was in `rope_scaling`. Raises `UserError` if the scaling has no equivalent."""
     scaling: Any = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     local_base = None if rope.local_base is None else theirs.get("rope_local_base_freq", rope.local_base)
     if isinstance(scaling, Mapping) and "full_attention" in scaling:

@@ -145,11 +145,8 @@ def _add_rope_scaling(gguf: Any, writer: Any, theirs: Mapping[str, Any]) -> None
 
 
 def llama3_divisors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """Return the divisor of each frequency of a rotation in the scaling of Llama 3.1, `(K/2,)` float32.
-
-    Args:
-      scaling: `rope_parameters` of the published config.
-    """
+    """Return the divisor of each frequency of a rotation in the scaling of Llama 3.1, `(K/2,)` float32; `scaling` is
+    `rope_parameters` of the published config."""
     half = head_dim // 2
     frequencies = scaling["rope_theta"] ** (-np.arange(half) / half)
     periods = scaling["original_max_position_embeddings"] * frequencies / (2 * pi)
@@ -184,14 +181,8 @@ def _add_tokenizer(
 
 
 def pre_type(tokenizer: Mapping[str, Any]) -> str:
-    """Return the name of a tokenizer's pre-tokenizer in llama.cpp.
-
-    Args:
-      tokenizer: content of `tokenizer.json`.
-
-    Raises:
-      UserError: llama.cpp has none that splits alike.
-    """
+    """Return the name in llama.cpp of the pre-tokenizer of a tokenizer, given as the content of `tokenizer.json`;
+    `UserError` if llama.cpp has none that splits alike."""
     if (normalizer := tokenizer.get("normalizer")) not in (None, {"type": "NFC"}):  # llama.cpp reads Qwen without NFC
         remedy = "export it with --format hf"
         raise UserError(f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not; {remedy}.")

@@ -58,14 +58,8 @@ def flat_params(params: Params, dtype: Dtype) -> dict[str, np.ndarray]:
 
 
 def cast(name: str, array: Any, dtype: Dtype) -> np.ndarray:
-    """Return an array as a contiguous NumPy array of a dtype.
-
-    Args:
-      name: of the tensor, for the error.
-
-    Raises:
-      UserError: a number exceeds the dtype's range.
-    """
+    """Return an array as a contiguous NumPy array of a dtype; `UserError` with the tensor's name if a number exceeds
+    the dtype's range."""
     array = np.asarray(jax.device_get(array))
     with np.errstate(over="ignore"):  # reported below, by name
         converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))

@@ -120,11 +120,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def published_tensors(params: Params, config: DecoderConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a family by their names, in float32, one at a time.
-
-    Args:
-      config: one without an `unmatched` field.
-    """
+    """Yield the tensors of a family by their names, in float32, one at a time; `config` has no `unmatched` field."""
     leaves, sizes = flatten_dict(params, sep="."), axis_sizes(config)
     paths: dict[str, list[tuple[Weight, str, int]]] = defaultdict(list)
     for path, (weight, names) in rows(family, config).items():

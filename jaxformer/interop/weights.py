@@ -46,15 +46,9 @@ def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple
 
 
 def find_sources(folder: ModelFolder, family: Family, config: DecoderConfig, abstract: Params) -> dict[str, Source]:
-    """Return the tensors of each parameter, by its path, once all shapes and dtypes are verified.
-
-    Args:
-      abstract: shapes of the parameters.
-
-    Raises:
-      UserError: a tensor is missing, of another shape or no floating-point number, or the folder has one that the
-        model does not.
-    """
+    """Return the tensors of each parameter, by its path, once all shapes and dtypes are verified against those of
+    `abstract`; `UserError` if a tensor is missing, of another shape or no floating-point number, or the folder has one
+    that the model does not."""
     sizes, table = axis_sizes(config), rows(family, config)
     bare = not any(name.startswith(family.prefix) for name in folder.files)
     sources: dict[str, Source] = {}
@@ -105,10 +99,8 @@ def _embedding(family: Family) -> str:
 
 
 def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Params) -> Params:
-    """Return the parameters in the dtypes and shardings of `abstract`, read one tensor at a time.
-
-    The largest come first: its copies then add to little else. Leaves without a sharding go to the first device.
-    """
+    """Return the parameters in the dtypes and shardings of `abstract`, read one tensor at a time. The largest come
+    first: its copies then add to little else. Leaves without a sharding go to the first device."""
     structs: dict[str, Any] = flatten_dict(abstract, sep=".")
     params: dict[str, jax.Array] = {}
     for path in sorted(structs, key=lambda path: prod(structs[path].shape), reverse=True):
