@@ -34,6 +34,25 @@ def memory_capacity(device: jax.Device) -> int | None:
     return None if machine is None else machine // jax.local_device_count()
 
 
+def gpu_pool_share() -> float:
+    """Return the share of a GPU's memory that jax's pool takes: 0.75, unless XLA_CLIENT_MEM_FRACTION or
+    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise, as in `jaxlib.xla_client`.
+
+    Raises:
+      UserError: the variable is no positive number.
+    """
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        if text := os.environ.get(name):
+            try:
+                share = float(text)
+            except ValueError:
+                share = math.nan
+            if not 0 < share < math.inf:
+                raise UserError(f"{name} is {text!r}, which is no positive number; set it to one such as 0.9.")
+            return share
+    return 0.75
+
+
 def _machine_memory() -> int | None:
     """Return the bytes of physical memory, or the limit of the container; None on Windows."""
     if not hasattr(os, "sysconf"):

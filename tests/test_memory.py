@@ -9,7 +9,7 @@ import pytest
 
 from jaxformer import memory
 from jaxformer.errors import UserError
-from jaxformer.memory import check_memory, format_bytes, memory_capacity, memory_needed
+from jaxformer.memory import check_memory, format_bytes, gpu_pool_share, memory_capacity, memory_needed
 
 N = 2**20
 X = jax.ShapeDtypeStruct((N,), jnp.float32)
@@ -84,3 +84,14 @@ def test_step_that_does_not_fit_is_refused_with_remedies(monkeypatch):
 )
 def test_format_bytes_has_three_digits(n_bytes, expected):
     assert format_bytes(n_bytes) == expected
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_pool_of_a_gpu_is_three_quarters_unless_the_environment_says_otherwise(name, monkeypatch):
+    assert gpu_pool_share() == 0.75
+    monkeypatch.setenv(name, ".92")
+    assert gpu_pool_share() == 0.92
+    for text in ("much", "0", "-1", "nan"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(UserError, match=f"{name} is '{text}', which is no positive number; set it to one such as"):
+            gpu_pool_share()

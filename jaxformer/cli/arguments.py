@@ -119,12 +119,19 @@ def _finds_devices() -> bool:
 
 
 class _OneLine(logging.Formatter):
-    """A formatter that escapes control characters; newlines, too, but those of a traceback."""
+    """A formatter that escapes control characters; newlines, too, but those of a traceback.
+
+    Of a plugin of jax that cannot be used, such as CUDA's where no GPU is, the reason replaces the traceback.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return escape_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info and record.msg.startswith("Jax plugin configuration error"):
+            reason = f"{record.getMessage()}: {record.exc_info[1]} JAX_PLATFORMS=cpu uses no plugin."
+            fields = {"levelname": "WARNING", "msg": reason, "args": None, "exc_info": None, "exc_text": None}
+            record = logging.makeLogRecord(record.__dict__ | fields)
         return escape_control(super().format(record))
 
 

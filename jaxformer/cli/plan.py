@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from jaxformer.cli import machine
@@ -37,7 +36,8 @@ class Arguments:
     config: str = DEFAULT_CONFIG
     """Config to start from: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
     topology: str | None = None
-    """TPUs to compile for, such as v5e:16x16 or v5p:8x8x8; by default the devices of this machine."""
+    """Devices to compile for: TPUs, such as v5e:16x16 or v5p:8x8x8, or NVIDIA GPUs, such as h100:8 or, four hosts of
+    eight, h200:4x8; by default the devices of this machine."""
 
 
 @as_command()
@@ -51,19 +51,25 @@ def main(arguments: list[str]) -> int:
 
         return _plan(config, jax.devices())
 
-    from jaxformer.plan.topology import check_topology
+    from jaxformer.plan.topology import check_topology, compiler_of, count_devices, rescale_mesh
 
+    n = count_devices(options.topology)
+    if not peek(arguments, {"--mesh": 1})[0] and (mesh := rescale_mesh(config.mesh, n)) != config.mesh:
+        echo(f"the config's mesh {config.mesh} is not of {n} devices: planning for --mesh {mesh}")
+        arguments, config = [*arguments, "--mesh", mesh], replace(config, mesh=mesh)
     check_topology(options.topology, config.mesh)
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("--topology needs the TPU compiler, which is not installed; pip install 'jaxformer[plan]'.")
+    compiler = compiler_of(options.topology)
+    install = f"pip install 'jaxformer[{compiler.extra}]'"
+    if not compiler.is_installed:
+        raise UserError(f"--topology needs the {compiler.kind} compiler, which is not installed; {install}.")
     # In a process of its own: this one may have initialised other devices, and the compiler's log is hidden.
-    compiler = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
-    result = subprocess.run(compiler, env={**os.environ, **COMPILER_ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
+    process = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
+    result = subprocess.run(process, env={**os.environ, **COMPILER_ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
     if result.returncode not in (0, 1, 2, 130) or any(line.startswith("Traceback") for line in lines):
         error = ([line for line in lines if "Error: " in line] or lines or ["nothing"])[-1].rstrip(".")
-        remedy = "; take the version that goes with jax: pip install 'jaxformer[plan]'" if "INTERNAL" in error else ""
-        raise UserError(f"the TPU compiler failed (status {result.returncode}): {error}{remedy}.")
+        remedy = f"; take the version that goes with jax: {install}" if "INTERNAL" in error else ""
+        raise UserError(f"the {compiler.kind} compiler failed (status {result.returncode}): {error}{remedy}.")
     for line in lines:
         if line.startswith("error: "):
             echo(line, sys.stderr)

@@ -10,9 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxformer.memory import memory_capacity, memory_needed
+from jaxformer.memory import gpu_pool_share, memory_capacity, memory_needed
 from jaxformer.plan.hlo import Collective, parse
-from jaxformer.plan.roofline import CHIPS, Estimate, matmul_flops, minimal_bytes_sent, model_flops, without_dead_code
+from jaxformer.plan.roofline import (
+    CHIPS,
+    Chip,
+    Estimate,
+    matmul_flops,
+    minimal_bytes_sent,
+    model_flops,
+    without_dead_code,
+)
 from jaxformer.runs import count_parameters
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
@@ -38,7 +46,7 @@ class Plan:
     memory: float
     """Bytes of memory that the step needs."""
     capacity: float | None
-    """Bytes of memory that the device has; None where unknown."""
+    """Bytes of memory that the runtime has on the device; None where unknown."""
     model_flops: float
     """FLOPs of the model alone, see `roofline.model_flops`."""
     minimal_bytes_sent: float | None
@@ -84,7 +92,7 @@ def make_plan(setup: TrainSetup) -> Plan:
         "attention": setup.attention_line,
         "n_parameters": count_parameters(setup.abstract_params),
         "shape": (setup.config.train.batch_size,) if batch.targets is None else batch.targets.shape,
-        "capacity": memory_capacity(device) if device in jax.local_devices() else chip and chip.memory,
+        "capacity": memory_capacity(device) if device in jax.local_devices() else _absent_capacity(device, chip),
         "model_flops": of_model / n,
         "minimal_bytes_sent": minimal_bytes_sent(setup),
     }
@@ -106,6 +114,12 @@ def make_plan(setup: TrainSetup) -> Plan:
     )  # fmt: skip
 
 
+def _absent_capacity(device: jax.Device, chip: Chip | None) -> float | None:
+    """Return the bytes of memory that jax takes of a device elsewhere."""
+    share = gpu_pool_share() if device.platform == "gpu" else 1.0
+    return None if chip is None else share * chip.memory
+
+
 def memory_in_error(error: str) -> float | None:
     """Return the bytes that a program needs from the compiler's out-of-memory error; None for another error."""
     match = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds", error)
@@ -120,7 +134,10 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
     config, mesh = setup.config, setup.mesh
     axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
     size = " x ".join(f"{n:,}" for n in plan.shape) + (f" = {prod(plan.shape):,}" if len(plan.shape) > 1 else "")
-    capacity = "of unknown memory" if plan.capacity is None else f"of {plan.capacity / 1e9:.1f} GB"
+    device = mesh.devices.flat[0]
+    is_absent_gpu = device.platform == "gpu" and device not in jax.local_devices()
+    pool = f", {gpu_pool_share():.0%} of the GPU's" if is_absent_gpu else ""
+    capacity = "of unknown memory" if plan.capacity is None else f"of {plan.capacity / 1e9:.1f} GB{pool}"
     lines = [
         f"{config.name} on {mesh.size} x {plan.device}, mesh {axes}",
         f"{plan.attention}, precision: {setup.compute_dtype}",
@@ -148,6 +165,8 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
         ]
     elif plan.flops:
         lines.append(f"no estimate of the time: the rates of {plan.device} are not known")
+    if is_absent_gpu:
+        lines.append("not seen without a GPU: the workspace of cuDNN's attention, and tuned matrix products")
     if plan.capacity is not None:
         lines.append(
             f"fits: {1 - plan.memory / plan.capacity:.0%} of the memory stays free"

@@ -66,16 +66,22 @@ CHIPS = {
         link=3200e9 / 8 / 2,  # TPUS/v6e: 3200 Gbps a chip, in a torus of 2 dimensions
         source=f"{TPUS}v6e",
     ),
-    # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. FLOPs,
-    # memory and NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14; 80, 141 GB; 300, 450 GB/s.
+    # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. FLOPs and
+    # NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14, 2.3e15; 300, 450, 900 GB/s. Memory is
+    # what CUDA reports, as in `plan/gpus`.
     "NVIDIA A100-SXM4-80GB": Chip(
-        flops=312e12, memory=80e9, bandwidth=2039e9, link=600e9 / 2, source="NVIDIA A100 data sheet, SXM"
+        flops=312e12, memory=85_100_068_864, bandwidth=2039e9, link=600e9 / 2, source="NVIDIA A100 data sheet, SXM"
     ),
     "NVIDIA H100 80GB HBM3": Chip(
-        flops=989e12, memory=80e9, bandwidth=3350e9, link=900e9 / 2, source="NVIDIA H100 data sheet, SXM"
+        flops=989e12, memory=84_942_979_072, bandwidth=3350e9, link=900e9 / 2, source="NVIDIA H100 data sheet, SXM"
     ),
     "NVIDIA H200": Chip(
-        flops=989e12, memory=141e9, bandwidth=4800e9, link=900e9 / 2, source="NVIDIA H200 data sheet, SXM"
+        flops=989e12, memory=139 * 2**30, bandwidth=4800e9, link=900e9 / 2, source="NVIDIA H200 data sheet, SXM"
+    ),
+    # The eighth of a DGX: 72 PFLOPS in FP8 with sparsity, a quarter of that in BF16 without; 64 TB/s; 14.4 TB/s.
+    "NVIDIA B200": Chip(
+        flops=72e15 / 4 / 8, memory=191_514_411_008, bandwidth=8000e9, link=1800e9 / 2,
+        source="NVIDIA DGX B200 data sheet",
     ),
 }  # fmt: skip
 """Chips by JAX's name of the device."""

@@ -1,11 +1,15 @@
-"""Topologies of TPUs that the compiler can compile for without them."""
+"""Devices that a compiler can compile for without them: slices of TPUs, hosts of NVIDIA GPUs."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -14,39 +18,128 @@ from jaxformer.sharding import parse_mesh
 
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
-SLICES = {"v4": CUBES, "v5e": FLAT, "v5p": (*CUBES, "16x16x24"), "v6e": FLAT}
-"""Common slices of each generation, for error messages; the compiler has more."""
+HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8", "16x8", "32x8", "64x8", "128x8")
+SPECS = Path(__file__).with_name("gpus")
+"""Folder of the facts of each GPU that its compiler needs."""
+GPUS = {path.stem: HOSTS for path in sorted(SPECS.glob("*.txtpb"))}
+SLICES = {"v4": CUBES, "v5e": FLAT, "v5p": (*CUBES, "16x16x24"), "v6e": FLAT, **GPUS}
+"""Common slices of each generation of TPUs, and hosts of GPUs, for error messages; the compilers have more."""
+
+CUDNN_VERSION = 91200
+"""Version of cuDNN that is assumed of absent GPUs: 9.12.0, as in their specs."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler for devices that need not be present."""
+
+    kind: str
+    """Devices that it compiles for."""
+    packages: tuple[str, ...]
+    """Packages that have it, of which one suffices."""
+    extra: str
+    """Extra that installs it."""
+
+    @property
+    def is_installed(self) -> bool:
+        """True where one of its packages can be imported."""
+        return any(_is_installed(package) for package in self.packages)
+
+
+TPU = Compiler("TPU", ("libtpu",), "plan")
+GPU = Compiler("GPU", ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "plan-gpu")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
+
+
+def compiler_of(topology: str) -> Compiler:
+    """Return the compiler for a topology."""
+    return GPU if topology.partition(":")[0] in GPUS else TPU
+
+
+def count_devices(topology: str) -> int:
+    """Return the number of devices of a topology: of `v5e:4x4` 16 chips, of `h100:8` and of `h100:1x8` (hosts and GPUs
+    of each) 8 GPUs.
+
+    Raises:
+      UserError: there is no such topology.
+    """
+    generation, _, shape = topology.partition(":")
+    pattern = r"([1-9]\d{0,3}x)?[1-9]\d?" if generation in GPUS else r"\d+(x\d+){1,2}"
+    if generation not in SLICES or not re.fullmatch(pattern, shape):
+        known = [f"{name}:{slice_}" for name, slices in SLICES.items() for slice_ in slices]
+        near = get_close_matches(topology, known, 3, 0) if generation not in SLICES else _nearest(generation, shape)
+        raise UserError(f"there is no topology {topology!r}; near it are {', '.join(near)}.")
+    return prod(map(int, shape.split("x")))
 
 
 def check_topology(topology: str, mesh: str) -> None:
-    """Raise `UserError` for a name that is no topology, or a mesh with another number of devices than its chips."""
-    generation, _, shape = topology.partition(":")
-    known = [f"{name}:{slice_}" for name, slices in SLICES.items() for slice_ in slices]
-    if generation not in SLICES or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
-        near = get_close_matches(topology, known, 3, 0) if generation not in SLICES else _nearest(generation, shape)
-        raise UserError(f"there is no topology {topology!r}; near it are {', '.join(near)}.")
-    n, axes = prod(map(int, shape.split("x"))), parse_mesh(mesh)
-    fixed = prod(size for axis, size in axes.items() if axis != "data")
-    if n != fixed * axes.get("data", max(1, n // fixed)):
+    """Raise `UserError` for a name that is no topology, or a mesh with another number of devices than it has."""
+    n, axes = count_devices(topology), parse_mesh(mesh)
+    if not _fits(axes, n):
+        devices = "chips" if compiler_of(topology) is TPU else "GPUs"
         raise UserError(
-            f"the mesh {mesh} is of {prod(axes.values())} devices, but {topology} has {n} chips; change --mesh."
+            f"the mesh {mesh} is of {prod(axes.values())} devices, but {topology} has {n} {devices}; change --mesh."
         )
 
 
+def rescale_mesh(mesh: str, n: int) -> str:
+    """Return a mesh of n devices: the one given if it fits, else with another size of `fsdp`, as far as that helps."""
+    axes = parse_mesh(mesh)
+    others = prod(size for axis, size in axes.items() if axis != "fsdp")
+    if _fits(axes, n) or n % others:
+        return mesh
+    return ",".join(f"{axis}={size}" for axis, size in {**axes, "fsdp": n // others}.items())
+
+
+def _fits(axes: dict[str, int], n: int) -> bool:
+    """Return True where a mesh is of n devices, with `data` as large as the others allow unless it is given."""
+    fixed = prod(size for axis, size in axes.items() if axis != "data")
+    return n == fixed * axes.get("data", max(1, n // fixed))
+
+
 def topology_devices(topology: str) -> Sequence[jax.Device]:
-    """Return the devices of a topology, for compilation only.
+    """Return the devices of a topology, for compilation only. For GPUs, jax's checks of the local one then assume these
+    in the whole process.
 
     Raises:
       UserError: the TPU compiler does not have it.
     """
     from jax.experimental import topologies
 
+    generation, _, shape = topology.partition(":")
+    if generation in GPUS:
+        hosts, _, n = shape.rpartition("x")
+        spec = (SPECS / f"{generation}.txtpb").read_text()
+        gpus: Any = topologies.get_topology_desc("", "cuda", topology=f"1x{hosts or 1}x{n}", target_config=spec).devices
+        assume_gpu(gpus[0].compute_capability)
+        return gpus
     try:
         devices: Sequence[jax.Device] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # jax wraps the errors of libtpu in several types
-        near = _nearest(*topology.split(":"))
+        near = _nearest(generation, shape)
         raise UserError(f"the TPU compiler knows no topology {topology!r}; near it are {', '.join(near)}.") from error
     return devices
+
+
+def assume_gpu(compute_capability: str) -> None:
+    """Let jax trace cuDNN's attention as on a GPU of that compute capability, such as "9.0", whatever is here.
+
+    Its checks ask the local GPU and its libraries. Seen with jax 0.10.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    def version(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    cudnn.check_cudnn_version = lambda: CUDNN_VERSION
+    cudnn.check_compute_capability = lambda least: version(compute_capability) >= version(least)
+    cudnn.is_cuda_compute_capability_equal = lambda other: version(compute_capability) == version(other)
 
 
 def _nearest(generation: str, shape: str) -> list[str]:

@@ -332,6 +332,17 @@ def test_a_warning_is_one_line_above_its_traceback():
     assert formatter.format(record).split("\n") == ["WARNING: tokens in a␤b␛; again", "Traceback", "  line 1"]
 
 
+def test_a_plugin_that_cannot_be_used_is_one_line_with_the_reason():
+    """The record is that of jax, `discover_pjrt_plugins` in `jax/_src/xla_bridge.py`."""
+    record = logging.makeLogRecord({"args": ("xla_cuda13",), "levelname": "ERROR", "exc_info": True})
+    record.msg = "Jax plugin configuration error: Exception when calling %s.initialize()"
+    record.exc_info = (RuntimeError, RuntimeError("Unable to load cuDNN. Is it installed?"), None)
+    assert _OneLine("%(levelname)s: %(message)s").format(record) == (
+        "WARNING: Jax plugin configuration error: Exception when calling xla_cuda13.initialize(): Unable to load "
+        "cuDNN. Is it installed? JAX_PLATFORMS=cpu uses no plugin."
+    )
+
+
 @dataclass(frozen=True)
 class Inner:
     rate: float = 1.0

@@ -1,6 +1,7 @@
 """`python -m jaxformer plan`: local devices, TPUs where the compiler is installed, and errors."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import pytest
 from jaxformer.__main__ import main
 from jaxformer.errors import UserError
 from jaxformer.plan.plan import memory_in_error
-from jaxformer.plan.topology import check_topology
+from jaxformer.plan.roofline import CHIPS
+from jaxformer.plan.topology import GPUS, SPECS, check_topology, rescale_mesh
 from tests.helpers import ROOT, changed
 
 SMALL = [
@@ -69,6 +71,12 @@ def test_memory_is_read_from_out_of_memory_errors():
         (["--topology", "v5p"], "there is no topology 'v5p'; near it are v5p:2x2x1, "),
         (["--topology", "v5e:9"], "near it are v5e:2x4, "),
         (["--topology", "v5e:4x4", "--mesh", "fsdp=5"], "the mesh fsdp=5 is of 5 devices, but v5e:4x4 has 16 chips"),
+        (["--topology", "h100:0"], "there is no topology 'h100:0'; near it are h100:1, h100:2, h100:4."),
+        (["--topology", "h100:256"], "near it are h100:32x8, "),
+        (["--topology", "h100"], "near it are h100:1, "),
+        (["--topology", "h100:2x2x2"], "near it are h100:8, "),
+        (["--topology", "H100:8"], "there is no topology 'H100:8'; near it are h100:8, "),
+        (["--topology", "h100:4", "--mesh", "fsdp=8"], "the mesh fsdp=8 is of 8 devices, but h100:4 has 4 GPUs"),
         (["--topolgy", "v5e:4x4"], "did you mean --topology?"),
         (["--mesh", "fsdp=8", "--train.batch-size", "12"], "does not split over 8 devices; use a multiple such as 16"),
         (["--mesh", "fsdp=3"], "but there are 8"),
@@ -80,19 +88,59 @@ def test_wrong_input_is_a_user_error(options, message, capsys):
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_missing_compiler_names_the_extra(capsys, monkeypatch):
+@pytest.mark.parametrize(("topology", "extra"), [("v5e:2x2", "plan"), ("h100:8", "plan-gpu")])
+def test_missing_compiler_names_the_extra(topology, extra, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main([*SMALL, "--topology", "v5e:2x2"]) == 2
-    assert "pip install 'jaxformer[plan]'" in capsys.readouterr().err
+    assert main([*SMALL, "--topology", topology]) == 2
+    assert f"pip install 'jaxformer[{extra}]'" in capsys.readouterr().err
+
+
+def test_config_mesh_is_rescaled_to_a_topology_of_another_size_and_that_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["plan", "--config", f"{ROOT}/configs/gpt.py:llama_7b", "--topology", "h100:8"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "the config's mesh fsdp=256 is not of 8 devices: planning for --mesh fsdp=8\n"
+    assert "needs the GPU compiler" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "n", "rescaled"),
+    [
+        ("fsdp=256", 8, "fsdp=8"), ("fsdp=256", 512, "fsdp=256"), ("", 8, ""),
+        ("fsdp=16,tensor=4", 8, "fsdp=2,tensor=4"), ("data=4", 8, "data=4,fsdp=2"), ("tensor=3", 8, "tensor=3"),
+        ("fsdp=256", 1, "fsdp=1"),
+    ],
+)  # fmt: skip
+def test_fsdp_takes_what_the_other_axes_leave(mesh, n, rescaled):
+    assert rescale_mesh(mesh, n) == rescaled
+
+
+def test_facts_of_gpus_agree_with_their_rates():
+    """Each file in `plan/gpus` names a chip of the roofline, with its memory and bandwidth."""
+    texts = [path.read_text() for path in SPECS.glob("*.txtpb")]
+    facts = [dict(re.findall(r'(\w+): "?([^"\n]+)', text)) for text in texts]
+    chips = [(CHIPS[f["device_description_str"]], f) for f in facts]
+    assert len(chips) == len(GPUS) == 4
+    for chip, f in chips:
+        assert (chip.memory, chip.bandwidth) == (float(f["device_memory_size"]), float(f["memory_bandwidth"]))
 
 
 @pytest.mark.parametrize(
     ("topology", "mesh"),
-    [("v5e:16x16", "fsdp=256"), ("v5p:8x8x8", "fsdp=64,tensor=8"), ("v4:2x2x1", ""), ("v6e:2x4", "tensor=2")],
+    [
+        ("v5e:16x16", "fsdp=256"),
+        ("v5p:8x8x8", "fsdp=64,tensor=8"),
+        ("v4:2x2x1", ""),
+        ("v6e:2x4", "tensor=2"),
+        ("h100:8", "fsdp=8"),
+        ("h200:4x8", "data=4,tensor=8"),
+        ("b200:1", ""),
+        ("a100:128x8", "fsdp=1024"),
+    ],
 )
 def test_topology_accepts_meshes_of_all_chips(topology, mesh):
     check_topology(topology, mesh)
-    with pytest.raises(UserError, match="chips"):
+    with pytest.raises(UserError, match="change --mesh"):
         check_topology(topology, "data=3")
 
 
