@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jaxformer.contract import Contract, Input, Task, token_inputs
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, abbreviate
 from jaxformer.fields import MAX_SIZE, check_fields, expand_sides
 
 if TYPE_CHECKING:
     import flax.linen as nn
+
+MAX_PROFILED_STEPS = 100
+"""Maximum number of steps in a trace, which the profiler holds in memory until it is written."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,8 @@ class TrainConfig:
     it."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Loggers that receive the metrics besides metrics.jsonl; each needs the extra of the same name."""
+    profile: str | None = None
+    """Steps START:STOP to trace with the profiler, such as 10:13 for steps 10, 11 and 12, into the run's folder."""
     show_entropy: bool = False
     """Attention entropy of each head, in nats, printed at every evaluation; `metrics.jsonl` has it always."""
     sample_prompt: str = "The"
@@ -230,6 +235,18 @@ class TrainConfig:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
         if any("\ud800" <= character <= "\udfff" for character in self.sample_prompt):
             raise UserError("train.sample_prompt holds bytes that are not UTF-8; give it as UTF-8.")
+        steps = self.profiled_steps
+        if self.profile is not None and not (steps and steps[0] > 0 and len(steps) <= MAX_PROFILED_STEPS):
+            raise UserError(
+                f"train.profile is {abbreviate(self.profile)}; it must be START:STOP with 1 <= START < STOP, at most "
+                f"{MAX_PROFILED_STEPS} steps, such as 10:13 for steps 10, 11 and 12."
+            )
+
+    @property
+    def profiled_steps(self) -> range:
+        """Steps that `profile` names; empty for none."""
+        numbers = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.profile or "")
+        return range(int(numbers[1]), int(numbers[2])) if numbers else range(0)
 
 
 @dataclass(frozen=True)
@@ -302,6 +319,9 @@ class Config:
         if self.lora.rank and self.init_from is None:
             remedy = "name a run with --init-from, or set it to 0"
             raise UserError(f"lora.rank is {self.lora.rank}, but there is nothing to adapt; {remedy}.")
+        profiled = self.train.profiled_steps
+        if profiled and profiled[-1] > self.steps:
+            raise UserError(f"train.profile is {self.train.profile}, but the last step is {self.steps}; name others.")
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
         if self.optimizer.schedule == "wsd" and self.optimizer.warmup_steps > stable_end:
             raise UserError(

@@ -22,6 +22,7 @@ from jaxformer.signals import STOPPING, record_signals
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, print_line
+from jaxformer.train.profile import Profiler
 from jaxformer.train.remedies import remedies
 from jaxformer.train.resume import Rollback, Start, find_start
 from jaxformer.train.setup import TrainSetup, TrainState
@@ -116,9 +117,11 @@ def train(
         sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
         show_every = 0 if t.eval_every else 10 * t.log_every
         log = stack.enter_context(Log(written, start.step, setup.config.steps, sinks, t.show_entropy, show_every))
+        profiler = stack.enter_context(Profiler(folder, t.profiled_steps, print_line))
+        profiler.skip_to(start.step)
         agreement = AsyncMax(setup.mesh)
         loop = TrainLoop(
-            setup, data, start, train_step, evaluate, callbacks, checkpoints, log,
+            setup, data, start, train_step, evaluate, callbacks, checkpoints, log, profiler,
             lambda: agreement.reduce(signals.number),
         )  # fmt: skip
         return loop.run()
@@ -139,7 +142,7 @@ class TrainLoop:
 
     def __init__(
         self, setup: TrainSetup, data: Dataset, start: Start, train_step: CompiledStep, evaluate: Evaluator,
-        callbacks: Sequence[Callback], checkpoints: CheckpointManager, log: Log,
+        callbacks: Sequence[Callback], checkpoints: CheckpointManager, log: Log, profiler: Profiler,
         received_signal: Callable[[], jax.Array | int],
     ) -> None:  # fmt: skip
         """Start to read the data.
@@ -149,7 +152,7 @@ class TrainLoop:
         """
         self.setup, self.config, self.data, self.start = setup, start.config, data, start
         self.train_step, self.evaluate, self.callbacks = train_step, evaluate, callbacks
-        self.checkpoints, self.log, self.received_signal = checkpoints, log, received_signal
+        self.checkpoints, self.log, self.profiler, self.received_signal = checkpoints, log, profiler, received_signal
         self.state, self.monitor, self.n_skipped = start.state, start.monitor, start.skipped
         self.names = row_names(setup.abstract_state.params)
         self.split = batch_sharding(setup.mesh)
@@ -168,8 +171,11 @@ class TrainLoop:
         """Train to the last step, or until a signal, a failure or a divergence."""
         self._log_start()
         for step in range(self.start.step + 1, self.config.steps + 1):
-            self.batch = self._next_batch()
-            self.state, metrics = self.train_step(self.state, self.batch, step - 1)
+            self.throughput.exclude(self.profiler.begin(step, self.state))
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                self.batch = self._next_batch()
+                self.state, metrics = self.train_step(self.state, self.batch, step - 1)
+            self.throughput.exclude(self.profiler.end(step, self.state))
             self.log.advance(step)
             due = self._is_due(step)
             self.unchecked.append(Unchecked(step, self.batch, metrics, self.received_signal()))
@@ -187,7 +193,8 @@ class TrainLoop:
     def _next_batch(self) -> Batch:
         """Return the next batch on the devices; the time that the data takes is counted."""
         began = time.perf_counter()
-        rows = next(self.stream)
+        with jax.profiler.TraceAnnotation("data wait"):
+            rows = next(self.stream)
         self.throughput.data_wait += time.perf_counter() - began
         return self._assemble(rows)
 
@@ -336,7 +343,7 @@ def is_due(every: int, step: int) -> bool:
 
 
 class Throughput:
-    """Clock of steps, without the evaluations between them."""
+    """Clock of steps, without the evaluations and the work of the profiler between them."""
 
     def __init__(self, step: int, data: Dataset) -> None:
         self._data = data
@@ -347,6 +354,10 @@ class Throughput:
         self._began, self._step = time.perf_counter(), step
         self.data_wait = 0.0
         """Seconds spent waiting for data since."""
+
+    def exclude(self, seconds: float) -> None:
+        """Leave out some time since the start of the clock."""
+        self._began += seconds
 
     def since_restart(self, step: int) -> dict[str, float]:
         """Return means over the steps since: milliseconds per step, throughput, and data wait in milliseconds."""
