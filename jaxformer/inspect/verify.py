@@ -15,7 +15,7 @@ import numpy as np
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.capture import capture_shapes, intervene
+from jaxformer.inspect.capture import Activations, capture, capture_shapes, intervene
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.ops.masks import EMPTY
@@ -60,19 +60,13 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
     """
     params = jax.tree.map(widened, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
-    for check in (
-        lambda: finite(model, params, inputs_B),
-        lambda: causality(model, params, first),
-        lambda: attention_mask(model, params, first),
-        lambda: attention_rows(model, params, first),
-        lambda: padding(model, params, inputs_B),
-        lambda: decoding(model, params, first),
-        lambda: batching(model, params, inputs_B),
-        lambda: no_dropout(model, params, first),
-        lambda: gradients(model, params, Batch(first, targets_B[0])),
-    ):
+    checks: tuple[tuple[Callable[..., Check], Any], ...] = (
+        (finite, inputs_B), (causality, first), (attention_mask, first), (attention_rows, first), (padding, inputs_B),
+        (decoding, first), (batching, inputs_B), (no_dropout, first), (gradients, Batch(first, targets_B[0])),
+    )  # fmt: skip
+    for check, argument in checks:
         with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default
-            result = check()
+            result = check(model, params, argument)
         yield result
         if result.name == "finite" and not result.holds:
             return
@@ -82,9 +76,6 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 
     """Return inputs of `n` random examples: pixels, tokens, and texts of several lengths; the first is the longest.
 
     Args:
-      config: of the model.
-      n: examples.
-      seed: of the random numbers.
       max_tokens: longest text; a model of full windows gets these, one with an attention window at least 8 more tokens
         than it.
     """
@@ -163,21 +154,8 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     check = partial(Check, "attention mask", limit=ROUNDING)
     if not _is_causal(model):
         return check(NOT_CAUSAL, None)
-    maps: dict[str, jax.Array] = {}
-
-    def equalise(name: str, value: jax.Array) -> jax.Array:
-        if name.endswith(".scores"):
-            return jnp.zeros_like(value)
-        if "encoder_blocks" not in name:
-            maps[name] = value
-        return value
-
-    def uniform_maps(params: Params) -> dict[str, jax.Array]:
-        with intervene(("*.scores", "*.attention.weights"), equalise, missing_ok=True):
-            _call(model, params, *inputs)
-        return maps
-
-    maps = jax.jit(uniform_maps)(params)
+    replaced = _capture_with(model, params, inputs, "*.scores", jnp.zeros_like, "*.attention.weights")
+    maps = {name: weights_HTT for name, weights_HTT in replaced.items() if "encoder_blocks" not in name}
     if not maps:
         return check("it has no self-attention", None)
     T = len(inputs[_text_index(model)])
@@ -198,24 +176,23 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     """Check that attention weights sum to 1: with all values 1, so is every head's output."""
-    outputs: list[jax.Array] = []
-
-    def set_values(name: str, value: jax.Array) -> jax.Array:
-        if name.endswith("values"):
-            return jnp.ones_like(value)
-        outputs.append(value)
-        return value
-
-    def row_sums(params: Params) -> list[jax.Array]:
-        with intervene(("*attention.values", "*attention.heads"), set_values, missing_ok=True):
-            _call(model, params, *inputs)
-        return outputs
-
     check = partial(Check, "attention rows", limit=ROUNDING)
-    sums = jax.jit(row_sums)(params)
+    sums = _capture_with(model, params, inputs, "*attention.values", jnp.ones_like, "*attention.heads").values()
     if not sums:
         return check("it has no attention heads", None)
     return check(f"sums of weights minus 1, {len(sums)} layers", largest_of(jnp.max(jnp.abs(y - 1)) for y in sums))
+
+
+def _capture_with(
+    model: nn.Module, params: Params, inputs: Inputs, replaced: str, edit: Callable[[Any], jax.Array], names: str
+) -> Activations:
+    """Return activations by name, computed while others are replaced by `edit` of their values."""
+
+    def captured(params: Params) -> Activations:
+        with intervene(replaced, lambda _, value: edit(value), missing_ok=True):
+            return capture(model, params, *inputs, names=names, missing_ok=True)
+
+    return jax.jit(captured)(params)
 
 
 def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
