@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jaxformer.contract import Contract, Input, Task, token_inputs
-from jaxformer.errors import UserError, abbreviate
+from jaxformer.errors import UserError, abbreviate, lone_surrogate
 from jaxformer.fields import MAX_SIZE, check_fields, expand_sides
 
 if TYPE_CHECKING:
@@ -154,21 +154,16 @@ class OptimizerConfig:
         check_fields(self, prefix="optimizer.")
         if self.weight_decay and self.name == "nesterov_sgd":
             raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
-        if self.final_fraction and self.schedule not in ("cosine", "wsd"):
-            raise UserError(
-                f"optimizer.final_fraction is {self.final_fraction}, but only cosine and wsd end there; set it to 0."
-            )
-        if self.decay_fraction is not None and self.schedule != "wsd":
-            raise UserError(
-                f"optimizer.decay_fraction is {self.decay_fraction}, but only wsd has a decay; set it to none."
-            )
+        if (final := self.final_fraction) and self.schedule not in ("cosine", "wsd"):
+            raise UserError(f"optimizer.final_fraction is {final}, but only cosine and wsd end there; set it to 0.")
+        if (decay := self.decay_fraction) is not None and self.schedule != "wsd":
+            raise UserError(f"optimizer.decay_fraction is {decay}, but only wsd has a decay; set it to none.")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise UserError("optimizer.warmup_steps is 0, but 'inverse_sqrt' decays from there on; set at least 1.")
         if self.name == "schedule_free":
             if self.schedule != "constant":
-                raise UserError(
-                    f"optimizer.schedule is {self.schedule!r}, but schedule_free averages instead; set it to constant."
-                )
+                conflict = "but schedule_free averages instead"
+                raise UserError(f"optimizer.schedule is {self.schedule!r}, {conflict}; set it to constant.")
             if not self.b1:
                 raise UserError("optimizer.b1 is 0, but schedule_free divides by it; set it above 0, such as 0.9.")
 
@@ -233,7 +228,7 @@ class TrainConfig:
         check_fields(self)
         if not self.sample_prompt:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
-        if any("\ud800" <= character <= "\udfff" for character in self.sample_prompt):
+        if lone_surrogate(self.sample_prompt) is not None:
             raise UserError("train.sample_prompt holds bytes that are not UTF-8; give it as UTF-8.")
         steps = self.profiled_steps
         if self.profile is not None and not (steps and steps[0] > 0 and len(steps) <= MAX_PROFILED_STEPS):
@@ -323,13 +318,10 @@ class Config:
         if profiled and profiled[-1] > self.steps:
             raise UserError(f"train.profile is {self.train.profile}, but the last step is {self.steps}; name others.")
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
-        if self.optimizer.schedule == "wsd" and self.optimizer.warmup_steps > stable_end:
-            raise UserError(
-                f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but 'wsd' decays from step {stable_end} on; "
-                "shorten the warm-up or decay_fraction, or take more steps."
-            )
-        if self.train.batch_size % self.compute.grad_accumulation_steps:
-            raise UserError(
-                f"train.batch_size {self.train.batch_size} does not split into compute.grad_accumulation_steps "
-                f"{self.compute.grad_accumulation_steps} equal microbatches; make it a multiple."
-            )
+        if self.optimizer.schedule == "wsd" and (warmup := self.optimizer.warmup_steps) > stable_end:
+            remedy = "shorten the warm-up or decay_fraction, or take more steps"
+            conflict = f"but 'wsd' decays from step {stable_end} on"
+            raise UserError(f"optimizer.warmup_steps is {warmup}, {conflict}; {remedy}.")
+        if (batch_size := self.train.batch_size) % (n := self.compute.grad_accumulation_steps):
+            parts = f"compute.grad_accumulation_steps {n} equal microbatches"
+            raise UserError(f"train.batch_size {batch_size} does not split into {parts}; make it a multiple.")

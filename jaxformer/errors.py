@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.invocation import command
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class UserError(Exception):
@@ -25,6 +28,12 @@ def abbreviate(value: object, length: int = 80) -> str:
     """Return the `repr` of a value, without its middle where it is longer than `length` characters."""
     text = hex(value) if isinstance(value, int) and value.bit_length() > 1024 else repr(value)  # Python's limit
     return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 4 :]}"
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Return the index of the first lone surrogate, half a character that UTF-8 cannot write; None without one."""
+    match = SURROGATE.search(text)
+    return None if match is None else match.start()
 
 
 def parse_json(text: str | bytes) -> Any:

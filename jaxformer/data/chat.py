@@ -15,9 +15,9 @@ from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, read_template
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.packing import PackedExamples
-from jaxformer.data.sources import SURROGATE, expand_path, locate, read_json_lines
+from jaxformer.data.sources import expand_path, locate, read_json_lines
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
-from jaxformer.errors import UserError, abbreviate
+from jaxformer.errors import UserError, abbreviate, lone_surrogate
 
 FORMAT = 1
 """Version of the tokens; to be raised when the same conversations and template yield others."""
@@ -134,9 +134,10 @@ def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
 def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> None:
     """Raise `UserError` for a message that would end its turn, or another's, by a special token in one of its texts."""
     for number, message in enumerate(messages, start=1):
-        if any(map(SURROGATE.search, _strings(message))):
+        strings = list(_strings(message))
+        if any(lone_surrogate(text) is not None for text in strings):
             raise UserError(f"{label} message {number}, holds half a character, a lone surrogate; remove it.")
-        for text in (text for text in ("\0", *special) for value in _strings(message) if text in value):
+        for text in (text for text in ("\0", *special) for value in strings if text in value):
             raise UserError(
                 f"{label} message {number}, holds {text!r}, which the tokenizer would take for its special token; "
                 "write it otherwise, or leave the line out."

@@ -60,10 +60,8 @@ class Documents:
 
     def __getitem__(self, chosen: np.ndarray) -> Documents:
         """Return some of the documents, by their numbers or booleans."""
-        index_N, widths_N, bytes_N, digests_N = (
-            x[chosen] for x in (self.index_N, self.widths_N, self.bytes_N, self.digests_N)
-        )
-        return Documents(self.files, self.column, index_N, widths_N, bytes_N, digests_N, self.span)
+        arrays = ("index_N", "widths_N", "bytes_N", "digests_N")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
     def __iter__(self) -> Iterator[Iterator[str]]:
         """Yield the pieces of each document; `UserError` if a file has changed since `read_documents`."""
@@ -83,20 +81,16 @@ class Documents:
             if n != first or _stamp(file.path) != file.stamp:
                 raise UserError(f"{file.path} changed while it was read; start again once it is unchanged.")
 
-    def pieces(self) -> Pieces:
-        """Return the pieces of all documents."""
-        return Pieces(self)
-
     def cut_end(self, fraction: float) -> tuple[Documents, Documents]:
         """Cut a single document at the last line break, or else space, that leaves from one to two times `fraction` of
         the text to the second part; in a long text without either, at a character; `UserError` if the text is short and
         has neither."""
-        n_characters = sum(len(piece) for piece in self.pieces())
+        n_characters = sum(len(piece) for piece in Pieces(self))
         latest = int(n_characters * (1 - fraction))
         earliest = max(0, int(n_characters * (1 - 2 * fraction)))
         cuts = {"\n": 0, " ": 0}
         offset = earliest
-        for piece in replace(self, span=(earliest, latest)).pieces():
+        for piece in Pieces(replace(self, span=(earliest, latest))):
             for character in cuts:
                 if (index := piece.rfind(character)) >= 0:
                     cuts[character] = offset + index + 1

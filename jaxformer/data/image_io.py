@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import struct
-import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -14,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from jaxformer.data.dataset import evenly_spaced
+from jaxformer.data.sources import open_decompressed
 from jaxformer.errors import UserError
 from jaxformer.extras import import_extra
 
@@ -36,12 +35,8 @@ ORIENTATION, FIRST_TRANSPOSED = 0x0112, 5
 def read_idx(file: Path, axes: int) -> np.ndarray:
     """Return the uint8 array of `axes` axes in an IDX file (LeCun et al., the format of MNIST), gzipped if it ends with
     .gz; `UserError` if it cannot be read, is not such a file, or is truncated."""
-    try:
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{file} cannot be unpacked: {error}; download it again.") from error
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    with open_decompressed(file) as opened:
+        content = opened.read()
     if content[:4] != bytes([0, 0, IDX_UINT8, axes]):
         raise UserError(
             f"{file} begins with {content[:4].hex(' ') or 'nothing'}, but an IDX file of bytes with {axes} "
@@ -49,11 +44,9 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
         )
     start = 4 + 4 * axes
     shape = tuple(int(n) for n in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), ">u4"))
-    if len(content) != start + prod(shape):
-        raise UserError(
-            f"{file} has {len(content):,} bytes, but by its header it should have {start + prod(shape):,}; download it "
-            "again."
-        )
+    if len(content) != (n := start + prod(shape)):
+        size = f"{len(content):,} bytes, but by its header it should have {n:,}"
+        raise UserError(f"{file} has {size}; download it again.")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -115,9 +108,8 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
             return _pixels(image, file, channels, (height, width))
         n_frames, needed = getattr(image, "n_frames", 1), frames[0]
         if n_frames < needed:
-            raise UserError(
-                f"{file} has {n_frames} frame(s), but the model takes {needed}; give an animated GIF of more."
-            )
+            remedy = "give an animated GIF of more"
+            raise UserError(f"{file} has {n_frames} frame(s), but the model takes {needed}; {remedy}.")
         pixels = np.empty(shape, np.uint8)
         for to, frame in zip(pixels, evenly_spaced(n_frames, needed), strict=True):
             image.seek(int(frame))
@@ -137,9 +129,7 @@ def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Itera
     except FileNotFoundError as error:
         raise UserError(f"{name} does not exist; name a picture that does.") from error
     except DECODE_ERRORS as error:
-        reason = (
-            "" if isinstance(error, pillow.UnidentifiedImageError) else f": {error}"
-        )  # that one only names the file
+        reason = "" if isinstance(error, pillow.UnidentifiedImageError) else f": {error}"  # that only names the file
         raise UserError(f"{name} cannot be read as a picture{reason}; leave it out, or download it again.") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error

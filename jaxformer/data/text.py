@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from jaxformer.data.sources import PIECE_CHARACTERS
 
+T = TypeVar("T")
 MAX_WORD_CHARACTERS = 2**10
 """Longer stretches without white space are no words and may be cut."""
 MIN_PAGE_WIDTH, MAX_PAGE_WIDTH = 40, 120
@@ -56,8 +58,8 @@ def clean(pieces: Iterable[str], width: int | None) -> Iterator[str]:
     """Yield a text unwrapped (unless the width is None), with at most one empty line at a time, no white space around
     it, and a newline at its end; nothing for white space alone."""
     trailing, begun = "", False
-    for piece in _grouped(pieces if width is None else unwrap(pieces, width)):
-        text = re.sub(r"\n{3,}", "\n\n", trailing + piece)
+    for group in batches(pieces if width is None else unwrap(pieces, width), len, PIECE_CHARACTERS):
+        text = re.sub(r"\n{3,}", "\n\n", trailing + "".join(group))
         inner = text.rstrip()
         trailing = text[len(inner) :]
         if not begun:
@@ -100,17 +102,18 @@ def _lines(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
     yield rest, begins, True
 
 
-def _grouped(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield pieces joined to at least `PIECE_CHARACTERS`."""
-    group: list[str] = []
-    length = 0
-    for piece in pieces:
-        group.append(piece)
-        length += len(piece)
-        if length >= PIECE_CHARACTERS:
-            yield "".join(group)
-            group, length = [], 0
-    yield "".join(group)
+def batches(items: Iterable[T], length: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Yield items in lists of at least this length in all, but for the last one."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += length(item)
+        if total >= least:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def _cut_position(text: str) -> int:

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.data.documents import Documents
+from jaxformer.data.documents import Documents, Pieces
 from jaxformer.data.progress import Progress
+from jaxformer.data.text import batches
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, os_error_reason
 from jaxformer.fields import from_dict, to_dict
@@ -167,25 +168,12 @@ def encode(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[np.ndar
         yield end, 0
 
     progress = Progress("tokenizing", documents.n_bytes)
-    for batch in _batches(chain.from_iterable(map(parts, documents))):
+    for batch in batches(chain.from_iterable(map(parts, documents)), lambda part: len(part[0]), CHARACTERS_PER_BATCH):
         encoded = iter(tokenizer.encode_batch([part for part, _ in batch if isinstance(part, str)]))
         tokens = [np.array(next(encoded), dtype) if isinstance(part, str) else part for part, _ in batch]
         n_bytes = sum(n for _, n in batch)
         yield np.concatenate(tokens), n_bytes
         progress.add(n_bytes)
-
-
-def _batches(parts: Iterable[tuple[str | np.ndarray, int]]) -> Iterator[list[tuple[str | np.ndarray, int]]]:
-    """Yield parts in lists of about `CHARACTERS_PER_BATCH`."""
-    batch, length = [], 0
-    for part in parts:
-        batch.append(part)
-        length += len(part[0])
-        if length >= CHARACTERS_PER_BATCH:
-            yield batch
-            batch, length = [], 0
-    if batch:
-        yield batch
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -196,7 +184,7 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
 def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, tokenizer: Tokenizer | None) -> None:
     """Write a cache folder: a scratch folder first, then a rename, so that it is complete or absent."""
     with _scratch(folder, "write to", folder.parent) as scratch:
-        tokenizer = tokenizer or Tokenizer.train(train.pieces(), vocab_size)
+        tokenizer = tokenizer or Tokenizer.train(Pieces(train), vocab_size)
         tokenizer.save(scratch / TOKENIZER)
         sizes = [
             _write_tokens(scratch / name, split, tokenizer) for name, split in zip(SPLITS, (train, val), strict=True)

@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.data.sources import locate
-from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
+from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
 from jaxformer.fields import MAX_BY_FIELD
 
 END_OF_TEXT = "<|endoftext|>"
@@ -123,9 +123,8 @@ class Tokenizer:
             try:
                 config = parse_json(beside.read_bytes())
             except (OSError, ValueError) as error:
-                raise UserError(
-                    f"{beside} cannot be read ({os_error_reason(error) or error}); put it right."
-                ) from error
+                reason = os_error_reason(error) or error
+                raise UserError(f"{beside} cannot be read ({reason}); put it right.") from error
             if not isinstance(config, dict):
                 raise UserError(f"{beside} is no JSON object; put back the one that was published with {path.name}.")
         if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # it has precedence, as in transformers
@@ -136,9 +135,8 @@ class Tokenizer:
         except UserError as error:
             raise UserError(f"{path} {error}; {remedy}.") from error
         if missing:
-            raise UserError(
-                f"{path} has no token for the byte 0x{min(missing):02x}, so some texts have none; {remedy}."
-            )
+            byte = f"0x{min(missing):02x}"
+            raise UserError(f"{path} has no token for the byte {byte}, so some texts have none; {remedy}.")
         return tokenizer
 
     def save(self, path: Path) -> None:
@@ -344,13 +342,9 @@ def _fits(texts: Iterable[str]) -> bool:
 
 def _check_utf8(text: str) -> str:
     """Return the text; `UserError` if it cannot be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: half a "
-            "character, which UTF-8 cannot write; remove it."
-        ) from error
+    if (start := lone_surrogate(text)) is not None:
+        reason = "half a character, which UTF-8 cannot write; remove it"
+        raise UserError(f"the text has a lone surrogate, U+{ord(text[start]):04X}, at character {start}: {reason}.")
     return text
 
 

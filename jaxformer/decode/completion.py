@@ -21,7 +21,7 @@ from jaxformer.decode.prompts import Prompt, sample_seeds
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import MAX_DRAFT_TOKENS, Draft, DraftModel, PromptLookup, Speculation, speculate
 from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, lone_surrogate
 from jaxformer.fields import check_fields, check_range
 from jaxformer.models.objective import Params, is_causal_lm
 
@@ -320,8 +320,6 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer, max_new_tok
 
 
 def _encode(text: str, flag: str, tokenizer: Tokenizer) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{flag} {text!r} holds bytes that are not UTF-8, at character {error.start}.") from error
+    if (start := lone_surrogate(text)) is not None:
+        raise UserError(f"{flag} {text!r} holds bytes that are not UTF-8, at character {start}.")
     return tokenizer.encode(text)

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, lone_surrogate
 
 T = TypeVar("T")
 FIELDS = ("prompt", "seed", "id")
@@ -33,10 +33,8 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.text:
             raise UserError(f"{self.label} is empty; give it at least one character.")
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{self.label} holds bytes that are not UTF-8, at character {error.start}.") from error
+        if (start := lone_surrogate(self.text)) is not None:
+            raise UserError(f"{self.label} holds bytes that are not UTF-8, at character {start}.")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UserError(f"{self.label} has the seed {self.seed}; it must be at least 0 and below 2**32.")
 

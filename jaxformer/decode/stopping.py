@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, lone_surrogate
 
 
 class StopStrings:
@@ -22,12 +22,9 @@ class StopStrings:
         for string in strings:
             if not string:
                 raise UserError("a stop string is empty; it must have at least 1 character: leave it out.")
-            try:
-                string.encode()
-            except UnicodeEncodeError as error:
-                raise UserError(
-                    f"stop string {string!r} can never occur: character {error.start} is no Unicode text; leave it out."
-                ) from error
+            if (start := lone_surrogate(string)) is not None:
+                reason = f"character {start} is no Unicode text"
+                raise UserError(f"stop string {string!r} can never occur: {reason}; leave it out.")
         self._strings = tuple(strings)
         self._withheld = ""
         self.met = False

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.data import progress
-from jaxformer.data.documents import Documents, hold_out, leave_out, read_documents
+from jaxformer.data.documents import Documents, Pieces, hold_out, leave_out, read_documents
 from jaxformer.data.sources import PIECE_CHARACTERS
 from jaxformer.errors import UserError
 
@@ -132,7 +132,7 @@ def test_memory_of_reading_does_not_grow_with_the_texts(tmp_path):
         tracemalloc.start()
         try:
             read = read_documents(str(tmp_path / name), True)
-            n = sum(len(piece) for piece in read.pieces())
+            n = sum(len(piece) for piece in Pieces(read))
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

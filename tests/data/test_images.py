@@ -247,7 +247,7 @@ def test_corrupt_idx_file_is_named(tmp_path: Path, content: bytes, message: str)
 def test_corrupt_gzip_file_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "train-images-idx3-ubyte.gz"
     file.write_bytes(content)
-    with pytest.raises(UserError, match=f"{file} cannot be unpacked"):
+    with pytest.raises(UserError, match=f"{file} is truncated or no gzip file"):
         read_idx(file, 3)
 
 
