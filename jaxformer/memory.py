@@ -95,10 +95,8 @@ def check_memory(compiled: Any, device: jax.Device) -> str:
     if capacity is None:
         return f"memory per device: {format_bytes(needed)}"
     if needed > capacity:
-        raise UserError(
-            f"a step needs {format_bytes(needed)} of memory per device, and there are {format_bytes(capacity)}; "
-            f"{REMEDY}."
-        )
+        problem = f"a step needs {format_bytes(needed)} of memory per device, and there are {format_bytes(capacity)}"
+        raise UserError(f"{problem}; {REMEDY}.")
     return f"memory per device: {format_bytes(needed)} of {format_bytes(capacity)}"
 
 

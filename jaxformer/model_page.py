@@ -144,9 +144,8 @@ def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
         return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][: config.context_length])
     tokens = tokenizer.encode_prompt(prompt.text)
     if len(tokens) > config.context_length:
-        raise UserError(
-            f"--prompt has {len(tokens)} tokens; it may have at most the context's {config.context_length}."
-        )
+        limit = f"it may have at most the context's {config.context_length}"
+        raise UserError(f"--prompt has {len(tokens)} tokens; {limit}.")
     # The first half of the text is the prefix, from which the other half is predicted.
     prefix = (jnp.int32(len(tokens) // 2),) if contract.has_prefix else ()
     return jnp.array(tokens), *prefix

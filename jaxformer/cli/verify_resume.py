@@ -53,10 +53,8 @@ def main(arguments: list[str]) -> int:
     every = config.train.checkpoint_every
     if not 0 < every <= kill_at:
         if EVERY in options_given(fields):
-            raise UserError(
-                f"{EVERY} is {every}, so that there is no checkpoint to resume from at step {kill_at}; leave it "
-                "out, or set it to at most --kill-at."
-            )
+            problem = f"{EVERY} is {every}, so that there is no checkpoint to resume from at step {kill_at}"
+            raise UserError(f"{problem}; leave it out, or set it to at most --kill-at.")
         fields += [EVERY, str(kill_at)]
         echo(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
     with contextlib.ExitStack() as stack:

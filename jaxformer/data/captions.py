@@ -62,10 +62,8 @@ class CaptionsConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> CaptionDataset:  # fmt: skip
         if not isinstance(model, ImageTextModelConfig):
-            raise UserError(
-                f"the data is images with captions, but {type(model).__name__} does not describe a model of both; "
-                "change one."
-            )
+            problem = f"the data is images with captions, but {type(model).__name__} does not describe a model of both"
+            raise UserError(f"{problem}; change one.")
         return CaptionDataset(self, model, batch_size, seed, tokenizer, fixed)
 
 
@@ -128,9 +126,8 @@ class CaptionDataset(Dataset):
         original, model = model, replace(model, vision=vision)
         shape = model.example()[0].shape
         if config.shift >= max(shape[:2]):
-            raise UserError(
-                f"data.shift is {config.shift}, but images have {shape[0]} x {shape[1]} pixels; move them by fewer."
-            )
+            remedy = "move them by fewer"
+            raise UserError(f"data.shift is {config.shift}, but images have {shape[0]} x {shape[1]} pixels; {remedy}.")
         self.images = read_images(folder / IMAGES, files, shape)
         is_train = np.array([row.split == "train" for row in table])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)

@@ -138,10 +138,8 @@ def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> 
         if any(lone_surrogate(text) is not None for text in strings):
             raise UserError(f"{label} message {number}, holds half a character, a lone surrogate; remove it.")
         for text in (text for text in ("\0", *special) for value in strings if text in value):
-            raise UserError(
-                f"{label} message {number}, holds {text!r}, which the tokenizer would take for its special token; "
-                "write it otherwise, or leave the line out."
-            )
+            problem = f"{label} message {number}, holds {text!r}, which the tokenizer would take for its special token"
+            raise UserError(f"{problem}; write it otherwise, or leave the line out.")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -250,10 +248,8 @@ class ChatDataset(Dataset):
         self.token_lengths = tokenizer.token_lengths
         for split, encoded in (("training", train), ("validation", val)):
             if not len(encoded.lengths_N) and not encoded.n_cut:
-                raise UserError(
-                    f"the chat template writes no token of the assistant in any {split} conversation; give another by "
-                    "--data.template, or conversations with answers."
-                )
+                problem = f"the chat template writes no token of the assistant in any {split} conversation"
+                raise UserError(f"{problem}; give another by --data.template, or conversations with answers.")
             if not len(encoded.lengths_N):
                 raise UserError(
                     f"no {split} conversation has a token of the assistant among its first "

@@ -136,9 +136,8 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise UserError(
-                f"{self.name}, line {error.lineno}, is no Jinja template: {error.message}; mend it."
-            ) from error
+            problem = f"{self.name}, line {error.lineno}, is no Jinja template: {error.message}"
+            raise UserError(f"{problem}; mend it.") from error
         except (RecursionError, SyntaxError) as error:  # of Python, into which Jinja translates it
             raise UserError(f"{self.name} is nested too deeply ({error}); give another template.") from error
 
@@ -182,10 +181,8 @@ def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"data.template {path} cannot be read ({os_error_reason(error) or 'it is not UTF-8'}); give a file with a "
-            "Jinja template, or a tokenizer_config.json."
-        ) from error
+        problem = f"data.template {path} cannot be read ({os_error_reason(error) or 'it is not UTF-8'})"
+        raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
     if file.suffix != ".json":
         return ChatTemplate(text, tokenizer.special_tokens, path)
     try:

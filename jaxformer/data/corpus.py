@@ -87,10 +87,8 @@ def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | No
         val = read_documents(config.val_path, config.unwrap, config.column)
         train = leave_out(documents, val)
         if not len(train):
-            raise UserError(
-                f"every document of data.path {config.path} is in data.val_path {config.val_path}, too; give other "
-                "text to train on, or leave data.val_path out."
-            )
+            problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
+            raise UserError(f"{problem}; give other text to train on, or leave data.val_path out.")
         if n := len(documents) - len(train):
             notes = (f"{n:,} document(s) of {config.path} are not trained on: {config.val_path} has the same text",)
     texts = hashlib.sha256(f"{FORMAT} ".encode() + train.digest() + b" split " + val.digest()).hexdigest()

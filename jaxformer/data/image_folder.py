@@ -95,9 +95,8 @@ def open_image_folder(path: str) -> ImageFolder:
         shapes = dict.fromkeys(split.images.shape[1:] for split in splits)
         return ImageFolder(path, tuple(map(str, range(n_classes))), tuple(shapes), splits[0], val)
     if not (folder / "train").is_dir():
-        raise UserError(
-            f"{path} has neither {IDX_SPLITS[0]}-images-idx3-ubyte nor a folder train; give a folder with one."
-        )
+        remedy = "give a folder with one"
+        raise UserError(f"{path} has neither {IDX_SPLITS[0]}-images-idx3-ubyte nor a folder train; {remedy}.")
     classes = tuple(_subfolders(folder / "train"))
     files, val_files = (_list_images(folder / split, classes) for split in ("train", "val"))
     if not files:
@@ -116,10 +115,8 @@ def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, L
     held_out = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():
         purpose = "train" if held_out.all() else "measure"
-        raise UserError(
-            f"data.val_fraction {fraction} of {len(held_out)} images leaves nothing to {purpose} on; change it, or "
-            "give a folder val."
-        )
+        problem = f"data.val_fraction {fraction} of {len(held_out)} images leaves nothing to {purpose} on"
+        raise UserError(f"{problem}; change it, or give a folder val.")
     train, val = (LabelledImages(images.images[rows], images.labels[rows]) for rows in (~held_out, held_out))
     return train, val
 
@@ -137,14 +134,12 @@ def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
         return None
     for file, content in zip(files, ("images", "labels"), strict=True):
         if file is None:
-            raise UserError(
-                f"{folder} has no {split}-{content}-idx*-ubyte, with .gz or without; put it beside the others."
-            )
+            remedy = "put it beside the others"
+            raise UserError(f"{folder} has no {split}-{content}-idx*-ubyte, with .gz or without; {remedy}.")
     images, labels = (read_idx(file, axes) for file, axes in zip(files, (3, 1), strict=True) if file is not None)
     if len(images) != len(labels):
-        raise UserError(
-            f"{files[0]} has {len(images)} images, but {files[1]} has {len(labels)} labels; they are not of one set."
-        )
+        reason = "they are not of one set"
+        raise UserError(f"{files[0]} has {len(images)} images, but {files[1]} has {len(labels)} labels; {reason}.")
     if not images.size:
         raise UserError(f"{files[0]} has no images; give a file with at least 1.")
     return LabelledImages(images[..., None], labels.astype(np.int32))
@@ -160,9 +155,8 @@ def _list_images(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]
     if not folder.is_dir():
         return []
     if unknown := [name for name in _subfolders(folder) if name not in classes]:
-        raise UserError(
-            f"{folder} has a class {unknown[0]!r} that train has not; remove it, or give images to train on."
-        )
+        remedy = "remove it, or give images to train on"
+        raise UserError(f"{folder} has a class {unknown[0]!r} that train has not; {remedy}.")
     return [
         (file, label)
         for label, name in enumerate(classes)

@@ -108,9 +108,8 @@ class PixelDataset(Dataset):
         `ImageFolderConfig`. Raises `UserError` if there are fewer training images than in a batch."""
         n = len(splits.train.images)
         if n < batch_size:
-            raise UserError(
-                f"{config.path} has {n} training images, fewer than train.batch_size {batch_size}; lower it."
-            )
+            problem = f"{config.path} has {n} training images, fewer than train.batch_size {batch_size}"
+            raise UserError(f"{problem}; lower it.")
         self.config, self.model, self.splits, self.batch_size, self.seed = config, model, splits, batch_size, seed
         self.classes = splits.classes
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size

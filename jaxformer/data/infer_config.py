@@ -35,10 +35,8 @@ def fit_vocab_size(
     if fixed is None or "vocab_size" not in fixed:
         return replace(model, vocab_size=needed)
     if model.vocab_size < needed:
-        raise UserError(
-            f"model.vocab_size is {model.vocab_size:,}, but the tokenizer of data.tokenizer needs {needed:,}; set it "
-            "to as much, or leave it out."
-        )
+        problem = f"model.vocab_size is {model.vocab_size:,}, but the tokenizer of data.tokenizer needs {needed:,}"
+        raise UserError(f"{problem}; set it to as much, or leave it out.")
     return model
 
 

@@ -78,10 +78,8 @@ class PairsConfig(DataConfig):
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     """Return the config of a model of a source, its mask and a target; `UserError` for another model."""
     if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.SEQUENCE_TO_SEQUENCE:
-        raise UserError(
-            f"the data is pairs of texts, but {type(model).__name__} describes no sequence-to-sequence model; change "
-            "one."
-        )
+        problem = f"the data is pairs of texts, but {type(model).__name__} describes no sequence-to-sequence model"
+        raise UserError(f"{problem}; change one.")
     return model
 
 

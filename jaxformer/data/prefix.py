@@ -32,8 +32,8 @@ class PrefixTextConfig(TextConfig):
     def check_model(self, model: TokenModelConfig) -> None:
         for name in ("shortest_prefix", "longest_prefix"):
             if (getattr(self, name) or 0) > model.context_length:
-                remedy = f"it must be at most the model's context_length, {model.context_length}"
-                raise UserError(f"data.{name} is {getattr(self, name)}; {remedy}.")
+                limit = f"it must be at most the model's context_length, {model.context_length}"
+                raise UserError(f"data.{name} is {getattr(self, name)}; {limit}.")
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixTextDataset:
         return PrefixTextDataset(self, model, corpus, batch_size, seed)

@@ -62,9 +62,8 @@ def find_files(path: str) -> list[Path]:
     if len(counts) > 1:
         listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
         folder = path if location.is_dir() else str(location.parent)
-        raise UserError(
-            f"{path} holds files of several kinds ({listed}); name those of one, such as '{folder}/*{min(counts)}'."
-        )
+        remedy = f"name those of one, such as '{folder}/*{min(counts)}'"
+        raise UserError(f"{path} holds files of several kinds ({listed}); {remedy}.")
     return files
 
 
@@ -95,9 +94,8 @@ def _saved_dataset(folder: Path) -> list[Path]:
     try:
         if splits.is_file():
             names = list(map(str, parse_json(splits.read_bytes())["splits"]))
-            raise UserError(
-                f"{folder} holds the splits {', '.join(names)} of a dataset; name one, such as {folder / names[0]}."
-            )
+            remedy = f"name one, such as {folder / names[0]}"
+            raise UserError(f"{folder} holds the splits {', '.join(names)} of a dataset; {remedy}.")
         if not state.is_file():
             return []
         parts = [str(part["filename"]) for part in parse_json(state.read_bytes())["_data_files"]]
@@ -105,10 +103,8 @@ def _saved_dataset(folder: Path) -> list[Path]:
             raise UserError(f"{state} names {abbreviate(outside)}, which is no file of its folder; do not trust it.")
         return [folder / name for name in parts]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(
-            f"{folder} is no dataset that can be read ({type(error).__name__}: {error}); save it once more, by "
-            "save_to_disk of the package datasets."
-        ) from error
+        problem = f"{folder} is no dataset that can be read ({type(error).__name__}: {error})"
+        raise UserError(f"{problem}; save it once more, by save_to_disk of the package datasets.") from error
 
 
 def _suffix(path: Path) -> str:

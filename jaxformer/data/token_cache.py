@@ -108,9 +108,8 @@ def cached(
         try:
             return read(folder)
         except (FileNotFoundError, Unverified) as error:
-            raise UserError(
-                f"cached tokens in {folder} {error}, although just written; set JAXFORMER_CACHE."
-            ) from error
+            remedy = "set JAXFORMER_CACHE"
+            raise UserError(f"cached tokens in {folder} {error}, although just written; {remedy}.") from error
 
 
 def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:

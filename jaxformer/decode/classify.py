@@ -52,9 +52,8 @@ def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, floa
     probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
     n = len(probs[0])
     if run.classes and len(run.classes) != n:
-        raise UserError(
-            f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; remove it for numbers."
-        )
+        remedy = "remove it for numbers"
+        raise UserError(f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; {remedy}.")
     return _ranked(run.classes or [str(number) for number in range(n)], probs)
 
 

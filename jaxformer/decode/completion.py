@@ -128,9 +128,8 @@ class Completer:
         self._run, self._options, self._explain = run, options, explain
         self._config, self._tokenizer = run.text_model()
         if not is_causal_lm(run.model):
-            raise UserError(
-                f"{run.path} holds a {type(run.model).__name__}, which writes no text; name a run that does."
-            )
+            remedy = "name a run that does"
+            raise UserError(f"{run.path} holds a {type(run.model).__name__}, which writes no text; {remedy}.")
         n_tokens = self._tokenizer.vocab_size
         sampling.check_vocabulary(n_tokens)
         self._sampling = sampling if n_tokens >= self._config.vocab_size else replace(sampling, n_tokens=n_tokens)
@@ -149,9 +148,8 @@ class Completer:
     def _check_draft(self, draft: Run) -> Draft:
         config, tokenizer = draft.text_model()
         if tokenizer.as_json() != self._tokenizer.as_json():
-            raise UserError(
-                f"the draft {draft.path} has another tokenizer than {self._run.path}; use one trained on its text."
-            )
+            remedy = "use one trained on its text"
+            raise UserError(f"the draft {draft.path} has another tokenizer than {self._run.path}; {remedy}.")
         if not contract_of(draft.model).has_cache:
             raise UserError(f"the draft {draft.path} has a model without a cache; use another, or 'lookup'.")
         return DraftModel(draft.model, config.n_positions)

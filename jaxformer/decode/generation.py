@@ -110,9 +110,8 @@ def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_le
     for number, prompt in enumerate(prompts, start=1):
         label = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         if not 1 <= len(prompt) <= context_length:
-            raise UserError(
-                f"{label} has {len(prompt)} tokens; it must have at least 1 and at most the context's {context_length}."
-            )
+            limit = f"it must have at least 1 and at most the context's {context_length}"
+            raise UserError(f"{label} has {len(prompt)} tokens; {limit}.")
         if min(prompt) < 0 or max(prompt) > last:
             token = next(token for token in prompt if not 0 <= token <= last)
             raise UserError(f"{label} has a token {token}; it must be from 0 to {last}, the vocabulary's last.")

@@ -68,14 +68,13 @@ class Sampling:
             self._require(name, value is None or least <= value <= most, limit)
         for token, bias in self.logit_bias:
             if not -1e6 <= bias <= 1e6:
-                remedy = "it must be finite, from -1e6 to 1e6: to rule a token out, make it a bad word"
-                raise UserError(f"the logit bias of token {token} is {bias}; {remedy}.")
+                limit = "it must be finite, from -1e6 to 1e6: to rule a token out, make it a bad word"
+                raise UserError(f"the logit bias of token {token} is {bias}; {limit}.")
         if not all(self.bad_words):
             raise UserError("a bad word has no tokens; it must have at least 1: leave it out.")
         if self.min_new_tokens and not self.stop_tokens:
-            raise UserError(
-                f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to hold back; give stop tokens."
-            )
+            problem = f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to hold back"
+            raise UserError(f"{problem}; give stop tokens.")
 
     def _require(self, name: str, valid: bool, limit: str) -> None:
         if not valid:

@@ -207,10 +207,8 @@ def speculate(
     check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
     check_seeds(seeds, len(prompts), n_samples)
     if draft.vocab_size != vocab_size(model):
-        raise UserError(
-            f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {vocab_size(model)}; use a "
-            "draft with the model's vocabulary."
-        )
+        problem = f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {vocab_size(model)}"
+        raise UserError(f"{problem}; use a draft with the model's vocabulary.")
     if contract_of(model).has_prefix:
         raise UserError("the model attends to its prompt in both directions, which a draft cannot; leave it out.")
     contexts = [(model, context_length)]

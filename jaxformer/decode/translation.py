@@ -67,9 +67,8 @@ def translate(
     for number, source in enumerate(sources, start=1):
         if not 1 <= len(source) <= context_length:
             label = f"text {number}" if len(sources) > 1 else "the text"
-            raise UserError(
-                f"{label} has {len(source)} tokens; it must have at least 1 and at most the context's {context_length}."
-            )
+            limit = f"it must have at least 1 and at most the context's {context_length}"
+            raise UserError(f"{label} has {len(source)} tokens; {limit}.")
     end = tokenizer.end_of_text
     targets = translate_tokens(model, params, sources, end_of_text=end, context_length=context_length, **options)
     return [tokenizer.decode(target) for target in targets]

@@ -35,6 +35,5 @@ def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, fl
 
 def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
     if not hypotheses or len(hypotheses) != len(references):
-        raise UserError(
-            f"there are {len(hypotheses)} texts and {len(references)} references; give at least 1, and as many of each."
-        )
+        remedy = "give at least 1, and as many of each"
+        raise UserError(f"there are {len(hypotheses)} texts and {len(references)} references; {remedy}.")

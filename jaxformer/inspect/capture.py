@@ -152,10 +152,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
     def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
         if not hasattr(value, "dtype"):
-            raise UserError(
-                f"capture point {part!r} of {type(module).__name__} offers a {type(value).__name__}; offer "
-                "each array by a point of its own."
-            )
+            problem = f"capture point {part!r} of {type(module).__name__} offers a {type(value).__name__}"
+            raise UserError(f"{problem}; offer each array by a point of its own.")
         path = module.path if part == OUTPUT and module.path else (*module.path, part)
         call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has a root of its own
         calls[call] += 1

@@ -20,15 +20,12 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     model_type, architectures = theirs.get("model_type"), theirs.get("architectures") or []
     if (quantization := theirs.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise UserError(
-            f"the checkpoint is quantised ({abbreviate(method)}), and rounded weights are not read; take the one in "
-            "bfloat16 or float32 that it was made from."
-        )
+        problem = f"the checkpoint is quantised ({abbreviate(method)}), and rounded weights are not read"
+        raise UserError(f"{problem}; take the one in bfloat16 or float32 that it was made from.")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise UserError(
-            f"the model_type is {abbreviate(model_type)}, which is no family known here; those are {known}."
-        )
+        limit = f"those are {known}"
+        raise UserError(f"the model_type is {abbreviate(model_type)}, which is no family known here; {limit}.")
     if not isinstance(architectures, list):
         raise UserError(f"architectures is {abbreviate(architectures)}, which is no list; put back the config.json.")
     if architectures and family.architecture not in architectures:
@@ -65,10 +62,8 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
         if family.rope is not None:
             values |= read_rope(family.rope, theirs, values.get("window"))
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:
-        raise UserError(
-            f"config.json is no {family.model_type}'s: a value is missing, or of another type ({error}); put back the "
-            "published one."
-        ) from error
+        problem = f"config.json is no {family.model_type}'s: a value is missing, or of another type ({error})"
+        raise UserError(f"{problem}; put back the published one.") from error
     return from_dict(DecoderConfig, values, "the model")
 
 
@@ -98,9 +93,8 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
             continue
         inverse = {ours: name for name, ours in reversed([*field.values.items()])}  # the first
         if value not in inverse:
-            raise UserError(
-                f"{field.ours} {value!r} has no equivalent in {family.model_type}; known: {', '.join(inverse)}."
-            )
+            limit = f"known: {', '.join(inverse)}"
+            raise UserError(f"{field.ours} {value!r} has no equivalent in {family.model_type}; {limit}.")
         theirs[field.theirs] = inverse[value]
     for name, expected in family.constants.items():
         if (value := getattr(config, name)) != expected:
@@ -170,9 +164,8 @@ def _check_rope_type(scaling: Mapping[str, Any], known: Collection[str]) -> str:
     """Return the type of a scaling; `UserError` where it is not known."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in known:
-        raise UserError(
-            f"the rope_type is {abbreviate(kind)}, of which there is no equivalent; known: {', '.join(known)}."
-        )
+        limit = f"known: {', '.join(known)}"
+        raise UserError(f"the rope_type is {abbreviate(kind)}, of which there is no equivalent; {limit}.")
     return kind
 
 

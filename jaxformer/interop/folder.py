@@ -86,10 +86,8 @@ def _shards(path: Path) -> Mapping[str, list[str]]:
         return {SINGLE: []}
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in PICKLED)
     if pickled:
-        raise UserError(
-            f"{path} has its weights in {pickled[0]}, which is pickled, and reading it would run code; convert it to "
-            "safetensors."
-        )
+        problem = f"{path} has its weights in {pickled[0]}, which is pickled, and reading it would run code"
+        raise UserError(f"{problem}; convert it to safetensors.")
     raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; name a folder with weights in safetensors.")
 
 

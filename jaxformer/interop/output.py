@@ -37,9 +37,8 @@ def complete_path(target: Path) -> Iterator[Path]:
             yield path
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(
-                f"{target} cannot be written: {reason}; free some space, or choose another --out."
-            ) from error
+            remedy = "free some space, or choose another --out"
+            raise UserError(f"{target} cannot be written: {reason}; {remedy}.") from error
         _check_new(target)  # a folder that another process has made meanwhile, if empty, would be replaced
         path.rename(target)
 
@@ -64,9 +63,8 @@ def cast(name: str, array: Any, dtype: Dtype) -> np.ndarray:
     with np.errstate(over="ignore"):  # reported below, by name
         converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
     if dtype == "float16" and not np.isfinite(converted).all() and np.isfinite(array).all():
-        raise UserError(
-            f"{name} has numbers up to {np.abs(array).max():.3g}, and float16 ends at 65504; use --dtype bfloat16."
-        )
+        remedy = "use --dtype bfloat16"
+        raise UserError(f"{name} has numbers up to {np.abs(array).max():.3g}, and float16 ends at 65504; {remedy}.")
     return converted
 
 

@@ -50,10 +50,8 @@ def publish(run: Run) -> Published:
     is none; the parts that the nearest family lacks are named."""
     config = run.config.model
     if not isinstance(config, DecoderConfig):
-        raise UserError(
-            f"{run.path} holds a {type(run.model).__name__}, and published families are decoders; use --format "
-            "safetensors."
-        )
+        problem = f"{run.path} holds a {type(run.model).__name__}, and published families are decoders"
+        raise UserError(f"{problem}; use --format safetensors.")
     config = resolved(config)
     lacking = {name: unmatched(config, family) for name, family in FAMILIES.items()}
     nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of several

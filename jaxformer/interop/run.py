@@ -41,10 +41,8 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
     if tokenizer.vocab_size > config.vocab_size:  # as Gemma 3 has a token of images, also where it reads text alone
         tokenizer = tokenizer.without_special_from(config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"{file} has {tokenizer.vocab_size:,} tokens, but the model embeds {config.vocab_size:,}; put the model's "
-            "own tokenizer there."
-        )
+        problem = f"{file} has {tokenizer.vocab_size:,} tokens, but the model embeds {config.vocab_size:,}"
+        raise UserError(f"{problem}; put the model's own tokenizer there.")
     return tokenizer
 
 

@@ -81,15 +81,11 @@ def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used
         if name == head and config.unembedding == "tied":
             table = next(name for name in used if name.endswith(_embedding(family)))
             if folder.dtype(name) not in FLOATS or not np.array_equal(folder.read(name), folder.read(table)):
-                raise UserError(
-                    f"config.json of {folder.path} ties {name} to the embedding, but the two differ; set "
-                    "tie_word_embeddings to false."
-                )
+                problem = f"config.json of {folder.path} ties {name} to the embedding, but the two differ"
+                raise UserError(f"{problem}; set tie_word_embeddings to false.")
         elif not any(re.search(pattern, name) for pattern in family.ignored):
-            raise UserError(
-                f"{folder.path} has a tensor {name}, which {family.architecture} of this config does not have; "
-                "take the checkpoint of the model alone."
-            )
+            problem = f"{folder.path} has a tensor {name}, which {family.architecture} of this config does not have"
+            raise UserError(f"{problem}; take the checkpoint of the model alone.")
 
 
 def _embedding(family: Family) -> str:
