@@ -35,15 +35,8 @@ def _is_installed(package: str) -> bool:
 
 
 def import_extra(module: str, purpose: str) -> ModuleType:
-    """Return a module of an optional package.
-
-    Args:
-      module: such as `PIL.Image`.
-      purpose: subject of the error's sentence, such as "train.log_to wandb".
-
-    Raises:
-      UserError: the package is not installed, or fails when imported.
-    """
+    """Return a module of an optional package, such as `PIL.Image`; `UserError` with the purpose as its subject, such as
+    "train.log_to wandb", if the package is not installed, or fails when imported."""
     package = module.partition(".")[0]
     remedy = f"get it by pip install 'jaxformer[{EXTRAS[package]}]'"
     try:

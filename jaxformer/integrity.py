@@ -23,14 +23,9 @@ HASHING_THREADS = 4
 
 
 def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
-    """Return a description of the corruption of a checkpoint, or None if it is intact.
-
-    Orbax detects a missing or truncated file, but restores flipped bits.
-
-    Args:
-      checkpoint: the folder of the checkpoint.
-      arrays: of the sorted files with arrays, those whose content is verified; the others must exist.
-    """
+    """Return a description of the corruption of a checkpoint's folder, or None if it is intact. Orbax detects a missing
+    or truncated file, but restores flipped bits. Of the sorted files with arrays, the content of those in `arrays` is
+    verified; the others must exist."""
     try:
         expected = parse_json((checkpoint / CHECKSUMS).read_bytes())
         parse_json((checkpoint / METADATA).read_bytes())

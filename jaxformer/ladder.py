@@ -68,15 +68,8 @@ def ended_early(run: Path) -> str:
 
 
 def rung_result(run: Path, sources: str) -> RungResult:
-    """Return the outcome that a run's folder records.
-
-    Args:
-      run: its folder.
-      sources: the sources' figures for this rung.
-
-    Raises:
-      UserError: it is no run.
-    """
+    """Return the outcome that a run's folder records, beside the sources' figures for this rung; `UserError` if it is
+    no run."""
     config, rows = read_config(run), read_metrics(run)
     cause = ended_early(run)
     evaluated = [row for row in rows if "val_loss" in row]

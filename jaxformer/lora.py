@@ -60,12 +60,8 @@ def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[
 
 
 def init_adapters(key: jax.Array, params: Params, axes: Mapping[str, ParameterAxes], config: LoraConfig) -> Params:
-    """Return adapters in float32 that change nothing yet: A is drawn from N(0, 1 / inputs), B is 0.
-
-    Args:
-      params: the parameters, or their shapes and dtypes.
-      axes: of the parameters.
-    """
+    """Return adapters in float32 that change nothing yet, for parameters or their shapes with these axes: A is drawn
+    from N(0, 1 / inputs), B is 0."""
     shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep=".").items()}
     adapters: dict[str, jax.Array] = {}
     for i, name in enumerate(adapted_matrices(axes, config)):

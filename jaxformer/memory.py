@@ -65,18 +65,9 @@ def _machine_memory() -> int | None:
 
 
 def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
-    """Refuse a model whose parameters and gradients exceed the memory of all devices, before anything is computed.
-
-    This is a lower bound of what training needs; `check_memory` compares the whole step.
-
-    Args:
-      params: tree of arrays, or of their shapes and dtypes.
-      n_devices: devices that the parameters may be sharded over.
-      device: one of them, local to this process.
-
-    Raises:
-      UserError: the parameters do not fit.
-    """
+    """Refuse a model whose parameters (or shapes and dtypes) and gradients exceed the memory of all `n_devices` devices
+    that they may be sharded over, of which one is given, before anything is computed: a lower bound of what training
+    needs; `check_memory` compares the whole step. Raises `UserError` if the parameters do not fit."""
     leaves = jax.tree.leaves(params)
     n_parameters, capacity = sum(leaf.size for leaf in leaves), memory_capacity(device)
     needed = sum(2 * leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -35,17 +35,9 @@ DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 
 
 def write_model_page(run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None) -> None:
-    """Write the page of a run.
-
-    Args:
-      run: the run, with a checkpoint.
-      path: the HTML file.
-      prompt: text to show in place of a held-out one.
-      n_examples: held-out examples that heads and gradients are measured on.
-
-    Raises:
-      UserError: the prompt does not suit the model or the page; or there is neither data nor a prompt.
-    """
+    """Write the page of a run with a checkpoint to an HTML file, with a prompt in place of a held-out text, and heads
+    and gradients measured on `n_examples` held-out examples. Raises `UserError` if the prompt does not suit the model
+    or the page, or there is neither data nor a prompt."""
     batch, reason = _held_out(run, n_examples)
     example = _example(run, prompt, batch)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]

@@ -154,12 +154,8 @@ def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
 
 
 def assemble(rows: Any, row_indices: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
-    """Return a batch over all devices, a tree of arrays of which each process gives its rows.
-
-    Args:
-      rows: this process's rows of each array.
-      row_indices: their indices in the batch; see `local_rows`.
-    """
+    """Return a batch over all devices, a tree of arrays of which each process gives its rows, with their indices in the
+    batch, see `local_rows`."""
     if len(row_indices) == n_rows:
         return global_device_put(rows, sharding)
 

@@ -27,14 +27,9 @@ BASE = "base"
 
 def find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
     """Return a class of configs by its name, see `kind_of`; where its file is gone, one of the same file name that is
-    imported already.
-
-    One of another package is imported, after a note on stderr, from the installed modules or from the file of configs
-    that the run was trained with.
-
-    Raises:
-      UserError: there is none, it cannot be imported, or its file is in the run's folder.
-    """
+    imported already. One of another package is imported, after a note on stderr, from the installed modules or from the
+    file of configs that the run was trained with. Raises `UserError` if there is none, it cannot be imported, or its
+    file is in the run's folder."""
     where, colon, name = _split_kind(kind)
     packages = () if colon == ":" else (jaxformer.models, jaxformer.data)
     for package in packages:

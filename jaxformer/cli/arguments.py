@@ -44,14 +44,9 @@ class CommandCall:
 
 @contextlib.contextmanager
 def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -> Iterator[CommandCall]:
-    """Run the body as a command: an error that the user can fix becomes one sentence and exit status 2.
-
-    `--debug` anywhere lets the traceback through.
-
-    Args:
-      arguments: those of the command; None for those of the program.
-      ignore_closed: continue quietly once nobody reads the output.
-    """
+    """Run the body as a command of these arguments, for None the program's: an error that the user can fix becomes one
+    sentence and exit status 2. `--debug` anywhere lets the traceback through. With `ignore_closed`, it continues
+    quietly once nobody reads the output."""
     prepare_streams(ignore_closed)
     warnings = logging.StreamHandler()
     warnings.setFormatter(_OneLine("%(levelname)s: %(message)s"))

@@ -76,13 +76,9 @@ class Group:
 
 
 def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) -> list[Group]:
-    """Return the options of a dataclass, followed by those of the dataclasses inside it.
-
-    Args:
-      default: an instance; its values are the defaults.
-      prefix: of the flags, such as `model.`.
-      path: names of the fields that lead to it.
-    """
+    """Return the options of a dataclass, whose values in `default` are the defaults, followed by those of the
+    dataclasses inside it. Flags have the prefix, such as `model.`; `path` has the names of the fields that lead to the
+    dataclass."""
     about = (inspect.getdoc(type(default)) or "").split("\n\n")[0] if prefix else ""
     group = Group(f"{prefix.rstrip('.')} options".strip(), about, [])
     inner: list[Group] = []

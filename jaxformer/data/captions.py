@@ -102,16 +102,10 @@ class CaptionDataset(Dataset):
         self, config: CaptionsConfig, model: Any, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
     ) -> None:  # fmt: skip
-        """Read all images and captions; images of another size than the model's are resized.
-
-        Args:
-          model: an `ImageTextModelConfig`.
-          fixed: as of `DataConfig.load`; `vision.image_size` and `vision.patch_size` matter.
-
-        Raises:
-          UserError: a file is missing or cannot be read, an image has no caption or a caption no image, the shift is
-            larger than the images, or there are fewer training pairs than in a batch.
-        """
+        """Read all images and captions; images of another size than that of the model, an `ImageTextModelConfig`, are
+        resized. `fixed` is as of `DataConfig.load`; `vision.image_size` and `vision.patch_size` matter. Raises
+        `UserError` if a file is missing or cannot be read, an image has no caption or a caption no image, the shift is
+        larger than the images, or there are fewer training pairs than in a batch."""
         self.config, self.batch_size, self.seed = config, batch_size, seed
         length = model.text.context_length
         if length < 3:

@@ -218,12 +218,8 @@ def _render(conversation: Conversation, template: ChatTemplate) -> tuple[str, li
 
 
 def assistant_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return 1 for each token that shares a character with a span, and 0 for the others.
-
-    Args:
-      offsets: characters `[start, stop)` of each token, in order.
-      spans: characters `[start, stop)`, in order.
-    """
+    """Return 1 for each token that shares a character with a span, and 0 for the others; offsets of tokens and spans
+    are characters `[start, stop)`, in order."""
     remaining, counts = list(reversed(spans)), []
     for start, stop in offsets:
         while remaining and remaining[-1][1] <= start:

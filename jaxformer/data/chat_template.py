@@ -29,12 +29,7 @@ Message = Mapping[str, Any]
 
 
 class Rendered(NamedTuple):
-    """A conversation as one text.
-
-    Attributes:
-      text: the text.
-      spans: characters `[start, stop)` that the assistant writes.
-    """
+    """A conversation as one text, and the characters `[start, stop)` in it that the assistant writes."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -44,12 +39,8 @@ class ChatTemplate:
     """A chat template and the special tokens that it writes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
-        """Compile a template; `UserError` where it is none, or Jinja is not installed.
-
-        Args:
-          special_tokens: such as `eos_token`, by their names in the template.
-          name: of the template in error messages, such as its path.
-        """
+        """Compile a template with special tokens, such as `eos_token`, by their names in it; `name` is the template's
+        in error messages, such as its path. Raises `UserError` where it is none, or Jinja is not installed."""
         self.source, self.special_tokens, self.name = source, special_tokens, name
         self._compiled = self._compile()
 
@@ -64,15 +55,10 @@ class ChatTemplate:
         return cls(source, tokenizer.special_tokens, "the tokenizer's chat template")
 
     def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> Rendered:
-        """Return the text of messages, and the parts of it in generation blocks.
-
-        Args:
-          tools: as the template expects them; None for none.
-          add_generation_prompt: end with the beginning of an answer, such as the name of its role.
-
-        Raises:
-          UserError: the template raises an error; the sentence is without its end, for the place in the data.
-        """
+        """Return the text of messages, and the parts of it in generation blocks, with tools as the template expects
+        them, None for none. With `add_generation_prompt` it ends with the beginning of an answer, such as the name of
+        its role. Raises `UserError` if the template raises an error; the sentence is without its end, for the place in
+        the data."""
         try:
             marked = self._compiled.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,

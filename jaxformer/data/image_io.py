@@ -51,16 +51,9 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
 
 
 def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
-    """Return a PNG or JPEG file as `(height, width, C)` uint8, converted to grayscale or RGB, transparency to white.
-
-    Args:
-      name: of the file, in messages.
-      channels: C, 1 (grayscale) or 3 (RGB).
-      size: height and width to resize it to; None for its own.
-
-    Raises:
-      UserError: it cannot be read, has more than 8 bits per channel, or C is neither 1 nor 3.
-    """
+    """Return a PNG or JPEG file as `(height, width, C)` uint8, converted to grayscale (C = 1) or RGB (C = 3),
+    transparency to white, and resized to `size`, height and width, unless it is None. Raises `UserError` with its name
+    if it cannot be read, has more than 8 bits per channel, or C is neither 1 nor 3."""
     with _open_image(file, name, channels) as image:
         return _pixels(image, name, channels, size)
 

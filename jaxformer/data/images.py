@@ -170,12 +170,8 @@ class ImageDataset(PixelDataset):
 
 
 def shift_images(images: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Return each image shifted down and to the right, with a black border.
-
-    Args:
-      images: `(n, height, width, C)`.
-      shifts: `(n, 2)` whole pixels, negative for up and to the left.
-    """
+    """Return images `(n, height, width, C)`, each shifted down and to the right by `shifts`, `(n, 2)` whole pixels,
+    negative for up and to the left, with a black border."""
     n, height, width, _ = images.shape
     padding = int(np.abs(shifts).max(initial=0))
     padded = np.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))

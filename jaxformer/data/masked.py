@@ -74,13 +74,8 @@ class MaskedTextDataset(TextDataset):
 def mask_tokens(
     tokens_BT: np.ndarray, draws_BT: np.ndarray, fraction: float, mask_token: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the masked tokens, int32, and the positions to predict, bool, both `(B, T)`.
-
-    Args:
-      draws_BT: uniform draws from [0, 1), one per token, for all its random choices.
-      fraction: fraction of the tokens to predict.
-      mask_token: id of the mask, above all others.
-    """
+    """Return the masked tokens, int32, and the positions to predict, this fraction of them, bool, both `(B, T)`.
+    `draws_BT` are uniform in [0, 1), one per token for all its random choices; `mask_token` is above all other ids."""
     relative_BT = draws_BT / fraction  # uniform below 1 for the chosen tokens
     random_BT = np.floor((relative_BT - MASKED_BELOW) / (REPLACED_BELOW - MASKED_BELOW) * mask_token)
     random_BT = np.clip(random_BT, 0, mask_token - 1).astype(np.int32)

@@ -124,12 +124,8 @@ def _tokenizer_files(folder: Path) -> list[str]:
 
 
 def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
-    """Return both splits and their tokenizer from a cache folder.
-
-    Raises:
-      FileNotFoundError: the folder is missing.
-      Unverified: its contents do not match its manifest.
-    """
+    """Return both splits and their tokenizer from a cache folder; `FileNotFoundError` if the folder is missing,
+    `Unverified` if its contents do not match its manifest."""
     if not folder.is_dir():
         raise FileNotFoundError("are not there")
     try:

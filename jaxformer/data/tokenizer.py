@@ -52,12 +52,8 @@ class Tokenizer:
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1, config: Mapping[str, Any] | None = None) -> None:
-        """Wrap a tokenizer.
-
-        Args:
-          one_in: the tokenizer was trained on one in so many texts.
-          config: content of the `tokenizer_config.json` of a published one.
-        """
+        """Wrap a tokenizer that was trained on one in `one_in` texts, with the content of a published one's
+        `tokenizer_config.json`."""
         self._inner, self.one_in, self.config = inner, one_in, config or {}
         inner.no_truncation()
         inner.no_padding()
@@ -103,14 +99,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, ends: Sequence[int] = ()) -> Tokenizer:
-        """Load a tokenizer that `save` wrote, or a published `tokenizer.json`, with the `TOKENIZER_CONFIG` beside it.
-
-        Args:
-          ends: ids of the tokens that a published model's own config names as ends of a text.
-
-        Raises:
-          UserError: the file is missing or is no such tokenizer.
-        """
+        """Load a tokenizer that `save` wrote, or a published `tokenizer.json`, with the `TOKENIZER_CONFIG` beside it;
+        `ends` are ids of the tokens that a published model's own config names as ends of a text. Raises `UserError` if
+        the file is missing or is no such tokenizer."""
         remedy = "give the tokenizer.json of a run or of a published model"
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
@@ -145,11 +136,8 @@ class Tokenizer:
             path.with_name(name).write_text(content, encoding="utf-8")
 
     def files(self, name: str) -> dict[str, str]:
-        """Return the text of its files by their names; equal texts mean equal tokenizers.
-
-        Args:
-          name: file name of the tokenizer itself.
-        """
+        """Return the text of its files by their names, of which `name` is that of the tokenizer itself; equal texts
+        mean equal tokenizers."""
         config = {TOKENIZER_CONFIG: json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"} if self.config else {}
         return {name: self.as_json(), **config}
 

@@ -119,14 +119,9 @@ class MovingImageDataset(PixelDataset):
 def render_motion(
     images: np.ndarray, velocities: np.ndarray, start: np.ndarray, size: tuple[int, int, int]
 ) -> np.ndarray:
-    """Return videos of images that move over black and stay inside, `(n, frames, height, width, C)`.
-
-    Args:
-      images: `(n, h, w, C)`.
-      velocities: `(n, 2)`, rows and columns per frame.
-      start: `(n, 2)` in [0, 1), relative to the range of starts from which the image stays inside.
-      size: frames, height and width.
-    """
+    """Return videos `(n, frames, height, width, C)` of `size`, in which images `(n, h, w, C)` move over black by
+    `velocities`, `(n, 2)` rows and columns per frame, and stay inside; `start`, `(n, 2)` in [0, 1), is relative to the
+    range of starts from which they do."""
     n, h, w, channels = images.shape
     n_frames, height, width = size
     distance = (n_frames - 1) * velocities

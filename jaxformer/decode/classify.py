@@ -30,14 +30,9 @@ def classify(model: nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
 def classify_zero_shot(
     model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Array, valid_NT: jax.Array
 ) -> jax.Array:
-    """Return the probability of each of N texts for each image, `(n_images, N)` float32 (section 3.1.2 of Radford et
-    al. 2021).
-
-    Args:
-      model: a `CLIP`.
-      images: `(n_images, height, width, C)` uint8.
-      tokens_NT: int32, as from `data.captions.tokenize_captions`; `valid_NT` is False for padding.
-    """
+    """Return the probability by a `CLIP` of each of N texts for each image, `(n_images, N)` float32 (section 3.1.2 of
+    Radford et al. 2021). Images are `(n_images, height, width, C)` uint8, texts as from
+    `data.captions.tokenize_captions`."""
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
     image_IE = jax.vmap(partial(apply, method="encode_image"))(images)
     text_NE = jax.vmap(partial(apply, method="encode_text"))(tokens_NT, valid_NT)

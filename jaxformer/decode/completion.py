@@ -190,15 +190,9 @@ class Completer:
         self, prompts: Sequence[tuple[Prompt, list[int]]], interrupted: Callable[[], bool],
         show: Callable[[str], None] = lambda new: None,
     ) -> Iterator[tuple[int, list[Completion]]]:  # fmt: skip
-        """Yield the index of each prompt with its completions, batch by batch; no further batch once interrupted.
-
-        Args:
-          prompts: with their tokens.
-          show: called with each new piece of the first text of a batch.
-
-        Raises:
-          UserError: a batch does not fit into the memory.
-        """
+        """Yield the index of each prompt, which is given with its tokens, and its completions, batch by batch; no
+        further batch once interrupted. `show` is called with each new piece of the first text of a batch. Raises
+        `UserError` if a batch does not fit into the memory."""
         n = self._options.num_samples
         size = max(1, self._options.batch_size // max(n, self._options.num_beams))
         for batch in batch_by_length([len(tokens) for _, tokens in prompts], size):

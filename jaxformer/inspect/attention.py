@@ -38,15 +38,8 @@ def row_tokens_and_mask(
     layer: str, inputs: tuple[Any, ...], target_mask_T: jax.Array | None = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the tokens `(T,)` that the rows of a layer's attention map stand for, and a mask `(T,)` of those that are
-    not padding.
-
-    The tokens are None for cross-attention and for images, the mask is None where there is no padding.
-
-    Args:
-      layer: name of the layer.
-      inputs: what the model is called with, for one example.
-      target_mask_T: True where the target is not padding, for layers that read the target.
-    """
+    not padding, for the inputs of one example. The tokens are None for cross-attention and for images, the mask is None
+    where there is no padding; `target_mask_T` is that of layers that read the target."""
     if CROSS in layer:
         return None, target_mask_T
     if layer.startswith("decoder_blocks"):

@@ -53,14 +53,9 @@ def gradient_report(params: Params, grads: Params, lr: float, updates: Params | 
 
 
 def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float) -> str:
-    """Return update ratios for a terminal: norm of each parameter's update over that of its weights, in thousandths,
-    a line per block and a column per parameter of a block.
-
-    Args:
-      rows: norms of all parameters; those of heads are combined. Rows without an update show `u`.
-      order: names of the parameters in the order of display.
-      learning_rate: that of the updates, for the title.
-    """
+    """Return update ratios for a terminal: norm of each parameter's update over that of its weights, in thousandths, a
+    line per block and a column per parameter of a block, in this order. Rows of heads are combined; those without an
+    update show `u`. The title names the learning rate."""
     ratios = {name: _thousandths(_combined([r for r in rows if _parameter_name(r.name) == name])) for name in order}
     title = f"update ratios at learning rate {learning_rate:.3g}: norm of update / norm of weights, in thousandths"
     lines, single, stacks = [title], list[str](), set[str]()

@@ -53,13 +53,9 @@ TokenText = Callable[[int], str]
 def attention_section(
     model: nn.Module, params: Params, inputs: tuple[Any, ...], token_text: TokenText, mask_token: int | None = None
 ) -> AttentionSection:
-    """Return the attention maps of one example, and the probability of each of its tokens.
-
-    Args:
-      inputs: a text; or a source, with its padding mask, and a target that begins with the start token.
-      token_text: text of a token.
-      mask_token: that of a masked language model, whose logits are of the same position, not of the next.
-    """
+    """Return the attention maps of one example, and the probability of each of its tokens. Its inputs are a text; or a
+    source, with its padding mask, and a target that begins with the start token. With a `mask_token`, that of a masked
+    language model, logits are of the same position, not of the next."""
     call = jax.jit(lambda params: apply_and_capture(model, params, *inputs, names=MAPS, missing_ok=True))
     logits_TV, maps = jax.device_get(call(params))
     tokens = [np.asarray(x) for x in inputs if x is not None and jnp.ndim(x) == 1 and x.dtype == jnp.int32]
@@ -263,12 +259,8 @@ def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[
 
 
 def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text: TokenText | None) -> list[Section]:
-    """Return the per-example gradients of a batch; `[]` without a cross-entropy, or for a single example.
-
-    Args:
-      batch: examples.
-      token_text: text of a token, for a model that reads a text first.
-    """
+    """Return the per-example gradients of a batch; `[]` without a cross-entropy, or for a single example. `token_text`
+    is given for a model that reads a text first."""
     if contract_of(model).task is Task.CONTRASTIVE or len(batch.targets) < 2:
         return []
     gradients = per_example_gradients(model, params, batch)

@@ -166,16 +166,8 @@ def plain(text: str) -> str:
 
 
 def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return the HTML of a page.
-
-    Args:
-      title: heading of the page.
-      facts: sentences below the title.
-      sections: each with a heading and a link.
-
-    Raises:
-      UserError: plotly is not installed.
-    """
+    """Return the HTML of a page: its heading, sentences below it, and sections, each with a heading and a link;
+    `UserError` if plotly is not installed."""
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
     data = {key: json_data for key, section in keyed.items() if (json_data := section.data()) is not None}
     plotly = import_extra("plotly.offline", "writing a page").get_plotlyjs()

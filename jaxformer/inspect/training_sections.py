@@ -17,13 +17,8 @@ MAX_POINTS = 2000
 
 
 def training_sections(rows: Sequence[Row], samples: Sequence[str] = ()) -> list[Section]:
-    """Return what the log has of: losses, attention entropy, update ratios, learning rate, tokens per expert, the
-    initialisation check, samples.
-
-    Args:
-      rows: of the log, in the order of steps.
-      samples: generated during training, the oldest first.
-    """
+    """Return what the log, rows in the order of steps, has of: losses, attention entropy, update ratios, learning rate,
+    tokens per expert, the initialisation check; and the samples, given the oldest first."""
     return [*_losses(rows), *_entropy(rows), *_updates(rows), *_learning_rate(rows), *_experts(rows),
             *_init_check(rows), *_samples(samples)]  # fmt: skip
 

@@ -37,15 +37,9 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
 
 
 def read_config(theirs: Mapping[str, Any], context_length: int | None = None) -> DecoderConfig:
-    """Return our config of a published one.
-
-    Args:
-      theirs: content of its `config.json`.
-      context_length: of training sequences, in tokens; None for at most `MAX_TRAINING_CONTEXT`.
-
-    Raises:
-      UserError: the family is unknown, or a field is missing or has a value without an equivalent.
-    """
+    """Return our config of the content of a published `config.json`, for training sequences of `context_length` tokens,
+    None for at most `MAX_TRAINING_CONTEXT`. Raises `UserError` if the family is unknown, or a field is missing or has a
+    value without an equivalent."""
     family = family_of(theirs)
     for name, expected in family.required.items():
         if (value := theirs.get(name, expected)) != expected and (expected or value):

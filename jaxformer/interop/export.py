@@ -13,16 +13,9 @@ from jaxformer.runs import CLASSES, TOKENIZER, Run, write_config
 
 
 def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
-    """Write a run to a new folder or, as GGUF, to a new file.
-
-    Args:
-      dtype: of the weights.
-      n_slots: see `export_stablehlo`.
-
-    Raises:
-      UserError: the path exists, a package for the format is not installed, or the format has no equivalent for a part
-        of the model.
-    """
+    """Write a run with weights of a dtype to a new folder or, as GGUF, to a new file; `n_slots` is as of
+    `export_stablehlo`. Raises `UserError` if the path exists, a package for the format is not installed, or the format
+    has no equivalent for a part of the model."""
     if file_format == "stablehlo":
         export_stablehlo(run, path, dtype, n_slots)
     else:

@@ -76,12 +76,8 @@ def copy_files(source: Path, folder: Path, *names: str) -> None:
 
 
 def save_safetensors(tensors: dict[str, np.ndarray], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors by name to a safetensors file.
-
-    Raises:
-      UserError: safetensors is not installed.
-      OSError: the file cannot be written.
-    """
+    """Write tensors by name to a safetensors file; `UserError` if safetensors is not installed, `OSError` if the file
+    cannot be written."""
     library = import_extra("safetensors", "writing safetensors")
     try:
         import_extra("safetensors.numpy", "writing safetensors").save_file(tensors, file, metadata)

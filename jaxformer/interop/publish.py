@@ -32,13 +32,8 @@ ROPE = {"rope_base", *(ours for fields in ROPE_FIELDS.values() for ours in field
 
 
 class Published(NamedTuple):
-    """A model in the layout of a published family.
-
-    Attributes:
-      config: content of its `config.json`.
-      n_positions: longest text, in tokens.
-      tensors: names and float32 arrays, one at a time.
-    """
+    """A model in the layout of a published family: the content of its `config.json`, its longest text in tokens, and
+    the names and float32 arrays of its tensors, one at a time."""
 
     config: dict[str, Any]
     n_positions: int

@@ -31,13 +31,8 @@ WEIGHTS, SIGNATURE, README = "weights.npz", "signature.json", "README.md"
 
 
 class Program(NamedTuple):
-    """A function of a batch.
-
-    Attributes:
-      function: function of the weights by name and of further arrays or lists of arrays.
-      arguments: shapes of its arguments by their names.
-      outputs: names of its results.
-    """
+    """A function of a batch: of the weights by name and of further arrays or lists of arrays, with the shapes of its
+    arguments by their names, and the names of its results."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
@@ -45,18 +40,11 @@ class Program(NamedTuple):
 
 
 def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
-    """Write the programs of a run, its weights, and a description of both to a new folder.
-
-    A causal language model with a KV cache has the programs `prefill` and `decode`, any other model has `forward`. The
-    number of examples B is symbolic.
-
-    Args:
-      n_slots: slots of the cache, and length of the padded prompts; None for the context length.
-
-    Raises:
-      UserError: the folder exists, flatbuffers is not installed, the dtype is float16, or `n_slots` is given and the
-        model has no such cache.
-    """
+    """Write the programs of a run, its weights, and a description of both to a new folder. A causal language model with
+    a KV cache of `n_slots` slots, the length of the padded prompts (None for the context length), has the programs
+    `prefill` and `decode`, any other model has `forward`. The number of examples B is symbolic. Raises `UserError` if
+    the folder exists, flatbuffers is not installed, the dtype is float16, or `n_slots` is given and the model has no
+    such cache."""
     contract, kind = contract_of(run.model), type(run.model).__name__
     if dtype == "float16":
         raise UserError("--dtype is float16, which activations may exceed; use float32 or bfloat16 for stablehlo.")
