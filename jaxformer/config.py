@@ -269,11 +269,13 @@ class ComputeConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of matrix products (mixed precision); auto is bfloat16 on GPU and TPU, float32 on CPU. Parameters,
     optimizer state, softmax, norm statistics and the loss are always float32."""
-    attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
-    """Attention implementation; auto is the fused kernel of the device, where it supports the model."""
+    attention: Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"] = "auto"
+    """Attention implementation; auto is the fused kernel of the device, where one supports the model and passes a
+    trial: cudnn or else triton on GPUs, splash on TPUs."""
     remat: Literal["none", "dots", "block"] = "none"
     """Activation checkpointing. Saved for the backward pass: all activations (none), products with weights (dots), or
-    the input of each block only (block)."""
+    the input of each block only (block); with either, also the output of fused or blockwise attention and a number per
+    query and head."""
     scan_blocks: bool = False
     """Scan over the blocks, of which only one is compiled: faster compilation where there are many."""
     grad_accumulation_steps: int = 1

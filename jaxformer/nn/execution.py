@@ -14,12 +14,16 @@ from jaxformer.errors import UserError
 from jaxformer.nn.capture import capture_point, is_capturing
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
+from jaxformer.ops.kernels import is_cudnn_forward
 
 Remat = Literal["none", "dots", "block"]
 """Activations that are saved for the backward pass: all; the outputs of products with weights; the input of each block.
-The output of an attention kernel for long sequences is always saved: it needs little memory, and much to recompute."""
+The output of blockwise or fused attention and the log of its rows' sums are saved always: they need little memory, and
+much to recompute."""
 
-SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
+SAVE_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(SAVED), is_cudnn_forward
+)
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, SAVE_ATTENTION), "block": SAVE_ATTENTION}
 

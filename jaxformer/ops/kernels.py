@@ -1,20 +1,24 @@
 """Attention by kernels for one kind of device, with the signature of `ops.attention.attention`.
 
-Each supports some shapes only, which are known while tracing; see `cudnn_refuses` and `splash_refuses`.
+Each supports some shapes only, which are known while tracing; see `cudnn_refuses`, `triton_refuses` and
+`splash_refuses`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.precision import widened
 
 LANES = 128
 """Width of a TPU's vector registers; blocks of splash attention are multiples of it."""
@@ -22,7 +26,20 @@ LANES = 128
 BLOCK = 4 * LANES
 """Most positions of a block of splash attention."""
 
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+"""Name of the primitive of cuDNN's forward pass."""
+
+TRITON_BLOCKS = 128, 64, 32
+"""Positions of a block of Triton's kernels: of the forward pass, of that of heads wider than 128, whose blocks would
+not fit into the shared memory, and of the backward pass."""
+
 Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a primitive is the forward pass of cuDNN's attention: a rematerialisation policy, which saves the
+    output and the log of each row's sum, for they carry no name."""
+    return bool(primitive.name == CUDNN_FORWARD)
 
 
 def order_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
@@ -83,6 +100,122 @@ def cudnn_attention(
         implementation=implementation,
     )
     return length_first(y_THK)
+
+
+def triton_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
+    """Return the reason why `triton_attention` does not support this, or None."""
+    K = q_HTK.shape[-1]
+    if q_HTK.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"Triton's kernel attends in bfloat16 or float16, not in {q_HTK.dtype}"
+    if not 8 < K <= 256:
+        return f"Triton's kernel takes heads of a width from 9 to 256, not {K}"
+    return order_refuses(q_HTK, k_GSK, mask) or _triton_positions_refuse(q_HTK.shape[1], k_GSK.shape[1], mask)
+
+
+def _triton_positions_refuse(T: int, S: int, mask: Mask) -> str | None:
+    """Return the reason why `triton_attention` does not support T queries and S keys under a mask, or None."""
+    if T != S:
+        return f"Triton's kernel takes as many queries as keys, not {T} and {S}"
+    if isinstance(mask, Causal) and mask.window is not None and mask.window < T:
+        return f"Triton's kernel has no attention window, and the mask has one of {mask.window} positions"
+    return None
+
+
+def triton_attention(
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    v_GSK: jax.Array,
+    mask: Mask = None,
+    scale: float = 1.0,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return `attention` from the Pallas kernel that Triton compiles (Dao 2023), on NVIDIA GPUs; memory linear in T.
+
+    Heads that share keys and values read copies of them. XLA cannot split it over devices: on several, call it in a
+    `jax.shard_map`.
+
+    Args:
+      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `triton_refuses`.
+      interpret: run the kernel's program step by step, slowly, on any device.
+
+    Raises:
+      ValueError: the kernel does not support the mask or the numbers of positions.
+    """
+    is_causal = symbolic(mask) is not None
+    _, T, K = q_HTK.shape
+    if reason := _triton_positions_refuse(T, k_GSK.shape[1], mask):
+        raise ValueError(reason)
+    widest, wide_heads, _ = TRITON_BLOCKS
+    block = min(widest if K <= LANES else wide_heads, max(16, 1 << (T - 1).bit_length()))
+    pad = partial(jnp.pad, pad_width=((0, 0), (0, -T % block), (0, 0)))
+    call = TritonCall(T, block, scale, is_causal, interpret)
+    return triton_mha(call, *(pad(x).swapaxes(0, 1)[None] for x in (q_HTK, k_GSK, v_GSK)))[0, :T].swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class TritonCall:
+    """Static arguments of Triton's kernels."""
+
+    T: int
+    """Positions without padding."""
+    block: int
+    """Positions of a block of the forward pass, a power of two; the padded length is a multiple of it."""
+    scale: float
+    is_causal: bool
+    interpret: bool
+
+    def arguments(self, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> tuple[Any, ...]:
+        """Return queries, keys, values and segments, with as many keys and values as queries.
+
+        The padding comes after all positions: a causal mask hides it, and without one it is a segment of its own.
+        """
+        _, padded_T, H, _ = q_1THK.shape
+        k_1THK, v_1THK = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_1TGK, v_1TGK))
+        has_segments = padded_T > self.T and not self.is_causal
+        return q_1THK, k_1THK, v_1THK, jnp.int32(jnp.arange(padded_T) >= self.T)[None] if has_segments else None
+
+    def blocks(self, block_sizes: Any) -> Any:
+        """Return the kernel's `BlockSizes`, made by that class."""
+        return block_sizes(self.block, self.block, *4 * (min(self.block, TRITON_BLOCKS[2]),))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def triton_mha(call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> jax.Array:
+    """Return `triton_attention` of padded positions, `(1, T, H, K)`."""
+    return _triton_forward(call, q_1THK, k_1TGK, v_1TGK)[0]
+
+
+def _triton_forward(call: TritonCall, *qkv: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return the output, and the residuals for `_triton_backward`."""
+    from jax.experimental.pallas.ops.gpu import attention as pallas  # takes a quarter of a second
+
+    y_1THK, log_total_1HT = pallas.mha(
+        *call.arguments(*qkv), call.scale, call.is_causal, call.blocks(pallas.BlockSizes), interpret=call.interpret,
+        return_residuals=True,
+    )  # fmt: skip
+    y_1THK, log_total_1HT = (checkpoint_name(x, SAVED) for x in (y_1THK, log_total_1HT))
+    return y_1THK, (*qkv, y_1THK, log_total_1HT)
+
+
+def _triton_backward(call: TritonCall, saved: tuple[jax.Array, ...], dy_1THK: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients with respect to queries, keys and values.
+
+    The library's own rule is private; its function of a named output and sum is what a rematerialised block can save.
+    """
+    from jax.experimental.pallas.ops.gpu import attention as pallas
+
+    *qkv, y_1THK, log_total_1HT = saved
+    dq, dk, dv, _ = pallas._mha_backward(
+        call.scale, call.is_causal, call.blocks(pallas.BlockSizes), "triton", None, 2, None, call.interpret, False,
+        False, (*call.arguments(*qkv), y_1THK, log_total_1HT), dy_1THK,
+    )  # fmt: skip
+    _, T, G, K = qkv[1].shape
+    dk, dv = (widened(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
+triton_mha.defvjp(_triton_forward, _triton_backward)
 
 
 def splash_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:

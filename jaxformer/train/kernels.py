@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,15 @@ from jax.sharding import PartitionSpec
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import blockwise_attention
-from jaxformer.ops.kernels import Shaped, cudnn_attention, cudnn_refuses, splash_attention, splash_refuses
+from jaxformer.ops.kernels import (
+    Shaped,
+    cudnn_attention,
+    cudnn_refuses,
+    splash_attention,
+    splash_refuses,
+    triton_attention,
+    triton_refuses,
+)
 from jaxformer.ops.masks import Mask
 
 MIN_BLOCKWISE_POSITIONS = 512
@@ -25,7 +34,7 @@ MIN_BLOCKWISE_POSITIONS = 512
 MAX_TRIAL_POSITIONS = 1024
 """Positions of a trial at most: more than one block of any kernel, and scores that still fit anywhere."""
 
-Name = Literal["auto", "xla", "blockwise", "cudnn", "splash"]
+Name = Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"]
 
 
 class Attention(Protocol):
@@ -34,6 +43,23 @@ class Attention(Protocol):
     def __call__(
         self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
     ) -> jax.Array: ...
+
+
+class Kernel(NamedTuple):
+    """A fused kernel."""
+
+    attend: Attention
+    refuses: Callable[[Shaped, Shaped, Mask], str | None]
+    """Reason why it does not support queries, keys and mask, or None."""
+
+
+KERNELS = {
+    "cudnn": Kernel(cudnn_attention, cudnn_refuses),
+    "triton": Kernel(triton_attention, triton_refuses),
+    "splash": Kernel(splash_attention, splash_refuses),
+}
+PLATFORM_KERNELS = {"gpu": ("cudnn", "triton"), "tpu": ("splash",)}
+"""Kernels by platform, the one to try first before the others."""
 
 
 def unfused_attention(
@@ -46,19 +72,19 @@ def unfused_attention(
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """`ops.attention.attention` by the backend's kernel, and by `unfused_attention` where the kernel refuses.
+    """`ops.attention.attention` by one of `KERNELS`, and by `unfused_attention` where the kernel refuses.
 
     It is called where `sharding.on_each_shard` has split the batch already. Heads that lie over an axis `tensor` of
     more than one device are split here, where their number allows, because XLA cannot partition a kernel.
     """
 
-    kernel: Literal["cudnn", "splash"]
+    kernel: str
     tensor: int = 1
     """Size of the mesh axis `tensor`."""
 
     def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
         """Return the reason why the kernel does not support shapes and dtypes; None if it does."""
-        return (cudnn_refuses if self.kernel == "cudnn" else splash_refuses)(q_HTK, k_GSK, mask)
+        return KERNELS[self.kernel].refuses(q_HTK, k_GSK, mask)
 
     def __call__(
         self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
@@ -68,7 +94,7 @@ class FusedAttention:
             return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale)
 
         def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array) -> jax.Array:
-            return (cudnn_attention if self.kernel == "cudnn" else splash_attention)(q_HTK, k_GSK, v_GSK, mask, scale)
+            return KERNELS[self.kernel].attend(q_HTK, k_GSK, v_GSK, mask, scale)
 
         if self.tensor == 1:
             return attend(q_HTK, k_GSK, v_GSK)
@@ -94,7 +120,8 @@ def make_attention(
     """Return the attention for such queries and keys, and a line for the log that names it and the reason.
 
     Args:
-      name: "auto" for the platform's kernel if it can, and `unfused_attention` if not; or one by name.
+      name: "auto" for the first of the platform's kernels that can, and `unfused_attention` if none can; or one by
+        name.
       platform: platform of the devices: cpu, gpu or tpu.
       q_HTK, k_GSK: shapes and dtype of queries and keys of most calls, for one example.
       mask: mask of most calls; `contract.ARRAY` for an array.
@@ -108,22 +135,27 @@ def make_attention(
         return attention, "attention: xla, as configured"
     if name == "blockwise":
         return blockwise_attention, "attention: blockwise, as configured"
-    kernels: dict[str, Literal["cudnn", "splash"]] = {"gpu": "cudnn", "tpu": "splash"}
-    kernel = kernels.get(platform)
+    kernels = PLATFORM_KERNELS.get(platform, ())
     unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= MIN_BLOCKWISE_POSITIONS else "xla"
-    if name != "auto" and name != kernel:
+    if name != "auto" and name not in kernels:
         raise UserError(f"Attention {name!r} does not run on {platform}; use 'auto'.")
-    if kernel is None:
-        return unfused_attention, f"attention: {unfused} ({platform} has no fused kernel)"
-    fused = FusedAttention(kernel, tensor)
-    reason = fused.refuses(q_HTK, k_GSK, mask)
-    if reason is None and try_first:
-        reason = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
-    if reason is None:
-        return fused, f"attention: {kernel}"
-    if name == kernel:
-        raise UserError(f"Attention {name!r} cannot be used: {reason}; use 'auto'.")
-    return unfused_attention, f"attention: {unfused} (not {kernel}: {reason})"
+    reasons = list[str]()
+    for kernel in kernels if name == "auto" else (name,):
+        fused = FusedAttention(kernel, tensor)
+        reason = fused.refuses(q_HTK, k_GSK, mask)
+        if reason is None and try_first:
+            reason = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
+        if reason is None:
+            return fused, _line(kernel, reasons)
+        if name != "auto":
+            raise UserError(f"Attention {name!r} cannot be used: {reason}; use 'auto'.")
+        reasons.append(f"not {kernel}: {reason}")
+    return unfused_attention, _line(unfused, reasons or [f"{platform} has no fused kernel"])
+
+
+def _line(name: str, reasons: Sequence[str]) -> str:
+    """Return the line for the log."""
+    return f"attention: {name}" + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
 def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeStruct, mask: Mask = None) -> str | None:

@@ -15,6 +15,8 @@ from jaxformer.ops.kernels import (
     splash_attention,
     splash_kernel,
     splash_refuses,
+    triton_attention,
+    triton_refuses,
 )
 from jaxformer.ops.masks import Causal, Mask
 from tests.arrays import assert_close
@@ -24,10 +26,13 @@ from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradient
 HERE = {
     "splash": partial(splash_attention, interpret=True),
     "cudnn": partial(cudnn_attention, implementation="xla"),
+    "triton": partial(triton_attention, interpret=True),
 }
+WITH_WINDOWS = ["splash", "cudnn"]
+"""Those that have attention windows, and may have more keys than queries."""
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", WITH_WINDOWS)
 @pytest.mark.parametrize(
     ("H", "G", "T", "K", "mask"),
     [
@@ -45,6 +50,29 @@ def test_agrees_with_the_reference_forward_and_backward(name, H, G, T, K, mask) 
     assert_all_close(value_and_gradients(HERE[name], *arrays, mask), wanted)
 
 
+@pytest.mark.parametrize(
+    ("H", "G", "T", "K", "mask"),
+    [
+        (2, 1, 131, 16, Causal()),  # a prime: padded to two blocks of 128; the backward pass has blocks of 32
+        (2, 2, 45, 11, None),  # the padding to 64 is hidden as a segment of its own; heads are padded to 16
+        (1, 1, 100, 130, Causal(1000)),  # wide heads have blocks of 64; a window longer than the sequence
+    ],
+    ids=str,
+)
+def test_triton_agrees_with_the_reference_forward_and_backward(H, G, T, K, mask) -> None:
+    arrays = qkv(H, G, T, T, K)
+    wanted = value_and_gradients(attention, *arrays, mask)
+    assert_all_close(value_and_gradients(HERE["triton"], *arrays, mask), wanted)
+
+
+@pytest.mark.parametrize(
+    ("S", "mask", "message"), [(128, Causal(63), "has no attention window"), (256, None, "not 128 and 256")]
+)
+def test_triton_refuses_windows_and_more_keys_instead_of_ignoring_them(S, mask, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        HERE["triton"](*qkv(2, 1, 128, S, 16), mask)
+
+
 def test_splash_agrees_with_jax_nn() -> None:
     length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
     q, k, v = qkv(4, 2, 200, 200, 16)
@@ -52,7 +80,7 @@ def test_splash_agrees_with_jax_nn() -> None:
     assert_close(HERE["splash"](q, k, v, Causal(), SCALE), length_first(wanted))
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", WITH_WINDOWS)
 def test_more_keys_than_queries_and_no_mask(name: str) -> None:
     arrays = qkv(2, 1, 128, 256, 8)
     assert_all_close(*(value_and_gradients(f, *arrays) for f in (HERE[name], attention)))
@@ -68,7 +96,7 @@ def test_bfloat16(name: str) -> None:
         assert np.linalg.norm(got.astype(jnp.float32) - want) <= 2**-6 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [*WITH_WINDOWS, pytest.param("triton", marks=pytest.mark.exhaustive)])
 def test_vmap_of_the_gradient_and_gradient_of_the_vmap(name: str) -> None:
     q, k, v = (jnp.stack([x, 2 * x]) for x in qkv(2, 1, 128, 128, 8))
     loss = lambda f: lambda q, k, v: (f(q, k, v, Causal(), SCALE) ** 2).sum()  # noqa: E731
@@ -109,6 +137,14 @@ FULL = jnp.ones((256, 256), bool)
         (cudnn_refuses, like(4, 256, 264), like(2, 256, 264), None, "not 264"),
         (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
         (cudnn_refuses, like(4, 1, 64), like(2, 256, 64), Causal(), "1 queries and 256 keys"),
+        (triton_refuses, like(4, 255, 64), like(2, 255, 64), Causal(255), None),
+        (triton_refuses, like(4, 7, 24), like(2, 7, 24), None, None),
+        (triton_refuses, like(4, 256, 64, jnp.float32), like(2, 256, 64, jnp.float32), None, "float32"),
+        (triton_refuses, like(4, 256, 8), like(2, 256, 8), None, "from 9 to 256, not 8"),
+        (triton_refuses, like(4, 256, 264), like(2, 256, 264), None, "not 264"),
+        (triton_refuses, like(4, 256, 64), like(2, 7, 64), None, "not 256 and 7"),
+        (triton_refuses, like(4, 256, 64), like(2, 256, 64), Causal(255), "the mask has one of 255"),
+        (triton_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
         (splash_refuses, like(4, 256, 64), like(2, 256, 64), Causal(), None),
         (splash_refuses, like(4, 257, 11, jnp.float32), like(2, 257, 11, jnp.float32), Causal(3), None),
         (splash_refuses, like(4, 256, 64), like(2, 384, 64), None, None),

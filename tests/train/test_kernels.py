@@ -2,17 +2,28 @@ import os
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import PartitionSpec
 
 from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.nn.execution import Execution, Remat
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import blockwise_attention
-from jaxformer.ops.kernels import cudnn_attention, splash_attention
+from jaxformer.ops.kernels import (
+    CUDNN_FORWARD,
+    cudnn_attention,
+    splash_attention,
+    triton_attention,
+)
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.plan.roofline import _jaxprs, without_dead_code
 from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard
 from jaxformer.train import kernels
 from jaxformer.train.kernels import FusedAttention, make_attention, trial, unfused_attention
@@ -24,12 +35,16 @@ from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradient
 @pytest.fixture
 def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels' programs without their devices."""
-    monkeypatch.setattr(kernels, "splash_attention", partial(splash_attention, interpret=True))
-    monkeypatch.setattr(kernels, "cudnn_attention", partial(cudnn_attention, implementation="xla"))
+    for name, attend in (
+        ("splash", partial(splash_attention, interpret=True)),
+        ("cudnn", partial(cudnn_attention, implementation="xla")),
+        ("triton", partial(triton_attention, interpret=True)),
+    ):
+        monkeypatch.setitem(kernels.KERNELS, name, kernels.KERNELS[name]._replace(attend=attend))
 
 
 def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((2, T, 8), dtype)
+    return jax.ShapeDtypeStruct((2, T, 16), dtype)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +57,9 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         ("cudnn", "gpu", like(128), Causal(3), FusedAttention("cudnn"), "attention: cudnn"),
         ("splash", "tpu", like(128), None, FusedAttention("splash"), "attention: splash"),
         ("auto", "gpu", like(128, jnp.float32), Causal(), unfused_attention,
-         "attention: xla (not cudnn: cuDNN attends in bfloat16 or float16, not in float32)"),
+         "attention: xla (not cudnn: cuDNN attends in bfloat16 or float16, not in float32; not triton: Triton's kernel "
+         "attends in bfloat16 or float16, not in float32)"),
+        ("triton", "gpu", like(128), Causal(), FusedAttention("triton"), "attention: triton"),
         ("auto", "tpu", like(64), Causal(), unfused_attention,
          "attention: xla (not splash: splash attention needs at least 128 positions, and there are 64)"),
         ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as configured"),
@@ -60,6 +77,8 @@ def test_attention_is_chosen_by_platform_shape_and_option(
     [
         ("splash", "cpu", jnp.bfloat16, "'splash' does not run on cpu; use 'auto'"),
         ("cudnn", "tpu", jnp.bfloat16, "'cudnn' does not run on tpu; use 'auto'"),
+        ("triton", "tpu", jnp.bfloat16, "'triton' does not run on tpu; use 'auto'"),
+        ("triton", "gpu", jnp.bfloat16, "'triton' cannot be used: ValueError: Only interpret mode .* use 'auto'"),
         ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attends in bfloat16 .* use 'auto'"),
         ("cudnn", "gpu", jnp.bfloat16, "'cudnn' cannot be used: RuntimeError: .* use 'auto'"),  # there is no GPU here
     ],
@@ -73,8 +92,51 @@ def test_kernel_that_fails_its_trial_is_not_chosen() -> None:
     function, line = make_attention("auto", "gpu", like(128), like(128), Causal())
     assert function is unfused_attention
     assert line.startswith("attention: xla (not cudnn: RuntimeError: ")
+    assert "; not triton: ValueError: Only interpret mode" in line
     untried = make_attention("auto", "gpu", like(128), like(128), Causal(), try_first=False)
     assert untried == (FusedAttention("cudnn"), "attention: cudnn")
+
+
+def test_triton_is_chosen_where_cudnn_fails_its_trial(kernels_run_here, monkeypatch) -> None:
+    failing = kernels.KERNELS["cudnn"]._replace(attend=lambda *_: 1 / 0)
+    monkeypatch.setitem(kernels.KERNELS, "cudnn", failing)
+    line = "attention: triton (not cudnn: ZeroDivisionError: division by zero)"
+    assert make_attention("auto", "gpu", like(32), like(32), Causal()) == (FusedAttention("triton"), line)
+    unfused, line = make_attention("auto", "gpu", like(32), like(32), Causal(7))
+    assert unfused is unfused_attention
+    assert line.endswith("; not triton: Triton's kernel has no attention window, and the mask has one of 7 positions)")
+
+
+def kernel_calls(jaxpr: Any, forward: str) -> int:
+    """Calls of the forward pass of a kernel, of a primitive or a `pallas_call` of that name."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        if str(eqn.params.get("name", eqn.primitive.name)).startswith(forward):
+            found += 1
+        elif eqn.primitive.name != "pallas_call":
+            found += sum(kernel_calls(inner, forward) for inner in _jaxprs(eqn.params))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kernel", "forward"), [("cudnn", CUDNN_FORWARD), ("triton", "mha_forward"), ("splash", "splash_mha_fwd")]
+)
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+def test_rematerialised_blocks_attend_once(monkeypatch, kernel: str, forward: str, scan: bool, remat: Remat) -> None:
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+    config = DecoderConfig(vocab_size=9, context_length=128, d_model=32, n_blocks=2, n_heads=2, d_ff=(8,))
+    model, tokens_BT = config.build(Execution(FusedAttention(kernel), remat, scan)), jnp.zeros((2, 128), jnp.int32)
+    params = jax.eval_shape(config.build().init, jax.random.key(0), tokens_BT[0])["params"]
+
+    def loss(params: Params) -> jax.Array:
+        halves = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+        return jax.vmap(lambda tokens_T: model.apply({"params": halves}, tokens_T).astype(jnp.float32).sum())(
+            tokens_BT
+        ).sum()
+
+    gradient = jax.make_jaxpr(jax.value_and_grad(loss))(params)
+    assert kernel_calls(without_dead_code(gradient), forward) == (1 if scan else 2)
 
 
 def wrong(change):
@@ -96,7 +158,7 @@ def wrong(change):
     ],
 )  # fmt: skip
 def test_trial_returns_the_reason_of_a_failure(attend, reason: str | None) -> None:
-    trial_reason = trial(attend, like(150), jax.ShapeDtypeStruct((1, 150, 8), jnp.bfloat16), Causal())
+    trial_reason = trial(attend, like(150), jax.ShapeDtypeStruct((1, 150, 16), jnp.bfloat16), Causal())
     assert trial_reason is None if reason is None else reason in trial_reason
 
 
@@ -109,13 +171,16 @@ def test_unfused_attention_is_attention(length: int, mask: Mask | str) -> None:
 
 
 def test_unsupported_calls_use_unfused_attention() -> None:
-    # Neither kernel could run here, had it been called.
+    # No kernel could run here, had it been called.
     arrays, mask = qkv(2, 1, 130, 130, 8), Causal().array(130, 130)
-    for kernel in ("splash", "cudnn"):
+    for kernel in kernels.KERNELS:
         assert_all_close(*(value_and_gradients(f, *arrays, mask) for f in (FusedAttention(kernel), attention)))
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("splash", marks=pytest.mark.slow), "cudnn"])
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param("splash", marks=pytest.mark.slow), "cudnn", pytest.param("triton", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize(
     ("H", "G"),
     [
@@ -126,7 +191,7 @@ def test_unsupported_calls_use_unfused_attention() -> None:
 )
 def test_on_a_mesh_each_device_attends_for_its_examples_and_heads(kernels_run_here, kernel, H: int, G: int) -> None:
     mesh, split = make_mesh("data=2,fsdp=2,tensor=2"), PartitionSpec(BATCH)
-    arrays = [normal(4, h, 128, 8, seed=i).astype(jnp.bfloat16) for i, h in enumerate((H, G, G))]
+    arrays = [normal(4, h, 128, 16, seed=i).astype(jnp.bfloat16) for i, h in enumerate((H, G, G))]
 
     def gradients(attend):
         # float32 inside, as a test of where things are; bfloat16 outside, as cuDNN wants it.
