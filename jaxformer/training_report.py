@@ -53,6 +53,8 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
         f"{config.steps / data.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}",
     ]
+    if setup.attention_warning:
+        lines.append(setup.attention_warning)
     if (warmup := config.optimizer.warmup_steps) > config.steps:
         lines.append(
             f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "

@@ -30,7 +30,7 @@ from jaxformer.ops.attention import attention
 from jaxformer.pretrained import Pretrained
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import abstract, batch_sharding, batch_shards, gather, shardings
-from jaxformer.train.kernels import make_attention
+from jaxformer.train.kernels import FusedAttention, make_attention
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 
 BLOCK = re.compile(r"blocks_\d+$")
@@ -220,6 +220,22 @@ class TrainSetup:
     def attention_line(self) -> str:
         """Line for the log that names the attention implementation and the reason for it."""
         return self._attention[1]
+
+    @property
+    def attention_warning(self) -> str | None:
+        """Warning with reason and remedy where an accelerator's attention is not fused; None elsewhere."""
+        is_cpu, config = self.mesh.devices.flat[0].platform == "cpu", self.config
+        if is_cpu or config.model.contract.attention is None or isinstance(self.attention, FusedAttention):
+            return None
+        if config.compute.attention != "auto":
+            remedy = "set compute.attention to auto"
+        elif self.compute_dtype == jnp.float32:
+            remedy = "set compute.precision to bfloat16"
+        elif config.data.has_segments:
+            remedy = "set data.packing to windows"
+        else:
+            remedy = "docs/accelerators.md lists remedies"
+        return f"warning: attention is not fused, which costs time and memory; {self.attention_line}; {remedy}"
 
     @cached_property
     def _attention(self) -> tuple[Callable[..., jax.Array], str]:

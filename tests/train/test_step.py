@@ -1,16 +1,19 @@
 """The jitted steps: where, in how many parts and in what order things are computed changes no number."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
@@ -28,7 +31,7 @@ from jaxformer.nn.experts import routers
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parameters import row_names
 from jaxformer.runs import abstract_params
-from jaxformer.sharding import batch_sharding, global_device_put, make_mesh, parse_mesh
+from jaxformer.sharding import AXES, batch_sharding, global_device_put, make_mesh, parse_mesh
 from jaxformer.train import setup
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step
@@ -511,6 +514,37 @@ def test_compute_options_reach_the_sharded_model():
     built = setup_of("data=1", computed(TWO_BLOCKS, remat="dots", scan_blocks=True)).sharded_model
     assert (built.execution.remat, built.execution.scan) == ("dots", True)
     assert built.config == TWO_BLOCKS.model
+
+
+class Accelerator:
+    """A device elsewhere, of which a set-up reads the platform."""
+
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+
+
+@pytest.mark.parametrize(
+    ("platform", "fields", "data", "warning"),
+    [
+        ("cpu", {"attention": "xla"}, {}, None),
+        ("gpu", {}, {}, None),
+        ("gpu", {"attention": "xla"}, {}, r"; attention: xla, as configured; set compute.attention to auto"),
+        (
+            "gpu",
+            {"precision": "float32"},
+            {},
+            r"\(not cudnn: .* float32; not triton: .*\); set compute.precision to bf",
+        ),
+        ("gpu", {}, {"packing": "documents"}, r"\(not cudnn: the mask is an array.*\); set data.packing to windows"),
+        ("tpu", {}, {}, r"splash attention needs at least 128 .*; docs/accelerators.md lists remedies"),
+    ],
+)
+def test_unfused_attention_of_an_accelerator_is_a_warning_with_reason_and_remedy(platform, fields, data, warning):
+    one_head = replace(CONFIG, model=replace(MODEL, n_heads=1))  # of a width that cuDNN takes
+    config = replace(computed(one_head, **fields), data=replace(CONFIG.data, **data))
+    mesh = SimpleNamespace(devices=np.array([Accelerator(platform)]), shape=dict.fromkeys(AXES, 1))
+    said = TrainSetup(config, cast(Mesh, mesh)).attention_warning
+    assert said is None if warning is None else re.search(f"^warning: attention is not fused, .*{warning}", said)
 
 
 def test_processes_that_choose_different_attention_are_refused(monkeypatch):
