@@ -1,9 +1,9 @@
-"""Published architectures with a mesh, to train from scratch: GPT-2 (Radford et al. 2019), Llama 3.2 (1B) and Llama 2
-(Touvron et al. 2023).
+"""Published architectures with a mesh, to train from scratch: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020),
+Llama 3.2 (1B) and Llama 2 (Touvron et al. 2023).
 
-The meshes are for a v5e:16x16 (llama_1b, llama_7b) and a v5p:8x8x8 (llama_70b); gpt2_124m is data-parallel over all
-devices. `python -m jaxformer plan --config configs/gpt.py:llama_7b --topology v5e:16x16` shows the memory and time of
-such a run.
+The meshes are for a v5e:16x16 (llama_1b, llama_7b) and a v5p:8x8x8 (llama_70b, gpt3_175b); gpt2_124m is data-parallel
+over all devices. `python -m jaxformer plan --config configs/gpt.py:llama_7b --topology v5e:16x16` shows the memory and
+time of such a run.
 """
 
 from dataclasses import replace
@@ -17,19 +17,36 @@ adamw = OptimizerConfig(
     clip_norm=1.0,
 )  # fmt: skip
 
+gpt2 = DecoderConfig(
+    vocab_size=50_257, context_length=1024, d_model=768, n_blocks=12, n_heads=12, output_projection=True,
+    attention_bias=True, d_ff=(3072,), activation="gelu", norm="layernorm", final_norm=True,
+    positions="learned", unembedding="tied", embedding_std=0.02,
+)  # fmt: skip
+
 gpt2_124m = Config(
     name="gpt2_124m",
-    model=DecoderConfig(
-        vocab_size=50_257, context_length=1024, d_model=768, n_blocks=12, n_heads=12, output_projection=True,
-        attention_bias=True, d_ff=(3072,), activation="gelu", norm="layernorm", final_norm=True,
-        positions="learned", unembedding="tied", embedding_std=0.02,
-    ),
+    model=gpt2,
     data=TextConfig(), steps=100_000,
     optimizer=adamw,
     train=TrainConfig(
         batch_size=32, eval_examples=256, eval_every=1000, report_every=5000, gradients_every=1000,
         checkpoint_every=1000,
     ),
+)  # fmt: skip
+
+# Table 2.1: 175.0 B parameters, batches of 3.2 M tokens; appendix B: 300 B tokens. Every block attends to all positions
+# here, every other one to a band there.
+gpt3_175b = replace(
+    gpt2_124m,
+    name="gpt3_175b",
+    model=replace(
+        gpt2, context_length=2048, d_model=12_288, n_blocks=96, n_heads=96, d_ff=(49_152,),
+    ),
+    steps=95_000,
+    optimizer=replace(adamw, learning_rate=6e-5, warmup_steps=120),
+    train=replace(gpt2_124m.train, batch_size=1536),
+    compute=ComputeConfig(remat="block", scan_blocks=True),
+    mesh="fsdp=512",
 )  # fmt: skip
 
 llama = DecoderConfig(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import numpy as np
+
 BITS = {"pred": 8, "bf16": 16, "tf32": 32, "c64": 64, "c128": 128}
 """Bits of the types whose name does not give them; others are f, s or u and the bits (float8 has a suffix)."""
 
@@ -52,6 +54,8 @@ class Collective:
     """Times that they run."""
     n_bytes: float
     """Bytes that each device sends."""
+    per_host: int = 0
+    """Devices of a group on each of its hosts; 0 for groups within one host."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,18 @@ class Program:
         is_below = any("direction=LT" in i.attributes for i in parts)
         return int(limits[0]) if len(limits) == 1 and is_below and limits[0].isdecimal() else None
 
-    def collectives(self, n_devices: int) -> list[Collective]:
-        """Return the communication of a step by kind. Each of n devices that share an array of S bytes sends
+    def collectives(self, n_devices: int, host_size: int | None = None) -> list[Collective]:
+        """Return the communication of a step by kind, that between hosts apart. Each of n devices that share an array
+        of S bytes sends
 
         (n - 1)/n · S in an all-gather, a reduce-scatter and an all-to-all, where S is the larger side; twice as much
         in an all-reduce, which is both of the first; and S in a permutation.
+
+        Args:
+          host_size: devices of a host; None where hosts do not matter.
         """
-        times: Counter[str] = Counter()
-        n_bytes: dict[str, float] = defaultdict(float)
+        times: Counter[tuple[str, int]] = Counter()
+        n_bytes: dict[tuple[str, int], float] = defaultdict(float)
         channels: set[str] = set()
         for name, i in self._instructions():
             kind = i.opcode.removesuffix("-start")
@@ -121,7 +129,8 @@ class Program:
                 if channel[1] in channels:  # an asynchronous collective is written out in several fusions
                     continue
                 channels.add(channel[1])
-            n = group_size(i.attributes, n_devices)
+            group = first_group(i.attributes, n_devices)
+            n, hosts = len(group), Counter(device // (host_size or n_devices) for device in group)
             # The type of a start is a tuple of operands, results and counters.
             results = tuple_elements(i.type) if i.opcode.endswith("-start") else [i.type]
             S = max(sum(map(type_bytes, self._types(name, i.operands))), *map(type_bytes, results))
@@ -129,9 +138,11 @@ class Program:
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
             share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
-            times[kind] += self.runs[name]
-            n_bytes[kind] += self.runs[name] * share * S
-        return [Collective(kind, times[kind], n_bytes[kind]) for kind in COLLECTIVES if times[kind]]
+            key = kind, min(hosts.values()) if len(hosts) > 1 else 0
+            times[key] += self.runs[name]
+            n_bytes[key] += self.runs[name] * share * S
+        keys = sorted(filter(times.get, times), key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
+        return [Collective(kind, times[kind, k], n_bytes[kind, k], k) for kind, k in keys]
 
     def _instructions(self) -> Iterator[tuple[str, Instruction]]:
         """Yield all instructions with the names of their computations."""
@@ -272,13 +283,17 @@ def _arrays(type_: str) -> Iterator[tuple[float, str]]:
         yield bits * prod(map(int, filter(None, shape.split(",")))) / 8, layout
 
 
-def group_size(attributes: str, n_devices: int) -> int:
-    """Return the number of devices in one group of a collective, from its `replica_groups`; all without any."""
+def first_group(attributes: str, n_devices: int) -> list[int]:
+    """Return the devices in the first group of a collective, from its `replica_groups`; all without any."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return listed[1].count(",") + 1
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
-        return int(iota[2])
+        return [int(device) for device in listed[1].split(",")]
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        sizes = [int(size) for size in iota[2].split(",")]
+        order = [int(axis) for axis in iota[3].split(",")] if iota[3] else None
+        devices = np.arange(prod(sizes)).reshape(sizes).transpose(order).ravel()
+        return [int(device) for device in devices[: int(iota[1])]]
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        return prod(sizes[axis] for axis in re.findall(r"'(\w+)'", mesh[2]))
-    return n_devices
+        axes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        of_group = tuple(slice(None) if f"'{axis}'" in mesh[2] else 0 for axis in axes)
+        return [int(device) for device in np.arange(prod(axes.values())).reshape(*axes.values())[of_group].flat]
+    return list(range(n_devices))

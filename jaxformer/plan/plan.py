@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.memory import gpu_pool_share, memory_capacity, memory_needed
+from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
 from jaxformer.plan.hlo import Collective, parse
 from jaxformer.plan.roofline import (
     CHIPS,
@@ -48,9 +49,15 @@ class Plan:
     capacity: float | None
     """Bytes of memory that the runtime has on the device; None where unknown."""
     model_flops: float
-    """FLOPs of the model alone, see `roofline.model_flops`."""
+    """FLOPs of the model alone, see `roofline.ModelFlops`."""
     minimal_bytes_sent: float | None
     """Bytes that the sharding requires to send, see `roofline.minimal_bytes_sent`."""
+    parts: tuple[Part, ...]
+    """Parameters and FLOPs of each part of the model."""
+    cache: float | None
+    """Bytes of the KV cache of one text of the context length in the compute dtype; None without a cache."""
+    scores: float
+    """Bytes that the attention scores of one microbatch would take, which no fused attention stores."""
     flops: float = 0.0
     """FLOPs of all matrix products, with recomputation."""
     memory_traffic: float = 0.0
@@ -86,7 +93,8 @@ def make_plan(setup: TrainSetup) -> Plan:
     batch, device, n = setup.abstract_batch, setup.mesh.devices.flat[0], setup.mesh.size
     traced = make_train_step(setup).trace(setup.abstract_state, batch, jax.ShapeDtypeStruct((), jnp.int32))
     chip = CHIPS.get(device.device_kind)
-    of_model, visible = model_flops(setup)
+    model, host = model_flops(setup), [d for d in setup.mesh.devices.flat if d.process_index == device.process_index]
+    of_model = model.total * setup.config.train.batch_size
     known: dict[str, Any] = {
         "device": device.device_kind,
         "attention": setup.attention_line,
@@ -95,6 +103,9 @@ def make_plan(setup: TrainSetup) -> Plan:
         "capacity": memory_capacity(device) if device in jax.local_devices() else _absent_capacity(device, chip),
         "model_flops": of_model / n,
         "minimal_bytes_sent": minimal_bytes_sent(setup),
+        "parts": count_parts(setup, model),
+        "cache": cache_bytes(setup),
+        "scores": model.n_scores * setup.compute_dtype.itemsize * examples_per_microbatch(setup),
     }
     try:
         compiled = traced.lower().compile()
@@ -103,14 +114,15 @@ def make_plan(setup: TrainSetup) -> Plan:
             raise
         return Plan(**known, memory=memory)
     program = parse(compiled.as_text())
-    collectives, traffic = tuple(program.collectives(n)), program.memory_traffic()
-    # Kernels of a GPU's library are not in the traced program.
-    flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), visible)) / n
-    sent = sum(c.n_bytes for c in collectives)
+    # The links of TPUs join hosts, too.
+    collectives = tuple(program.collectives(n, len(host) if device.platform == "gpu" else None))
+    traffic = program.memory_traffic()
+    # Loops within a kernel of Pallas for GPUs are not counted.
+    flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), model.visible)) / n
     return Plan(
         **known, memory=memory_needed(compiled), flops=flops, memory_traffic=traffic, collectives=collectives,
         unknown_loops=program.unknown_loops,
-        estimate=Estimate.of(flops, traffic, sent, of_model / n, chip) if chip else None,
+        estimate=Estimate.of(flops, traffic, collectives, of_model / n, chip) if chip else None,
     )  # fmt: skip
 
 
@@ -149,12 +161,20 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
     if plan.flops:
         lines.append(f"  computed FLOPs     {plan.flops / 1e12:,.3g} T (with recomputation)")
         lines.append(f"  memory traffic     {plan.memory_traffic / 1e9:,.3g} GB (estimate)")
-        lines += [f"  {c.kind:<18} {c.n_bytes / 1e9:,.3g} GB sent in {c.times:,}" for c in plan.collectives]
+        for c in plan.collectives:
+            hosts = f", between hosts, by {c.per_host} GPU(s) of each" if c.per_host else ""
+            lines.append(f"  {c.kind:<18} {c.n_bytes / 1e9:,.3g} GB sent in {c.times:,}{hosts}")
         if minimum := plan.minimal_bytes_sent:
             more = f"{minimum / 1e9:,.3g} GB, {plan.bytes_sent / minimum:.2f} times as much"
             lines.append(f"  sent in all        {plan.bytes_sent / 1e9:,.3g} GB; minimum {more}")
         if plan.unknown_loops:
             lines.append(f"  {plan.unknown_loops} loop(s) of unknown length are counted as if they ran once")
+    lines += describe_parts(plan.parts)
+    if plan.cache:
+        n_tokens = setup.config.model.contract.inputs[0].shape[0]
+        lines.append(f"KV cache: {plan.cache / 1e9:,.3g} GB per text of {n_tokens:,} tokens, in {setup.compute_dtype}")
+    if plan.scores:
+        lines.append(f"attention scores: {plan.scores / 1e9:,.3g} GB per device, if they were stored for all layers")
     if e := plan.estimate:
         lines += [
             f"estimate, from published rates ({e.chip.source}):",
@@ -179,8 +199,7 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
 
 def remedies(setup: TrainSetup) -> str:
     """Return options that save memory, the cheapest first."""
-    c, shape, options = setup.config.compute, setup.mesh.shape, []
-    examples = setup.config.train.batch_size // setup.n_shards // c.grad_accumulation_steps
+    c, shape, options, examples = setup.config.compute, setup.mesh.shape, [], examples_per_microbatch(setup)
     if c.remat != "block":
         options.append("--compute.remat block")
     if not c.scan_blocks and getattr(setup.config.model, "n_blocks", 1) > 2:

@@ -3,13 +3,15 @@
 A step computes F FLOPs, moves M bytes through memory and sends C bytes to other devices, each per device. On a chip of
 f FLOPs per second, a memory of m bytes per second and links that send c bytes per second along one ring, it takes at
 least `max(F / f, M / m, C / c)` if all three overlap, and `F/f + M/m + C/c` if none do. Model FLOPs utilisation (MFU)
-is the model's own FLOPs (see `model_flops`) over `f` times that time; recomputation takes time and is not counted as
+is the model's own FLOPs (see `ModelFlops`) over `f` times that time; recomputation takes time and is not counted as
 use (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,6 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.kernels import BLOCK
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.plan.hlo import Collective
 from jaxformer.runs import abstract_params
 from jaxformer.train.setup import BLOCK as BLOCK_NAME
 from jaxformer.train.setup import TrainSetup
@@ -40,6 +43,19 @@ class Chip:
     """Bytes per second sent along one ring of devices: in a torus of two dimensions, half of what all links send."""
     source: str
     """Publication of these figures."""
+    nic: float = 0.0
+    """Bytes per second that a device sends to other hosts; 0 where the links join hosts, too."""
+
+    def send_seconds(self, collectives: Iterable[Collective]) -> float:
+        """Return the seconds of communication, one collective after another.
+
+        A ring over several hosts passes through all its devices on each, and leaves by the network cards of these.
+        """
+
+        def rate(c: Collective) -> float:
+            return min(self.link, c.per_host * self.nic) if c.per_host and self.nic else self.link
+
+        return sum(c.n_bytes / rate(c) for c in collectives)
 
 
 TPUS = "cloud.google.com/tpu/docs/"
@@ -68,19 +84,23 @@ CHIPS = {
     ),
     # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. FLOPs and
     # NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14, 2.3e15; 300, 450, 900 GB/s. Memory is
-    # what CUDA reports, as in `plan/gpus`.
+    # what CUDA reports, as in `plan/gpus`. A DGX has one InfiniBand card per GPU, of 200 Gb/s in the A100's and of 400
+    # in the others.
     "NVIDIA A100-SXM4-80GB": Chip(
-        flops=312e12, memory=85_100_068_864, bandwidth=2039e9, link=600e9 / 2, source="NVIDIA A100 data sheet, SXM"
+        flops=312e12, memory=85_100_068_864, bandwidth=2039e9, link=600e9 / 2, nic=200e9 / 8,
+        source="NVIDIA data sheets of A100 SXM and DGX A100",
     ),
     "NVIDIA H100 80GB HBM3": Chip(
-        flops=989e12, memory=84_942_979_072, bandwidth=3350e9, link=900e9 / 2, source="NVIDIA H100 data sheet, SXM"
+        flops=989e12, memory=84_942_979_072, bandwidth=3350e9, link=900e9 / 2, nic=400e9 / 8,
+        source="NVIDIA data sheets of H100 SXM and DGX H100",
     ),
     "NVIDIA H200": Chip(
-        flops=989e12, memory=139 * 2**30, bandwidth=4800e9, link=900e9 / 2, source="NVIDIA H200 data sheet, SXM"
+        flops=989e12, memory=139 * 2**30, bandwidth=4800e9, link=900e9 / 2, nic=400e9 / 8,
+        source="NVIDIA data sheets of H200 SXM and DGX H200",
     ),
     # The eighth of a DGX: 72 PFLOPS in FP8 with sparsity, a quarter of that in BF16 without; 64 TB/s; 14.4 TB/s.
     "NVIDIA B200": Chip(
-        flops=72e15 / 4 / 8, memory=191_514_411_008, bandwidth=8000e9, link=1800e9 / 2,
+        flops=72e15 / 4 / 8, memory=191_514_411_008, bandwidth=8000e9, link=1800e9 / 2, nic=400e9 / 8,
         source="NVIDIA DGX B200 data sheet",
     ),
 }  # fmt: skip
@@ -102,9 +122,12 @@ class Estimate:
     chip: Chip
 
     @classmethod
-    def of(cls, flops: float, memory_traffic: float, bytes_sent: float, model_flops: float, chip: Chip) -> Estimate:
+    def of(
+        cls, flops: float, memory_traffic: float, collectives: Iterable[Collective], model_flops: float, chip: Chip
+    ) -> Estimate:
         """Estimate the time of a step from its cost per device."""
-        return cls(flops / chip.flops, memory_traffic / chip.bandwidth, bytes_sent / chip.link, model_flops, chip)
+        network = chip.send_seconds(collectives)
+        return cls(flops / chip.flops, memory_traffic / chip.bandwidth, network, model_flops, chip)
 
     @property
     def seconds(self) -> float:
@@ -128,32 +151,42 @@ class Estimate:
 
 
 def matmul_flops(jaxpr: Any, visible: float = 1.0) -> float:
-    """Return the FLOPs of all matrix products in a jaxpr, over all devices, with loops multiplied out.
+    """Return the FLOPs of all matrix products in a jaxpr; see `flops_by_scope`."""
+    return sum(flops_by_scope(jaxpr, visible).values())
+
+
+def flops_by_scope(jaxpr: Any, visible: float = 1.0) -> dict[str, float]:
+    """Return the FLOPs of all matrix products in a jaxpr by name stack, over all devices, with loops multiplied out.
 
     Args:
       jaxpr: with or without its constants.
       visible: share of its blocks that an attention kernel computes.
     """
-    total = 0.0
+    total: dict[str, float] = defaultdict(float)
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name, p = eqn.primitive.name, eqn.params
+        name, p, scope = eqn.primitive.name, eqn.params, str(eqn.source_info.name_stack)
         if name == "dot_general":
             (contracted, _), _ = p["dimension_numbers"]
             K = prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-            total += 2 * K * prod(eqn.outvars[0].aval.shape)
+            total[scope] += 2 * K * prod(eqn.outvars[0].aval.shape)
             continue
-        inner = [matmul_flops(j, visible) for j in _jaxprs(p)]
+        if kernel := re.fullmatch("dot_product_attention_(fwd|bwd)_wrapper", name):  # of cuDNN, see `jax.nn`
+            (B, T, H, K), (_, S, _, _) = (x.aval.shape for x in eqn.invars[:2])
+            total[scope] += {"fwd": 2, "bwd": 5}[kernel[1]] * 2 * B * H * T * S * K * visible
+            continue
+        inner, times = [flops_by_scope(j, visible) for j in _jaxprs(p)], 1.0
         if name == "cond":
-            total += max(inner)
+            inner = [max(inner, key=lambda branch: sum(branch.values()))]
         elif name == "scan":
-            total += p["length"] * sum(inner)
+            times = p["length"]
         elif name == "shard_map":
             axes = next(value for key, value in p.items() if key.endswith("manual_axes"))  # jax 0.10: newly_manual_axes
-            total += prod(p["mesh"].shape[axis] for axis in axes) * sum(inner)
+            times = prod(p["mesh"].shape[axis] for axis in axes)
         elif name == "pallas_call":
-            total += visible * prod(p["grid_mapping"].grid) * sum(inner)
-        else:
-            total += sum(inner)
+            times = visible * prod(p["grid_mapping"].grid)
+        for counts in inner:
+            for inner_scope, flops in counts.items():
+                total[f"{scope}/{inner_scope}"] += times * flops
     return total
 
 
@@ -179,13 +212,28 @@ def visible_pairs(mask: Mask, T: int, S: int, block: int = 1) -> int:
     return int((nearest // block - furthest // block + 1).sum()) * block * block
 
 
-def model_flops(setup: TrainSetup) -> tuple[float, float]:
-    """Return the FLOPs that a model needs per step, over all devices, and the share of blocks that an attention kernel
-    computes.
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs that a model needs for one example: three times the forward pass, as the backward pass has two products for
+    each. Of experts, those of the tokens routed to them count."""
 
-    They are those of products with weights, and of attention over visible pairs: three times the forward pass, as the
-    backward pass has two products for each. Of experts, those of the tokens routed to them count.
-    """
+    by_scope: dict[str, float]
+    """FLOPs of products with weights by name stack."""
+    attention: float
+    """FLOPs of attention over visible pairs."""
+    n_scores: int
+    """Attention scores in one forward pass, masked ones included."""
+    visible: float
+    """Share of blocks that an attention kernel computes."""
+
+    @property
+    def total(self) -> float:
+        """FLOPs of weights and attention."""
+        return sum(self.by_scope.values()) + self.attention
+
+
+def model_flops(setup: TrainSetup) -> ModelFlops:
+    """Return the FLOPs that a model needs for one example of the largest size, forward and backward."""
     calls: list[tuple[Any, Any, Mask]] = []
 
     def record(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask, scale: float) -> jax.Array:
@@ -201,12 +249,14 @@ def model_flops(setup: TrainSetup) -> tuple[float, float]:
     jaxpr = jax.make_jaxpr(lambda params, *example: model.apply({"params": params}, *example, rngs=rngs))(
         params, *config.model.example()
     )
-    forward, visible = matmul_flops(jaxpr), 1.0
+    attention, n_scores, visible = 0.0, 0, 1.0
     for q_HTK, k_GSK, mask in calls:
         (H, T, K), S = q_HTK.shape, k_GSK.shape[1]
-        forward += 4 * H * K * visible_pairs(mask, T, S)
+        attention += 3 * 4 * H * K * visible_pairs(mask, T, S)
+        n_scores += H * T * S
         visible = min(1.0, visible_pairs(mask, T, S, BLOCK) / (T * S)) if BLOCK < T else 1.0
-    return 3 * forward * config.train.batch_size, visible
+    weights = {scope: 3 * flops for scope, flops in flops_by_scope(jaxpr).items()}
+    return ModelFlops(weights, attention, n_scores, visible)
 
 
 def minimal_bytes_sent(setup: TrainSetup) -> float | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxformer.plan.hlo import group_size, memory_bytes, parse, type_bytes
+from jaxformer.plan.hlo import first_group, memory_bytes, parse, type_bytes
 
 PROGRAM = """\
 HloModule step, is_scheduled=true
@@ -135,14 +135,24 @@ def test_arrays_on_the_chip_are_not_in_memory():
 
 
 @pytest.mark.parametrize(
-    ("groups", "size"),
+    ("groups", "devices"),
     [
-        ("replica_groups={{0,1,2},{3,4,5}}", 3), ("replica_groups=[8,2]<=[2,8]T(1,0)", 2), ("replica_groups={}", 16),
-        ("replica_groups=mesh['a'=4,'b'=2] {'a'}", 4), ("channel_id=1", 16),
+        ("replica_groups={{0,1,2},{3,4,5}}", [0, 1, 2]), ("replica_groups=[8,2]<=[2,8]T(1,0)", [0, 8]),
+        ("replica_groups=[2,8]<=[16]", list(range(8))), ("replica_groups={}", list(range(16))),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a'}", [0, 2, 4, 6]), ("replica_groups=mesh['a'=4,'b'=2] {'b'}", [0, 1]),
+        ("channel_id=1", list(range(16))),
     ],
 )  # fmt: skip
-def test_group_size_of_replica_groups(groups, size):
-    assert group_size(groups, 16) == size
+def test_first_group_of_replica_groups(groups, devices):
+    assert first_group(groups, 16) == devices
+
+
+def test_communication_between_hosts_is_apart():
+    """Of two hosts of two, the gathers are within one; the last sum is over both."""
+    result = {(c.kind, c.per_host) for c in parse(PROGRAM).collectives(4, host_size=2)}
+    assert result == {("all-gather", 0), ("reduce-scatter", 0), ("all-reduce", 2)}
+    across = PROGRAM.replace("replica_groups=[2,2]<=[4]", "replica_groups=[2,2]<=[2,2]T(1,0)")  # devices 0 and 2
+    assert ("all-gather", 1) in {(c.kind, c.per_host) for c in parse(across).collectives(4, host_size=2)}
 
 
 def test_collectives_of_a_compiled_program():

@@ -12,6 +12,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.kernels import BLOCK, splash_attention
 from jaxformer.ops.masks import Causal
+from jaxformer.plan.hlo import Collective
 from jaxformer.plan.roofline import (
     CHIPS,
     Chip,
@@ -34,10 +35,18 @@ CONFIG = Config("t", MODEL, data=TextConfig(), steps=2, optimizer=OptimizerConfi
 
 def test_slowest_of_three_bounds_the_step_and_mfu_counts_model_flops():
     chip = Chip(flops=100.0, memory=1.0, bandwidth=10.0, link=2.0, source="")
-    e = Estimate.of(flops=400.0, memory_traffic=20.0, bytes_sent=4.0, model_flops=300.0, chip=chip)
+    e = Estimate.of(400.0, 20.0, [Collective("all-reduce", 1, 4.0)], model_flops=300.0, chip=chip)
     assert (e.compute, e.memory, e.network) == (4, 2, 2)
     assert (e.seconds, e.bound, e.mfu, e.mfu_without_overlap) == (4, "compute", 0.75, 3 / 8)
-    assert Estimate.of(400.0, 20.0, 12.0, 300.0, chip).bound == "network"
+    assert Estimate.of(400.0, 20.0, [Collective("all-reduce", 1, 12.0)], 300.0, chip).bound == "network"
+
+
+@pytest.mark.parametrize(("per_host", "seconds"), [(0, 6.0), (1, 24.0), (2, 12.0), (4, 6.0), (8, 6.0)])
+def test_a_ring_over_hosts_sends_by_the_cards_of_its_devices_on_each(per_host, seconds):
+    """At most as fast as the links within a host: 12 bytes at 2 per second, or at 0.5 per second and card."""
+    chip = Chip(flops=1.0, memory=1.0, bandwidth=1.0, link=2.0, source="", nic=0.5)
+    assert chip.send_seconds([Collective("all-gather", 3, 12.0, per_host)]) == seconds
+    assert replace(chip, nic=0.0).send_seconds([Collective("all-gather", 3, 12.0, per_host)]) == 6  # TPUs
 
 
 def test_every_chip_has_a_source():
@@ -99,7 +108,7 @@ def test_model_flops_by_hand():
     T, D, L, F, V = 12, 16, 3, 32, 48
     weights = L * (4 * D * D + 2 * D * F) + D * V
     attention = L * 4 * D * (T * (T + 1) // 2)  # two products over the pairs that a causal mask does not hide
-    assert model_flops(TrainSetup(CONFIG, make_mesh()))[0] == 3 * 16 * (2 * T * weights + attention)
+    assert model_flops(TrainSetup(CONFIG, make_mesh())).total == 3 * (2 * T * weights + attention)
 
 
 def test_model_flops_of_experts_count_routed_tokens():
@@ -109,9 +118,8 @@ def test_model_flops_of_experts_count_routed_tokens():
     attention = L * 4 * D * (T * (T + 1) // 2)
     for capacity in (None, 1.25):
         model = replace(MODEL, n_experts=E, experts_per_token=J, capacity_factor=capacity)
-        assert model_flops(TrainSetup(replace(CONFIG, model=model), make_mesh()))[0] == 3 * 16 * (
-            2 * T * weights + attention
-        )
+        setup = TrainSetup(replace(CONFIG, model=model), make_mesh())
+        assert model_flops(setup).total == 3 * (2 * T * weights + attention)
 
 
 def test_minimal_bytes_sent_by_hand():

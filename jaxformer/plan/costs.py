@@ -1,0 +1,109 @@
+"""Parameters and FLOPs of each part of a model, and the sizes of its KV cache and of its attention scores."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import jax
+from flax.traverse_util import flatten_dict
+
+from jaxformer.contract import ParameterAxes, Role, Task
+from jaxformer.plan.roofline import ModelFlops
+from jaxformer.train.setup import TrainSetup
+
+EMBEDDING, ATTENTION, MLP, EXPERTS, LOGITS, OTHER = "embedding", "attention", "MLP", "experts", "logits", "other"
+
+PART_OF_AXIS = {
+    "experts": EXPERTS, "choices": EXPERTS, "gates": "recurrent cells", "heads": ATTENTION, "head_dim": ATTENTION,
+    "alignment": ATTENTION, "hidden": MLP, "maxout": MLP,
+}  # fmt: skip
+"""Part of a model that a parameter with such an axis belongs to, the first that it has."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a model."""
+
+    name: str
+    n_parameters: int
+    n_active: int
+    """Parameters that one token uses: of experts, those that it is routed to and the router."""
+    flops: float
+    """FLOPs of one example, forward and backward."""
+
+
+def part_of(axes: ParameterAxes) -> str:
+    """Return the part of a model that a parameter belongs to, by its declared axes."""
+    if {"vocab", "classes", "joint"} & set(axes.outputs):
+        return LOGITS
+    if axes.role in (Role.EMBEDDING, Role.POSITION) or "pixels" in axes.names:
+        return EMBEDDING
+    return next((part for axis, part in PART_OF_AXIS.items() if axis in axes.names), OTHER)
+
+
+def count_parts(setup: TrainSetup, model: ModelFlops) -> tuple[Part, ...]:
+    """Return the parts of the model of a set-up in the order of their first use, without empty ones.
+
+    Args:
+      model: its FLOPs.
+    """
+    config, axes = setup.config.model, setup.parameter_axes
+    routed_share = getattr(config, "experts_per_token", 1) / (getattr(config, "n_experts", None) or 1)
+    sizes = {name: prod(leaf.shape) for name, leaf in flatten_dict(setup.abstract_params, sep=".").items()}
+    total, active, modules = Counter[str](), Counter[str](), dict[str, str]()
+    flops: dict[str, float] = defaultdict(float)
+    for name in sorted(sizes, key=sizes.__getitem__):  # the largest of a module last
+        part = modules[name.rpartition(".")[0]] = part_of(axes[name])
+        total[part] += sizes[name]
+        active[part] += round(sizes[name] * (routed_share if "experts" in axes[name].stack else 1))
+    for scope, n in model.by_scope.items():
+        flops[_part_of_scope(scope, modules)] += n
+    flops[ATTENTION] += model.attention
+    names = (EMBEDDING, ATTENTION, MLP, EXPERTS, "recurrent cells", OTHER, LOGITS)
+    return tuple(Part(p, total[p], active[p], flops[p]) for p in names if total[p] or flops[p])
+
+
+def _part_of_scope(scope: str, modules: Mapping[str, str]) -> str:
+    """Return the part that a product belongs to, by the modules in its name stack.
+
+    Args:
+      modules: part of the largest parameter of each module by its dotted name.
+    """
+    path, part = "", modules.get("", OTHER)
+    for word in scope.split("/"):
+        if word.endswith(".unembed"):
+            return LOGITS
+        inner = f"{path}.{word}".lstrip(".")
+        if any(f"{name}.".startswith(f"{inner}.") for name in modules):
+            path, part = inner, modules.get(inner, part)
+    return part
+
+
+def describe_parts(parts: Sequence[Part]) -> list[str]:
+    """Return a table of parts in lines of text."""
+    all_flops = sum(part.flops for part in parts)
+    lines = ["parameters, and shares of the model FLOPs:"]
+    for p in parts:
+        active = f", {p.n_active:,} active per token" if p.n_active < p.n_parameters else ""
+        lines.append(f"  {p.name:<18} {p.n_parameters:>15,}{p.flops / all_flops:>8.1%}{active}")
+    return lines
+
+
+def cache_bytes(setup: TrainSetup) -> float | None:
+    """Return the bytes of the KV cache of a decoder for one text of the context length, in the compute dtype; None for
+    another model."""
+    contract = setup.config.model.contract
+    if contract.task is not Task.CAUSAL_LM or not contract.has_cache:
+        return None
+    (n_slots,) = contract.inputs[0].shape
+    init_cache = partial(setup.model.init_cache, n_slots, setup.compute_dtype)
+    return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init_cache))))
+
+
+def examples_per_microbatch(setup: TrainSetup) -> int:
+    """Return the number of examples that a device computes at once."""
+    return setup.config.train.batch_size // setup.n_shards // setup.config.compute.grad_accumulation_steps

@@ -1,0 +1,126 @@
+"""Parts of a model by hand, and by the figures of papers."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer.cli.arguments import load_config
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops.kernels import cudnn_attention
+from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
+from jaxformer.plan.roofline import matmul_flops, model_flops
+from jaxformer.plan.topology import assume_gpu
+from jaxformer.runs import count_parameters
+from jaxformer.sharding import make_mesh
+from jaxformer.train.setup import TrainSetup
+from tests.helpers import ROOT
+from tests.plan.test_roofline import CONFIG, MODEL
+
+T, D, L, F, V = 12, 16, 3, 32, 48  # of MODEL
+
+
+def setup_of(config, **changes) -> TrainSetup:
+    return TrainSetup(replace(config, model=replace(config.model, **changes)), make_mesh())
+
+
+def parts_of(setup: TrainSetup) -> dict[str, Part]:
+    return {part.name: part for part in count_parts(setup, model_flops(setup))}
+
+
+def test_parts_of_a_decoder_by_hand():
+    parts = parts_of(setup_of(CONFIG))
+    visible = T * (T + 1) // 2
+    assert parts == {
+        "embedding": Part("embedding", V * D, V * D, 0),
+        "attention": Part("attention", L * 4 * D * D, L * 4 * D * D, 3 * L * (2 * T * 4 * D * D + 4 * D * visible)),
+        "MLP": Part("MLP", L * 2 * D * F, L * 2 * D * F, 3 * L * 2 * T * 2 * D * F),
+        "other": Part("other", L * 2 * D, L * 2 * D, 0),
+        "logits": Part("logits", D * V, D * V, 3 * 2 * T * D * V),
+    }
+
+
+def test_experts_are_active_where_tokens_are_routed_to_them():
+    E, J = 8, 2
+    part = parts_of(setup_of(CONFIG, n_experts=E, experts_per_token=J, capacity_factor=1.25))["experts"]
+    assert (part.n_parameters, part.n_active) == (L * (D * E + E * 2 * D * F), L * (D * E + J * 2 * D * F))
+    assert part.flops == 3 * L * 2 * T * (D * E + J * (2 * D * F + D))  # with the router and the weighted sum
+    assert f"{part.n_active:,} active per token" in describe_parts([part])[1]
+
+
+def test_tied_logits_have_flops_and_no_parameters():
+    part = parts_of(setup_of(CONFIG, unembedding="tied"))["logits"]
+    assert (part.n_parameters, part.flops) == (0, 3 * 2 * T * D * V)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["clip.py", "translation.py:bahdanau", "mlm.py", "ladder.py:mlp_concat"])
+def test_parts_add_up_to_the_model(spec):
+    setup = TrainSetup(replace(load_config(f"{ROOT}/configs/{spec}"), mesh=""), make_mesh())
+    model, parts = model_flops(setup), parts_of(setup).values()
+    assert sum(part.n_parameters for part in parts) == count_parameters(setup.abstract_params)
+    assert sum(part.flops for part in parts) == pytest.approx(model.total)
+    assert not {"embedding", "other"} & {part.name for part in parts if part.flops > 0.05 * model.total}
+
+
+@pytest.mark.parametrize(
+    ("name", "n_parameters"),
+    [
+        ("gpt3_175b", 175.0e9),  # table 2.1 of Brown et al. 2020
+        ("llama_70b", 69.0e9),  # the checkpoint of Touvron et al. 2023
+        ("gpt2_124m", 124.4e6),  # that of Radford et al. 2019
+    ],
+)
+def test_published_models_have_their_numbers_of_parameters_and_flops(name, n_parameters):
+    """All blocks are alike: those of two are counted. Products have 6 FLOPs per parameter and token, as in appendix D
+    of Brown et al. 2020; that of tied logits counts the embedding, and other tables have none."""
+    config = load_config(f"{ROOT}/configs/gpt.py:{name}")
+    full = config.model
+    assert isinstance(full, DecoderConfig)
+    setup = TrainSetup(replace(config, mesh="", model=replace(full, n_blocks=2)), make_mesh())
+    model, parts = model_flops(setup), parts_of(setup)
+    blocks = (parts["attention"].n_parameters + parts["MLP"].n_parameters) * full.n_blocks // 2
+    tables = parts["embedding"].n_parameters + parts["logits"].n_parameters
+    assert blocks + tables == pytest.approx(n_parameters, rel=0.003)
+    matrices = blocks * 2 // full.n_blocks + full.vocab_size * full.d_model
+    products = sum(model.by_scope.values()) / full.context_length
+    assert products == pytest.approx(6 * matrices, rel=0.003)
+
+
+def test_scores_and_cache_of_gpt2():
+    """Radford et al. 2019, table 2: 12 layers of width 768; 12 heads; 1024 positions."""
+    setup = TrainSetup(load_config(f"{ROOT}/configs/gpt.py:gpt2_124m"), make_mesh())
+    assert model_flops(setup).n_scores == 12 * 12 * 1024**2
+    assert cache_bytes(setup) == 2 * 12 * 1024 * 768 * 4 + 1024 * 4  # float32 on a CPU, and int32 positions
+
+
+def test_cache_is_of_decoders():
+    assert cache_bytes(setup_of(CONFIG, n_kv_heads=2)) == 2 * L * 2 * 4 * T * 4 + T * 4
+    vit = replace(load_config(f"{ROOT}/configs/vision.py:vit"), mesh="")
+    assert cache_bytes(TrainSetup(vit, make_mesh())) is None
+
+
+def test_examples_per_microbatch():
+    compute = replace(CONFIG.compute, grad_accumulation_steps=2)
+    setup = TrainSetup(replace(CONFIG, compute=compute), make_mesh("data=2,tensor=4"))
+    assert examples_per_microbatch(setup) == CONFIG.train.batch_size // 2 // 2
+    assert MODEL is CONFIG.model
+
+
+def test_flops_of_cudnn_attention_count(monkeypatch):
+    """Two products forward, five backward: the scores are recomputed."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    for name in ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal"):
+        monkeypatch.setattr(cudnn, name, getattr(cudnn, name))  # restored after the test
+    assume_gpu("9.0")
+    B, H, G, K = 2, 4, 2, 64
+    q, k = (jax.ShapeDtypeStruct((B, n, T, K), jnp.bfloat16) for n in (H, G))
+
+    def loss(q, k, v):
+        return jax.vmap(cudnn_attention)(q, k, v).astype(jnp.float32).sum()
+
+    product = 2 * B * H * T * T * K
+    assert matmul_flops(jax.make_jaxpr(loss)(q, k, k)) == 2 * product
+    assert matmul_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k), visible=0.5) == 7 * product / 2
