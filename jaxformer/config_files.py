@@ -66,8 +66,7 @@ def load_module(path: str) -> ModuleType:
     except UserError:
         raise
     except Exception as error:  # of the user's code
-        line = next(
-            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == spec.origin), "?"
-        )
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        line = next((frame.lineno for frame in frames if frame.filename == spec.origin), "?")
         raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {error}.") from error
     return module

@@ -125,19 +125,16 @@ class CaptionDataset(Dataset):
         self.images = read_images(folder / IMAGES, files, shape)
         is_train = np.array([row.split == "train" for row in table])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
-        if len(self.train) < batch_size:
-            raise UserError(
-                f"{folder / CAPTIONS} has {len(self.train)} pair(s) for training, fewer than train.batch_size "
-                f"{batch_size}; lower it."
-            )
+        if (n := len(self.train)) < batch_size:
+            problem = f"{folder / CAPTIONS} has {n} pair(s) for training, fewer than train.batch_size {batch_size}"
+            raise UserError(f"{problem}; lower it.")
         self.captions = captions = [row.caption for row in table]
         self.tokenizer = tokenizer or Tokenizer.train([captions[i] for i in self.train], model.text.vocab_size)
         if tokenizer is None:
             model = replace(model, text=infer_vocab_size(model.text, self.tokenizer))
         self.model = model
-        reason = (
-            f"{config.path} has images of {describe_sizes(sizes)} and supports {self.tokenizer.vocab_size:,} tokens"
-        )
+        n_tokens = self.tokenizer.vocab_size
+        reason = f"{config.path} has images of {describe_sizes(sizes)} and supports {n_tokens:,} tokens"
         resizing = describe_resizing(config.path, sizes, vision.image_size)
         self.notes = (*describe_changes(original, model, reason), *resizing)
         self.tokens, self.valid, self.n_shortened = tokenize_captions(captions, self.tokenizer, length)
@@ -158,9 +155,8 @@ class CaptionDataset(Dataset):
         images, options = self.images[pairs], self.config.augmentation
         if any(options.values()):
             parameters = draw_augmentations(n, images.shape[-1], self.seed, epoch, **options)
-            images = np.stack(
-                [augment(*x) for x in zip(images, *(array[indices] for array in parameters), strict=True)]
-            )
+            drawn = (array[indices] for array in parameters)
+            images = np.stack([augment(*example) for example in zip(images, *drawn, strict=True)])
         batch = self._batch(pairs, images)
         if not self.config.drop_words:
             return batch

@@ -89,9 +89,8 @@ def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
 
 def class_count_error(model: ImageModelConfig, n_classes: int, path: str) -> str:
     """Return the message for a model whose number of classes is not the data's, without its full stop."""
-    return (
-        f"{path} gives {n_classes} classes, but model.n_classes is {model.n_classes}; set --model.n-classes {n_classes}"
-    )
+    limit = f"but model.n_classes is {model.n_classes}"
+    return f"{path} gives {n_classes} classes, {limit}; set --model.n-classes {n_classes}"
 
 
 class PixelDataset(Dataset):

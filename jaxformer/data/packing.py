@@ -91,11 +91,10 @@ class PackedExamples:
 
     def __post_init__(self) -> None:
         if len(self.rows) < self.batch_size:
-            raise UserError(
-                f"the training text packs into {len(self.rows)} row(s) of {self.length} tokens, fewer than "
-                f"train.batch_size {self.batch_size}; set --train.batch-size {max(1, len(self.rows))}, a shorter "
-                "--model.context-length, or give more text."
-            )
+            n, rows = len(self.rows), f"{len(self.rows)} row(s) of {self.length} tokens"
+            remedy = f"set --train.batch-size {max(1, n)}, a shorter --model.context-length, or give more text"
+            problem = f"the training text packs into {rows}, fewer than train.batch_size {self.batch_size}"
+            raise UserError(f"{problem}; {remedy}.")
 
     @cached_property
     def rows(self) -> list[np.ndarray]:
@@ -122,10 +121,8 @@ class PackedExamples:
             for segment, i in enumerate(self.rows[row], start=1):
                 start, n = self.starts_N[i], self.lengths_N[i]
                 span, stop = (b, slice(stop, stop + n)), stop + n
-                tokens_BT[span], targets_BT[span] = (
-                    self.tokens[start : start + n],
-                    self.tokens[start + 1 : start + n + 1],
-                )
+                example = self.tokens[start : start + n + 1]
+                tokens_BT[span], targets_BT[span] = example[:-1], example[1:]
                 segments_BT[span] = segment
                 weights_BT[span] = 1 if self.weights is None else self.weights[start + 1 : start + n + 1]
         return Batch((tokens_BT, None, segments_BT), targets_BT, weights_BT)

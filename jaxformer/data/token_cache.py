@@ -181,9 +181,8 @@ def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, toke
     with _scratch(folder, "write to", folder.parent) as scratch:
         tokenizer = tokenizer or Tokenizer.train(Pieces(train), vocab_size)
         tokenizer.save(scratch / TOKENIZER)
-        sizes = [
-            _write_tokens(scratch / name, split, tokenizer) for name, split in zip(SPLITS, (train, val), strict=True)
-        ]
+        documents = dict(zip(SPLITS, (train, val), strict=True))
+        sizes = [_write_tokens(scratch / name, split, tokenizer) for name, split in documents.items()]
         dtype: Any = token_dtype(tokenizer).name
         checksums = tuple(sha256(scratch / name) for name in (*SPLITS, *_tokenizer_files(scratch)))
         manifest = _Manifest(folder.name, dtype, tokenizer.one_in, (len(train), len(val)), tuple(sizes), checksums)
@@ -272,10 +271,9 @@ def _is_running(pid: int) -> bool:
     """Return True if a process of this host runs, or on Windows, where a signal 0 would end it, may run."""
     if os.name == "nt":
         return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
     return True

@@ -85,11 +85,9 @@ class Tokenizer:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT],
+            vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
+        )  # fmt: skip
         texts = list(texts) if isinstance(texts, Iterator) else texts
         one_in = 1
         while not _fits(_sample(texts, one_in)) and any(_sample(texts, 2 * one_in)):
@@ -150,9 +148,6 @@ class Tokenizer:
         """Vocabulary size in tokens, special ones included: the largest id and one."""
         return max(self._inner.get_vocab().values()) + 1
 
-    def _encoded_bytes(self, text: str) -> bytes:
-        return b"".join(self.token_bytes[t] for t in self.encode(text))
-
     def _find_end(self) -> int:
         """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` that there is."""
         ids = self.config.get(END_IDS, [])
@@ -167,9 +162,8 @@ class Tokenizer:
                 return token
         if given:
             raise UserError(f"has no token {given!r}, which {TOKENIZER_CONFIG} names as eos_token")
-        raise UserError(
-            f"has no end-of-text token that is known, such as {END_OF_TEXT}, and no {TOKENIZER_CONFIG} names it"
-        )
+        unnamed = f"no {TOKENIZER_CONFIG} names it"
+        raise UserError(f"has no end-of-text token that is known, such as {END_OF_TEXT}, and {unnamed}")
 
     @cached_property
     def ends_of_text(self) -> tuple[int, ...]:
@@ -229,8 +223,7 @@ class Tokenizer:
     def without_special_from(self, n: int) -> Tokenizer:
         """Return the tokenizer without its special tokens whose ids are n or above."""
         form = json.loads(self.as_json())
-        has_row = lambda token: token["id"] < n or not token["special"]  # noqa: E731
-        form["added_tokens"] = [token for token in form["added_tokens"] if has_row(token)]
+        form["added_tokens"] = [t for t in form["added_tokens"] if t["id"] < n or not t["special"]]
         return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), self.one_in, self.config)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -262,6 +255,9 @@ class Tokenizer:
                 continue
             texts[i] = piece.encode() if i in added else to_bytes(piece)
         return texts
+
+    def _encoded_bytes(self, text: str) -> bytes:
+        return b"".join(self.token_bytes[t] for t in self.encode(text))
 
     @cached_property
     def doubles_space(self) -> bool:

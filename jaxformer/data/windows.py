@@ -46,16 +46,15 @@ class TextConfig(CorpusConfig):
         if not isinstance(model, TokenModelConfig):
             raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
         self.check_model(model)
-        inferred = model
+        inferred, extra = model, self.n_extra_tokens
         if tokenizer is None and self.tokenizer is not None:
             tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
-            inferred = fit_vocab_size(model, tokenizer, self.n_extra_tokens, fixed)
+            inferred = fit_vocab_size(model, tokenizer, extra, fixed)
             reason = f"{self.tokenizer} has {tokenizer.vocab_size:,} tokens"
             corpus = load_corpus(self, tokenizer.vocab_size, tokenizer)
         else:
-            corpus = load_corpus(self, model.vocab_size - self.n_extra_tokens, tokenizer)
-            if tokenizer is None:
-                inferred = infer_vocab_size(model, corpus.tokenizer, self.n_extra_tokens)
+            corpus = load_corpus(self, model.vocab_size - extra, tokenizer)
+            inferred = infer_vocab_size(model, corpus.tokenizer, extra) if tokenizer is None else model
             reason = f"{self.path} supports {corpus.tokenizer.vocab_size:,} tokens"
         data = self.build_dataset(inferred, corpus, batch_size, seed)
         changes = describe_changes(model, inferred, reason)
@@ -85,17 +84,14 @@ class Windows:
     seed: int
 
     def __post_init__(self) -> None:
-        if len(self.tokens) < self.length:
-            raise UserError(
-                f"the context needs windows of {self.length} tokens, but the training text has only "
-                f"{len(self.tokens)}; shorten model.context_length or give more text."
-            )
-        if self.n_windows < self.batch_size:
-            raise UserError(
-                f"the training text has {self.n_windows} window(s) of {self.length} tokens at stride {self.stride}, "
-                f"fewer than train.batch_size {self.batch_size}; set --train.batch-size {self.n_windows}, a shorter "
-                "--model.context-length, or give more text."
-            )
+        if (n := len(self.tokens)) < self.length:
+            problem = f"the context needs windows of {self.length} tokens, but the training text has only {n}"
+            raise UserError(f"{problem}; shorten model.context_length or give more text.")
+        if (n := self.n_windows) < self.batch_size:
+            windows = f"{n} window(s) of {self.length} tokens at stride {self.stride}"
+            problem = f"the training text has {windows}, fewer than train.batch_size {self.batch_size}"
+            remedy = f"set --train.batch-size {n}, a shorter --model.context-length, or give more text"
+            raise UserError(f"{problem}; {remedy}.")
 
     @property
     def n_windows(self) -> int:
@@ -171,11 +167,9 @@ class HeldOutText:
     """Tokens between the starts of two windows; `n_predicted` by default."""
 
     def __post_init__(self) -> None:
-        if len(self.tokens) <= (before := self.context_length + 1 - self.n_predicted):
-            raise UserError(
-                f"the held-out text has {len(self.tokens)} tokens, too few to predict one, which takes {before} before "
-                "it; give more text to measure on."
-            )
+        if (n := len(self.tokens)) <= (before := self.context_length + 1 - self.n_predicted):
+            problem = f"the held-out text has {n} tokens, too few to predict one, which takes {before} before it"
+            raise UserError(f"{problem}; give more text to measure on.")
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         """Yield the batches as `Dataset.held_out` does."""
@@ -193,14 +187,17 @@ class TextDataset(Dataset):
 
     def __init__(self, config: Any, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
         """Cut the corpus into windows; `UserError` where a split is too short. `config` is a `TextConfig`."""
-        length, stride = model.context_length + 1, config.stride or model.context_length
-        self.windows = Windows(corpus.train.tokens, length, stride, batch_size, seed)
         self.name, self.config, self.corpus, self.model, self.seed = config.path, config, corpus, model, seed
-        self.per_step, self.steps_per_epoch = batch_size * model.context_length, self.windows.steps_per_epoch
         self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
-        lengths = corpus.token_lengths
-        self.token_lengths = lengths if self.has_bits_per_byte else None
-        self.val = HeldOutText(corpus.val.tokens, lengths, model.context_length, model.n_predicted)
+        self.token_lengths = corpus.token_lengths if self.has_bits_per_byte else None
+        self._cut(batch_size)
+
+    def _cut(self, batch_size: int) -> None:
+        """Cut both splits into examples."""
+        T, train, val = self.model.context_length, self.corpus.train.tokens, self.corpus.val.tokens
+        self.windows = Windows(train, T + 1, self.config.stride or T, batch_size, self.seed)
+        self.per_step, self.steps_per_epoch = batch_size * T, self.windows.steps_per_epoch
+        self.val = HeldOutText(val, self.corpus.token_lengths, T, self.model.n_predicted)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         return next_token_batch(self.windows.batch(step, rows), self.model.n_predicted)
@@ -209,24 +206,19 @@ class TextDataset(Dataset):
         return self.val.held_out(batch_size, n)
 
     def describe(self) -> str:
-        train, val = self.corpus.train, self.corpus.val
-        sizes = [
-            f"{split.documents:,} document{'s' if split.documents != 1 else ''}, {len(split.tokens):,} tokens"
-            for split in (train, val)
-        ]
-        return f"{self.name}: {sizes[0]}, {train.n_bytes / len(train.tokens):.2f} bytes per token; held out: {sizes[1]}"
+        splits = self.corpus.train, self.corpus.val
+        numbers = [f"{x.documents:,} document{'s' if x.documents != 1 else ''}, {len(x.tokens):,}" for x in splits]
+        per_token = f"{splits[0].n_bytes / len(splits[0].tokens):.2f} bytes per token"
+        return f"{self.name}: {numbers[0]} tokens, {per_token}; held out: {numbers[1]} tokens"
 
 
 class PackedTextDataset(TextDataset):
     """A corpus in packed documents, in which every token is predicted from those before it in its document."""
 
-    def __init__(self, config: Any, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
-        """Pack the documents; `UserError` where they are fewer than a batch. `config` is a `TextConfig`."""
-        self.name, self.config, self.corpus, self.model, self.seed = config.path, config, corpus, model, seed
-        self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
-        self.token_lengths, (train, val) = corpus.token_lengths, (corpus.train.tokens, corpus.val.tokens)
-        self.train = pack_documents(train, corpus.tokenizer, model.context_length, batch_size, seed)
-        self.packed_val = pack_documents(val, corpus.tokenizer, model.context_length)
+    def _cut(self, batch_size: int) -> None:
+        T, corpus = self.model.context_length, self.corpus
+        self.train = pack_documents(corpus.train.tokens, corpus.tokenizer, T, batch_size, self.seed)
+        self.packed_val = pack_documents(corpus.val.tokens, corpus.tokenizer, T)
         self.per_step, self.steps_per_epoch = self.train.per_step, self.train.steps_per_epoch
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:

@@ -94,9 +94,8 @@ def first_non_finite(
         for index, before in enumerate(modules[:-1], start=1)
         if before.gradient.non_finite
     ]
-    broken += [
-        (_module_index(p.name, modules), f"the gradient of {p.name}") for p in parameters if p.gradient.non_finite
-    ]
+    faulty = [p.name for p in parameters if p.gradient.non_finite]
+    broken += [(_module_index(name, modules), f"the gradient of {name}") for name in faulty]
     if not broken:
         return None
     index, origin = max(broken, key=lambda pair: pair[0])
@@ -229,15 +228,10 @@ def tap(values: Any, record: jax.Array) -> Any:
     return values
 
 
-def _tap_forward(values: Any, record: jax.Array) -> tuple[Any, jax.Array]:
-    return values, _measure(values)
-
-
-def _tap_backward(measured: jax.Array, grads: Any) -> tuple[Any, jax.Array]:
-    return grads, jnp.stack([measured, _measure(grads)])
-
-
-tap.defvjp(_tap_forward, _tap_backward)
+tap.defvjp(
+    lambda values, record: (values, _measure(values)),
+    lambda measured, grads: (grads, jnp.stack([measured, _measure(grads)])),
+)
 
 
 def _measure(tree: Any) -> jax.Array:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -86,10 +87,8 @@ def capture_shapes(
     Args:
       params: parameters, or their `jax.ShapeDtypeStruct`s.
     """
-    shapes: Any = jax.eval_shape(
-        lambda params: capture(model, params, *inputs, names=names, missing_ok=missing_ok), params
-    )
-    return shapes
+    captured: Any = partial(capture, model, names=names, missing_ok=missing_ok)
+    return jax.eval_shape(lambda params: captured(params, *inputs), params)
 
 
 def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tuple[Activations, Activations]:
@@ -121,9 +120,8 @@ def value_and_capture_gradients(
             return loss(), captured
 
     shapes: Any = jax.eval_shape(lambda: shifted(OrderedDict())[1])
-    zeros = OrderedDict(
-        (name, jnp.zeros(x.shape, x.dtype)) for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating)
-    )
+    floats = ((name, x) for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating))
+    zeros = OrderedDict((name, jnp.zeros(x.shape, x.dtype)) for name, x in floats)
     (value, values), grads = jax.value_and_grad(shifted, has_aux=True)(zeros)
     return value, values, grads
 
@@ -181,10 +179,9 @@ def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
         if name in captured:
             raise UserError(f"{name} is computed in two calls of a model; capture each call by itself.")
         if get_opaque_trace_state(convention="flax") != trace:
-            raise UserError(
-                f"{name} is computed within a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan, which "
-                "its value cannot leave; capture within the transformation, or leave this name out."
-            )
+            transformation = "a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan"
+            problem = f"{name} is computed within {transformation}, which its value cannot leave"
+            raise UserError(f"{problem}; capture within the transformation, or leave this name out.")
         captured[name] = edit(name, value)
         return captured[name]
 
@@ -193,12 +190,10 @@ def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
 
 def _check_edit(name: str, value: jax.Array, edited: Any) -> None:
     """Raise `UserError` where a replacement has another shape or dtype than the activation."""
-    expected, got = ((jnp.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (value, edited))
+    expected, got = (f"{getattr(x, 'dtype', type(x).__name__)} {jnp.shape(x)}" for x in (value, edited))
     if expected != got:
-        raise UserError(
-            f"an edit must keep shape and dtype: {name} is {expected[1]} {expected[0]}, and its replacement is "
-            f"{got[1]} {got[0]}; return an array like the value."
-        )
+        problem = f"an edit must keep shape and dtype: {name} is {expected}, and its replacement is {got}"
+        raise UserError(f"{problem}; return an array like the value.")
 
 
 def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:
@@ -206,9 +201,8 @@ def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(get_close_matches(pattern, names, 3, cutoff=0.0))
-            raise UserError(
-                f"no activation is called {pattern!r}; near it are {near}; capture_shapes lists all."
-                if names
-                else f"no activation is called {pattern!r}: no model was called, or only one compiled before; call it "
-                "within intervene, without a jitted function from outside."
-            )
+            hint = f"; near it are {near}; capture_shapes lists all"
+            if not names:
+                remedy = "call it within intervene, without a jitted function from outside"
+                hint = f": no model was called, or only one compiled before; {remedy}"
+            raise UserError(f"no activation is called {pattern!r}{hint}.")

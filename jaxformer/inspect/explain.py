@@ -64,18 +64,12 @@ def explain(
     text_T = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - T)))
     prefix = (jnp.int32(start),) if contract_of(model).has_prefix else ()
     outputs = _explain(model, params, text_T, prefix, n_alternatives + 1, min(n_positions, padded))
-    p_T, entropy_T, top_TN, top_p_TN, position_TN, weight_TN = (np.asarray(x)[start - 1 : T - 1] for x in outputs)
-    explanations = []
-    for i, token in enumerate(map(int, tokens[start:])):
-        top = zip(top_TN[i].tolist(), top_p_TN[i].tolist(), strict=True)
-        attended = zip(position_TN[i].tolist(), weight_TN[i].tolist(), strict=True)
-        explanations.append(
-            TokenExplanation(
-                token, float(p_T[i]), float(entropy_T[i]),
-                tuple((other, p) for other, p in top if other != token)[:n_alternatives],
-                tuple((position, weight) for position, weight in attended if weight > 0),
-            )
-        )  # fmt: skip
+    outputs_T = (np.asarray(x)[start - 1 : T - 1].tolist() for x in outputs)
+    rows, explanations = zip(map(int, tokens[start:]), *outputs_T, strict=True), []
+    for token, p, entropy, top_N, top_p_N, position_N, weight_N in rows:
+        others = [(other, p) for other, p in zip(top_N, top_p_N, strict=True) if other != token]
+        attended = tuple(pair for pair in zip(position_N, weight_N, strict=True) if pair[1] > 0)
+        explanations.append(TokenExplanation(token, p, entropy, tuple(others[:n_alternatives]), attended))
     return explanations
 
 

@@ -64,9 +64,8 @@ def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitRepo
     """Compare a decoder's initial statistics on tokens with those expected, and warn of unstable configurations."""
     n_tokens = tokens_BT.shape[1]
     observed = tuple(Moments(*map(float, block)) for block in jax.device_get(_observe(model, params, tokens_BT)))
-    return InitReport(
-        expected_moments(model.config, n_tokens), observed, tuple(_warnings(model.config, observed, n_tokens))
-    )
+    warnings = _warnings(model.config, observed, n_tokens)
+    return InitReport(expected_moments(model.config, n_tokens), observed, tuple(warnings))
 
 
 def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
@@ -156,9 +155,8 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
         blocks: list[Any] = []
         for i in range(model.config.n_blocks):
             before, after = (jnp.mean(jnp.square(values[f"blocks.{i}.{name}"])) for name in ("before", "after"))
-            scores, visible, weights = (
-                values[f"blocks.{i}.attention.{name}"] for name in ("scores", "visible", "weights")
-            )
+            names = (f"blocks.{i}.attention.{name}" for name in ("scores", "visible", "weights"))
+            scores, visible, weights = map(values.__getitem__, names)
             rows = jnp.var(scores, axis=-1, where=visible, ddof=1)
             variance = jnp.mean(rows, where=jnp.broadcast_to(visible.sum(-1) > 1, rows.shape))
             blocks.append((before, variance, jnp.mean(row_entropy(weights)), after))
@@ -180,11 +178,10 @@ def _warnings(c: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) ->
     one_hot = next((i for i, block in enumerate(observed) if block.entropy < ONE_HOT * max_entropy), None)
     if one_hot is not None:
         block = observed[one_hot]
+        entropy = f"entropy {block.entropy:.3g} nats of at most {max_entropy:.3g}"
         warnings.append(
-            f"scores of blocks.{one_hot} have variance {block.scores:.3g}, so attention is one-hot ("
-            f"entropy {block.entropy:.3g} nats of at most {max_entropy:.3g}) and learns little, as on the rung "
-            f"attention_unscaled; "
-            f"set {' and '.join(remedies)}."
+            f"scores of blocks.{one_hot} have variance {block.scores:.3g}, so attention is one-hot ({entropy}) and "
+            f"learns little, as on the rung attention_unscaled; set {' and '.join(remedies)}."
         )
     if c.norm == "none" and c.residual and c.n_blocks >= DEEP:
         growth = float(np.prod([block.growth for block in observed]))

@@ -38,6 +38,15 @@ def _grouped_line(
     return _line([row["step"] for row in rows], y, name, colour, **group, **more)
 
 
+def _lines_by_layer(rows: Sequence[Row], layers: Sequence[Mapping[str, Sequence[Any]]], member: str) -> list[Any]:
+    """Return a trace per layer and member, such as a head, of which each row has the numbers by layer."""
+    return [
+        _grouped_line(rows, [numbers[layer][i] for numbers in layers], layer, colour, f"{member} {i}", i == 0)
+        for colour, (layer, first) in enumerate(layers[0].items())
+        for i in range(len(first))
+    ]
+
+
 def _over_steps(title: str, **axis: Any) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": title}, **axis}}
 
@@ -60,15 +69,10 @@ def _losses(rows: Sequence[Row]) -> Iterator[Section]:
 
 def _entropy(rows: Sequence[Row]) -> Iterator[Section]:
     if rows := _with(rows, "entropy"):
-        traces = [
-            _grouped_line(
-                rows, [row["entropy"][layer][head] for row in rows], f"layer {layer}", layer, f"head {head}", head == 0
-            )
-            for layer, heads in enumerate(rows[0]["entropy"])
-            for head in range(len(heads))
-        ]
+        layers = [{f"layer {i}": heads for i, heads in enumerate(row["entropy"])} for row in rows]
         about = "Mean entropy of a row of the attention map, a line per head: 0 where it attends to one position."
-        yield Figure("Attention entropy", traces, _over_steps("nats", rangemode="tozero"), about)
+        layout = _over_steps("nats", rangemode="tozero")
+        yield Figure("Attention entropy", _lines_by_layer(rows, layers, "head"), layout, about)
 
 
 def _updates(rows: Sequence[Row]) -> Iterator[Section]:
@@ -104,27 +108,18 @@ def _learning_rate(rows: Sequence[Row]) -> Iterator[Section]:
 
 def _experts(rows: Sequence[Row]) -> Iterator[Section]:
     if rows := _with(rows, "router"):
-        traces = [
-            _grouped_line(
-                rows, [row["router"][layer]["share"][e] for row in rows], layer, number, f"expert {e}", e == 0
-            )
-            for number, layer in enumerate(rows[0]["router"])
-            for e in range(len(rows[0]["router"][layer]["share"]))
-        ]
-        layout = _over_steps("share", tickformat=".0%", rangemode="tozero")
-        yield Figure("Tokens per expert", traces, layout, "Share of the router's choices per expert of each layer.")
+        layers = [{layer: load["share"] for layer, load in row["router"].items()} for row in rows]
+        layout, about = _over_steps("share", tickformat=".0%", rangemode="tozero"), "Share of the router's choices"
+        traces = _lines_by_layer(rows, layers, "expert")
+        yield Figure("Tokens per expert", traces, layout, f"{about} per expert of each layer.")
 
 
 def _init_check(rows: Sequence[Row]) -> Iterator[Section]:
     check = next((row["init_check"] for row in rows if "init_check" in row), None)
     if check is None:
         return
-    names = {
-        "stream": "residual stream, mean square",
-        "scores": "attention scores, variance",
-        "entropy": "attention entropy, nats",
-        "growth": "growth",
-    }
+    names = {"stream": "residual stream, mean square", "scores": "attention scores, variance",
+             "entropy": "attention entropy, nats", "growth": "growth"}  # fmt: skip
     columns = ["block", *(f"{name}{kind}" for name in names.values() for kind in ("", " (expected)"))]
     pairs = zip(check["observed"], check["expected"], strict=True)
     table: list[list[str | float]] = [

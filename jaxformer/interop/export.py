@@ -19,9 +19,8 @@ def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float3
     if file_format == "stablehlo":
         export_stablehlo(run, path, dtype, n_slots)
     else:
-        {"hf": export_huggingface, "safetensors": export_safetensors, "gguf": export_gguf}[file_format](
-            run, path, dtype
-        )
+        exports = {"hf": export_huggingface, "safetensors": export_safetensors, "gguf": export_gguf}
+        exports[file_format](run, path, dtype)
 
 
 def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:

@@ -344,7 +344,6 @@ MIXTRAL = replace(
     has_window=always,
 )
 
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
-}
+_ALL = (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families by their `model_type`."""

@@ -15,19 +15,13 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, abbreviate, parse_json
 from jaxformer.interop.configs import family_of, read_config
 from jaxformer.interop.folder import GENERATION, PICKLED, ModelFolder, read_object
-from jaxformer.interop.weights import find_sources, load_params, stored_dtype
+from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.pretrained import Pretrained
 from jaxformer.runs import TOKENIZER, abstract_params, check_writable_parent, create_run
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-
-
-def load_published_params(folder: ModelFolder, config: DecoderConfig, abstract: Params) -> Params:
-    """Return the parameters of a published model, in the dtypes and shardings of `abstract`; `UserError` if the
-    folder's tensors are not those of the config."""
-    return load_params(folder, find_sources(folder, family_of(folder.config), config, abstract), abstract)
 
 
 def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Tokenizer:
@@ -77,11 +71,7 @@ def import_run(
     if run.exists():
         raise UserError(f"{run} exists; choose another --run.")
     check_writable_parent(run)
-    folder = ModelFolder.open(source)
-    model = read_config(folder.config, context_length)
-    tokenizer = load_published_tokenizer(folder, model)
-    abstract = abstract_params(model.build(), model)
-    sources = find_sources(folder, family_of(folder.config), model, abstract)
+    folder, model, tokenizer, abstract, sources = _open(source, context_length)
     structs: dict[str, Any] = flatten_dict(abstract, sep=".")
     for path, struct in structs.items():
         stored = stored_dtype(folder, sources[path]) if dtype == "auto" else dtype
@@ -89,6 +79,16 @@ def import_run(
     params = load_params(folder, sources, unflatten_dict(structs, sep="."))
     config = finetuning_config(run.name, model)
     return create_run(run, config, tokenizer, allow_suffix=False, params=params), config
+
+
+def _open(
+    source: Path, context_length: int | None = None
+) -> tuple[ModelFolder, DecoderConfig, Tokenizer, Params, dict[str, Source]]:
+    """Return a published model's folder, our config, its tokenizer, and its parameters' shapes and verified tensors."""
+    folder = ModelFolder.open(source)
+    model = read_config(folder.config, context_length)
+    tokenizer, abstract = load_published_tokenizer(folder, model), abstract_params(model.build(), model)
+    return folder, model, tokenizer, abstract, find_sources(folder, family_of(folder.config), model, abstract)
 
 
 def is_published(folder: Path) -> bool:
@@ -103,14 +103,9 @@ def is_published(folder: Path) -> bool:
 def pretrained_model(source: Path) -> Pretrained:
     """Return a published model, to begin a training with; its parameters are not read yet; raises as `import_run`
     does."""
-    folder = ModelFolder.open(source)
-    model = read_config(folder.config)
-    tokenizer = load_published_tokenizer(folder, model)
-    find_sources(folder, family_of(folder.config), model, abstract_params(model.build(), model))  # before data is read
-    return Pretrained(
-        source, model, tokenizer, lambda abstract: load_published_params(folder, model, abstract),
-        finetuning_config(source.resolve().name, model),
-    )  # fmt: skip
+    folder, model, tokenizer, _, sources = _open(source)
+    config = finetuning_config(source.resolve().name, model)
+    return Pretrained(source, model, tokenizer, lambda abstract: load_params(folder, sources, abstract), config)
 
 
 def finetuning_config(name: str, model: DecoderConfig) -> Config:
