@@ -16,6 +16,7 @@ from jaxformer.extras import import_extra, missing_extras
 from jaxformer.files import write_atomically
 from jaxformer.inspect.page import Figure, Table, write_page
 from jaxformer.runs import abstract_params, count_parameters, read_config
+from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
 
 ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
@@ -24,10 +25,8 @@ HEAD = (
     "rung", "parameters", "steps", "loss", "perplexity", "bits/byte", "minutes", "ended early", "entropy",
     "the sources",
 )  # fmt: skip
-NUMERIC_COLUMNS = range(1, 7)
-"""Columns that are aligned to the right."""
-N_SHORT_COLUMNS = 8
-"""Columns that a terminal has room for side by side."""
+SIDES = "<>>>>>><"
+"""Alignment of the first columns, which a terminal has room for side by side; see `terminal.align`."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +80,12 @@ def rung_result(run: Path, sources: str) -> RungResult:
 
     entropy = [" ".join("-" if x is None else f"{x:.3g}" for x in heads) for heads in last.get("entropy", [])]
     timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
+    minutes = sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed)) / 60_000
+    n_parameters, steps = count_parameters(abstract_params(config.model.build(), config.model)), rows[-1:]
     return RungResult(
-        rung=run.name,
-        parameters=count_parameters(abstract_params(config.model.build(), config.model)),
-        steps=rows[-1]["step"] if rows else 0,
-        loss=metric("val_loss"),
-        perplexity=metric("val_ppl"),
-        bits_per_byte=metric("val_bpb"),
-        minutes=sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed)) / 60_000,
-        ended_early=cause,
-        entropy="; ".join(entropy),
-        sources=sources,
-    )
+        run.name, n_parameters, steps[0]["step"] if steps else 0, metric("val_loss"), metric("val_ppl"),
+        metric("val_bpb"), minutes, cause, "; ".join(entropy), sources,
+    )  # fmt: skip
 
 
 def as_text(results: Sequence[RungResult]) -> str:
@@ -108,17 +101,9 @@ def as_text(results: Sequence[RungResult]) -> str:
         )
         for r in results
     ]  # fmt: skip
-    rows = [HEAD[:N_SHORT_COLUMNS], *cells]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        aligned = (
-            f"{x:>{w}}" if i in NUMERIC_COLUMNS else f"{x:<{w}}"
-            for i, (x, w) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(aligned))
-    lines += ["", "entropy by heads; blocks | the sources' report"]
-    lines += [f"{r.rung:<{widths[0]}}  {r.entropy or '-'} | {r.sources}" for r in results]
+    width = max(map(len, ("rung", *(r.rung for r in results))))
+    lines = [*align([HEAD[: len(SIDES)], *cells], SIDES), "", "entropy by heads; blocks | the sources' report"]
+    lines += [f"{r.rung:<{width}}  {r.entropy or '-'} | {r.sources}" for r in results]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -143,27 +128,22 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
     return [*written, "ladder.html"]
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """Held-out losses of one run."""
-
-    label: str
-    steps: list[int]
-    losses: list[float]
+Curve = tuple[str, list[int], list[float]]
+"""Label of a run, and the steps and held-out losses of its evaluations."""
 
 
-def _loss_curve(run: Path, cause: str) -> _Curve:
+def _loss_curve(run: Path, cause: str) -> Curve:
     rows = [row for row in read_metrics(run) if row.get("val_loss") is not None]
     label = f"{run.name} ({cause})" if cause else run.name
-    return _Curve(label, [row["step"] for row in rows], [row["val_loss"] for row in rows])
+    return label, [row["step"] for row in rows], [row["val_loss"] for row in rows]
 
 
-def _picture(curves: Sequence[_Curve]) -> bytes:
+def _picture(curves: Sequence[Curve]) -> bytes:
     """Return held-out losses over steps, one curve per rung, as a PNG."""
     picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
     axes = picture.subplots()
-    for curve in curves:
-        axes.plot(curve.steps, curve.losses, "o-", markersize=3, label=curve.label)
+    for label, steps, losses in curves:
+        axes.plot(steps, losses, "o-", markersize=3, label=label)
     axes.set(xlabel="step", ylabel=LOSS_AXIS, yscale="log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -172,14 +152,12 @@ def _picture(curves: Sequence[_Curve]) -> bytes:
         return file.getvalue()
 
 
-def _figure(curves: Sequence[_Curve]) -> Figure:
+def _figure(curves: Sequence[Curve]) -> Figure:
     """Return the same curves for the page."""
+    style = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 5}}
     traces = [
-        {
-            "type": "scatter", "mode": "lines+markers", "x": curve.steps, "y": curve.losses, "name": curve.label,
-            "line": {"colour": number}, "marker": {"size": 5},
-        }
-        for number, curve in enumerate(curves)
-    ]  # fmt: skip
+        {"x": steps, "y": losses, "name": label, "line": {"colour": number}} | style
+        for number, (label, steps, losses) in enumerate(curves)
+    ]
     axis = {"title": {"text": LOSS_AXIS}, "type": "log"}
     return Figure("Held-out loss", traces, {"height": 460, "xaxis": {"title": {"text": "step"}}, "yaxis": axis})

@@ -72,11 +72,9 @@ def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
     n_parameters, capacity = sum(leaf.size for leaf in leaves), memory_capacity(device)
     needed = sum(2 * leaf.size * leaf.dtype.itemsize for leaf in leaves)
     if capacity is not None and needed > n_devices * capacity:
-        raise UserError(
-            f"the model has {n_parameters:,} parameters; with their gradients they need {format_bytes(needed)} of "
-            f"memory, and there are {format_bytes(n_devices * capacity)}; make it smaller: fewer blocks, or a smaller "
-            "d_model, d_ff or vocab_size."
-        )
+        limit = f"{format_bytes(needed)} of memory, and there are {format_bytes(n_devices * capacity)}"
+        problem = f"the model has {n_parameters:,} parameters; with their gradients they need {limit}"
+        raise UserError(f"{problem}; make it smaller: fewer blocks, or a smaller d_model, d_ff or vocab_size.")
 
 
 def check_memory(compiled: Any, device: jax.Device) -> str:

@@ -52,9 +52,8 @@ def write_model_page(run: Run, path: Path, prompt: str | None = None, n_examples
     if batch is not None:
         measured = model_sections.head_sections(run.model, run.params, batch)
         measured += model_sections.saturation_sections(run.model, run.params, batch)
-        measured += model_sections.gradient_sections(
-            run.model, run.params, batch, token_text if run.tokenizer else None
-        )
+        names = token_text if run.tokenizer else None
+        measured += model_sections.gradient_sections(run.model, run.params, batch, names)
         if measured:
             data = "the prompt alone" if reason else f"held-out data: {len(batch.inputs[0]):,} examples"
             facts.append(f"Heads and gradients are measured on {data}.")
@@ -129,15 +128,11 @@ def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
         tokens = encode_masked(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
     if contract.task is Task.SEQUENCE_TO_SEQUENCE:
-        source, end = encode_source(prompt, run), tokenizer.end_of_text
-        [target] = translate_tokens(
-            run.model, run.params, [source], end_of_text=end, context_length=config.context_length
-        )
-        return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][: config.context_length])
+        source, end, limit = encode_source(prompt, run), tokenizer.end_of_text, config.context_length
+        [target] = translate_tokens(run.model, run.params, [source], end_of_text=end, context_length=limit)
+        return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][:limit])
     tokens = tokenizer.encode_prompt(prompt.text)
-    if len(tokens) > config.context_length:
-        limit = f"it may have at most the context's {config.context_length}"
-        raise UserError(f"--prompt has {len(tokens)} tokens; {limit}.")
+    prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
     # The first half of the text is the prefix, from which the other half is predicted.
     prefix = (jnp.int32(len(tokens) // 2),) if contract.has_prefix else ()
     return jnp.array(tokens), *prefix

@@ -37,10 +37,9 @@ class Pretrained:
         for name in sorted({**stored, **expected}):
             if stored.get(name) != expected.get(name):
                 old, new = (shapes.get(name, "absent") for shapes in (stored, expected))
-                raise UserError(
-                    f"{self.path} does not fit the model: {name} is {old} there and {new} in the model; leave "
-                    "out the options of the model that change its parameters, or --init-from."
-                )
+                problem = f"{self.path} does not fit the model: {name} is {old} there and {new} in the model"
+                remedy = "leave out the options of the model that change its parameters, or --init-from"
+                raise UserError(f"{problem}; {remedy}.")
 
 
 def pretrained_run(folder: Path) -> Pretrained:

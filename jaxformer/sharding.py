@@ -51,9 +51,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         if axis not in AXES:
             raise UserError(f"mesh {text!r} names an axis {axis!r}; the axes are {', '.join(AXES)}.")
         if axis in sizes or not re.fullmatch("[1-9][0-9]{0,6}", size):
-            raise UserError(
-                f"mesh {text!r} must give {axis} one size of at least 1 and below 10,000,000, such as data=2,fsdp=4."
-            )
+            limit = "one size of at least 1 and below 10,000,000, such as data=2,fsdp=4"
+            raise UserError(f"mesh {text!r} must give {axis} {limit}.")
         sizes[axis] = int(size)
     return sizes
 

@@ -82,10 +82,8 @@ def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
     try:
         return importlib.import_module(where)
     except Exception as error:  # also of the module's code
-        raise UserError(
-            f"{folder} was trained with {name} of the module {abbreviate(where)}, which cannot be imported ({error}); "
-            "install it, or import it first."
-        ) from error
+        problem = f"{name} of the module {abbreviate(where)}, which cannot be imported ({error})"
+        raise UserError(f"{folder} was trained with {problem}; install it, or import it first.") from error
 
 
 def _is_in_run(file: Path, folder: Path) -> bool:

@@ -33,6 +33,12 @@ def wrap_columns(parts: Sequence[str], indent: int) -> list[str]:
     return lines
 
 
+def align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return rows of cells as lines of a table, two spaces between columns, each aligned to its side, "<" or ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=False)]
+    return ["  ".join(f"{x:{side}{n}}" for x, side, n in zip(row, sides, widths, strict=False)) for row in rows]
+
+
 def escape_control(text: str) -> str:
     """Return text with control characters replaced by symbols or escapes."""
     return text.translate(REPLACEMENTS)

@@ -8,6 +8,7 @@ from jaxformer.contract import contract_of
 from jaxformer.decode.completion import Completion, Explain, json_float
 from jaxformer.decode.weights import restored
 from jaxformer.inspect.explain import explain
+from jaxformer.terminal import align
 
 if TYPE_CHECKING:
     from jaxformer.runs import Run
@@ -48,8 +49,6 @@ def explanation_table(completion: Completion) -> str:
          pairs(row["attended"])) for row in explained
     ]  # fmt: skip
     rows.insert(0, ("token", "probability", "entropy", "alternatives", "attended"))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
     left_out = len(completion.text.tokens) - len(explained)
     note = f"  {left_out} more, past the context, are not explained\n" if left_out else ""
-    lines = (f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}" for a, b, c, d, e in rows)
-    return "".join(f"{line.rstrip()}\n" for line in lines) + note
+    return "".join(f"  {line.rstrip()}\n" for line in align(rows, "<>><<")) + note

@@ -46,10 +46,8 @@ def with_run(options: RunOptions) -> RunOptions:
     kind, steps = type(read_config(folder).model.build()).__name__, CheckpointReader(folder).steps()
     at = f" at step {steps[-1]:,}" if steps else ""
     training = " (still training)" if is_run_locked(folder) else ""
-    echo(
-        f"run {folder}: {kind}{at}{training}, the newest with a checkpoint below {RUNS}/; --run names another",
-        sys.stderr,
-    )
+    newest = f"the newest with a checkpoint below {RUNS}/"
+    echo(f"run {folder}: {kind}{at}{training}, {newest}; --run names another", sys.stderr)
     return dataclasses.replace(options, run=str(folder))
 
 

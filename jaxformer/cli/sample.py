@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from jaxformer.runs import Run
 
 T = TypeVar("T")
+Prompts = Sequence[Prompt | UserError]
+"""Prompts; for an invalid line of a file, its error."""
 
 DESCRIPTION = """Continue texts with a trained model.
 
@@ -168,11 +170,9 @@ def _check(options: Arguments, given: set[str]) -> None:
     if n_beams == 1:
         if "--length-penalty" in given:
             raise UserError("--length-penalty has no effect without beam search; leave it out, or give --num-beams.")
-    elif not abs(completion.length_penalty) <= (steepest := MAX_EXPONENT / max(1.0, log2(n_tokens))):
-        raise UserError(
-            f"--length-penalty is {completion.length_penalty}, and a float32 does not hold {n_tokens} tokens to "
-            f"that power; it must be from {-steepest:.1f} to {steepest:.1f}."
-        )
+    elif not abs(exponent := completion.length_penalty) <= (steepest := MAX_EXPONENT / max(1.0, log2(n_tokens))):
+        problem = f"--length-penalty is {exponent}, and a float32 does not hold {n_tokens} tokens to that power"
+        raise UserError(f"{problem}; it must be from {-steepest:.1f} to {steepest:.1f}.")
     elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
         raise UserError(f"{clash[0]} has no effect on beam search; leave it out, or --num-beams.")
     elif completion.draft is not None:
@@ -181,7 +181,7 @@ def _check(options: Arguments, given: set[str]) -> None:
         raise UserError(f"--num-samples is {completion.num_samples}; it must be at most --num-beams, {n_beams}.")
 
 
-def _prompts(options: Arguments) -> Sequence[Prompt | UserError]:
+def _prompts(options: Arguments) -> Prompts:
     """Return the prompts; for an invalid line of a file, its error."""
     if options.interactive:
         return []
@@ -193,9 +193,7 @@ def _prompts(options: Arguments) -> Sequence[Prompt | UserError]:
     return [Prompt(text, name(i), line=i) for i, text in enumerate(options.prompt, 1)]
 
 
-def _encode(
-    options: Arguments, prompts: Sequence[Prompt | UserError], encode: Callable[[Prompt], T]
-) -> list[tuple[Prompt, T]]:
+def _encode(options: Arguments, prompts: Prompts, encode: Callable[[Prompt], T]) -> list[tuple[Prompt, T]]:
     """Return each valid prompt with its encoding; errors of those of a file are printed, and the others go on."""
     return encode_prompts(prompts, encode, _print_error if options.prompts_file is not None else None)
 
@@ -216,7 +214,7 @@ def _open_restored(options: Arguments) -> Run:
     return dataclasses.replace(run, params=restored(run.params))
 
 
-def _fill_masks(options: Arguments, given: set[str], prompts: Sequence[Prompt | UserError]) -> int:
+def _fill_masks(options: Arguments, given: set[str], prompts: Prompts) -> int:
     from jaxformer.decode.fill_mask import encode_masked, fill_prompt
 
     _check_task(options, given, FILL_OPTIONS, "fill-mask")
@@ -234,7 +232,7 @@ def _fill_masks(options: Arguments, given: set[str], prompts: Sequence[Prompt | 
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _classify(options: Arguments, given: set[str], prompts: Sequence[Prompt | UserError]) -> int:
+def _classify(options: Arguments, given: set[str], prompts: Prompts) -> int:
     from jaxformer.decode.classify import check_text, classify_images, classify_images_by_texts
 
     run = _open_restored(options)
@@ -260,7 +258,7 @@ def _classify(options: Arguments, given: set[str], prompts: Sequence[Prompt | Us
     return 2 if n_valid < len(prompts) else 0
 
 
-def _translate(options: Arguments, given: set[str], prompts: Sequence[Prompt | UserError]) -> int:
+def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
     """Translate each prompt, and show each batch as soon as it is done."""
     from jaxformer.decode.translation import encode_source, translate_tokens
 
@@ -362,9 +360,11 @@ def _converse(completer: Completer, options: Arguments) -> int:
     while True:
         line = ""
         try:
-            line = _ask()
-            if line:
-                _complete_line(completer, options, line)
+            if line := _ask():
+                with record_signals(signal.SIGINT) as pressed:
+                    prompt, completer.throughput = Prompt(line, "the prompt"), Throughput()
+                    show_completions(completer, [(prompt, completer.encode(prompt))], options, pressed)
+                echo(str(completer.throughput), sys.stderr)
         except UserError as error:
             _print_error(error)
             n_errors += 1
@@ -385,11 +385,3 @@ def _ask() -> str:
         return input("> ")
     echo("> ", sys.stderr, end="")
     return input()
-
-
-def _complete_line(completer: Completer, options: Arguments, line: str) -> None:
-    with record_signals(signal.SIGINT) as pressed:
-        prompt = Prompt(line, "the prompt")
-        completer.throughput = Throughput()
-        show_completions(completer, [(prompt, completer.encode(prompt))], options, pressed)
-    echo(str(completer.throughput), sys.stderr)

@@ -58,15 +58,11 @@ def beam_search(
     for number, prompt in enumerate(prompts, start=1):
         room = context_length - len(prompt) + 1  # nothing reads the last token
         if max_new_tokens > room and not contract_of(model).extrapolates:
-            raise UserError(
-                f"prompt {number} has {len(prompt)} tokens, which leaves {room} of the {max_new_tokens} new ones room "
-                f"in the context of {context_length}; ask for at most {room}."
-            )
+            rest = f"leaves {room} of the {max_new_tokens} new ones room in the context of {context_length}"
+            raise UserError(f"prompt {number} has {len(prompt)} tokens, which {rest}; ask for at most {room}.")
     lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
     T = prompt_bucket(int(lengths_P.max()))
-    tokens_PT = np.zeros((len(prompts), T), np.int32)
-    for row, prompt in zip(tokens_PT, prompts, strict=True):
-        row[T - len(prompt) :] = prompt
+    tokens_PT = np.array([[0] * (T - len(prompt)) + list(prompt) for prompt in prompts], np.int32)
     return _beam_search(
         model, params, tokens_PT, lengths_P, np.float32(length_penalty), n_beams=n_beams,
         max_new_tokens=max_new_tokens, stop_tokens=tuple(stop_tokens), n_tokens=n_tokens,

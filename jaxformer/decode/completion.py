@@ -139,10 +139,9 @@ class Completer:
             self._draft = PromptLookup(self._config.vocab_size), None
         elif draft is not None:
             self._draft = self._check_draft(draft), draft.params
-        limited = [run, draft] if options.num_beams > 1 or options.draft is not None else []
-        self._context_ends = [
-            r.text_model()[0].n_positions for r in limited if r and not contract_of(r.model).extrapolates
-        ]
+        limited = [run, *([draft] if draft else [])] if options.num_beams > 1 or options.draft is not None else []
+        ends = (r.text_model()[0].n_positions for r in limited if not contract_of(r.model).extrapolates)
+        self._context_ends = list(ends)
         self.throughput = Throughput()
 
     def _check_draft(self, draft: Run) -> Draft:
@@ -305,10 +304,9 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer, max_new_tok
     limit = max_new_tokens * max(map(len, tokenizer.token_bytes))
     for string in strings:
         if (n := len(string.encode())) > limit:
-            raise UserError(
-                f"stop string {string!r} can never occur: it has {n} bytes, and {max_new_tokens} tokens of this run at "
-                f"most {limit}; leave it out, or raise --max-new-tokens."
-            )
+            reason = f"it has {n} bytes, and {max_new_tokens} tokens of this run at most {limit}"
+            problem = f"stop string {string!r} can never occur: {reason}"
+            raise UserError(f"{problem}; leave it out, or raise --max-new-tokens.")
 
 
 def _encode(text: str, flag: str, tokenizer: Tokenizer) -> list[int]:

@@ -217,10 +217,9 @@ def speculate(
     end = min((length for m, length in contexts if not contract_of(m).extrapolates), default=None)
     longest = max(map(len, prompts))
     if end is not None and longest + max_new_tokens - 1 > end:
-        raise UserError(
-            f"{longest} tokens and {max_new_tokens} new ones are more than the context of {end}, past which a draft "
-            f"cannot go; ask for at most {max(0, end - longest + 1)} new ones, or leave out the draft."
-        )
+        problem = f"{longest} tokens and {max_new_tokens} new ones are more than the context of {end}"
+        remedy = f"ask for at most {max(0, end - longest + 1)} new ones, or leave out the draft"
+        raise UserError(f"{problem}, past which a draft cannot go; {remedy}.")
     decoder = _Decoder(model, draft, sampling, n_proposed, jnp.dtype(cache_dtype))
     both_params = params, draft_params
 
@@ -228,17 +227,13 @@ def speculate(
         for number, prompt in enumerate(prompts):
             n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
             tokens_P = left_aligned([list(prompt)], prompt_bucket(len(prompt)))[0]
-            init = partial(_init, decoder, both_params, tokens_P, np.int32(len(prompt)), n_slots)
-            start = init if n_samples == 1 else partial(_copy, cache(init))
+            init = cache(partial(_init, decoder, both_params, tokens_P, np.int32(len(prompt)), n_slots))
             for seed in seeds[number * n_samples : (number + 1) * n_samples]:
+                # A copy of the state that samples share, as `_decode` overwrites it.
+                start = init if n_samples == 1 else lambda init=init: jax.tree.map(jnp.copy, init())
                 yield _pieces(decoder, both_params, start, len(prompt), seed, max_new_tokens)
 
     return Speculation(len(seeds), rows())
-
-
-def _copy(init: Callable[[], SpeculativeState]) -> SpeculativeState:
-    """Return a copy of a shared initial state, which `_decode` overwrites."""
-    return jax.tree.map(jnp.copy, init())
 
 
 @dataclass(frozen=True)

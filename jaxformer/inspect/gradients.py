@@ -16,7 +16,7 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.parameters import Norms, Row, norm_rows, parameter_norms, row_names, row_norms
-from jaxformer.terminal import WIDTH, wrap_columns
+from jaxformer.terminal import WIDTH, align, wrap_columns
 
 EXAMPLES_PER_CHUNK = 8
 """Examples whose gradients of all parameters are in memory at a time."""
@@ -31,12 +31,11 @@ class GradientReport:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
-        lines = [f"{'parameter':<{width}}  {'g':>9}  {'w':>9}  {'u = lr·g/w':>10}  {'update/w':>9}"]
+        table = [("parameter", "g", "w", "u = lr·g/w", "update/w")]
         for row in self.rows:
             update = "" if row.update is None else f"{row.update:9.2e}"
-            lines.append(f"{row.name:<{width}}  {row.g:9.2e}  {row.w:9.2e}  {row.u:10.2e}  {update:>9}")
-        return "\n".join(lines)
+            table.append((row.name, f"{row.g:9.2e}", f"{row.w:9.2e}", f"{row.u:.2e}", update))
+        return "\n".join(align(table, "<>>>>"))
 
 
 def gradient_report(params: Params, grads: Params, lr: float, updates: Params | None = None) -> GradientReport:

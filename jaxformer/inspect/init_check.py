@@ -18,6 +18,7 @@ from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
+from jaxformer.terminal import align
 
 ONE_HOT = 0.1
 """Share of the maximal attention entropy below which attention counts as one-hot."""
@@ -48,15 +49,11 @@ class InitReport:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [
-            "initialisation check, observed (expected):",
-            f"  {'block':>5}  {'residual stream, mean square':>28}  {'attention scores, variance':>26}  "
-            f"{'attention entropy, nats':>23}",
-        ]
+        rows = [["block", "residual stream, mean square", "attention scores, variance", "attention entropy, nats"]]
         for i, (p, o) in enumerate(zip(self.expected, self.observed, strict=True)):
-            pairs = ((o.stream, p.stream, 28), (o.scores, p.scores, 26), (o.entropy, p.entropy, 23))
-            cells = [f"{f'{observed:.3g} ({expected:.3g})':>{width}}" for observed, expected, width in pairs]
-            lines.append("  ".join([f"  {i:>5}", *cells]))
+            pairs = ((o.stream, p.stream), (o.scores, p.scores), (o.entropy, p.entropy))
+            rows.append([str(i), *(f"{observed:.3g} ({expected:.3g})" for observed, expected in pairs)])
+        lines = ["initialisation check, observed (expected):", *(f"  {line}" for line in align(rows, ">>>>"))]
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
