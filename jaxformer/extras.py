@@ -8,30 +8,18 @@ from types import ModuleType
 from jaxformer.errors import UserError
 
 EXTRAS = {
-    "PIL": "images",
-    "babel": "dates",
-    "flatbuffers": "stablehlo",
-    "gguf": "gguf",
-    "jinja2": "hf",
-    "matplotlib": "plots",
-    "plotly": "pages",
-    "pyarrow": "data",
-    "sacrebleu": "translation",
-    "safetensors": "hf",
-    "tensorboardX": "tensorboard",
-    "wandb": "wandb",
-}
+    "PIL": "images", "babel": "dates", "flatbuffers": "stablehlo", "gguf": "gguf", "jinja2": "hf",
+    "matplotlib": "plots", "plotly": "pages", "pyarrow": "data", "sacrebleu": "translation", "safetensors": "hf",
+    "tensorboardX": "tensorboard", "wandb": "wandb",
+}  # fmt: skip
 """Extra that installs each package."""
 
 
 def missing_extras(*packages: str) -> str:
     """Return the extras of those packages that are not installed, such as "pages,plots"; empty if all are."""
-    return ",".join(sorted({EXTRAS[package] for package in packages if not _is_installed(package)}))
-
-
-def _is_installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.has_location  # a namespace package, any folder of that name, has none
+    specs = {package: importlib.util.find_spec(package) for package in packages}
+    # A namespace package, any folder of that name, has no location.
+    return ",".join(sorted({EXTRAS[package] for package, spec in specs.items() if not (spec and spec.has_location)}))
 
 
 def import_extra(module: str, purpose: str) -> ModuleType:

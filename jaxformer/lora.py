@@ -32,7 +32,11 @@ def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> l
     matrices = {name: sides for name, sides in axes.items() if sides.inputs}
     selected: set[str] = set()
     for pattern in config.matrices:
-        names = {name for name, sides in matrices.items() if _matches(pattern, name, sides)}
+        # A pattern is a matrix's role, its own name, or a pattern of its dotted path.
+        names = {
+            name for name, sides in matrices.items()
+            if pattern in (sides.role, name.rpartition(".")[2]) or fnmatchcase(dotted(name.split(".")), pattern)
+        }  # fmt: skip
         if not names:
             known = sorted({name.rpartition(".")[2] for name in matrices})
             near = [x for x in known if x.lower() == pattern.lower()] or get_close_matches(pattern, known, 1)
@@ -40,11 +44,6 @@ def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> l
             raise UserError(f"lora.matrices names {pattern!r}, which the model has no matrix of; {hint}")
         selected |= names
     return [name for name in matrices if name in selected]
-
-
-def _matches(pattern: str, name: str, axes: ParameterAxes) -> bool:
-    """Return whether a pattern is a matrix's role, its own name, or a pattern of its dotted path."""
-    return pattern in (axes.role, name.rpartition(".")[2]) or fnmatchcase(dotted(name.split(".")), pattern)
 
 
 def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[str, ParameterAxes]:
@@ -65,16 +64,12 @@ def init_adapters(key: jax.Array, params: Params, axes: Mapping[str, ParameterAx
     shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep=".").items()}
     adapters: dict[str, jax.Array] = {}
     for i, name in enumerate(adapted_matrices(axes, config)):
-        n_stack, n_before = len(axes[name].stack), len(axes[name].names) - len(axes[name].outputs)
-        stack, inputs, outputs = (shapes[name][part] for part in _slices(n_stack, n_before))
+        n_stack, n_before, shape = len(axes[name].stack), len(axes[name].names) - len(axes[name].outputs), shapes[name]
+        stack, inputs, outputs = shape[:n_stack], shape[n_stack:n_before], shape[n_before:]
         drawn = jax.random.normal(jax.random.fold_in(key, i), (*stack, *inputs, config.rank))
         adapters[f"{name}.A"] = drawn / sqrt(prod(inputs))
         adapters[f"{name}.B"] = jnp.zeros((*stack, config.rank, *outputs))
     return unflatten_dict(adapters, sep=".")
-
-
-def _slices(n_stack: int, n_before: int) -> tuple[slice, slice, slice]:
-    return slice(n_stack), slice(n_stack, n_before), slice(n_before, None)
 
 
 def merge(params: Params, adapters: Params, config: LoraConfig) -> Params:

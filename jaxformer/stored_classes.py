@@ -38,8 +38,8 @@ def find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
     classes = [base]
     for cls in classes:
         classes += cls.__subclasses__()
-    named = [cls for cls in classes if _split_kind(kind_of(cls))[1:] == (colon, name)]
-    named = [cls for cls in named if _module_name(cls) == _stem(where)]
+    kinds = [(cls, _split_kind(kind_of(cls))) for cls in classes]
+    named = [cls for cls, (module, *rest) in kinds if rest == [colon, name] and _stem(module) == _stem(where)]
     file = Path(where) if where.endswith(".py") else None
     same = [cls for cls in named if kind_of(cls) == kind or (file and Path(file_of(cls)).resolve() == file.resolve())]
     has_other_file = file is not None and file.is_absolute() and file.is_file() and not _is_in_run(file, folder)
@@ -58,12 +58,8 @@ def _split_kind(kind: str) -> tuple[str, str, str]:
     return kind.rpartition(":" if ":" in kind else ".")
 
 
-def _module_name(cls: type) -> str:
-    """Return the last name of the module that defines a class, or the name of its file of configs."""
-    return _stem(_split_kind(kind_of(cls))[0])
-
-
 def _stem(where: str) -> str:
+    """Return the last name of a module, or the name of a file of configs."""
     return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
 
 

@@ -53,7 +53,9 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"there is no rung {name}; there are {', '.join(sources)}.")
     folder = folder_named("--folder", own.get("--folder", [str(RUNS / "ladder")])[0])
     # All options are checked before hours of training.
-    configs = {name: _config(name, options) for name in sources if name in own.get("--rungs", sources)}
+    names = [name for name in sources if name in own.get("--rungs", sources)]
+    arguments_of = {name: Arguments(load_config(f"{RUNGS}:{name}")) for name in names}
+    configs = {name: parse(options, arguments_of[name], command("ladder"), DESCRIPTION).fields for name in names}
 
     from jaxformer.ladder import as_text, has_ended, rung_result, write_results
 
@@ -75,12 +77,6 @@ def main(arguments: list[str]) -> int:
     written = write_results(results, folder)
     echo(f"the same in {folder}: {', '.join(written)}")
     return 0
-
-
-def _config(name: str, options: Sequence[str]) -> Config:
-    """Return a rung's config with the options; raises `UserError` for what `train.py` would refuse."""
-    config = load_config(f"{RUNGS}:{name}")
-    return parse(options, Arguments(config), command("ladder"), DESCRIPTION).fields
 
 
 def _train(run: Path, options: Sequence[str]) -> int:

@@ -247,10 +247,8 @@ class ChatDataset(Dataset):
                 problem = f"the chat template writes no token of the assistant in any {split} conversation"
                 raise UserError(f"{problem}; give another by --data.template, or conversations with answers.")
             if not len(encoded.lengths_N):
-                raise UserError(
-                    f"no {split} conversation has a token of the assistant among its first "
-                    f"{model.context_length + 1}; raise model.context_length, or give shorter ones."
-                )
+                first = f"its first {model.context_length + 1}; raise model.context_length, or give shorter ones"
+                raise UserError(f"no {split} conversation has a token of the assistant among {first}.")
             if encoded.n_cut:
                 note = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
                 note += " and cut there"
@@ -260,18 +258,18 @@ class ChatDataset(Dataset):
             if encoded.n_empty:
                 empty = f"{encoded.n_empty:,} {split} conversation(s) are left out"
                 self.notes = (*self.notes, f"{empty}: the chat template writes no token of the assistant in them")
-        self._train, self._val = (self._pack(split, n, seed) for split, n in ((train, batch_size), (val, 1)))
+        self._train, self._val = (
+            PackedExamples(
+                split.tokens, np.cumsum(split.lengths_N) - split.lengths_N, split.lengths_N - 1, model.context_length,
+                n, seed, split.weights,
+            )
+            for split, n in ((train, batch_size), (val, 1))
+        )  # fmt: skip
         self.per_step, self.steps_per_epoch = self._train.per_step, self._train.steps_per_epoch
         digest = hashlib.sha256(f"chat {FORMAT} {model.context_length}".encode())
         for part in (*train[:3], *val[:3]):
             digest.update(part.tobytes())
         self.fingerprint = digest.hexdigest()
-
-    def _pack(self, split: EncodedConversations, batch_size: int, seed: int) -> PackedExamples:
-        starts_N = np.cumsum(split.lengths_N) - split.lengths_N
-        return PackedExamples(
-            split.tokens, starts_N, split.lengths_N - 1, self.model.context_length, batch_size, seed, split.weights
-        )
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         return self._train.batch(step, rows)

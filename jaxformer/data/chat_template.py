@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxformer.data.sources import locate
@@ -92,17 +93,13 @@ class ChatTemplate:
                 is_same = through.startswith(self.render(messages[:i], tools).text)
                 differs = is_same and not through.startswith(before)
                 when = "than it begins an answer" if differs else "once others follow"
-                raise UserError(
-                    f"{self.name} writes message {i + 1} otherwise {when}, so that the assistant's part is "
-                    "unknown; give a template with {% generation %} blocks by --data.template"
-                )
-            spans.append((len(before), len(self._without_space(through))))
+                problem = f"{self.name} writes message {i + 1} otherwise {when}"
+                remedy = "give a template with {% generation %} blocks by --data.template"
+                raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
+            # Nobody generates the white space after a special token.
+            end = through.rstrip()
+            spans.append((len(before), len(end if end.endswith(tuple(self.special_tokens.values())) else through)))
         return Rendered(text, spans)
-
-    def _without_space(self, text: str) -> str:
-        """Return a text without the white space after the special token that ends it, which nobody generates."""
-        end = text.rstrip()
-        return end if end.endswith(tuple(self.special_tokens.values())) else text
 
     @property
     def has_generation_blocks(self) -> bool:
@@ -116,7 +113,7 @@ class ChatTemplate:
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's escapes for HTML
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = date.fromisoformat(DATE).strftime
         try:
@@ -148,11 +145,6 @@ def _generation_extension() -> type:
             return f"{BEGIN}{caller()}{END}"
 
     return Generation
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Return JSON without the escapes for HTML that Jinja's own filter adds."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> None:

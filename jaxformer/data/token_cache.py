@@ -103,7 +103,9 @@ def cached(
             pass
         except Unverified as error:
             warn("cached tokens in %s %s; tokenizing again.", folder, error)
-            _discard(folder)
+            # By a rename first, so that no process reads a partial folder.
+            with _scratch(folder, "remove", folder) as scratch, suppress(FileNotFoundError):  # another was faster
+                folder.rename(scratch / folder.name)
         _build(folder, train, val, vocab_size, tokenizer)
         try:
             return read(folder)
@@ -216,12 +218,6 @@ def _write_tokens(file: Path, documents: Documents, tokenizer: Tokenizer) -> int
             content.write(tokens.tobytes())
             n_bytes += n
     return n_bytes
-
-
-def _discard(folder: Path) -> None:
-    """Remove a cache folder; by a rename first, so that no process reads a partial one."""
-    with _scratch(folder, "remove", folder) as scratch, suppress(FileNotFoundError):  # another process was faster
-        folder.rename(scratch / folder.name)
 
 
 @contextmanager

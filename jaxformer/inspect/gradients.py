@@ -55,7 +55,10 @@ def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float)
     """Return update ratios for a terminal: norm of each parameter's update over that of its weights, in thousandths, a
     line per block and a column per parameter of a block, in this order. Rows of heads are combined; those without an
     update show `u`. The title names the learning rate."""
-    ratios = {name: _thousandths(_combined([r for r in rows if _parameter_name(r.name) == name])) for name in order}
+    by_parameter: dict[str, list[Row]] = {name: [] for name in order}
+    for row in rows:  # or a head's row
+        by_parameter.setdefault(re.sub(r"\.heads\.\d+", "", row.name), []).append(row)
+    ratios = {name: _thousandths(_combined(by_parameter[name])) for name in order}
     title = f"update ratios at learning rate {learning_rate:.3g}: norm of update / norm of weights, in thousandths"
     lines, single, stacks = [title], list[str](), set[str]()
     for name in order:
@@ -93,11 +96,6 @@ def _grid(stack: str, ratios: Mapping[str, str]) -> list[str]:
 
 def _wrapped(parts: Sequence[str]) -> list[str]:
     return wrap_columns([f"  {parts[0]}", *parts[1:]], indent=2) if parts else []
-
-
-def _parameter_name(row_name: str) -> str:
-    """Return the name of the parameter that a row, or a head's row, belongs to."""
-    return re.sub(r"\.heads\.\d+", "", row_name)
 
 
 def _combined(rows: Sequence[Row]) -> float:

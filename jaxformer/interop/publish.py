@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -91,7 +92,9 @@ def unmatched(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if not lacking:  # conversions of several fields in one may still differ
         again = resolved(read_config(write_config(config, family), config.context_length))
         pairs = {name: (getattr(config, name), getattr(again, name)) for name in defaults.keys() - TRAINING_FIELDS}
-        lacking = {name for name, (ours, back) in pairs.items() if not _is_equal(ours, back)}
+        close = partial(isclose, rel_tol=1e-12)  # a conversion may round
+        same = lambda a, b: close(a, b) if isinstance(a, float) and isinstance(b, float) else a == b  # noqa: E731
+        lacking = {name for name, (ours, back) in pairs.items() if not same(ours, back)}
     return {name: getattr(config, name) for name in defaults if name in lacking}
 
 
@@ -105,11 +108,6 @@ def conversions(config: DecoderConfig, family: Family) -> Iterator[str]:
         yield "window"
         if family.has_window is not always:
             yield "global_blocks"
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Return True for equal values; numbers may differ by the rounding of a conversion."""
-    return isclose(a, b, rel_tol=1e-12) if isinstance(a, float) and isinstance(b, float) else bool(a == b)
 
 
 def published_tensors(params: Params, config: DecoderConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:

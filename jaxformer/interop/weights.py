@@ -76,22 +76,17 @@ def _check_tensor(folder: ModelFolder, name: str, shape: tuple[int, ...]) -> Non
 
 def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used: set[str]) -> None:
     """Raise `UserError` for a tensor that the model has no parameter for; a copy of a tied head is none."""
-    head = next((weight.theirs for weight in family.weights if weight.ours == "W_out"), None)
+    theirs = {weight.ours: weight.theirs for weight in family.weights}
     for name in sorted(folder.files.keys() - used):
-        if name == head and config.unembedding == "tied":
-            table = next(name for name in used if name.endswith(_embedding(family)))
+        if name == theirs.get("W_out") and config.unembedding == "tied":
+            embedding = theirs["embedding.W_E"].removeprefix(family.prefix)
+            table = next(name for name in used if name.endswith(embedding))
             if folder.dtype(name) not in FLOATS or not np.array_equal(folder.read(name), folder.read(table)):
                 problem = f"config.json of {folder.path} ties {name} to the embedding, but the two differ"
                 raise UserError(f"{problem}; set tie_word_embeddings to false.")
         elif not any(re.search(pattern, name) for pattern in family.ignored):
             problem = f"{folder.path} has a tensor {name}, which {family.architecture} of this config does not have"
             raise UserError(f"{problem}; take the checkpoint of the model alone.")
-
-
-def _embedding(family: Family) -> str:
-    """Return the name of the tensor of the embedding, without the prefix."""
-    weight = next(weight for weight in family.weights if weight.ours == "embedding.W_E")
-    return weight.theirs.removeprefix(family.prefix)
 
 
 def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Params) -> Params:
