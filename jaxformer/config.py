@@ -281,6 +281,9 @@ class ComputeConfig:
     grad_accumulation_steps: int = 1
     """Microbatches per batch (gradient accumulation). Losses over the whole batch, the load balancing of experts and
     CLIP's contrastive loss, are computed per microbatch; all else is unchanged."""
+    deterministic: bool = False
+    """Same bits from every run on GPUs, at the cost of speed: sums in one order, and no autotuning. CPUs need no such
+    option."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -14,6 +14,7 @@ from jaxformer.cli.arguments import as_command, load_config, parse, peek
 from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
+from jaxformer.determinism import set_deterministic
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
@@ -45,6 +46,8 @@ def main(arguments: list[str]) -> int:
     """Plan; return the exit status: 0 the step fits, 1 it does not, 2 wrong input."""
     options = _parse(arguments)
     config = options.fields
+    if config.compute.deterministic:
+        set_deterministic()
     if options.topology is None:
         machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh)
         import jax

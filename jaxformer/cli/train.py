@@ -28,6 +28,7 @@ from jaxformer.cli.arguments import (
 )
 from jaxformer.cli.options import MERGED
 from jaxformer.config import Config
+from jaxformer.determinism import set_deterministic
 from jaxformer.distributed import (
     DistributedOptions,
     barrier,
@@ -164,6 +165,8 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
         folder = RUNS / config.name if options.run is None else Path(options.run)
     n_processes = options.distributed.processes or count_processes(os.environ)
     machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh, n_processes)
+    if config.compute.deterministic:
+        set_deterministic()
     connect(options.distributed)
     from jaxformer.run_lock import hold_run_lock
     from jaxformer.runs import check_writable_parent

@@ -20,7 +20,8 @@ from jaxformer.errors import UserError
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-DESCRIPTION = "Kill a run, resume it, and compare."
+DETERMINISTIC = "--compute.deterministic"
+DESCRIPTION = f"Kill a run, resume it, and compare. {DETERMINISTIC} is on unless it is given."
 EVERY = "--train.checkpoint-every"
 MAX_LINES = 12
 """Differences shown."""
@@ -29,7 +30,7 @@ POLL_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class Arguments:
-    """Options of verify-resume: these, and every field of the config."""
+    """Options of verify-resume: these, and every field of the config; compute.deterministic is true unless given."""
 
     fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
@@ -57,6 +58,8 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{problem}; leave it out, or set it to at most --kill-at.")
         fields += [EVERY, str(kill_at)]
         echo(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
+    if DETERMINISTIC not in options_given(fields):
+        fields += [DETERMINISTIC]
     with contextlib.ExitStack() as stack:
         if options.folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-resume-")))

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.data.dataset import Batch, Dataset
+from jaxformer.determinism import check_deterministic
 from jaxformer.distributed import AsyncMax, barrier, is_main_process
 from jaxformer.parameters import norm_rows, row_names
 from jaxformer.sharding import assemble, batch_sharding, local_rows
@@ -102,6 +103,8 @@ def train(
       UserError: data or config do not fit each other, the devices or, with `resume`, the run; the run's folder
         cannot be written, or another process trains in it.
     """
+    if setup.config.compute.deterministic:
+        check_deterministic(setup.mesh.devices.flat[0].platform)
     rows = local_rows(batch_sharding(setup.mesh), setup.config.train.batch_size)
     train_step = CompiledStep(setup, print_line)
     print_line("compiling the training step ...")

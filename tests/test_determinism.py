@@ -1,0 +1,120 @@
+"""Flags for deterministic GPUs: where they are set, where it is too late, and what XLA's compiler makes of them."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxformer import determinism
+from jaxformer.cli import verify_resume
+from jaxformer.cli.arguments import load_config
+from jaxformer.determinism import check_deterministic, missing_flags, set_deterministic
+from jaxformer.errors import UserError
+from jaxformer.plan.topology import GPU
+from jaxformer.sharding import AXES
+from jaxformer.train.loop import train
+from jaxformer.train.setup import TrainSetup
+from tests.helpers import ROOT
+
+BOTH = "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0"
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ("", BOTH),
+        ("--xla_cpu_max_isa=AVX2", BOTH),
+        (BOTH, ""),
+        ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_autotune_level=0"),
+        ("--xla_gpu_exclude_nondeterministic_ops=false --xla_gpu_autotune_level=4", BOTH.partition(" ")[0]),
+    ],
+)
+def test_flags_are_added_to_those_given_before_devices_start(monkeypatch, given: str, missing: str) -> None:
+    monkeypatch.setenv("XLA_FLAGS", given)
+    monkeypatch.setattr(determinism, "backends_are_initialized", lambda: False)
+    assert missing_flags() == missing
+    set_deterministic()
+    assert os.environ["XLA_FLAGS"] == f"{given} {missing}".strip()
+    assert missing_flags() == ""
+
+
+def test_a_gpu_that_has_started_without_them_is_one_sentence(monkeypatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(determinism, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(determinism.jax, "default_backend", lambda: "gpu")
+    for check in (set_deterministic, lambda: check_deterministic("gpu")):
+        with pytest.raises(UserError, match=f"without the flags for it; set XLA_FLAGS='{BOTH}' before the first array"):
+            check()
+    assert os.environ["XLA_FLAGS"] == ""
+    monkeypatch.setenv("XLA_FLAGS", BOTH)
+    set_deterministic()
+    check_deterministic("gpu")
+
+
+def test_training_on_such_a_gpu_is_refused(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]), shape=dict.fromkeys(AXES, 1))
+    data: Any = None
+    config = load_config(f"{ROOT}/configs/quick.py")
+    setup = TrainSetup(replace(config, compute=replace(config.compute, deterministic=True)), mesh)
+    with pytest.raises(UserError, match="deterministic is true, but JAX has started its GPUs"):
+        train(setup, data, tmp_path)
+
+
+def test_other_devices_need_no_flags(monkeypatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    check_deterministic("cpu")
+    check_deterministic("tpu")
+    jax.devices()  # starts the CPUs of these tests
+    set_deterministic()
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [([], ["--compute.deterministic"]), (["--compute.no-deterministic"], []), (["--compute.deterministic"], [])],
+)
+def test_verify_resume_is_deterministic_unless_told(monkeypatch, given: list[str], added: list[str]) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(verify_resume, "_verify", lambda options, *_: calls.append(options) or 0)
+    assert verify_resume.main(["--config", f"{ROOT}/configs/quick.py", *given]) == 0
+    assert [word for word in calls[0] if "deterministic" in word] == given + added
+
+
+COMPILE = """
+import re, sys
+from jaxformer.determinism import set_deterministic
+if sys.argv[1] == "True":
+    set_deterministic()
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from jaxformer.plan.topology import topology_devices
+
+sharding = SingleDeviceSharding(topology_devices("h100:1")[0])
+gradient = jax.grad(lambda W_VD, tokens_T, dy_TD: (W_VD[tokens_T] * dy_TD).sum())
+shapes = ((512, 128), jnp.bfloat16), ((64,), jnp.int32), ((64, 128), jnp.bfloat16)
+arrays = [jax.ShapeDtypeStruct(*x, sharding=sharding) for x in shapes]
+program = jax.jit(gradient).lower(*arrays).compile().as_text()
+scatters = [line for line in program.splitlines() if re.search(r" scatter\\(", line)]
+print(len(scatters), sum("unique_indices=true" in line for line in scatters))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not GPU.is_installed, reason="the compiler for NVIDIA GPUs is not installed")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_gradient_of_an_embedding_is_an_unordered_scatter_only_without_them(deterministic: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(deterministic)], cwd=ROOT, env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    n_scatters, n_unique = map(int, done.stdout.split())  # rows that are added to at most once have one order
+    assert n_scatters == 1 and n_unique == int(deterministic)
