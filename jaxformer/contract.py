@@ -27,13 +27,7 @@ class Task(StrEnum):
 
 
 class Input(NamedTuple):
-    """One argument of a model's call, for one example.
-
-    Attributes:
-      name: name of the argument.
-      shape: shape of the largest example.
-      dtype: name of the NumPy dtype.
-    """
+    """An argument of a model: its name, the shape of the largest example, and the name of its NumPy dtype."""
 
     name: str
     shape: tuple[int, ...]

@@ -67,16 +67,10 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
-    """Check choices, finiteness, the maxima of integers, and `BOUNDS`; NumPy scalars count as numbers.
-
-    Args:
-      config: a dataclass.
-      max_integer: maximum of the integer fields that are not in `MAX_BY_FIELD`.
-      prefix: of the names in messages, such as `data.`.
-
-    Raises:
-      UserError: a field is none of the choices of its `Literal`, not finite, above its maximum or out of its bounds.
-    """
+    """Check choices, finiteness, the maxima of integers (`max_integer` for those that are not in `MAX_BY_FIELD`), and
+    `BOUNDS` of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the field's name after
+    the prefix, such as `data.`, if it is none of the choices of its `Literal`, not finite, above its maximum or out of
+    its bounds."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         value, hint, maximum = getattr(config, f.name), hints[f.name], MAX_BY_FIELD.get(f.name, max_integer)
@@ -114,14 +108,9 @@ def check_range(
     config: object, *names: str, least: float = -inf, above: float = -inf, most: float = inf, below: float = inf,
     hint: str = "",
 ) -> None:  # fmt: skip
-    """Raise `UserError` for the first of the named fields with a number outside an interval; None is none.
-
-    Args:
-      names: of fields; a prefix such as `data.` appears in the message only.
-      least, most: closed bounds.
-      above, below: open bounds.
-      hint: end of the message, such as ", such as 0.1".
-    """
+    """Raise `UserError` for the first of the named fields with a number outside of the closed bounds `least` and `most`
+    or the open ones `above` and `below`; None is none. A prefix of a name, such as `data.`, appears in the message
+    only, which ends with the hint, such as ", such as 0.1"."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
     for name in names:
@@ -203,15 +192,9 @@ def to_dict(config: object) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
-    """Return the config that `to_dict` converted, without `kind`; missing fields have their default.
-
-    Args:
-      cls: a dataclass whose fields are plain types or dataclasses.
-      path: prefix of the field names in messages.
-
-    Raises:
-      UserError: a field is unknown, of a wrong type, or missing without a default.
-    """
+    """Return the config, a dataclass whose fields are plain types or dataclasses, that `to_dict` converted, without
+    `kind`; missing fields have their default. Raises `UserError`, in which the path is the prefix of field names, if a
+    field is unknown, of a wrong type, or missing without a default."""
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in values:

@@ -82,14 +82,8 @@ class ChatConfig(DataConfig):
 
 
 class Conversation(NamedTuple):
-    """A line of a file.
-
-    Attributes:
-      messages: objects with `role` and `content`.
-      tools: as the template expects them; None for none.
-      label: file and line, for error messages.
-      digest: SHA-256 of the line.
-    """
+    """A line of a file: messages, objects with `role` and `content`; tools as the template expects them, None for none;
+    file and line, for error messages; and the SHA-256 of the line."""
 
     messages: list[dict[str, Any]]
     tools: Any

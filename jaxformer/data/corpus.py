@@ -67,18 +67,11 @@ class Corpus:
 
 
 def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Read, split and tokenize the text, or load its cached tokens; see `token_cache.cached`.
-
-    Training documents with the content of a document at `val_path` are left out.
-
-    Args:
-      vocab_size: maximum vocabulary of the tokenizer that is trained on the training split.
-      tokenizer: of a resumed run, whose model depends on it, even if the text has changed since; the fingerprint
-        depends on its vocabulary size alone.
-
-    Raises:
-      UserError: see `read_documents` and `Tokenizer.train`; or all documents are held out.
-    """
+    """Read, split and tokenize the text, or load its cached tokens; see `token_cache.cached`. Training documents with
+    the content of a document at `val_path` are left out. Without a tokenizer, one of at most `vocab_size` tokens is
+    trained on the training split; that of a resumed run is given, as its model depends on it, even if the text has
+    changed since; the fingerprint depends on its vocabulary size alone. Raises `UserError` as `read_documents` and
+    `Tokenizer.train` do, or if all documents are held out."""
     notes: tuple[str, ...] = ()
     documents = read_documents(config.path, config.unwrap, config.column)
     if config.val_path is None:

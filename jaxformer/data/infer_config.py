@@ -41,17 +41,11 @@ def fit_vocab_size(
 
 
 def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Container[str] | None, prefix: str = "") -> Any:
-    """Return the config with the size of the images, in about as many patches as before.
-
-    Images need resizing where the model's size is fixed, where their sizes differ or exceed
-    `MAX_INFERRED_SIDE_PIXELS`, and where no patch divides it.
-
-    Args:
-      model: config with `image_size` and, unless it has no patches, `patch_size`, heights and widths in pixels.
-      images: height and width of all images; None where they differ.
-      fixed: names of fields that are not inferred; None for all.
-      prefix: of the two fields' names in `fixed`.
-    """
+    """Return the config with the size of the images (height and width of all, None where they differ), in about as many
+    patches as before. It has `image_size` and, unless it has no patches, `patch_size`, heights and widths in pixels;
+    the names of fields that are not inferred are in `fixed`, with the prefix; None fixes all. Images need resizing
+    where the model's size is fixed, where their sizes differ or exceed `MAX_INFERRED_SIDE_PIXELS`, and where no patch
+    divides it."""
     patch = getattr(model, "patch_size", None)
     fixed_size = is_fixed(f"{prefix}image_size", fixed)
     fixed_patch = patch is None or is_fixed(f"{prefix}patch_size", fixed)

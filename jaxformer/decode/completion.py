@@ -106,25 +106,16 @@ def json_float(value: float) -> float | None:
 
 
 class Completer:
-    """A run of a causal language model, ready to complete prompts.
-
-    Attributes:
-      throughput: time to the first token and tokens per second so far.
-    """
+    """A run of a causal language model, ready to complete prompts; `throughput` has the time to the first token and
+    tokens per second so far."""
 
     def __init__(
         self, run: Run, options: CompletionOptions, sampling: Sampling, draft: Run | None = None,
         explain: Explain | None = None,
     ) -> None:  # fmt: skip
-        """Check the options against the run.
-
-        Args:
-          sampling: without the texts of `options`, which are encoded here.
-          draft: the run that `options.draft` names; None for 'lookup'.
-
-        Raises:
-          UserError: the run writes no text, an option does not fit it, or the draft has another tokenizer or no cache.
-        """
+        """Check the options against the run, with a sampling without the texts of `options`, which are encoded here,
+        and the draft run that `options.draft` names, None for 'lookup'. Raises `UserError` if the run writes no text,
+        an option does not fit it, or the draft has another tokenizer or no cache."""
         self._run, self._options, self._explain = run, options, explain
         self._config, self._tokenizer = run.text_model()
         if not is_causal_lm(run.model):

@@ -133,11 +133,8 @@ class Throughput:
 
 
 class BeamGeneration:
-    """A beam search as a generation of one piece, with the n best texts of each prompt.
-
-    Attributes:
-      scores: score of each row, after the search.
-    """
+    """A beam search as a generation of one piece, with the n best texts of each prompt; `scores` has that of each row,
+    after the search."""
 
     def __init__(self, search: Callable[[], Beams], n: int) -> None:
         self._search, self._n = search, n

@@ -60,12 +60,8 @@ class Weight(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Fields of the rotation in their configs before version 5 of transformers; see `configs.read_rope`.
-
-    Attributes:
-      base: default of `rope_theta`.
-      local_base: default of `rope_local_base_freq`, of blocks with a window; None where all blocks share a base.
-    """
+    """Defaults of fields of the rotation in their configs before version 5 of transformers, see `configs.read_rope`: of
+    `rope_theta`, and of `rope_local_base_freq`, of blocks with a window, None where all blocks share a base."""
 
     base: float = 10_000.0
     local_base: float | None = None

@@ -58,17 +58,10 @@ def write_gguf(
     file: Path, name: str, published: Published, tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype,
     chat_template: Any = None,
 ) -> None:  # fmt: skip
-    """Write a model in the layout of a published folder as one file.
-
-    Args:
-      name: name of the model.
-      tokenizer: content of `tokenizer.json`.
-      dtype: of matrices; vectors stay in float32, as llama.cpp requires.
-      chat_template: Jinja text, which llama.cpp renders conversations by; others are left out.
-
-    Raises:
-      UserError: gguf is not installed, or llama.cpp has no equivalent of the model or of its tokenizer.
-    """
+    """Write a model in the layout of a published folder as one file, with the content of its `tokenizer.json`. The
+    dtype is of matrices; vectors stay in float32, as llama.cpp requires. The chat template, Jinja text, is what
+    llama.cpp renders conversations by; others are left out. Raises `UserError` if gguf is not installed, or llama.cpp
+    has no equivalent of the model or of its tokenizer."""
     gguf = import_extra("gguf", "--format gguf")
     theirs = published.config
     if (model_type := theirs["model_type"]) not in ARCHITECTURES:

@@ -23,13 +23,8 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of a tensor of theirs and of our parameter.
-
-    Attributes:
-      theirs: axes of ours that each axis of theirs consists of.
-      ours: axes in our order.
-      sizes: letters of the axes and their lengths; a number is its own length.
-    """
+    """Axes of a tensor: those of ours that each axis of theirs consists of, those of our parameter in our order, and
+    the letters of the axes with their lengths; a number is its own length."""
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]

@@ -55,19 +55,11 @@ def eos_token_ids(folder: ModelFolder) -> tuple[int, ...]:
 def import_run(
     source: Path, run: Path, *, context_length: int | None = None, dtype: Dtype = "auto"
 ) -> tuple[Path, Config]:
-    """Write a published model as a run with one checkpoint, at step 0; return the run's folder and config.
-
-    The folder appears complete, by a rename.
-
-    Args:
-      source: folder with `config.json`, weights in safetensors and `tokenizer.json`.
-      run: folder to create.
-      context_length: of training sequences, in tokens; None for at most `MAX_TRAINING_CONTEXT`.
-      dtype: of the parameters in the checkpoint; 'auto' stores them exactly, in the published dtype.
-
-    Raises:
-      UserError: the source cannot be read as a known family, or the run exists.
-    """
+    """Write a published model, a folder with `config.json`, weights in safetensors and `tokenizer.json`, as a run with
+    one checkpoint, at step 0; return the run's folder, which appears complete, by a rename, and config. Training
+    sequences have `context_length` tokens, None for at most `MAX_TRAINING_CONTEXT`; dtype 'auto' stores parameters
+    exactly, in the published dtype. Raises `UserError` if the source cannot be read as a known family, or the run
+    exists."""
     if run.exists():
         raise UserError(f"{run} exists; choose another --run.")
     check_writable_parent(run)

@@ -80,16 +80,11 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
 
 
 def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, dtype: Dtype) -> dict[str, Program]:
-    """Return prefill and decode step of a causal language model with a KV cache.
-
-    `prefill(weights, tokens_BS, length_B)` maps prompts, padded on the right to S = `n_slots` tokens, and
+    """Return prefill and decode step of a causal language model with a KV cache, for parameters of these shapes by
+    their paths. `prefill(weights, tokens_BS, length_B)` maps prompts, padded on the right to S = `n_slots` tokens, and
     `decode(weights, cache, token_B, position_B)` one more token of each row at its position; both return the logits
-    `(B, V)` of the next token in float32 and the cache, a list of arrays with B first. A row's token is in the slot
-    of its position modulo S.
-
-    Args:
-      weights: shapes of the parameters by their paths.
-    """
+    `(B, V)` of the next token in float32 and the cache, a list of arrays with B first. A row's token is in the slot of
+    its position modulo S."""
     empty = jax.eval_shape(partial(model.init_cache, n_slots, jnp.dtype(dtype)))
     leaves, structure = jax.tree.flatten(empty)
 
