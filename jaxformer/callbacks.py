@@ -84,10 +84,8 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(setup.model_params(state), setup.mesh)
         entropy = attention_entropy(model, params, *inputs_B, target_mask_BT=mask_BT)
-        values = {
-            "entropy": [np.asarray(entropy_H).tolist() for entropy_H in entropy],
-            "router": router_report(model, params, inputs_B),
-        }
+        heads = [np.asarray(entropy_H).tolist() for entropy_H in entropy]
+        values = {"entropy": heads, "router": router_report(model, params, inputs_B)}
         return {name: value for name, value in values.items() if value}
 
     return call
@@ -174,9 +172,8 @@ def _translations(setup: TrainSetup, data: PairDataset) -> Write:
     sources = [tokens[: data.context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in pairs])]
 
     def write(params: Params) -> Iterator[tuple[float, str]]:
-        targets = translate_tokens(
-            setup.model, params, sources, end_of_text=data.tokenizer.end_of_text, context_length=data.context_length
-        )
+        end, length = data.tokenizer.end_of_text, data.context_length
+        targets = translate_tokens(setup.model, params, sources, end_of_text=end, context_length=length)
         for pair, target in zip(pairs, targets, strict=True):
             yield 0.0, f"{pair.source} -> {data.tokenizer.decode(target)} (expected: {pair.target})"
 
@@ -192,9 +189,8 @@ def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
     is_readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
     source, target = max(pairs, key=lambda pair: (is_readable(pair[0]), len(pair[0])))
     source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
-    source_texts, target_texts = (
-        [tokenizer.decode([token]) for token in tokens] for tokens in (source, [*target, tokenizer.end_of_text])
-    )
+    shown = (source, [*target, tokenizer.end_of_text])
+    source_texts, target_texts = ([tokenizer.decode([token]) for token in tokens] for tokens in shown)
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
         weights_TS = alignment(setup.model, local_copy(setup.model_params(state), setup.mesh), source_S, target_T)

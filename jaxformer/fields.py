@@ -115,9 +115,8 @@ def check_range(
     limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
     for name in names:
         value = getattr(config, name.rpartition(".")[2])
-        if not all(
-            least <= x <= most and (x > above or above == -inf) and (x < below or below == inf) for x in _numbers(value)
-        ):
+        inside = lambda x: least <= x <= most and (x > above or above == -inf) and (x < below or below == inf)  # noqa: E731
+        if not all(map(inside, _numbers(value))):
             raise UserError(f"{name} is {value}; it must be {limits}{hint}.")
 
 

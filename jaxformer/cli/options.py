@@ -117,9 +117,7 @@ def help_text(default: Any, program: str, description: str) -> str:
 def paragraphs(text: str, indent: int = 0) -> str:
     """Return text wrapped to the terminal's width; empty lines part paragraphs, other line breaks are spaces."""
     width, space = min(shutil.get_terminal_size().columns, MAX_LINE_COLUMNS), " " * indent
-    wrapper = textwrap.TextWrapper(
-        width, initial_indent=space, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
-    )
+    wrapper = textwrap.TextWrapper(width, space, space, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(wrapper.fill(" ".join(part.split())) for part in re.split(r"\n\s*\n", text.strip()))
 
 

@@ -50,9 +50,8 @@ def draw_augmentations(
     cos_n, sin_n = factor_n * np.cos(angle_n), factor_n * np.sin(angle_n)
     affine = ((mirror_n * cos_n, -sin_n, left_n), (mirror_n * sin_n, cos_n, up_n))
     log_contrast_nC, brightness_nC = np.split(np.transpose(colors_kn), 2, axis=1)
-    return Augmentations(
-        np.transpose(affine, (2, 0, 1)), np.exp(log1p(jitter) * log_contrast_nC), jitter * brightness_nC
-    )
+    contrast_nC = np.exp(log1p(jitter) * log_contrast_nC)
+    return Augmentations(np.transpose(affine, (2, 0, 1)), contrast_nC, jitter * brightness_nC)
 
 
 def augment(

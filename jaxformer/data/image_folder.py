@@ -15,6 +15,7 @@ from jaxformer.errors import UserError
 
 IDX_SPLITS = ("train", "t10k")
 """Prefixes of the IDX files of the training and the validation split; the latter is optional."""
+LabelledFiles = list[tuple[Path, int]]
 
 
 class LabelledImages(NamedTuple):
@@ -45,9 +46,9 @@ class ImageFolder:
     """Class names."""
     shapes: tuple[tuple[int, int, int], ...]
     """Distinct (height, width, channels) of the images."""
-    train: LabelledImages | list[tuple[Path, int]]
+    train: LabelledImages | LabelledFiles
     """Images, or image files and their labels."""
-    val: LabelledImages | list[tuple[Path, int]] | None
+    val: LabelledImages | LabelledFiles | None
     """The validation split; None where it is to be held out of `train`."""
     notes: tuple[str, ...] = ()
     """Sentences about folders that are not read."""
@@ -150,7 +151,7 @@ def _subfolders(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def _list_images(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+def _list_images(folder: Path, classes: Sequence[str]) -> LabelledFiles:
     """Return the image files of each class's folder, with their labels."""
     if not folder.is_dir():
         return []
@@ -166,9 +167,7 @@ def _list_images(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]
     ]
 
 
-def _read_images(
-    split: LabelledImages | list[tuple[Path, int]], size: tuple[int, ...], channels: int
-) -> LabelledImages:
+def _read_images(split: LabelledImages | LabelledFiles, size: tuple[int, ...], channels: int) -> LabelledImages:
     if isinstance(split, LabelledImages):
         return LabelledImages(resize_images(split.images, size, channels), split.labels)
     images = np.empty((len(split), *size, channels), np.uint8)

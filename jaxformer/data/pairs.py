@@ -59,10 +59,8 @@ class PairsConfig(DataConfig):
         if not self.path:
             raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
         path = Path(self.path).expanduser()
-        train, val = (
-            path / f"{split}.tsv" if path.is_dir() else path.with_name(f"{path.name}.{split}.tsv")
-            for split in ("train", "val")
-        )
+        names = ("train.tsv", "val.tsv")
+        train, val = (path / x if path.is_dir() else path.with_name(f"{path.name}.{x}") for x in names)
         if path.is_file():
             if self.val_path is None:
                 raise UserError(f"data.path is the file {path}, and no pairs are held out; give data.val_path.")

@@ -119,11 +119,8 @@ def batches(items: Iterable[T], length: Callable[[T], int], least: int) -> Itera
 def _cut_position(text: str) -> int:
     """Return the end of the last word in a piece of the text, or of the piece where there is none."""
     # Before a space, where possible: a tokenizer that adds one to each text has the same tokens then.
-    for end, window in (
-        (WORD_END_BEFORE_SPACE, MAX_WORD_CHARACTERS),
-        (WORD_END, MAX_WORD_CHARACTERS),
-        (WORD_END, PIECE_CHARACTERS),
-    ):
+    word, piece = MAX_WORD_CHARACTERS, PIECE_CHARACTERS
+    for end, window in ((WORD_END_BEFORE_SPACE, word), (WORD_END, word), (WORD_END, piece)):
         ends = [match.end() for match in end.finditer(text, PIECE_CHARACTERS - window, PIECE_CHARACTERS + 1)]
         if ends:
             return ends[-1]

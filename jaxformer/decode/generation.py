@@ -85,9 +85,8 @@ def generate(
       UserError: there is no prompt, one is empty, too long or has a token beyond the vocabulary, a number is below 1,
         or one does not fit 32 bits.
     """
-    check_prompts(
-        model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples, prefill_chunk=prefill_chunk
-    )
+    counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "prefill_chunk": prefill_chunk}
+    check_prompts(model, prompts, context_length, **counts)
     check_seeds(seeds, len(prompts), n_samples)
     contract, longest = contract_of(model), prompt_bucket(context_length)
     at_once = contract.has_prefix or not contract.has_cache

@@ -262,12 +262,9 @@ def _pieces(
         yield int(n_passes), Piece(*(x[None, :n] for x in drawn))
 
 
-@partial(jax.jit, static_argnames=("decoder", "n_slots"))
-def _init(
-    decoder: _Decoder, params: tuple[Params, Params], tokens_P: jax.Array, length: jax.Array, n_slots: int
-) -> SpeculativeState:
+@partial(jax.jit, static_argnames=("d", "n_slots"))
+def _init(d: _Decoder, params: Any, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> SpeculativeState:
     """Prefill the prompt without its last token."""
-    d = decoder
     return SpeculativeState(
         prefill(d.model, params[0], tokens_P, length, n_slots, d.dtype),
         d.draft.init(params[1], tokens_P, length, n_slots),

@@ -197,9 +197,7 @@ def _measure_all(
     return modules, jax.tree.map(lambda p, g: jnp.stack([_measure(p), _measure(g)]), params, grads)
 
 
-def _tapped_loss(
-    model: nn.Module, params: Params, record: dict[str, Any], example: Batch, key: jax.Array | None
-) -> jax.Array:
+def _tapped_loss(model: nn.Module, params: Params, record: dict, example: Batch, key: jax.Array | None) -> jax.Array:
     """Return the loss of one example, with a tap at the output of every module; names without a record get one."""
     calls: list[str] = []
 

@@ -50,6 +50,9 @@ class HeadStatistics:
         return replace(self, distance=nan, first=nan, previous=nan)
 
 
+ByLayer = dict[str, HeadStatistics]
+
+
 def layer_statistics(
     weights_HTS: jax.Array, visible_TS: jax.Array, tokens_T: jax.Array | None = None, valid_T: jax.Array | None = None
 ) -> HeadStatistics:
@@ -86,9 +89,7 @@ def layer_statistics(
     )
 
 
-def head_statistics(
-    model: nn.Module, params: Params, *inputs_B: Any, target_mask_BT: Any = None
-) -> dict[str, HeadStatistics]:
+def head_statistics(model: nn.Module, params: Params, *inputs_B: Any, target_mask_BT: Any = None) -> ByLayer:
     """Return the statistics of all heads by layer, means over several examples, without rows of padding.
 
     Tokens are compared in self-attention over text; positions are compared in self-attention alone.
@@ -98,15 +99,13 @@ def head_statistics(
       inputs_B: what the model is called with, for several examples.
       target_mask_BT: True where a target is not padding.
     """
-    statistics: dict[str, HeadStatistics] = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
+    statistics: ByLayer = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
     return statistics
 
 
 @partial(jax.jit, static_argnames="model")
-def _head_statistics(
-    model: nn.Module, params: Params, inputs_B: tuple[Any, ...], target_mask_BT: Any
-) -> dict[str, HeadStatistics]:
-    def example_statistics(example: tuple[tuple[Any, ...], Any]) -> dict[str, HeadStatistics]:
+def _head_statistics(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], target_mask_BT: Any) -> ByLayer:
+    def example_statistics(example: tuple[tuple[Any, ...], Any]) -> ByLayer:
         inputs, mask_T = example
         names = ("*attention.weights", "*attention.visible")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
@@ -185,9 +184,7 @@ def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Ba
 
 
 @partial(jax.jit, static_argnames="model")
-def _mean_outputs(
-    model: nn.Module, params: Params, inputs_B: tuple[jax.Array, ...], target_mask_BT: Any
-) -> Activations:
+def _mean_outputs(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], target_mask_BT: Any) -> Activations:
     """Return the mean output of each head over positions that are not padding and examples, `(H, K)` by layer."""
 
     def example_sums(example: tuple[tuple[Any, ...], Any]) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:

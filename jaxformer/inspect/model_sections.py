@@ -117,9 +117,7 @@ def _token_notes(
             yield ""
 
 
-def residual_stream_sections(
-    model: nn.Module, params: Params, inputs: tuple[Any, ...], token_text: TokenText
-) -> list[Section]:
+def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, token_text: TokenText) -> list[Section]:
     """Return the logit lens and the direct logit attribution of a decoder; `[]` for a model without such a stream."""
     if not contract_of(model).has_residual_stream:
         return []
@@ -138,10 +136,8 @@ def residual_stream_sections(
     labels = [_label(token_text(int(token))) for token in tokens_T]
     layout = _heatmap_layout(tickvals=list(range(len(labels))), ticktext=labels, tickangle=-45, side="top")
     width = POSITION_PIXELS * len(labels) + 160
-    return [
-        _lens_figure(lens, layout, width, token_text),
-        _attribution_figure(attributions, next_T, layout, width, token_text),
-    ]
+    attribution = _attribution_figure(attributions, next_T, layout, width, token_text)
+    return [_lens_figure(lens, layout, width, token_text), attribution]
 
 
 def _heatmap(z: Sequence[Sequence[float]], y: Sequence[str], low: float, high: float, **more: Any) -> dict[str, Any]:

@@ -216,9 +216,8 @@ def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
         refilled[at - 1] = jnp.where(inputs[at], inputs[at - 1], (inputs[at - 1] + 1) % _vocab_size(model.config))
         cut[at - 1], cut[at] = inputs[at - 1][:n], inputs[at][:n]
         rows = slice(n) if has_position_axis else ...
-        outputs, of_refilled, of_cut = (
-            [y[rows] for y in jax.tree.leaves(forward(*x))] for x in (inputs, refilled, cut)
-        )
+        variants = (inputs, refilled, cut)
+        outputs, of_refilled, of_cut = ([y[rows] for y in jax.tree.leaves(forward(*x))] for x in variants)
         if any(bool((a != b).any()) for a, b in zip(outputs, of_refilled, strict=True)):
             deviation = largest_of(map(relative_error, outputs, of_refilled))
             return check("the content of padding changes an output", deviation, limit=0.0)

@@ -29,10 +29,8 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     if not isinstance(architectures, list):
         raise UserError(f"architectures is {abbreviate(architectures)}, which is no list; put back the config.json.")
     if architectures and family.architecture not in architectures:
-        expected = f"the family's language model {family.architecture}"
-        raise UserError(
-            f"the architecture is {abbreviate(architectures[0])}, not {expected}; take a checkpoint of that."
-        )
+        problem = f"the architecture is {abbreviate(architectures[0])}, not the family's language model"
+        raise UserError(f"{problem} {family.architecture}; take a checkpoint of that.")
     return family
 
 

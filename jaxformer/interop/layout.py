@@ -68,10 +68,8 @@ class Layout:
         """Return their tensor from our parameters, all that it holds, in the order of their parts."""
         axes = [axis for group in self.theirs for axis in group if axis != self.parts]
         present = [axis for axis in self.ours if axis in axes]
-        ordered = [
-            parameter.reshape(self.shape(present)).transpose([present.index(axis) for axis in axes])
-            for parameter in parameters
-        ]
+        shape, order = self.shape(present), [present.index(axis) for axis in axes]
+        ordered = [parameter.reshape(shape).transpose(order) for parameter in parameters]
         if self.parts is None:
             return ordered[0].reshape(self.their_shape)
         position = [axis for group in self.theirs for axis in group].index(self.parts)
