@@ -9,7 +9,6 @@ use (Chowdhery et al. 2022, appendix B).
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -150,6 +149,16 @@ class Estimate:
         return self.model_flops / self.chip.flops / (self.compute + self.memory + self.network)
 
 
+KERNEL_PRODUCTS = {
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 5,
+    "mha_forward": 2,
+    "mha_backward": 7,
+}
+"""Matrix products of all queries with all keys in cuDNN's primitives, which hide them, and in Triton's kernels, whose
+loops end at a causal mask."""
+
+
 def matmul_flops(jaxpr: Any, visible: float = 1.0) -> float:
     """Return the FLOPs of all matrix products in a jaxpr; see `flops_by_scope`."""
     return sum(flops_by_scope(jaxpr, visible).values())
@@ -170,9 +179,9 @@ def flops_by_scope(jaxpr: Any, visible: float = 1.0) -> dict[str, float]:
             K = prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
             total[scope] += 2 * K * prod(eqn.outvars[0].aval.shape)
             continue
-        if kernel := re.fullmatch("dot_product_attention_(fwd|bwd)_wrapper", name):  # of cuDNN, see `jax.nn`
-            (B, T, H, K), (_, S, _, _) = (x.aval.shape for x in eqn.invars[:2])
-            total[scope] += {"fwd": 2, "bwd": 5}[kernel[1]] * 2 * B * H * T * S * K * visible
+        if products := KERNEL_PRODUCTS.get(p.get("name", "") if name == "pallas_call" else name):
+            (*B, T, H, K), (*_, S, _, _) = (x.aval.shape for x in eqn.invars[:2])
+            total[scope] += products * 2 * prod(B) * H * T * S * K * visible
             continue
         inner, times = [flops_by_scope(j, visible) for j in _jaxprs(p)], 1.0
         if name == "cond":
