@@ -1,24 +1,59 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU, in less than nine minutes; first, whether attention is fused: if not, it fails.
-# With options, which are those of benchmarks/train_gpu.py, training alone; with --smoke, on any device.
-# COMMIT names the commit where there is no git; PYTHON, an interpreter that has JAX for CUDA, Flax, optax, Orbax,
-# torch and transformers.
-set -euo pipefail
-cd "$(dirname "$0")/.."
-export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+# Everything that is asked of a GPU, in less than nine minutes, and first whether attention is fused.
+#
+#     benchmarks/gpu.sh [--smoke] [--results FOLDER] [PART …]
+#
+# Each part stores its result as soon as it has one, and leaves the others their time if it fails or needs more than its
+# own. The status is 0 if all succeeded, 1 if one failed, and 2 without a GPU. --smoke tries all of it at tiny shapes on
+# any device, and stores nothing unless --results says where.
+# PYTHON is an interpreter that has JAX for CUDA, Flax, optax, Orbax, torch and transformers; COMMIT names the commit
+# where there is no git.
+set -uo pipefail
 
-measure() {
-  timeout --kill-after=5 "$1" "${PYTHON:-python3}" "benchmarks/$2" "${@:3}"
-}
+#      part       seconds  script         arguments
+parts='attention       60  attention.py    
+       training       230  train_gpu.py   gpt2_124m
+       decoding       150  decode.py      --device gpu --batch-sizes 1 64 --rounds 5
+       kernels         60  train_gpu.py   kernels'
 
-if [[ " $* " != *" --smoke "* ]]; then
-  measure 60 attention.py
-fi
-if (($#)); then
-  measure 530 train_gpu.py "$@"
-else
+here=$(cd "$(dirname "$0")" && pwd)
+export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+options=() chosen=() failed=() child=
+while (($#)); do
+  case $1 in
+    --smoke) options+=("$1") ;;
+    --results)
+      options+=("$1" "${2:?error: --results needs a folder.}")
+      shift
+      ;;
+    *)
+      if ! grep -q "^ *$1 " <<<"$parts"; then
+        echo "error: there is no part $1; there are: $(awk '{printf "%s ", $1}' <<<"$parts")" >&2
+        exit 2
+      fi
+      chosen+=("$1")
+      ;;
+  esac
+  shift
+done
+
+trap 'kill $child; exit 130' INT TERM
+while read -r part seconds script arguments; do
+  [[ ${#chosen[@]} == 0 || " ${chosen[*]} " == *" $part "* ]] || continue
+  echo "== $part, at most $seconds s"
+  # shellcheck disable=SC2086 # arguments are words
+  timeout --kill-after=5 "$seconds" "${PYTHON:-python3}" "$here/$script" $arguments "${options[@]}" </dev/null &
+  child=$!
   status=0
-  measure 340 train_gpu.py || status=$?
-  measure 130 decode.py --device gpu --batch-sizes 1 64 --rounds 5 || status=$?
-  exit "$status"
+  wait $child || status=$?
+  if ((status)); then
+    failed+=("$part ($( ((status == 124 || status == 137)) && echo "out of time" || echo "status $status"))")
+  fi
+  [[ $part == attention && $status == 2 ]] && exit 2
+done <<<"$parts"
+
+if ((${#failed[@]})); then
+  echo "== failed: ${failed[*]}" >&2
+  exit 1
 fi
+echo "== all parts succeeded"

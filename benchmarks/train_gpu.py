@@ -6,6 +6,7 @@
   attention, bfloat16 autocast and fused AdamW.
 - `rmsnorm`: `configs/ladder.py:rmsnorm` beside the same model compiled by torch, once in float32, which is what
   torch computes in where it is told nothing, and once in bfloat16 as jaxformer does.
+- `kernels`: the kernels of a step of `gpt2_124m` that take the time.
 - `long_context`: one block as wide as `configs/gpt.py:llama_1b` at 65,536 and 131,072 positions: whether it runs,
   and what memory it takes.
 
@@ -25,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def measure(
             profile = plan.profile / name
             workers[0].take(1, PROFILED, profile)
             figures["kernels_ms_a_step"] = kernel_times.busiest(profile, PROFILED)
-            print(f"profile in {profile}; the longest, of {ms['jaxformer']:.2f} ms a step:")
+            print(f"the longest kernels, of {ms['jaxformer']:.2f} ms a step:")
             print(kernel_times.table(figures["kernels_ms_a_step"]))
         return figures, software(workers)
 
@@ -145,12 +146,17 @@ def store(
         print(f"written: {file}")
 
 
+def gpt2_124m_job(plan: Plan) -> Job:
+    """Without a warm-up, so that the first steps learn something by which to tell two models apart."""
+    tiny = {"vocab_size": 211, "context_length": 32, "d_model": 32, "n_blocks": 2, "n_heads": 2, "d_ff": (128,)}
+    return plan.job("gpt:gpt2_124m", plan.batch_size, tiny, optimizer={"warmup_steps": 0})
+
+
 def gpt2_124m(plan: Plan, matmul: Worker) -> list[Ratio]:
     """Share of the card's rate, and speed over torch."""
-    tiny = {"vocab_size": 211, "context_length": 32, "d_model": 32, "n_blocks": 2, "n_heads": 2, "d_ff": (128,)}
-    # Without a warm-up, so that the first steps learn something by which to tell two models apart.
-    job = plan.job("gpt:gpt2_124m", plan.batch_size, tiny, optimizer={"warmup_steps": 0})
-    figures, versions = measure("gpt2_124m", job, {"torch_compiled": []}, plan, matmul)
+    # On a CPU, torch compiles for a minute.
+    peers = {"torch_compiled": ["--eager"] if plan.smoke else []}
+    figures, versions = measure("gpt2_124m", gpt2_124m_job(plan), peers, plan, matmul)
     ms = figures["median_ms_a_step"]
     ratios = [
         Ratio("gpt2_124m: model FLOP/s over the card's matmul rate",
@@ -193,7 +199,16 @@ def long_context(plan: Plan, matmul: Worker) -> list[Ratio]:
     return ratios
 
 
-MEASUREMENTS = {"gpt2_124m": gpt2_124m, "rmsnorm": rmsnorm, "long_context": long_context}
+def kernels(plan: Plan, matmul: Worker) -> list[Ratio]:
+    """Device time by kernel; a result of its own, so that a profiler that fails spoils no other."""
+    with tempfile.TemporaryDirectory() as folder:
+        once = replace(plan, rounds=1, bursts=1, profile=plan.profile or Path(folder))
+        figures, versions = measure("kernels", gpt2_124m_job(plan), {}, once, matmul)
+    store("kernels", figures, versions, [], plan, matmul)
+    return []
+
+
+MEASUREMENTS = {"gpt2_124m": gpt2_124m, "kernels": kernels, "rmsnorm": rmsnorm, "long_context": long_context}
 
 
 def parse() -> argparse.Namespace:
