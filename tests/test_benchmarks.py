@@ -1,5 +1,6 @@
 """The shell scripts of benchmarks/."""
 
+import importlib
 import json
 import os
 import signal
@@ -7,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT
+from jaxformer.errors import UserError
+from jaxformer.train.log import read_metrics
+from tests.helpers import ROOT, write_books
 
 GPU = ROOT / "benchmarks/gpu.sh"
 PARTS = ["attention", "training", "decoding", "kernels"]
@@ -88,6 +92,138 @@ def test_interruption_ends_the_part_that_runs(tmp_path):
     while Path(f"/proc/{number}").exists():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+SOURCES = ROOT / "benchmarks/sources.sh"
+MARKS = "<!-- outcomes of benchmarks/sources.py -->\n", "<!-- end of outcomes -->\n"
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """Return the module `benchmarks/sources.py`."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("sources")
+
+
+def outcome(rung: str, steps: int, **changes: Any) -> dict[str, Any]:
+    """Return the outcome of a rung as `sources.json` holds it."""
+    return {
+        "rung": rung, "parameters": 6_500_000, "steps": steps, "loss": 4.0, "perplexity": 54.598, "bits_per_byte": 2.4,
+        "minutes": 12.34, "ended_early": "", "entropy": "1.17", "sources": "68.284", "of_steps": 10_644,
+        "ended": steps == 10_644, "device": "NVIDIA H200",
+    } | changes  # fmt: skip
+
+
+def test_table_shows_what_is_stored(sources):
+    rungs = {
+        "residual": outcome("residual", 10_644),
+        "two_blocks": outcome("two_blocks", 3_400, perplexity=None, bits_per_byte=None, entropy=""),
+        "four_blocks": outcome("four_blocks", 6, ended_early="not finite at step 6", ended=True),
+    }
+    _, rule, *lines = sources.table(rungs).splitlines()
+    assert rule == "|" + "---|" * 9
+    assert lines[0] == "| `residual` | 6,500,000 | 10,644 | 54.60 | 2.400 | 1.17 | 12.3 | NVIDIA H200 | 68.284 |"
+    assert lines[1].startswith("| `two_blocks` | 6,500,000 | 3,400 of 10,644 | - | - | - |")
+    assert lines[2].startswith("| `four_blocks` | 6,500,000 | not finite at step 6 |")
+
+
+def test_page_of_the_ladder_shows_the_stored_outcomes_of_the_sources_size(sources):
+    page = (ROOT / "docs/ladder.md").read_text()
+    shown = page.split(MARKS[0])[1].split(MARKS[1])[0]
+    assert shown == f"\n{sources.table(sources.read_outcomes(ROOT / 'benchmarks/results/sources.json'))}\n"
+
+
+def test_rung_that_has_not_gone_on_keeps_its_outcome(sources):
+    stored = {"residual": outcome("residual", 10_644), "multihead": outcome("multihead", 50)}
+    new = {
+        "mlp_concat": outcome("mlp_concat", 3, device="cpu"),
+        "residual": outcome("residual", 10_644, device="cpu"),
+        "multihead": outcome("multihead", 60, device="cpu"),
+    }
+    merged = sources.merge(stored, new, ["mlp_concat", "residual", "multihead", "rmsnorm"])
+    assert {name: x["device"] for name, x in merged.items()} == {
+        "mlp_concat": "cpu", "residual": "NVIDIA H200", "multihead": "cpu",
+    }  # fmt: skip
+
+
+def ladder(folder: Path, *options: str) -> subprocess.Popen:
+    """Start `sources.sh` with results and a page in the folder."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    environment |= {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [SOURCES, "--folder", folder / "runs", *options],
+        env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data.path", "books", "--steps", "4"], "mlp_rowwise has steps 4, the sources 10644; name a folder"),
+        ([], "--data.path is missing"),
+        (["--data.path", "books", "--seconds", "60"], "--seconds is 60; it must be above 60"),
+        (["--data.path", "books", "--stepz", "4"], "--stepz"),
+        (["--data.path", "books", "--rungs", "six_blocks"], "six_blocks"),
+        (["--data.path", "books", "--results", "wrong"], "sources.json holds no outcomes of the ladder"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_trained(tmp_path, monkeypatch, capsys, sources, options, message):
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong/sources.json").write_text('{"figures": {"rungs": {"residual": {"ru')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sources.py", *options])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers are those of the tests
+    monkeypatch.setattr(sources, "train", lambda *_: pytest.fail("training began"))
+    try:
+        status = sources.main()
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "before", MARKS[0], MARKS[1] + MARKS[0]])
+def test_page_without_its_marks_is_left_alone(tmp_path, sources, text):
+    page = tmp_path / "ladder.md"
+    page.write_text(text)
+    with pytest.raises(UserError, match=r"ladder\.md lacks the lines"):
+        sources.fill_page(page, {})
+    assert page.read_text() == text
+
+
+@pytest.mark.exhaustive
+def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path, sources):
+    page = tmp_path / "ladder.md"
+    page.write_text(f"before\n{''.join(MARKS)}after\n")
+    options = [
+        "--results", str(tmp_path), "--rungs", "mlp_rowwise", "residual", "--data.path",
+        str(write_books(tmp_path / "books")), "--model.vocab-size", "280", "--model.context-length", "8",
+        "--model.d-model", "8", "--model.d-ff", "8", "--train.batch-size", "4", "--train.eval-examples", "8",
+        "--train.report-every", "0", "--train.log-every", "1", "--train.eval-every", "10",
+    ]  # fmt: skip
+    first = ladder(tmp_path, "--seconds", "400", *options, "--steps", "100000")
+    until, metrics = time.monotonic() + 240, tmp_path / "runs/mlp_rowwise/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 30:
+        assert time.monotonic() < until and first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)  # stops as when the time is over
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 3, out + err
+    saved = json.loads((tmp_path / "sources.json").read_text())["figures"]["rungs"]["mlp_rowwise"]["steps"]
+    assert saved >= 29 and f"| `mlp_rowwise` | 4,896 | {saved:,} of 100,000 |" in page.read_text()
+
+    second = ladder(tmp_path, "--seconds", "400", *options, "--steps", str(saved + 2))
+    out, err = second.communicate(timeout=400)
+    assert second.returncode == 0, out + err
+    assert f"mlp_rowwise: resuming {tmp_path}/runs/mlp_rowwise" in out
+    rungs = json.loads((tmp_path / "sources.json").read_text())["figures"]["rungs"]
+    assert {name: (x["steps"], x["ended"]) for name, x in rungs.items()} == {
+        "mlp_rowwise": (saved + 2, True), "residual": (saved + 2, True),
+    }  # fmt: skip
+    losses = [row["loss"] for row in read_metrics(metrics.parent) if "loss" in row]
+    assert len(losses) == saved + 2  # no step was lost or taken twice
+    last = read_metrics(metrics.parent)[-1]
+    assert f"| {last['val_ppl']:.2f} | {last['val_bpb']:.3f} |" in page.read_text()
+    assert page.read_text() == f"before\n{MARKS[0]}\n{sources.table(rungs)}\n{MARKS[1]}after\n"
 
 
 @pytest.mark.exhaustive

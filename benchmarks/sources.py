@@ -1,0 +1,191 @@
+"""The ladder at the sources' own size, in pieces of nine minutes, and the table of their outcomes.
+
+    python benchmarks/sources.py --data.path books/train --data.val-path books/val [--seconds 540] [--folder FOLDER]
+        [--results FOLDER] [OPTIONS OF ladder]
+
+Each call trains `configs/ladder.py` from where the last one stopped, and saves and stops in time. Then it stores the
+outcomes so far as `sources.json`, and, where they are of the sources' own size, writes them into `docs/ladder.md`:
+outcomes of another size, such as with `--steps 4`, need `--results`, and a page that is there, `ladder.md`, gets them.
+
+The status is 0 when all rungs have ended, 3 when the time was over before (the same command continues), 1 if training
+failed, 2 for wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import record
+
+from jaxformer.cli.arguments import load_config, parse, peek
+from jaxformer.cli.train import Arguments
+from jaxformer.config import Config
+from jaxformer.config_files import load_module
+from jaxformer.errors import UserError
+from jaxformer.fields import differences, nonfinite_to_none
+from jaxformer.files import write_atomically
+from jaxformer.ladder import has_ended, rung_result
+from jaxformer.runs import read_config
+from jaxformer.train.log import read_metrics
+
+SAVING_SECONDS, STORING_SECONDS = 45, 15
+"""Time at the end of a call for the checkpoint, and for the outcomes."""
+TIME_OVER = 3
+BEGIN, END = "<!-- outcomes of benchmarks/sources.py -->\n", "<!-- end of outcomes -->\n"
+HEAD = ("rung", "parameters", "steps", "perplexity", "bits/byte", "entropy by heads; blocks", "minutes", "device",
+        "the sources")  # fmt: skip
+OF_NO_EFFECT = re.compile(r"name|mesh|compute\..*|data\.(path|val_path)|train\.(?!batch_size|label_smoothing|skip).*")
+"""Fields that may differ from those of the sources."""
+
+
+def train(options: Sequence[str], folder: Path, seconds: float) -> int:
+    """Train the ladder for some time; return its exit status, or `TIME_OVER`."""
+    command = [sys.executable, "-m", "jaxformer", "ladder", "--folder", str(folder), *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(record.ROOT), os.environ.get("PYTHONPATH", "")])}
+    # In a session of its own, so that a signal reaches the rung once, which the ladder passes on: two would kill it.
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+        try:
+            return process.wait(seconds)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(SAVING_SECONDS)
+            except subprocess.TimeoutExpired:
+                print("the rung did not save in time; the next call continues from its last checkpoint")
+            return TIME_OVER
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def outcomes(folder: Path, sources: Mapping[str, str], device: str) -> dict[str, dict[str, Any]]:
+    """Return the outcome so far of each rung that has begun, by its name."""
+    begun = [name for name in sources if (folder / name).is_dir() and read_metrics(folder / name)]
+    return {
+        name: {
+            **nonfinite_to_none(asdict(rung_result(folder / name, sources[name]))),
+            "of_steps": read_config(folder / name).steps, "ended": has_ended(folder / name), "device": device,
+        }
+        for name in begun
+    }  # fmt: skip
+
+
+def merge(stored: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """Return the outcomes of both in the order of the ladder; of a rung that has not gone on, the stored one, with the
+    device that it was trained on."""
+    progress = lambda x: (x["ended"], x["steps"])  # noqa: E731
+    newer = {name: x for name, x in new.items() if name not in stored or progress(x) > progress(stored[name])}
+    both = {**stored, **newer}
+    return {name: both[name] for name in order if name in both}
+
+
+def table(rungs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the outcomes as a table in Markdown, or a sentence where there is none."""
+    if not rungs:
+        return "No rung of this size has been trained yet.\n"
+
+    def cells(x: Mapping[str, Any]) -> tuple[str, ...]:
+        steps = f"{x['steps']:,}" if x["steps"] == x["of_steps"] else f"{x['steps']:,} of {x['of_steps']:,}"
+        number = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"  # noqa: E731
+        return (
+            f"`{x['rung']}`", f"{x['parameters']:,}", x["ended_early"] or steps, number(x["perplexity"], 2),
+            number(x["bits_per_byte"], 3), x["entropy"] or "-", number(x["minutes"], 1), x["device"], x["sources"],
+        )  # fmt: skip
+
+    head, *rows = (f"| {' | '.join(row)} |\n" for row in (HEAD, *map(cells, rungs.values())))
+    return "".join([head, "|---" * len(HEAD) + "|\n", *rows])
+
+
+def fill_page(page: Path, rungs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the table between the marks of a page.
+
+    Raises:
+      UserError: the page lacks the marks.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise UserError(f"{page} lacks the lines {BEGIN.strip()} and {END.strip()}; put them where the table goes.")
+    write_atomically(page, f"{before}{BEGIN}\n{table(rungs)}\n{END}{after}")
+
+
+def chosen_configs(options: Sequence[str]) -> dict[str, Config]:
+    """Return the config of each rung that the options of the ladder choose, with these options; raise `UserError` for
+    what the ladder would refuse."""
+    own, others = peek(list(options), {"--rungs": None})
+    rungs = own.get("--rungs") or list(load_module("ladder").REPORTED)
+    configs = {name: load_config(f"ladder:{name}") for name in rungs}
+    return {name: parse(others, Arguments(config), "sources.sh", "").fields for name, config in configs.items()}
+
+
+def check_size(configs: Mapping[str, Config]) -> None:
+    """Raise `UserError` where a rung has not the sources' size or recipe."""
+    for name, config in configs.items():
+        for field, sources, given in differences(load_config(f"ladder:{name}"), config):
+            if not OF_NO_EFFECT.fullmatch(field):
+                remedy = "name a folder for other results with --results"
+                raise UserError(f"{name} has {field} {given}, the sources {sources}; {remedy}.")
+
+
+def read_outcomes(file: Path) -> dict[str, Any]:
+    """Return the outcomes of `sources.json`, none where there is no file; raise `UserError` where it is another."""
+    if not file.exists():
+        return {}
+    try:
+        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"]["rungs"]
+        table(stored)
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{file} holds no outcomes of the ladder; restore or remove it.") from error
+    return stored
+
+
+def main() -> int:
+    """Train, store and tabulate; return the exit status."""
+    parser = argparse.ArgumentParser(description="The ladder at the sources' own size.", allow_abbrev=False)
+    parser.add_argument("--seconds", type=int, default=540, help="time of this call (default: 540)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/sources"), help="folder of the runs")
+    parser.add_argument("--results", type=Path, help="folder of sources.json, and of another ladder.md")
+    own, options = parser.parse_known_args()
+    training_seconds = own.seconds - SAVING_SECONDS - STORING_SECONDS
+    if training_seconds <= 0:
+        parser.error(f"--seconds is {own.seconds}; it must be above {SAVING_SECONDS + STORING_SECONDS}, to save")
+    if not any(option.split("=")[0] == "--data.path" for option in options):
+        parser.error("--data.path is missing; name the folder of the books")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves, as when the time is over
+    page = (own.results or record.ROOT / "docs") / "ladder.md"
+    file = (own.results or record.RESULTS) / "sources.json"
+    try:  # before minutes of training
+        configs, stored = chosen_configs(options), read_outcomes(file)
+        if own.results is None:
+            check_size(configs)
+        status = train(options, own.folder, training_seconds)
+        reported, device = load_module("ladder").REPORTED, jax.devices()[0].device_kind
+        rungs = merge(stored, outcomes(own.folder, reported, device), list(reported))
+        if rungs:
+            record.write("sources", {"rungs": rungs}, record.versions("jax", "jaxlib", "flax"), file.parent)
+            if page.exists():
+                fill_page(page, rungs)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(rungs), end="")
+    if status not in (0, 2, TIME_OVER):
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
