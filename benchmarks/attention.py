@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def main() -> int:
     setup = TrainSetup(config, make_mesh(devices=[device]))
     is_fused = isinstance(setup.attention, FusedAttention)
     print(f"{device.device_kind}: {setup.attention_line}: {'fused' if is_fused else 'NOT FUSED'}", flush=True)
-    shape = (B, config.model.n_heads, config.model.context_length, config.model.width_of_head)
+    model: Any = config.model
+    shape = (B, model.n_heads, model.context_length, model.width_of_head)
     implementations = {"chosen": setup.attention, "unfused": unfused_attention}
     ms = {name: milliseconds(attend, shape, setup.compute_dtype) for name, attend in implementations.items()}
     print(f"forward and backward at {shape}: {ms['chosen']} ms, unfused {ms['unfused']} ms")

@@ -11,7 +11,7 @@
 set -uo pipefail
 
 #      part       seconds  script         arguments
-parts='attention       60  attention.py    
+parts='attention       60  attention.py
        training       230  train_gpu.py   gpt2_124m
        decoding       150  decode.py      --device gpu --batch-sizes 1 64 --rounds 5
        kernels         60  train_gpu.py   kernels'
