@@ -23,7 +23,7 @@ from processes import serve
 from jaxformer.cli import machine
 from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.weights import store
+from jaxformer.decode.weights import as_declared, lay_out, store
 from jaxformer.models.decoder import DecoderConfig
 
 
@@ -51,7 +51,7 @@ def main(folder: Path, batch_size: int, weights: Any) -> None:
     model, V = config.build(), config.vocab_size
     exact = drawn(model.init(jax.random.key(0), jnp.zeros(4, jnp.int32))["params"], 0)
     np.savez(folder / "weights.npz", **flatten_dict(exact, sep="."))
-    params = jax.device_put(store(jax.tree.map(jnp.asarray, exact), weights, model))
+    params = lay_out(jax.device_put(store(jax.tree.map(jnp.asarray, exact), weights, model)), model)
     prompts = np.random.default_rng(1).integers(0, V, (batch_size, job["prompt"])).astype(np.int32)
     np.save(folder / f"prompts_{batch_size}.npy", prompts)
     dtype = jnp.float32 if job["device"] == "cpu" else jnp.bfloat16
@@ -66,7 +66,7 @@ def main(folder: Path, batch_size: int, weights: Any) -> None:
     def first_token_over_forward(length: int) -> float:
         """Warm, one prompt; medians of both taken in turns."""
         prompt = np.random.default_rng(2).integers(0, V, (1, length)).astype(np.int32)
-        forward = jax.jit(jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T)))
+        forward = jax.jit(jax.vmap(lambda tokens_T: model.apply({"params": as_declared(params)}, tokens_T)))
         times: dict[str, list[float]] = {"first": [], "forward": []}
         for _ in range(15):
             for name, call in (("first", lambda: run(prompt, 1)), ("forward", lambda: forward(prompt))):

@@ -29,7 +29,7 @@ from jaxformer.decode.completion import (
     fitting_memory,
 )
 from jaxformer.decode.prompts import Prompt, encode_prompts, read_prompts
-from jaxformer.decode.weights import restored
+from jaxformer.decode.weights import lay_out, restored
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
 from jaxformer.signals import ReceivedSignal, record_signals
@@ -214,6 +214,12 @@ def _open_restored(options: Arguments) -> Run:
     return dataclasses.replace(run, params=restored(run.params))
 
 
+def _open_laid_out(options: RunOptions) -> Run:
+    """Open the run with parameters for decode steps."""
+    run = open_run(options)
+    return dataclasses.replace(run, params=lay_out(run.params, run.model))
+
+
 def _fill_masks(options: Arguments, given: set[str], prompts: Prompts) -> int:
     from jaxformer.decode.fill_mask import encode_masked, fill_prompt
 
@@ -265,7 +271,7 @@ def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
     _check_task(options, given, TRANSLATE_OPTIONS, "translation")
     if not TEXTS & given:
         raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
-    run, completion = open_run(options.opening), options.completion
+    run, completion = _open_laid_out(options.opening), options.completion
     model, tokenizer = run.text_model()
     fitting = _encode(options, prompts, lambda prompt: encode_source(prompt, run))
     for first in range(0, len(fitting), completion.batch_size):
@@ -288,7 +294,7 @@ def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
 def make_completer(options: Arguments, given: set[str]) -> Completer:
     """Open the run, and its draft if there is one; `UserError` if a run cannot be opened, or an option does not fit it;
     some only where they were given."""
-    completion, run = options.completion, open_run(options.opening)
+    completion, run = options.completion, _open_laid_out(options.opening)
     needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
     needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
     needs_cache += ["--explain"] if options.explain else []  # other models read windows that are padded on the left
@@ -304,7 +310,7 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     draft = None
     if completion.draft not in (None, "lookup"):
         folder = str(folder_named("--draft", completion.draft))
-        draft = open_run(RunOptions(run=folder, mesh=options.opening.mesh))
+        draft = _open_laid_out(RunOptions(run=folder, mesh=options.opening.mesh))
     return Completer(run, completion, sampling, draft, make_explain(run) if options.explain else None)
 
 

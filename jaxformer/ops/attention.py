@@ -106,7 +106,9 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
 def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
     """Return queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
     D, H, K = W_DHK.shape
-    if len(x_TD) == 1 or isinstance(W_DHK, Quantized):
+    if isinstance(W_DHK, Quantized):
+        return (x_TD @ W_DHK).swapaxes(0, 1)
+    if len(x_TD) == 1:
         # For one row, the compiler would transpose the whole matrix at every decode step.
         return (x_TD @ W_DHK.reshape(D, H * K)).reshape(-1, H, K).swapaxes(0, 1)
     return jnp.einsum("td,dhk->htk", x_TD, W_DHK)

@@ -4,7 +4,6 @@ A row whose squares overflow float32, from about 1e19 on, gives NaN: divided by 
 would hide diverged activations.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,41 +14,59 @@ from jaxformer.ops.precision import widened
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
     """Return γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
-    return (divide_by_norm(widened(x), jnp.mean, eps) * gamma).astype(x.dtype)
+    return (divide_by_rms(widened(x), eps) * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
     """Return γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
     wide_x = widened(x)
-    centred = wide_x - jnp.mean(wide_x, axis=-1, keepdims=True)
-    return (divide_by_norm(centred, jnp.mean, eps) * gamma + beta).astype(x.dtype)
+    return (divide_by_rms(wide_x - _mean(wide_x), eps) * gamma + beta).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     """Return x / √(Σ x² + ε), which has length 1. `x` is `(…, D)`."""
-    return divide_by_norm(widened(x), jnp.sum, eps).astype(x.dtype)
+    D = x.shape[-1]
+    return (divide_by_rms(widened(x), eps / D) * D**-0.5).astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def divide_by_norm(x: jax.Array, reduce: Callable[..., jax.Array], eps: float) -> jax.Array:
-    """Return x / √(reduce(x²) + ε) along the last axis, `(…, D)`; NaN where x² overflows.
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
+    """Return x / √(mean(x²) + ε) along the last axis, `(…, D)`; NaN for a row whose squares overflow.
 
     The derivative is computed from the result: from x, it needs the cube of the norm, which overflows from 1e13 on.
-
-    Args:
-      reduce: `jnp.mean` or `jnp.sum`.
     """
-    return x * _inverse_norm(x, reduce, eps)
+    return _divide(x, eps)[0]
 
 
-@divide_by_norm.defjvp
-def _divide_by_norm_jvp(reduce: Callable[..., jax.Array], eps: float, primals: tuple, tangents: tuple) -> tuple:
+@divide_by_rms.defjvp
+def _divide_by_rms_jvp(eps: float, primals: tuple, tangents: tuple) -> tuple:
     (x,), (dx,) = primals, tangents
-    scale = _inverse_norm(x, reduce, eps)
-    y = x * scale
-    return y, scale * (dx - y * reduce(y * dx, axis=-1, keepdims=True))
+    y, scale = _divide(x, eps)
+    return y, scale * (dx - y * _mean(y * dx))
 
 
-def _inverse_norm(x: jax.Array, reduce: Callable[..., jax.Array], eps: float) -> jax.Array:
-    square = reduce(x * x, axis=-1, keepdims=True)
-    return jnp.where(jnp.isinf(square), jnp.nan, jax.lax.rsqrt(square + eps))
+def _divide(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Return the result of `divide_by_rms`, and the factor of x in it, `(…, 1)`."""
+    if is_one_row(x):
+        x = jnp.where(jnp.isinf(x * x), jnp.nan, x)
+        scale = jax.lax.rsqrt(_mean(x * x + eps))
+    else:
+        square = _mean(x * x)
+        scale = jnp.where(jnp.isinf(square), jnp.nan, jax.lax.rsqrt(square + eps))
+    return x * scale, scale
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """Return the mean along the last axis, `(…, 1)`."""
+    if is_one_row(x):
+        return jnp.sum(x * (1 / x.shape[-1]), axis=-1, keepdims=True)
+    return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def is_one_row(x: jax.Array) -> bool:
+    """Return True for one row, as of a decode step.
+
+    XLA's GPU compiler makes one kernel of its norm and the product after it, in place of four, if a sum is used as it
+    is: terms are scaled and shifted before they are added. For many rows, that takes a CPU up to twice as long.
+    """
+    return x.size == x.shape[-1]

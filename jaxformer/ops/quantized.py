@@ -5,7 +5,7 @@ CPU, whose fast products are of integers, it is split into two int8 parts, 16 bi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops.precision import wide
+
 LARGEST = 127
 """Largest int8 value, used on both sides of 0 alike."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class Quantized:
     """Matrix `values * scale` that supports `x @ W`, `rows(W, tokens)`, `W.T` and `W.reshape`.
@@ -25,10 +27,12 @@ class Quantized:
     Attributes:
       values: int8, in the matrix's shape.
       scale: float32, of the same number of axes; of length 1 along the axes that products sum over.
+      dtype: dtype of rows.
     """
 
     values: jax.Array
     scale: jax.Array
+    dtype: Any = jnp.float32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,7 +42,7 @@ class Quantized:
     @property
     def T(self) -> Quantized:
         """Transpose."""
-        return Quantized(self.values.T, self.scale.T)
+        return replace(self, values=self.values.T, scale=self.scale.T)
 
     def reshape(self, *shape: int) -> Quantized:
         """Return a matrix of two axes: those that products sum over, and the others.
@@ -50,26 +54,28 @@ class Quantized:
         rows = prod(n for n, n_scales in zip(self.shape, self.scale.shape, strict=True) if n_scales == 1)
         if values.ndim != 2 or (self.scale.size > 1 and values.shape[0] != rows):
             raise ValueError(f"a quantised matrix with scales {self.scale.shape} cannot be reshaped to {values.shape}")
-        return Quantized(values, self.scale.reshape(1, -1))
+        return replace(self, values=values, scale=self.scale.reshape(1, -1))
 
     def __getitem__(self, rows: Any) -> jax.Array:
-        """Return rows in float32."""
-        return self.values[rows] * (self.scale[rows] if self.scale.shape[0] > 1 else self.scale)
+        """Return rows."""
+        scale = self.scale[rows] if self.scale.shape[0] > 1 else self.scale
+        return (self.values[rows] * scale).astype(self.dtype)
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        """Return `(…, D)` times `(D, F)`, in the dtype of x."""
+        """Return `(…, D)` times `(D, F)` or `(D, H, K)`, in the dtype of x."""
         return jax.lax.platform_dependent(x, self.values, self.scale, cpu=_product_of_integers, default=_product)
 
 
-def quantize(matrix: jax.Array, summed: tuple[int, ...]) -> Quantized:
+def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: Any = jnp.float32) -> Quantized:
     """Return the matrix rounded to int8.
 
     Args:
       summed: axes that products with it sum over; an output channel has one scale over all of them.
+      dtype: dtype of rows.
     """
     scale = jnp.max(jnp.abs(matrix), axis=summed, keepdims=True).astype(jnp.float32) / LARGEST
     scale = jnp.where(scale > 0, scale, 1.0)
-    return Quantized(jnp.round(matrix / scale).astype(jnp.int8), scale)
+    return Quantized(jnp.round(matrix / scale).astype(jnp.int8), scale, dtype)
 
 
 def rows(matrix: jax.Array | Quantized, index: jax.Array) -> jax.Array:
@@ -78,8 +84,9 @@ def rows(matrix: jax.Array | Quantized, index: jax.Array) -> jax.Array:
 
 
 def _product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the product; the compiler converts a weight where it reads it."""
-    return (x @ values.astype(x.dtype)) * scale.reshape(-1).astype(x.dtype)
+    """Return the product; the compiler converts a weight where it reads it. Sums are float32 until they are scaled."""
+    sums = jnp.tensordot(x, values.astype(x.dtype), 1, preferred_element_type=wide(x.dtype))
+    return (sums * scale.reshape(values.shape[1:])).astype(x.dtype)
 
 
 def _product_of_integers(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
@@ -93,5 +100,7 @@ def _product_of_integers(x: jax.Array, values: jax.Array, scale: jax.Array) -> j
     y = x / size
     coarse = jnp.round(y)
     parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))]).astype(jnp.int8)
-    both = jnp.matmul(parts, values, preferred_element_type=jnp.int32).astype(jnp.float32)
-    return ((both[0] + both[1] / (2 * LARGEST)) * size * scale.reshape(-1)).astype(x.dtype)
+    columns = values.reshape(len(values), -1)
+    both = jnp.matmul(parts, columns, preferred_element_type=jnp.int32).astype(jnp.float32)
+    product = ((both[0] + both[1] / (2 * LARGEST)) * size * scale.reshape(-1)).astype(x.dtype)
+    return product.reshape(*x.shape[:-1], *values.shape[1:])

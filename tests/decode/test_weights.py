@@ -10,7 +10,7 @@ import pytest
 from jaxformer.contract import ParameterAxes
 from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.weights import restored, store, summed_axes
+from jaxformer.decode.weights import Transposed, as_declared, lay_out, restored, store, summed_axes
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.quantized import Quantized
 from tests.arrays import first_params
@@ -81,6 +81,36 @@ def test_bfloat16_halves_the_bytes_and_moves_logits_within_a_bound(built):
     assert 1e-4 < jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.03
 
 
+def test_on_other_devices_than_a_cpu_all_but_int8_matrices_is_bfloat16(built):
+    """So that activations are: decoding then reads and writes half of their bytes."""
+    model, params = built
+    small = store(params, "int8", model, platform="gpu")
+    dtypes = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, Quantized))}
+    assert dtypes == {"bfloat16"}  # of a quantised matrix, that of its rows
+    rounded = logits(model, small, TOKENS)
+    exact = logits(model, restored(small), TOKENS)
+    assert rounded.dtype == jnp.bfloat16
+    assert jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.03
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_the_layout_for_a_gpu_has_last_what_products_sum_over_and_is_undone_exactly(built, weights):
+    model, params = built
+    params = store(params, weights, model)
+    laid_out = lay_out(params, model, platform="gpu")
+    leaves = jax.tree_util.tree_leaves_with_path(laid_out, is_leaf=lambda x: isinstance(x, Transposed))
+    transposed = {jax.tree_util.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Transposed)}
+    d_ff = model.config.d_ff[0]
+    down = next(
+        leaf for path, leaf in transposed.items() if "blocks_0" in path and "W_2" in path and leaf.values.ndim == 2
+    )
+    assert down.values.shape[-1] == d_ff
+    assert not any("W_E" in path or "W_pos" in path for path in transposed)  # read row by row
+    jax.tree.map(np.testing.assert_array_equal, as_declared(laid_out), params)
+    jax.tree.map(np.testing.assert_array_equal, restored(laid_out), restored(params))
+    assert lay_out(params, model) is params  # on a CPU
+
+
 @pytest.mark.parametrize(
     ("axes", "summed"),
     [
@@ -98,6 +128,19 @@ def test_bfloat16_halves_the_bytes_and_moves_logits_within_a_bound(built):
 )
 def test_int8_scales_reach_over_the_axes_that_products_sum_over(axes, summed):
     assert summed_axes(ParameterAxes.parse(axes)) == summed
+
+
+def test_texts_are_the_same_from_parameters_laid_out_for_a_gpu():
+    model = MODELS["rope, tied"].build()
+    params = first_params(model, TOKENS)
+
+    def run(params):
+        pieces = generate(
+            model, params, [[1, 2, 3], [4]], Sampling(temperature=0), [0, 0], max_new_tokens=6, context_length=16
+        )
+        return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
+
+    np.testing.assert_array_equal(run(lay_out(params, model, platform="gpu")), run(params))
 
 
 @pytest.mark.slow

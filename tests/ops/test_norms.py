@@ -80,10 +80,25 @@ def test_values_and_gradients_from_tiny_to_huge_are_those_of_float64(name: str, 
 
 
 @pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e15])
+def test_a_row_alone_is_as_among_others(name: str, size: float) -> None:
+    """Decode steps compute it by another formula."""
+    x, norm = size * normal(T, D), lambda x: NORMS[name](x, 1e-6)
+    pull = lambda x, onto: jax.vjp(norm, x)[1](onto)[0]  # noqa: E731
+    onto = normal(T, D, seed=4)
+    assert_close(jax.vmap(norm)(x), norm(x))
+    np.testing.assert_allclose(jax.vmap(pull)(x, onto), pull(x, onto), rtol=1e-4, atol=1e-5 / size)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_whose_squares_overflow_is_not_finite_and_the_others_are(name: str, dtype: jnp.dtype) -> None:
+def test_a_row_whose_squares_overflow_is_not_finite_and_the_others_are(
+    name: str, is_alone: bool, dtype: jnp.dtype
+) -> None:
     x = normal(T, D).at[1].mul(1e25).at[3].mul(1e37).astype(dtype)
-    norm = jax.vmap(lambda x: NORMS[name](x, 1e-6))
+    norm = lambda x: NORMS[name](x, 1e-6)  # noqa: E731
+    norm = jax.vmap(norm) if is_alone else norm
     for y in (norm(x), jax.grad(lambda x: norm(x).sum())(x)):
         np.testing.assert_array_equal(jnp.isnan(y).all(-1), [False, True, False, True, False])
         assert jnp.isfinite(y[jnp.array([0, 2, 4])]).all()

@@ -48,6 +48,16 @@ def test_a_cpu_multiplies_integers_also_under_vmap():
     np.testing.assert_array_equal(jax.vmap(lambda x: x @ q)(x), wanted)
 
 
+@pytest.mark.parametrize("multiply", [_product, _product_of_integers])
+def test_a_product_with_heads_is_that_with_all_columns(multiply):
+    cube, x = jnp.asarray(MATRIX[:, :22].reshape(17, 2, 11)), jnp.asarray(DRAW.normal(size=(3, 17)), jnp.float32)
+    q = quantize(cube, (0,))
+    flat = q.reshape(17, 22)
+    wanted = multiply(x, flat.values, flat.scale).reshape(3, 2, 11)
+    np.testing.assert_allclose(multiply(x, q.values, q.scale), wanted, rtol=1e-6)
+    np.testing.assert_allclose(wanted, np.tensordot(x, whole(q), 1), atol=1e-2)
+
+
 def test_transposed_and_reshaped_it_is_the_same_matrix():
     by_row = quantize(jnp.asarray(MATRIX), (1,))
     np.testing.assert_array_equal(whole(by_row.T), whole(by_row).T)
@@ -66,4 +76,5 @@ def test_rows_are_those_of_the_matrix():
     np.testing.assert_allclose(rows(by_row, index), whole(by_row)[index], rtol=1e-6)
     by_column = quantize(jnp.asarray(MATRIX), (0,))
     np.testing.assert_allclose(rows(by_column, index), whole(by_column)[index], rtol=1e-6)
+    assert rows(quantize(jnp.asarray(MATRIX), (1,), jnp.bfloat16), index).dtype == jnp.bfloat16
     np.testing.assert_array_equal(jax.jit(lambda i: rows(MATRIX, i))(index), MATRIX[np.array(index)])
