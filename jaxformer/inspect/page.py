@@ -18,33 +18,8 @@ from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
-TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src {hashes};
- style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'; base-uri 'none'">
-<title>{title}</title>
-<style>
-{css}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-{facts}
-<nav>{links}</nav>
-</header>
-<main>
-{sections}
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>{plotly}</script>
-<script>{js}</script>
-</body>
-</html>
-"""
-"""The policy allows the page's two scripts alone and forbids every request, whatever the texts of a page contain."""
+"""Folder of the page's HTML, style and script. The HTML's content security policy allows the page's two scripts alone
+and forbids every request, whatever the texts of a page contain."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +146,12 @@ def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
     data = {key: json_data for key, section in keyed.items() if (json_data := section.data()) is not None}
     plotly = import_extra("plotly.offline", "writing a page").get_plotlyjs()
-    js = (ASSETS / "page.js").read_text(encoding="utf-8")
-    return TEMPLATE.format(
+    template, css, js = ((ASSETS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    return template.format(
         title=html.escape(title), facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
         links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),
         sections="\n".join(_section(section, key) for key, section in keyed.items()), data=_json(data), plotly=plotly,
-        js=js, css=(ASSETS / "page.css").read_text(encoding="utf-8"), hashes=f"{_hash(plotly)} {_hash(js)}",
+        js=js, css=css, hashes=f"{_hash(plotly)} {_hash(js)}",
     )  # fmt: skip
 
 

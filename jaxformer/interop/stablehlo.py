@@ -53,9 +53,9 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
     if contract.task is Task.CAUSAL_LM and contract.has_cache:
         n_slots = n_slots or run.text_model()[0].context_length
-        programs, readme = cached_programs(run.model, shapes, n_slots, dtype), CACHED_README
+        programs, readme = cached_programs(run.model, shapes, n_slots, dtype), "cached.md"
     elif n_slots is None:
-        programs, readme = {"forward": forward_program(run.model, shapes)}, FORWARD_README
+        programs, readme = {"forward": forward_program(run.model, shapes)}, "forward.md"
     else:
         raise UserError(f"--cache-length is {n_slots}, but {run.path} holds a {kind} without a cache; leave it out.")
     n_tokens = contract.vocab_size if run.tokenizer is None else run.tokenizer.vocab_size
@@ -76,7 +76,12 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
             "weights": {"file": WEIGHTS, "dtype": dtype}, "programs": signatures,
         }  # fmt: skip
         (scratch / SIGNATURE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        (scratch / README).write_text(readme, encoding="utf-8")
+        (scratch / README).write_text(_asset(readme).replace("{load}", _asset("load.md")), encoding="utf-8")
+
+
+def _asset(name: str) -> str:
+    """Return a text on the use of the programs; `{load}` stands for that of load.md."""
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, dtype: Dtype) -> dict[str, Program]:
@@ -155,55 +160,3 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, list):
         return [_shapes(item) for item in value]
     return {"shape": [n if isinstance(n, int) else str(n) for n in value.shape], "dtype": jnp.dtype(value.dtype).name}
-
-
-LOAD = """
-`signature.json` has the shapes and dtypes of all arguments, B for the number of examples. Needed are `numpy` and `jax`
-with `flatbuffers`, which `jax.export` reads programs with.
-
-```python
-import json
-
-import jax
-import jax.export
-import numpy as np
-
-signature = json.load(open("signature.json"))
-dtype = np.dtype(signature["weights"]["dtype"])
-weights = {name: array.view(dtype) for name, array in np.load(signature["weights"]["file"]).items()}
-
-
-def program(name):
-    return jax.jit(jax.export.deserialize(bytearray(open(f"{name}.bin", "rb").read())).call)
-
-"""
-
-CACHED_README = f"""# Prefill and decode step in StableHLO
-{LOAD}
-prefill, decode = program("prefill"), program("decode")
-prompts = [[1, 2, 3], [4, 5]]  # by the tokenizer in tokenizer.json
-tokens = np.zeros((len(prompts), signature["n_slots"]), np.int32)
-for row, prompt in zip(tokens, prompts):
-    row[: len(prompt)] = prompt  # what follows is padding
-position = np.array([len(prompt) for prompt in prompts], np.int32)
-logits, cache = prefill(weights, tokens, position)
-for _ in range(64):
-    token = np.argmax(logits[:, : signature["n_tokens"]], axis=-1).astype(np.int32)  # the other rows are untrained
-    print(token)
-    logits, cache = decode(weights, cache, token, position)
-    position = position + 1  # not in place: the program may still be reading it
-```
-
-The cache holds the last `n_slots` tokens of each text. A position must be below `max_tokens`, unless that is null.
-"""
-
-FORWARD_README = f"""# Forward pass in StableHLO
-{LOAD}
-inputs = [
-    np.zeros([2, *argument["shape"][1:]], argument["dtype"])
-    for name, argument in signature["programs"]["forward"]["arguments"].items()
-    if name != "weights"
-]
-print(program("forward")(weights, *inputs))
-```
-"""
