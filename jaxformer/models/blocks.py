@@ -24,9 +24,8 @@ def check_heads(config: Any) -> None:
     if config.head_dim is None and config.d_model % config.n_heads:
         fits = [h for h in range(1, config.d_model + 1) if config.d_model % h == 0]
         near = min(fits, key=lambda h: abs(h - config.n_heads))
-        raise UserError(
-            f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}; use {near} heads, or set head_dim."
-        )
+        remedy = f"use {near} heads, or set head_dim"
+        raise UserError(f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}; {remedy}.")
     if config.positions == "rope" and config.width_of_head % 2:
         raise UserError(f"head_dim is {config.width_of_head}, but RoPE rotates pairs of features; make it even.")
 

@@ -121,58 +121,44 @@ class DecoderConfig(TokenModelConfig):
         super().__post_init__()
         check_heads(self)
         if self.n_heads % self.kv_heads:
-            raise UserError(
-                f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.kv_heads}; "
-                "every key/value head serves equally many query heads."
-            )
+            reason = "every key/value head serves equally many query heads"
+            raise UserError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.kv_heads}; {reason}.")
         if not self.output_projection and self.n_heads * self.width_of_head != self.d_model:
             raise UserError(
                 f"{self.n_heads} heads of width {self.width_of_head} make {self.n_heads * self.width_of_head}, "
                 f"not d_model {self.d_model}; set output_projection."
             )
         if self.prefix and self.window is not None:
-            raise UserError(
-                f"window is {self.window}, but a prefix is attended to from every position; leave one of them out."
-            )
+            remedy = "leave one of them out"
+            raise UserError(f"window is {self.window}, but a prefix is attended to from every position; {remedy}.")
         if self.unembedding == "mlp" and self.residual:
             raise UserError(
                 "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
                 "the residual stream; set residual to false or use 'linear'."
             )
         if self.final_norm and self.norm == "none":
-            raise UserError(
-                "final_norm is one more norm of the kind that norm names; set norm to rmsnorm or layernorm."
-            )
+            remedy = "set norm to rmsnorm or layernorm"
+            raise UserError(f"final_norm is one more norm of the kind that norm names; {remedy}.")
         if self.max_context is not None and self.max_context < self.context_length:
-            raise UserError(
-                f"max_context is {self.max_context}, but context_length is {self.context_length}; make it at least "
-                "that, or leave it out."
-            )
+            problem = f"max_context is {self.max_context}, but context_length is {self.context_length}"
+            raise UserError(f"{problem}; make it at least that, or leave it out.")
         if not self.rope_low_periods < self.rope_high_periods:
-            raise UserError(
-                f"rope_low_periods is {self.rope_low_periods}; it must be below rope_high_periods "
-                f"{self.rope_high_periods}."
-            )
+            limit = f"it must be below rope_high_periods {self.rope_high_periods}"
+            raise UserError(f"rope_low_periods is {self.rope_low_periods}; {limit}.")
         self._check_experts()
         self._check_global_blocks()
         if self.unembedding_std is not None and self.unembedding != "linear":
-            raise UserError(
-                f"unembedding_std is {self.unembedding_std}, but unembedding {self.unembedding!r} has no W_out; leave "
-                "it out."
-            )
+            problem = f"unembedding_std is {self.unembedding_std}, but unembedding {self.unembedding!r} has no W_out"
+            raise UserError(f"{problem}; leave it out.")
 
     def _check_global_blocks(self) -> None:
         for name in ("global_blocks", "local_rope_base"):
             if getattr(self, name) and self.window is None:
-                raise UserError(
-                    f"{name} is {getattr(self, name)}, but without a window no block is local; set window, or "
-                    "leave it out."
-                )
+                remedy = "set window, or leave it out"
+                raise UserError(f"{name} is {getattr(self, name)}, but without a window no block is local; {remedy}.")
         if any(not 0 <= i < self.n_blocks for i in self.global_blocks):
-            raise UserError(
-                f"global_blocks is {self.global_blocks}; the indices of {self.n_blocks} blocks are 0 to "
-                f"{self.n_blocks - 1}."
-            )
+            limit = f"the indices of {self.n_blocks} blocks are 0 to {self.n_blocks - 1}"
+            raise UserError(f"global_blocks is {self.global_blocks}; {limit}.")
 
     def _check_experts(self) -> None:
         if self.n_experts is None:
@@ -180,10 +166,8 @@ class DecoderConfig(TokenModelConfig):
                 raise UserError("capacity_factor and shared_expert are for experts; set n_experts to their number.")
             return
         if self.experts_per_token > self.n_experts:
-            raise UserError(
-                f"experts_per_token is {self.experts_per_token}, but n_experts is {self.n_experts}; "
-                "use at most n_experts."
-            )
+            problem = f"experts_per_token is {self.experts_per_token}, but n_experts is {self.n_experts}"
+            raise UserError(f"{problem}; use at most n_experts.")
         if self.unembedding == "mlp":
             raise UserError(f"unembedding 'mlp' takes one MLP a block, not n_experts {self.n_experts}; use 'linear'.")
 

@@ -19,10 +19,8 @@ from jaxformer.nn.embedding import check_tokens
 
 def check_example(model: nn.Module, *inputs: Any) -> None:
     """Raise `UserError` where inputs are not those of one example: another number of axes, as a batch has, token ids
-    that are none, a sequence longer than the model's positions.
-
-    The lengths of other axes are not compared, and a model without a config of this library takes anything.
-    """
+    that are none, a sequence longer than the model's positions. The lengths of other axes are not compared, and a model
+    without a config of this library takes anything."""
     contract = contract_of(model)
     for x, declared in zip(inputs, contract.inputs, strict=False):
         if x is None:
@@ -34,11 +32,8 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
 
 
 def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
-    """Check one sequence of tokens, `(T,)`, each of which is predicted from those before it.
-
-    Raises:
-      UserError: another number of axes, fewer than 2 tokens or too many, or ids out of the vocabulary.
-    """
+    """Check one sequence of tokens, `(T,)`, each of which is predicted from those before it; `UserError` for another
+    number of axes, fewer than 2 tokens or too many, or ids out of the vocabulary."""
     assert contract.vocab_size is not None
     check_shape(tokens_T, contract.inputs[0])
     if len(tokens_T) < 2:

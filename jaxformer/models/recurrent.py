@@ -47,9 +47,8 @@ class RecurrentConfig(TokenModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.d_attention is not None and self.attention != "additive":
-            raise UserError(
-                f"d_attention is {self.d_attention}, but attention is {self.attention!r}; only additive has it."
-            )
+            reason = "only additive has it"
+            raise UserError(f"d_attention is {self.d_attention}, but attention is {self.attention!r}; {reason}.")
 
     @property
     def d_source(self) -> int:

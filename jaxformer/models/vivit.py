@@ -36,9 +36,8 @@ class ViViTConfig(ViTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_frames % self.tubelet_frames:
-            raise UserError(
-                f"tubelet_frames {self.tubelet_frames} does not divide n_frames {self.n_frames}; change one."
-            )
+            remedy = "change one"
+            raise UserError(f"tubelet_frames {self.tubelet_frames} does not divide n_frames {self.n_frames}; {remedy}.")
 
     @property
     def contract(self) -> Contract:

@@ -18,11 +18,8 @@ Positions = Literal["none", "learned", "sinusoidal", "rope"]
 
 
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
-    """Check the token ids of one sequence, `(T,)`; while JAX traces, only their shape and dtype.
-
-    Raises:
-      UserError: another number of axes, a dtype that is no integer, or ids that are not in the vocabulary.
-    """
+    """Check the token ids of one sequence, `(T,)`; while JAX traces, only their shape and dtype; `UserError` for
+    another number of axes, a dtype that is no integer, or ids that are not in the vocabulary."""
     if np.ndim(tokens_T) != 1:
         remedy = "; use jax.vmap for a batch" if np.ndim(tokens_T) == 2 else ""
         raise UserError(f"expected an input of shape (T,), got {np.shape(tokens_T)}{remedy}.")
@@ -35,10 +32,8 @@ def check_tokens(tokens_T: Any, vocab_size: int) -> None:
     outside_T = (ids_T < 0) | (ids_T >= vocab_size)
     if outside_T.any():
         position = int(outside_T.argmax())
-        raise UserError(
-            f"token {ids_T[position]} at position {position} is not in the vocabulary of {vocab_size}; "
-            f"give ids from 0 to {vocab_size - 1}."
-        )
+        problem = f"token {ids_T[position]} at position {position} is not in the vocabulary of {vocab_size}"
+        raise UserError(f"{problem}; give ids from 0 to {vocab_size - 1}.")
 
 
 class Embedding(nn.Module):
@@ -65,11 +60,8 @@ class Embedding(nn.Module):
             self.W_pos = parameter(self, "W_pos", init, (self.n_positions, self.d_model), "positions -> embed")
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Map token ids `(T,)` int32 to `(T, D)`.
-
-        Raises:
-          UserError: another number of axes, or, unless traced, ids that are not in the vocabulary.
-        """
+        """Map token ids `(T,)` int32 to `(T, D)`; `UserError` for another number of axes, or, unless traced, ids that
+        are not in the vocabulary."""
         check_tokens(tokens_T, self.vocab_size)
         x_TD = self.scale * rows(self.W_E, tokens_T)
         if self.positions == "learned":

@@ -42,13 +42,9 @@ def stacked(axis: str) -> Iterator[None]:
 
 
 def parameter_axes(model: nn.Module) -> Mapping[str, ParameterAxes]:
-    """Return the declared axes of each parameter by its dotted name, such as `blocks_0.attention.W_Q`.
-
-    The model is traced with the inputs of its contract; no array is made.
-
-    Raises:
-      UserError: a parameter is not made with `parameter`, or has another number of axes than it declares.
-    """
+    """Return the declared axes of each parameter by its dotted name, such as `blocks_0.attention.W_Q`. The model is
+    traced with the inputs of its contract; no array is made. Raises `UserError` if a parameter is not made with
+    `parameter`, or has another number of axes than it declares."""
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in contract_of(model).inputs]
     declared: dict[str, ParameterAxes] = {}
     token = _declared.set(declared)
@@ -59,8 +55,6 @@ def parameter_axes(model: nn.Module) -> Mapping[str, ParameterAxes]:
     for name, leaf in flatten_dict(variables["params"], sep=".").items():
         if name not in declared or len(declared[name].names) != leaf.ndim:
             names = f"the axes {', '.join(declared[name].names)}" if name in declared else "no axes"
-            raise UserError(
-                f"parameter {name} of shape {leaf.shape} declares {names}; make it with nn.parameters.parameter and "
-                "name each axis."
-            )
+            remedy = "make it with nn.parameters.parameter and name each axis"
+            raise UserError(f"parameter {name} of shape {leaf.shape} declares {names}; {remedy}.")
     return declared
