@@ -70,8 +70,9 @@ def write(
     }
     path = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return path
+    scratch = path.with_suffix(".new")
+    scratch.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return scratch.replace(path)
 
 
 def _said(*command: str) -> str:

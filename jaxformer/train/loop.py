@@ -120,8 +120,7 @@ def train(
         sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
         show_every = 0 if t.eval_every else 10 * t.log_every
         log = stack.enter_context(Log(written, start.step, setup.config.steps, sinks, t.show_entropy, show_every))
-        profiler = stack.enter_context(Profiler(folder, t.profiled_steps, print_line))
-        profiler.skip_to(start.step)
+        profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
         agreement = AsyncMax(setup.mesh)
         loop = TrainLoop(
             setup, data, start, train_step, evaluate, callbacks, checkpoints, log, profiler,

@@ -30,29 +30,27 @@ class Profiler:
     after Ctrl-C, a trace of the steps so far is written.
     """
 
-    def __init__(self, folder: Path, steps: range, print_line: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, steps: range, start: int, print_line: Callable[[str], None]) -> None:
         """Trace nothing yet.
 
         Args:
           folder: the run's folder.
-          steps: consecutive steps to trace, counted from 1.
+          steps: consecutive steps to trace, counted from 1; of those until `start`, none comes.
+          start: step that training begins at.
           print_line: receives a line about the trace, or about the failure to write it.
         """
-        self._folder, self._steps, self._print_line = folder / PROFILE, steps, print_line
+        self._folder, self._steps, self._start, self._print_line = folder / PROFILE, steps, start, print_line
         self._scratch: tempfile.TemporaryDirectory | None = None
         self._first = self._last = 0
 
     def __enter__(self) -> Profiler:
+        if self._steps and self._start >= self._steps[-1]:
+            self._print_line(f"no trace: training begins after step {self._start:,}, past {_words(self._steps)}")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._first:
             self._stop()
-
-    def skip_to(self, step: int) -> None:
-        """Leave out the steps until that of a checkpoint, and say so where none remains."""
-        if self._steps and step >= self._steps[-1]:
-            self._print_line(f"no trace: the run continues after step {step:,}, which is past {_words(self._steps)}")
 
     def begin(self, step: int, state: Any) -> float:
         """Start the trace before its first step, once the device has computed the state; return the seconds that it
@@ -101,12 +99,14 @@ class Profiler:
                 for pattern, file in files.items():
                     write_atomically(file, next(Path(scratch).rglob(pattern)).read_bytes())
                 self._print_line(f"trace of {_words(steps)}: {session}")
-            except (OSError, ValueError, RuntimeError, StopIteration) as error:  # jaxlib raises a RuntimeError
-                self._give_up(error)
+            except BaseException as error:
                 with suppress(OSError):
                     for file in files.values():
                         file.unlink(missing_ok=True)
                     session.rmdir()
+                if not isinstance(error, OSError | ValueError | RuntimeError | StopIteration):  # such as Ctrl-C
+                    raise
+                self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         reason = os_error_reason(error) or " ".join(str(error).split())

@@ -18,6 +18,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
+from jaxformer.train import profile
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, Throughput, train
 from jaxformer.train.profile import SESSIONS, Profiler
@@ -102,7 +103,7 @@ def test_resumed_run_traces_the_remaining_steps(profiled, tmp_path, capsys):
     assert session == "steps-4-5" and markers(files[0]) == [4, 5]
     capsys.readouterr()
     profiled("run", "2:6", resume=True)
-    assert "no trace: the run continues after step 8, which is past steps 2 to 5" in capsys.readouterr().out
+    assert "no trace: training begins after step 8, past steps 2 to 5" in capsys.readouterr().out
     assert list(traces(tmp_path / "run")) == ["steps-4-5"]
 
 
@@ -131,7 +132,7 @@ def test_error_inside_the_window_keeps_the_trace_and_stops_the_profiler(profiled
 def trace_two_steps(folder: Path) -> list[str]:
     """Trace two steps of a small program; return the lines that were printed."""
     lines: list[str] = []
-    with Profiler(folder, range(1, 3), lines.append) as profiler:
+    with Profiler(folder, range(1, 3), 0, lines.append) as profiler:
         for step in (1, 2, 3):
             profiler.begin(step, None)
             state = jnp.ones(3) + step
@@ -159,6 +160,19 @@ def test_failure_of_the_profiler_is_one_line(tmp_path, monkeypatch):
     assert trace_two_steps(tmp_path) == [
         f"no trace in {tmp_path / 'profile'}: No space left on device; training continues"
     ]
+    assert not traces(tmp_path)
+
+
+def test_ctrl_c_while_a_trace_is_written_leaves_no_part_of_it(tmp_path, monkeypatch):
+    write = profile.write_atomically
+
+    def interrupt(file: Path, content: bytes) -> None:
+        write(file, content)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, "write_atomically", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trace_two_steps(tmp_path)
     assert not traces(tmp_path)
 
 
