@@ -1,0 +1,123 @@
+"""Training steps lowered for CUDA, which needs no GPU and no compiler for one: calls of attention kernels by case."""
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.data.windows import TextConfig
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.plan.topology import assume_gpu
+from jaxformer.sharding import make_mesh
+from jaxformer.train import setup as train_setup
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_train_step
+from tests.helpers import slow
+
+MODEL = DecoderConfig(
+    vocab_size=300, context_length=128, d_model=256, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,),
+    norm="rmsnorm", positions="rope", unembedding="tied",
+)  # fmt: skip
+CONFIG = Config(
+    "t", MODEL, data=TextConfig(), steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=8),
+    compute=ComputeConfig(precision="bfloat16"),
+)  # fmt: skip
+FORWARD, BACKWARD, TRITON = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__gpu$xla.gpu.triton"
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Choose attention as on an H100."""
+    for name in ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal"):
+        monkeypatch.setattr(cudnn, name, getattr(cudnn, name))  # restored after the test
+    assume_gpu("9.0")
+    choose = train_setup.make_attention
+
+    def on_gpu(name, platform, *arguments, try_first):
+        return choose(name, "gpu", *arguments, try_first=False)
+
+    monkeypatch.setattr(train_setup, "make_attention", on_gpu)
+
+
+def count_calls(module: str, target: str) -> int:
+    """Return how often a StableHLO module calls a target, through its functions; a loop's body counts once."""
+    functions = dict(re.findall(r"func\.func \w+ @(\w+)\((.*?)\n  }", module, re.DOTALL))
+
+    @cache
+    def count(name: str) -> int:
+        body = functions[name]
+        own = len(re.findall(rf"@{re.escape(target)}\(", body))
+        return own + sum(map(count, re.findall(r"\bcall @(\w+)\(", body)))
+
+    return count("main")
+
+
+def lower(config: Config) -> tuple[str, str]:
+    """Return the log line of attention, and the step for CUDA."""
+    setup = TrainSetup(config, make_mesh())
+    traced = make_train_step(setup).trace(
+        setup.abstract_state, setup.abstract_batch, jax.ShapeDtypeStruct((), jnp.int32)
+    )
+    return setup.attention_line, traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_calls_are_counted_through_functions():
+    module = """module @t {
+  func.func public @main(%a: f32) {
+    %0 = func.call @block(%a)
+    %1 = call @block(%0)
+    %2 = stablehlo.custom_call @kernel(%1)
+  }
+  func.func private @block(%a: f32) {
+    %0 = stablehlo.custom_call @kernel(%a)
+    %1 = stablehlo.custom_call @kernelBackward(%a)
+  }
+}"""
+    assert (count_calls(module, "kernel"), count_calls(module, "kernelBackward")) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [("block", False), *(slow(r, s) for s in (False, True) for r in ("none", "dots", "block") if s or r != "block")],
+)
+def test_each_block_attends_once_forward_and_once_backward(remat, scan):
+    line, module = lower(replace(CONFIG, compute=replace(CONFIG.compute, remat=remat, scan_blocks=scan)))
+    assert line == "attention: cudnn"
+    calls = 1 if scan else 2
+    assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (calls, calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "data", "compute", "line", "calls"),
+    [
+        ({"window": 32}, {}, {}, "attention: cudnn", 2),
+        ({"n_kv_heads": 2}, {}, {}, "attention: cudnn", 2),
+        ({"n_heads": 1}, {}, {}, "attention: cudnn", 2),  # a head of width 256
+        ({"head_dim": 20}, {}, {}, "attention: triton (not cudnn: cuDNN takes heads whose width is a multiple of 8", 0),
+        ({"prefix": True}, {}, {}, "attention: xla (not cudnn: the mask is an array", 0),
+        ({}, {"packing": "documents"}, {}, "attention: xla (not cudnn: the mask is an array", 0),
+        ({}, {}, {"precision": "float32"}, "attention: xla (not cudnn: cuDNN attends in bfloat16", 0),
+        ({}, {}, {"attention": "xla"}, "attention: xla, as configured", 0),
+        ({}, {}, {"attention": "blockwise"}, "attention: blockwise, as configured", 0),
+    ],
+)
+def test_cudnn_is_called_where_it_can_attend(model, data, compute, line, calls):
+    config = replace(CONFIG, compute=replace(CONFIG.compute, **compute), data=replace(CONFIG.data, **data))
+    chosen, module = lower(replace(config, model=replace(MODEL, **model)))
+    assert chosen.startswith(line)
+    assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (calls, calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+def test_triton_attends_once_forward_and_once_backward(remat):
+    """Each block has one kernel forward and two backward."""
+    line, module = lower(replace(CONFIG, compute=replace(CONFIG.compute, attention="triton", remat=remat)))
+    assert line == "attention: triton"
+    assert (count_calls(module, TRITON), count_calls(module, FORWARD)) == (2 * 3, 0)
