@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,17 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
         print_line("attention entropy and samples are left out: the model is too large to be copied to one device")
     callbacks = []
     if fits and isinstance(model, Decoder) and t.report_every and config.init_from is None:
-        callbacks.append(Callback(config.steps, _init_check(setup, data), at_start=True))
+        callbacks.append(Callback(config.steps, partial(_init_check, setup, data), at_start=True))
     if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
     if t.report_every:
-        callbacks.append(Callback(t.report_every, _update_ratios(setup), also_at=FIRST_REPORT))
-        texts = []
+        reports: list[Any] = [partial(_print_update_ratios, setup)]
         if fits and is_causal_lm(model):
-            texts.append(_continuations(setup, data))
+            reports.append(partial(_print_samples, setup, folder, partial(_continuations, setup, data)))
         if fits and isinstance(data, PairDataset):
-            texts.append(_translations(setup, data))
+            reports.append(partial(_print_samples, setup, folder, partial(_translations, setup, data)))
             callbacks.append(Callback(t.report_every, _alignment(setup, data, folder)))
-        callbacks += [Callback(t.report_every, _samples(setup, folder, write), also_at=FIRST_REPORT) for write in texts]
+        callbacks += [Callback(t.report_every, report, also_at=FIRST_REPORT) for report in reports]
     return callbacks
 
 
@@ -100,84 +100,68 @@ def _unpadded_examples(batch: Batch) -> np.ndarray:
     return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
 
 
-def _init_check(setup: TrainSetup, data: Dataset) -> Any:
+def _init_check(
+    setup: TrainSetup, data: Dataset, step: int, state: TrainState, batch: Batch, row: dict[str, Any]
+) -> dict[str, Any] | None:
     """Print and log the initialisation check before the first step."""
+    if step:
+        return None
     model, probe = setup.model, next(data.held_out(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
     assert isinstance(model, Decoder)
-
-    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
-        if step:
-            return None
-        report = check_init(model, local_copy(setup.model_params(state), setup.mesh), *probe.inputs[:1])
-        print_line(str(report))
-        return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
-
-    return call
+    report = check_init(model, local_copy(setup.model_params(state), setup.mesh), *probe.inputs[:1])
+    print_line(str(report))
+    return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
 
 
-def _update_ratios(setup: TrainSetup) -> Any:
+def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
     """Print the update ratios that a row logs."""
-
-    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-        if "gradients" in row:
-            rows = [Row(**parameter) for parameter in row["gradients"]]
-            order = parameter_order(setup.model, setup.config.model)
-            if setup.config.lora.rank:
-                names = {row.name for row in rows}
-                order = [factor for name in order for factor in (f"{name}.A", f"{name}.B") if factor in names]
-            print_line(update_grid(rows, order, row["lr"]))
-
-    return call
+    if "gradients" in row:
+        rows = [Row(**parameter) for parameter in row["gradients"]]
+        order = parameter_order(setup.model, setup.config.model)
+        if setup.config.lora.rank:
+            names = {row.name for row in rows}
+            order = [factor for name in order for factor in (f"{name}.A", f"{name}.B") if factor in names]
+        print_line(update_grid(rows, order, row["lr"]))
 
 
-def _samples(setup: TrainSetup, folder: Path, write: Write) -> Any:
+def _print_samples(
+    setup: TrainSetup, folder: Path, write: Write, step: int, state: TrainState, batch: Batch, row: dict[str, Any]
+) -> None:
     """Print texts, and append them to the run's samples."""
-
-    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-        params = local_copy(setup.model_params(state), setup.mesh)
-        path = folder / SAMPLES if is_main_process() else Path(os.devnull)
-        with user_error_on_write(folder, SAMPLES), path.open("a", encoding="utf-8") as file:
-            for temperature, text in write(params):
-                text = f"[step {step:,}, temperature {temperature:g}] {text}"
-                file.write(text + "\n\n")
-                print_line(text)
-
-    return call
+    params = local_copy(setup.model_params(state), setup.mesh)
+    path = folder / SAMPLES if is_main_process() else Path(os.devnull)
+    with user_error_on_write(folder, SAMPLES), path.open("a", encoding="utf-8") as file:
+        for temperature, text in write(params):
+            text = f"[step {step:,}, temperature {temperature:g}] {text}"
+            file.write(text + "\n\n")
+            print_line(text)
 
 
-def _continuations(setup: TrainSetup, data: Dataset) -> Write:
+def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator[tuple[float, str]]:
     """Continue the prompt of the config."""
-    config, model, t, tokenizer = setup.config, setup.model, setup.config.train, data.tokenizer
+    config, t, tokenizer = setup.config, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
     context_length = config.model.n_positions
     prompt = tokenizer.encode_prompt(t.sample_prompt)[-context_length:]
-
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.model.vocab_size else None
-
-    def write(params: Params) -> Iterator[tuple[float, str]]:
-        for temperature in (0.5, 0.0):
-            pieces = generate(
-                model, params, [prompt], Sampling(temperature, n_tokens=n_tokens), [config.seed],
-                max_new_tokens=t.sample_tokens, context_length=context_length, fill_token=tokenizer.end_of_text,
-            )  # fmt: skip
-            tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
-            yield temperature, tokenizer.decode(tokens)
-
-    return write
+    for temperature in (0.5, 0.0):
+        pieces = generate(
+            setup.model, params, [prompt], Sampling(temperature, n_tokens=n_tokens), [config.seed],
+            max_new_tokens=t.sample_tokens, context_length=context_length, fill_token=tokenizer.end_of_text,
+        )  # fmt: skip
+        tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
+        yield temperature, tokenizer.decode(tokens)
 
 
-def _translations(setup: TrainSetup, data: PairDataset) -> Write:
+def _translations(setup: TrainSetup, data: PairDataset, params: Params) -> Iterator[tuple[float, str]]:
     """Translate some held-out sources."""
+    tokenizer, length = data.tokenizer, data.context_length
     pairs = [data.val[i] for i in evenly_spaced(len(data.val), N_TRANSLATIONS)]
-    sources = [tokens[: data.context_length] for tokens in data.tokenizer.encode_batch([pair.source for pair in pairs])]
-
-    def write(params: Params) -> Iterator[tuple[float, str]]:
-        end, length = data.tokenizer.end_of_text, data.context_length
-        targets = translate_tokens(setup.model, params, sources, end_of_text=end, context_length=length)
-        for pair, target in zip(pairs, targets, strict=True):
-            yield 0.0, f"{pair.source} -> {data.tokenizer.decode(target)} (expected: {pair.target})"
-
-    return write
+    sources = [tokens[:length] for tokens in tokenizer.encode_batch([pair.source for pair in pairs])]
+    end = tokenizer.end_of_text
+    targets = translate_tokens(setup.model, params, sources, end_of_text=end, context_length=length)
+    for pair, target in zip(pairs, targets, strict=True):
+        yield 0.0, f"{pair.source} -> {tokenizer.decode(target)} (expected: {pair.target})"
 
 
 def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:

@@ -25,15 +25,14 @@ def test_disabled_reports_and_evaluations_have_no_callbacks(tmp_path):
 
 
 def test_update_ratios_are_printed_with_the_first_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.callbacks._samples", lambda *_: "samples")
-    monkeypatch.setattr("jaxformer.callbacks._update_ratios", lambda *_: "update ratios")
-    monkeypatch.setattr("jaxformer.callbacks._continuations", lambda *_: None)
-    monkeypatch.setattr("jaxformer.callbacks._init_check", lambda *_: None)
+    monkeypatch.setattr("jaxformer.callbacks._print_samples", lambda *_: "samples")
+    monkeypatch.setattr("jaxformer.callbacks._print_update_ratios", lambda *_: "update ratios")
     config = Config(
         "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
     )
     callbacks = make_callbacks(TrainSetup(config, make_mesh("", jax.devices()[:1])), None, tmp_path)
-    assert [callback.call for callback in callbacks if callback.is_due(100)] == ["update ratios", "samples"]
+    due = [callback.call(100, None, None, {}) for callback in callbacks if callback.is_due(100)]
+    assert due == ["update ratios", "samples"]
 
 
 @pytest.mark.parametrize(

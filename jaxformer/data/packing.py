@@ -38,11 +38,8 @@ def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
     examples = grain.MapDataset.source(_Lengths(lengths_N, np.zeros(length, bool)))
     rows = grain.experimental.FirstFitPackIterDataset(
         examples.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-        length_struct={"tokens": length},
-        num_packing_bins=ROWS_AT_ONCE,
-        shuffle_bins=False,
-        meta_features=("index",),
-    )
+        length_struct={"tokens": length}, num_packing_bins=ROWS_AT_ONCE, shuffle_bins=False, meta_features=("index",),
+    )  # fmt: skip
     return [np.array(row["index"]) for row in rows]
 
 

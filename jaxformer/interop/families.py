@@ -184,47 +184,29 @@ LLAMA_MLP = (
 )
 
 LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    fields=(*LLAMA_FIELDS, Field("attention_bias", "attention_bias", False)),
-    weights=(*LLAMA_ENDS, *LLAMA_ATTENTION, *LLAMA_MLP),
-    constants=LLAMA_CONSTANTS,
-    required={"mlp_bias": False},
-)
+    "llama", "LlamaForCausalLM", fields=(*LLAMA_FIELDS, Field("attention_bias", "attention_bias", False)),
+    weights=(*LLAMA_ENDS, *LLAMA_ATTENTION, *LLAMA_MLP), constants=LLAMA_CONSTANTS, required={"mlp_bias": False},
+)  # fmt: skip
 
 MISTRAL = replace(
-    LLAMA,
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    fields=with_defaults(LLAMA_FIELDS, max_context=131_072),
-    required={},
-    has_window=always,
-)
+    LLAMA, model_type="mistral", architecture="MistralForCausalLM",
+    fields=with_defaults(LLAMA_FIELDS, max_context=131_072), required={}, has_window=always,
+)  # fmt: skip
 
 QWEN2 = replace(
-    LLAMA,
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    fields=with_defaults(LLAMA_FIELDS, max_context=32_768),
-    constants={**LLAMA_CONSTANTS, "attention_bias": True, "output_bias": False},
-    required={},
-    has_window=last_layers,
-)
+    LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM", fields=with_defaults(LLAMA_FIELDS, max_context=32_768),
+    constants={**LLAMA_CONSTANTS, "attention_bias": True, "output_bias": False}, required={}, has_window=last_layers,
+)  # fmt: skip
 
 QK_NORM = (
     Weight("blocks_{i}.attention.gamma_Q", "model.layers.{i}.self_attn.q_norm.weight", "K -> K"),
     Weight("blocks_{i}.attention.gamma_K", "model.layers.{i}.self_attn.k_norm.weight", "K -> K"),
 )
 QWEN3 = replace(
-    LLAMA,
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    fields=with_defaults(LLAMA.fields, head_dim=128, max_context=32_768),
-    weights=(*LLAMA.weights, *QK_NORM),
-    constants={**LLAMA_CONSTANTS, "qk_norm": True},
-    required={},
-    has_window=last_layers,
-)
+    LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM",
+    fields=with_defaults(LLAMA.fields, head_dim=128, max_context=32_768), weights=(*LLAMA.weights, *QK_NORM),
+    constants={**LLAMA_CONSTANTS, "qk_norm": True}, required={}, has_window=last_layers,
+)  # fmt: skip
 
 GPT2 = Family(
     "gpt2",
