@@ -64,9 +64,7 @@ def _handle_signals(numbers: tuple[signal.Signals, ...], handler: Callable[[int,
         yield
         return
     before = {number: signal.getsignal(number) for number in numbers}
-    for number in HANGUP:
-        if before.get(number) is signal.SIG_IGN:
-            del before[number]
+    before = {n: current for n, current in before.items() if n not in HANGUP or current is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, handler)
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxformer.cli.options import help_text, option_groups
 from jaxformer.config import Config, ModelConfig
@@ -82,16 +82,11 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
         call.status = 2
 
 
-class Command(Protocol):
-    """A command; it returns the exit status."""
+def as_command(ignore_closed: bool = False) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
+    """Return the decorator that makes a function of arguments a command, the body of `command_call`, which returns the
+    exit status; without arguments, they are the program's."""
 
-    def __call__(self, arguments: Sequence[str] | None = None) -> int: ...
-
-
-def as_command(ignore_closed: bool = False) -> Callable[[Callable[[list[str]], int]], Command]:
-    """Return the decorator that makes a function of arguments a command: the body of `command_call`."""
-
-    def decorate(function: Callable[[list[str]], int]) -> Command:
+    def decorate(function: Callable[[list[str]], int]) -> Callable[..., int]:
         @functools.wraps(function)
         def run(arguments: Sequence[str] | None = None) -> int:
             with command_call(arguments, ignore_closed) as call:

@@ -239,9 +239,8 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
         """Return the logits of a token in the slot after a prompt of n tokens in T slots."""
         positions_T = jnp.where(jnp.arange(T) < n, jnp.arange(T), EMPTY)
         cache = _call(model, params, T + 1, method="init_cache")
-        _, cache = _call(model, params, tokens_T, positions_T, cache, 0, **prefix, method="extend")
-        x_1D, _ = _call(model, params, tokens_T[n - 1 : n], jnp.array([n]), cache, T, **prefix, method="extend")
-        return _call(model, params, x_1D, method="unembed")
+        _, cache = _extend(model, params, tokens_T, positions_T, cache, 0, **prefix)
+        return _extend(model, params, tokens_T[n - 1 : n], jnp.array([n]), cache, T, **prefix)[0]
 
     @jax.jit
     def unpadded(params: Params, tokens: jax.Array) -> jax.Array:
@@ -270,18 +269,13 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         else:
             cache = _call(model, params, T, method="init_cache")
         prompt = inputs[_text_index(model)][:n]
-        x_TD, cache = _call(model, params, prompt, jnp.arange(n), cache, jnp.int32(0), **prefix, method="extend")
-        return _call(model, params, x_TD, method="unembed"), cache
+        return _extend(model, params, prompt, jnp.arange(n), cache, jnp.int32(0), **prefix)
 
-    @jax.jit
-    def decode_step(params: Params, token: jax.Array, i: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        x_1D, cache = _call(model, params, token[None], i[None], cache, i, **prefix, method="extend")
-        return _call(model, params, x_1D, method="unembed"), cache
-
+    decode_step = jax.jit(partial(_extend, model, **prefix))
     logits_1V, cache = prefill(params, *inputs)
     rows = [logits_1V]
     for i in range(n, T):
-        logits_1V, cache = decode_step(params, tokens_T[i], jnp.int32(i), cache)
+        logits_1V, cache = decode_step(params, tokens_T[i : i + 1], jnp.array([i]), cache, jnp.int32(i))
         rows.append(logits_1V)
     cached_TV = jnp.concatenate(rows)
     limit = ROUNDING * jnp.maximum(1.0, jnp.abs(full_TV).max())
@@ -379,6 +373,12 @@ def _batched(model: nn.Module, params: Params, inputs_B: Inputs) -> list[jax.Arr
 
 def _call(model: nn.Module, params: Params, *inputs: Any, method: str | None = None, **kwargs: Any) -> Any:
     return model.apply({"params": params}, *inputs, method=method, **kwargs)
+
+
+def _extend(model: nn.Module, params: Params, *inputs: Any, **prefix: Any) -> tuple[jax.Array, Any]:
+    """Return the logits that follow each token, and the cache after them, of the model's method `extend`."""
+    x_TD, cache = _call(model, params, *inputs, **prefix, method="extend")
+    return _call(model, params, x_TD, method="unembed"), cache
 
 
 def _without_dropout(config: Any) -> Any:

@@ -30,6 +30,13 @@ folders do."""
 DTYPES: Mapping[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FILE_TYPES: Mapping[Dtype, str] = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 """Names of dtypes of tensors, and of files, in the `gguf` package."""
+CONFIG_FIELDS = {
+    "vocab_size": "vocab_size", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
+    "rope_dimension_count": "head_dim", "layer_norm_rms_eps": "rms_norm_eps",
+}  # fmt: skip
+"""Fields of a published config by their names in the `gguf` package."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -75,7 +82,9 @@ def write_gguf(
     try:
         writer.add_name(name)
         writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-        _add_config(writer, theirs)
+        for added, field in CONFIG_FIELDS.items():
+            getattr(writer, f"add_{added}")(theirs[field])
+        writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"], special)
         if isinstance(chat_template, str):  # without one, llama.cpp would take ChatML
             writer.add_chat_template(chat_template)
@@ -91,22 +100,6 @@ def write_gguf(
         writer.write_tensors_to_file()
     finally:
         writer.close()
-
-
-def _add_config(writer: Any, theirs: Mapping[str, Any]) -> None:
-    head_dim = theirs["head_dim"]
-    writer.add_vocab_size(theirs["vocab_size"])
-    writer.add_context_length(theirs["max_position_embeddings"])
-    writer.add_embedding_length(theirs["hidden_size"])
-    writer.add_block_count(theirs["num_hidden_layers"])
-    writer.add_feed_forward_length(theirs["intermediate_size"])
-    writer.add_head_count(theirs["num_attention_heads"])
-    writer.add_head_count_kv(theirs["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(theirs["rms_norm_eps"])
 
 
 def _rotated_heads(name: str, theirs: Mapping[str, Any]) -> int | None:
