@@ -34,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     items.sort(key=lambda item: -slow[item.path])
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the modules that tests have imported."""
+    gc.collect()
+    gc.freeze()
+
+
 # Tracing makes many objects that are no garbage, and looking at them takes a tenth of the suite's time.
 gc.set_threshold(50_000, 10, 10)
 jax.config.update("jax_default_matmul_precision", "highest")  # an accelerator would round float32 otherwise
@@ -46,6 +52,7 @@ def small_heap() -> Iterator[None]:
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
