@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
 ])  # fmt: skip
 
+import hypothesis  # noqa: F401  # before anything is frozen: it looks for the referrers of others' generators
 import jax
 import pytest
 
@@ -57,7 +58,12 @@ def small_heap() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Read and write no cache of the user's."""
+    """Read and write no cache of the user's; share compiled programs with the commands that tests start."""
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "compiled").mkdir(mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXFORMER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAXFORMER_CACHE", str(cache))
         yield

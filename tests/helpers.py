@@ -61,7 +61,7 @@ def tiny(data: Path, steps: int = 20, *changes: str) -> list[str]:
     options = [
         "--config", str(ROOT / "configs/quick.py"), "--data.path", str(data), "--steps", str(steps),
         "--model.vocab-size", "280", "--model.context-length", "16", "--model.d-model", "16", "--model.n-blocks", "1",
-        "--model.n-heads", "2", "--model.d-ff", "32", "--train.batch-size", "4", "--train.sample-tokens", "20",
+        "--model.n-heads", "2", "--model.d-ff", "32", "--train.batch-size", "4", "--train.sample-tokens", "4",
         "--train.eval-every", "10", "--train.report-every", "10", "--train.checkpoint-every", "5",
         "--train.eval-examples", "8", "--train.log-every", "3", "--optimizer.learning-rate", "0.1",
         "--optimizer.warmup-steps", "0",

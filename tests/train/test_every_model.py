@@ -1,7 +1,6 @@
 """Whatever the model and the data, there is one trainer: what it promises, it promises for all of them."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxformer.callbacks import make_callbacks
 from jaxformer.cli.arguments import load_config
@@ -51,20 +49,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 """By config: fields of its model that make it small, and the data it is given."""
 B = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each run of a model compiles the same programs again."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
