@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxformer.errors import UserError
+from jaxformer.memory import gpu_pool_share
 from jaxformer.sharding import parse_mesh
 
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -108,15 +109,24 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     in the whole process.
 
     Raises:
-      UserError: the TPU compiler does not have it.
+      UserError: the TPU compiler does not have it, or the GPU compiler is of another version than jaxlib.
     """
     from jax.experimental import topologies
 
     generation, _, shape = topology.partition(":")
     if generation in GPUS:
+        gpu_pool_share()  # jax ignores its plugin where this is wrong
         hosts, _, n = shape.rpartition("x")
         spec = (SPECS / f"{generation}.txtpb").read_text()
-        gpus: Any = topologies.get_topology_desc("", "cuda", topology=f"1x{hosts or 1}x{n}", target_config=spec).devices
+        try:
+            described = topologies.get_topology_desc("", "cuda", topology=f"1x{hosts or 1}x{n}", target_config=spec)
+        except NotImplementedError as error:
+            version = jax.lib.__version__
+            raise UserError(
+                f"jaxlib {version} cannot use the GPU compiler that is installed; take the one of the same version: "
+                f"pip install jax-cuda13-plugin=={version}."
+            ) from error
+        gpus: Any = described.devices
         assume_gpu(gpus[0].compute_capability)
         return gpus
     try:

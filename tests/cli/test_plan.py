@@ -4,14 +4,16 @@ import importlib.util
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
+from jax.experimental import topologies
 
 from jaxformer.__main__ import main
 from jaxformer.errors import UserError
 from jaxformer.plan.plan import memory_in_error
 from jaxformer.plan.roofline import CHIPS
-from jaxformer.plan.topology import GPUS, SPECS, check_topology, rescale_mesh
+from jaxformer.plan.topology import GPUS, SPECS, check_topology, rescale_mesh, topology_devices
 from tests.helpers import ROOT, changed
 
 SMALL = [
@@ -145,6 +147,18 @@ def test_topology_accepts_meshes_of_all_chips(topology, mesh):
     check_topology(topology, mesh)
     with pytest.raises(UserError, match="change --mesh"):
         check_topology(topology, "data=3")
+
+
+def test_compiler_of_another_version_than_jaxlib_names_the_right_one(monkeypatch):
+    def not_registered(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", not_registered)
+    with pytest.raises(UserError, match=f"pip install jax-cuda13-plugin=={version('jaxlib')}"):
+        topology_devices("h100:8")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(UserError, match="XLA_PYTHON_CLIENT_MEM_FRACTION is 'most'"):
+        topology_devices("h100:8")
 
 
 @pytest.mark.slow
