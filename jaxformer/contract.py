@@ -66,8 +66,9 @@ class Contract:
       n_classes: length of the last axis of the logits; None for a model without logits.
       max_tokens: most tokens of a sequence, as there are no positions past them; None for no limit.
       fixed_length: the model reads exactly `max_tokens` tokens and predicts only the one that follows.
-      has_features: the call is `unembed` of `features(*inputs)`, `(T, D)` to `(T, V)`, so that logits may be computed
-        in chunks.
+      has_features: the call is `unembed` of `features(*inputs)`, `(T, D)` to `(T, V)`. So that logits may be computed
+        in chunks, these are `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, of `readout(features)`; where
+        features are logits, `unembedding()` is None.
       has_cache: the method `extend(tokens_T, positions_T, cache, slot)` returns features and the cache after them. A
         causal language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with
         `start(*source, n_slots, dtype)`.

@@ -34,6 +34,7 @@ from jaxformer.ops import (
     quantized,
     recurrent,
 )
+from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy
 from jaxformer.ops.masks import Causal
 from tests.arrays import assert_close, normal
 from tests.helpers import exhaustive
@@ -81,6 +82,9 @@ WIDE_OPS: dict[str, tuple[Any, ...]] = {
     "negative_log_likelihood": (losses.negative_log_likelihood, (T, V), TOKENS),
     "uniform_cross_entropy": (losses.uniform_cross_entropy, (T, V)),
     "cross_entropy": (losses.cross_entropy, (T, V), TOKENS),
+    "linear_cross_entropy": (
+        lambda x, W, b, w, t: linear_cross_entropy(x, Unembedding(W, b), t, w, 2 * V)[0], X, (D, V), (V,), (T,), TOKENS,
+    ),
     "pair_nll": (losses.pair_nll, (D,), (D,), X, X, ()),
     "statistics": (
         lambda x, j: experts.balance_loss(experts.router_statistics(x, j[:, None], j[:, None], 2)), (T, V), TOKENS,

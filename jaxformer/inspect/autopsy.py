@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.dataset import Batch
-from jaxformer.models.objective import Params, n_chunks, objective_of
+from jaxformer.models import objective
+from jaxformer.models.objective import Params, objective_of
+from jaxformer.ops.linear_cross_entropy import rows_per_chunk
 from jaxformer.parameters import dotted
 
 MODEL, LOSS = "the model (logits)", "the loss"
@@ -182,7 +184,7 @@ def _measure_all(
     call = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
     outputs = jax.eval_shape(call, params, *jax.tree.map(lambda x: x[0], batch.inputs))
     n_outputs = sum(leaf.size for leaf in jax.tree.leaves(outputs))  # logits, mostly
-    chunk = max(1, EXAMPLES_PER_CHUNK // n_chunks(EXAMPLES_PER_CHUNK, n_outputs))
+    chunk = rows_per_chunk(EXAMPLES_PER_CHUNK, n_outputs, objective.MAX_LOGITS_BYTES // 4)
     # Weighted losses add up; without weights the loss is their mean.
     reduce = jnp.mean if batch.weights is None else jnp.sum
 

@@ -25,6 +25,7 @@ from jaxformer.nn.norms import Norm, epsilon, norm_maker
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
+from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.ops.positions import Llama3Scaling, positions_in_segments
 
@@ -360,13 +361,19 @@ class Decoder(nn.Module):
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` of the residual stream `(T, D)`; of one position, `(V,)` of `(D,)`."""
+        x_TD, layer = self.readout(x_TD), self.unembedding()
+        return x_TD if layer is None else layer.logits(x_TD)
+
+    def readout(self, x_TD: jax.Array) -> jax.Array:
+        """Return the input of `unembedding`, `(T, D)`: the residual stream after the final norm."""
+        return self.final_norm(x_TD) if self.config.norm != "none" and self.config.final_norm else x_TD
+
+    def unembedding(self) -> Unembedding | None:
+        """Return the layer to the logits; None where the last block's MLP returns them."""
         c = self.config
-        if c.norm != "none" and c.final_norm:
-            x_TD = self.final_norm(x_TD)
         if c.unembedding == "mlp":
-            return x_TD
-        logits_TV = self.embedding.unembed(x_TD) if c.unembedding == "tied" else x_TD @ self.W_out
-        return logits_TV if c.logit_soft_cap is None else c.logit_soft_cap * jnp.tanh(logits_TV / c.logit_soft_cap)
+            return None
+        return Unembedding(self.embedding.W_E.T if c.unembedding == "tied" else self.W_out, None, c.logit_soft_cap)
 
     def mask(
         self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None, window: int | None = None

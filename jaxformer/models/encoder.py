@@ -17,6 +17,7 @@ from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
+from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.quantized import rows
 
 
@@ -132,8 +133,15 @@ class MaskedLanguageModel(Encoder):
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` of features `(T, D)`, which may be those of masked positions only."""
-        y_TD = self.head_norm(ACTIVATIONS[self.config.activation](self.head(x_TD)))
-        return self.embedding.unembed(y_TD) + self.b_out
+        return self.unembedding().logits(self.readout(x_TD))
+
+    def readout(self, x_TD: jax.Array) -> jax.Array:
+        """Return the input of `unembedding`, `(T, D)`."""
+        return self.head_norm(ACTIVATIONS[self.config.activation](self.head(x_TD)))
+
+    def unembedding(self) -> Unembedding:
+        """Return the layer to the logits."""
+        return Unembedding(self.embedding.W_E.T, self.b_out)
 
 
 class Classifier(Encoder):

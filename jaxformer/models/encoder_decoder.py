@@ -17,6 +17,7 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
+from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal
 
 
@@ -140,7 +141,15 @@ class EncoderDecoder(nn.Module):
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` of features `(T, D)`; of one position, `(V,)` of `(D,)`."""
-        return self.embedding.unembed(self.decoder_norm(x_TD) if self.config.final_norm else x_TD)
+        return self.unembedding().logits(self.readout(x_TD))
+
+    def readout(self, x_TD: jax.Array) -> jax.Array:
+        """Return the input of `unembedding`, `(T, D)`: the decoder's residual stream after its final norm."""
+        return self.decoder_norm(x_TD) if self.config.final_norm else x_TD
+
+    def unembedding(self) -> Unembedding:
+        """Return the layer to the logits, the transposed embedding (Press and Wolf 2017)."""
+        return Unembedding(self.embedding.W_E.T)
 
     def _embed(self, tokens_T: jax.Array, positions_T: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:
         """Return the residual stream before the first block, and one dropout key per block, if dropout is on."""

@@ -17,16 +17,16 @@ from jaxformer.errors import UserError
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
 from jaxformer.ops.experts import balance_loss
+from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy, rows_per_chunk
 from jaxformer.ops.losses import negative_log_likelihood, pair_nll, top1_correct, uniform_cross_entropy
-from jaxformer.ops.precision import widened
 
 Params = Any
 """Pytree of arrays, `model.init(…)["params"]`."""
 
-MAX_LOGITS_PER_CHUNK = 2**26
-"""Most logits that a device holds at once, 256 MiB in float32. A batch with more is computed in chunks, and recomputed
-in the backward pass. Each chunk adds to the gradient of the unembedding, which costs more than the products of a chunk
-of a few hundred tokens: with 128,256 tokens in the vocabulary, a chunk still has 523."""
+MAX_LOGITS_BYTES = 2**29
+"""Most bytes of logits that a device holds at once; their gradient takes as much. A batch with more is computed in
+chunks. Each chunk adds to the gradient of the unembedding, which costs more than the products of a chunk of a few
+hundred tokens: with 128,256 tokens in the vocabulary, a chunk in bfloat16 still has 2,048."""
 
 
 class BatchReduction(NamedTuple):
@@ -90,17 +90,22 @@ class CrossEntropy:
         `compute.grad_accumulation_steps` a microbatch.
         """
 
-        def target_losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            nll = negative_log_likelihood(logits, targets)
-            return nll, (1 - smoothing) * nll + smoothing * uniform_cross_entropy(logits) if smoothing else nll
-
         outputs_B, sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
-        losses_B = per_target_loss(target_losses, model, params, outputs_B, batch.targets)
         routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), sown.get(ROUTER, {})))
-        if batch.weights is None:
-            nll, smoothed = (jnp.mean(loss_B) / across.n for loss_B in losses_B)
+        targets_B, weights_B = jnp.asarray(batch.targets), batch.weights
+        if weights_B is None:
+            weights_B = jnp.full(targets_B.shape, 1 / (targets_B.size * across.n), jnp.float32)
+        if layer := _unembedding(model, params):
+            x_ND, targets_N = _token_rows(model, params, outputs_B, targets_B)
+            smoothed, nll = linear_cross_entropy(
+                x_ND, layer, targets_N, jnp.reshape(weights_B, -1), _max_logits(x_ND), smoothing
+            )
         else:
-            nll, smoothed = (jnp.sum(loss_B * batch.weights) for loss_B in losses_B)
+            nll_B = negative_log_likelihood(outputs_B, targets_B)
+            nll = smoothed = jnp.sum(nll_B * weights_B)
+            if smoothing:
+                uniform = jnp.sum(uniform_cross_entropy(outputs_B) * weights_B)
+                smoothed = (1 - smoothing) * nll + smoothing * uniform
         return smoothed + auxiliary_loss(model, routing) / across.n, nll
 
     def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
@@ -117,7 +122,7 @@ class CrossEntropy:
             return negative_log_likelihood(logits, targets), top1_correct(logits, targets)
 
         outputs_B, _ = batched_apply(model, params)(*batch.inputs)
-        nll_B, correct_B = per_target_loss(target_metrics, model, params, outputs_B, batch.targets)
+        nll_B, correct_B = per_target(target_metrics, model, params, outputs_B, batch.targets)
         weights_B = jnp.ones(nll_B.shape) if batch.weights is None else batch.weights
         total = lambda x_B: jnp.sum((x_B * weights_B).reshape(len(x_B), -1), axis=1)  # noqa: E731
         return {"nats": total(nll_B), "correct": total(correct_B), "weight": total(jnp.ones_like(nll_B))}
@@ -225,47 +230,45 @@ def batched_apply(model: nn.Module, params: Params) -> Callable[..., tuple[Any, 
     return jax.vmap(partial(model.apply, {"params": params}, mutable=[ROUTER], method=method))
 
 
-def per_target_loss(
+def per_target(
     function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, outputs_B: Any, targets: Any
 ) -> Any:
     """Return `function(logits, targets)` of each example, a tree of arrays of the targets' shape.
 
-    A model with `has_features` computes about `MAX_LOGITS_PER_CHUNK` logits at a time.
+    Of a model with `has_features`, about `MAX_LOGITS_BYTES` of logits are computed at a time.
 
     Args:
       function: function of logits `(…, V)` and int32 targets `(…,)`, for each target by itself.
       outputs_B: outputs of `batched_apply`.
       targets: int32, with B first.
     """
-    contract, targets_B = contract_of(model), jnp.asarray(targets)
-    if not contract.has_features:
-        return jax.vmap(function)(outputs_B, targets_B)
-    n = n_chunks(targets_B.size, contract.n_classes) if contract.n_classes else 1
-
-    def unembed_and_apply(params: Params, x: jax.Array, targets: jax.Array) -> Any:
-        logits: Any = model.apply({"params": params}, x, method="unembed")
-        return function(logits, targets)
-
-    if n == 1:
-        return jax.vmap(partial(unembed_and_apply, params))(outputs_B, targets_B)
-    # From here on, tokens are independent of their sequence.
-    x_ND, targets_N = outputs_B.reshape(targets_B.size, -1), targets_B.reshape(-1)
-    padding = -len(x_ND) % n
-    x_ND, targets_N = jnp.pad(x_ND, ((0, padding), (0, 0))), jnp.pad(targets_N, (0, padding))
-    # The gradient of these parameters is summed over chunks in float32.
-    wide = jax.tree.map(widened, params)
-
-    @jax.checkpoint
-    def one_chunk(chunk: tuple[jax.Array, jax.Array]) -> Any:
-        return unembed_and_apply(jax.tree.map(lambda w, like: w.astype(like.dtype), wide, params), *chunk)
-
-    losses = jax.lax.map(one_chunk, (x_ND.reshape(n, -1, x_ND.shape[-1]), targets_N.reshape(n, -1)))
-    return jax.tree.map(lambda x: x.reshape(-1)[: targets_B.size].reshape(targets_B.shape), losses)
+    targets_B, layer = jnp.asarray(targets), _unembedding(model, params)
+    if layer is None:
+        return function(outputs_B, targets_B)
+    rows_N = _token_rows(model, params, outputs_B, targets_B)
+    chunk = rows_per_chunk(targets_B.size, layer.W_DV.shape[-1], _max_logits(rows_N[0]))
+    of_row = lambda row: function(layer.logits(row[0]), row[1])  # noqa: E731
+    values = jax.vmap(of_row)(rows_N) if chunk == targets_B.size else jax.lax.map(of_row, rows_N, batch_size=chunk)
+    return jax.tree.map(lambda x: x.reshape(targets_B.shape), values)
 
 
-def n_chunks(n_tokens: int, vocab_size: int) -> int:
-    """Return the number of chunks of tokens for about `MAX_LOGITS_PER_CHUNK` logits per chunk."""
-    return min(n_tokens, -(-n_tokens * vocab_size // MAX_LOGITS_PER_CHUNK))
+def _unembedding(model: nn.Module, params: Params) -> Unembedding | None:
+    """Return the layer from a model's readout to its logits; None where the outputs of `batched_apply` are logits."""
+    layer: Any = model.apply({"params": params}, method="unembedding") if contract_of(model).has_features else None
+    return layer
+
+
+def _token_rows(
+    model: nn.Module, params: Params, outputs_B: jax.Array, targets_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the readout of the features of all tokens, `(N, D)`, and their targets `(N,)`: from here on, tokens are
+    independent of their sequence."""
+    x_BTD: Any = jax.vmap(partial(model.apply, {"params": params}, method="readout"))(outputs_B)
+    return x_BTD.reshape(targets_B.size, -1), targets_B.reshape(-1)
+
+
+def _max_logits(x_ND: jax.Array) -> int:
+    return MAX_LOGITS_BYTES // x_ND.dtype.itemsize
 
 
 def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:

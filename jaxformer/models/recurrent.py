@@ -19,6 +19,7 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.parameters import parameter
 from jaxformer.nn.recurrent import CELLS, AttentiveRecurrence, FixedContext, Memory, Recurrence
+from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import EMPTY, zero_padding
 from jaxformer.ops.recurrent import State
 
@@ -163,7 +164,15 @@ class Recurrent(nn.Module):
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` of features; of one position, `(V,)` of `(d_embedding,)`."""
-        return self.embedding.unembed(x_TD) if self.config.tied else x_TD @ self.W_out
+        return self.unembedding().logits(x_TD)
+
+    def readout(self, x_TD: jax.Array) -> jax.Array:
+        """Return the input of `unembedding`: the features."""
+        return x_TD
+
+    def unembedding(self) -> Unembedding:
+        """Return the layer to the logits."""
+        return Unembedding(self.embedding.W_E.T if self.config.tied else self.W_out)
 
     def _encode(self, source_S: jax.Array, valid_S: jax.Array) -> RecurrentCache:
         """Return the annotations of the source and the decoder's first state."""

@@ -10,9 +10,9 @@ from jaxformer.ops.precision import wide, widened
 
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
     """Return -log softmax(logits)[target] in nats, `(T,)` float32, for integer targets."""
-    logits_TV = widened(logits_TV)
-    chosen_T = jnp.take_along_axis(logits_TV, targets_T[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits_TV, axis=-1) - chosen_T
+    shifted_TV = shifted(logits_TV)
+    chosen_T = jnp.take_along_axis(shifted_TV, targets_T[..., None], axis=-1)[..., 0]
+    return jnp.log(jnp.sum(jnp.exp(shifted_TV), axis=-1)) - chosen_T
 
 
 def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
@@ -21,8 +21,15 @@ def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
     Label smoothing ε (Szegedy et al. 2016, section 7) minimises 1 - ε times the negative log-likelihood plus ε times
     this.
     """
+    shifted_TV = shifted(logits_TV)
+    return jnp.log(jnp.sum(jnp.exp(shifted_TV), axis=-1)) - jnp.mean(shifted_TV, axis=-1)
+
+
+def shifted(logits_TV: jax.Array) -> jax.Array:
+    """Return logits less the largest of each position, float32: a logarithm added to a large logit would be rounded to
+    its digits."""
     logits_TV = widened(logits_TV)
-    return jax.nn.logsumexp(logits_TV, axis=-1) - jnp.mean(logits_TV, axis=-1)
+    return logits_TV - jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1, keepdims=True))
 
 
 def top1_correct(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:

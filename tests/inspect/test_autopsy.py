@@ -92,8 +92,8 @@ def test_examples_with_many_logits_are_replayed_one_by_one(monkeypatch):
     chunk_sizes, lax_map = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *args, batch_size: chunk_sizes.append(batch_size) or lax_map(*args))
     result = []
-    for limit in (objective.MAX_LOGITS_PER_CHUNK, 7 * 29):
-        monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", limit)
+    for limit in (objective.MAX_LOGITS_BYTES, 4 * 7 * 29):
+        monkeypatch.setattr(objective, "MAX_LOGITS_BYTES", limit)
         measure_all: Any = _measure_all
         measure_all.clear_cache()  # also of what other tests compile, therefore this one comes before them
         result.append(_measure_all(model, names, params, batch, None))

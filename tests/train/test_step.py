@@ -26,8 +26,9 @@ from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
-from jaxformer.models.objective import CrossEntropy, Params, batched_apply, next_token_nll, per_target_loss
+from jaxformer.models.objective import CrossEntropy, Params, batched_apply, next_token_nll, per_target
 from jaxformer.nn.experts import routers
+from jaxformer.ops.linear_cross_entropy import rows_per_chunk
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parameters import row_names
 from jaxformer.runs import abstract_params
@@ -196,7 +197,7 @@ def test_the_load_balancing_loss_is_minimised_and_not_reported():
 
     def both(params: Params) -> tuple[jax.Array, jax.Array]:
         outputs, sown = batched_apply(model, params)(*BATCHES[0].inputs, rngs={"dropout": keys})
-        nll = per_target_loss(negative_log_likelihood, model, params, outputs, BATCHES[0].targets)
+        nll = per_target(negative_log_likelihood, model, params, outputs, BATCHES[0].targets)
         added = 0.0
         for layer in routers(sown["router"]).values():
             share_E, probability_E = layer.share_E.mean(0), layer.probability_E.mean(0)
@@ -315,8 +316,10 @@ def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]
     setup = setup_of("data=1", config)
     with pytest.MonkeyPatch.context() as patch:
         if n_chunks > 1:
-            patch.setattr(objective, "MAX_LOGITS_PER_CHUNK", -(-B * T // n_chunks) * V)
-        assert objective.n_chunks(B * T, V) == n_chunks
+            # In bytes of the compute dtype: those of float32 for bfloat16 would make fewer chunks.
+            patch.setattr(objective, "MAX_LOGITS_BYTES", -(-B * T // n_chunks) * V * setup.compute_dtype.itemsize)
+        chunk = rows_per_chunk(B * T, V, objective.MAX_LOGITS_BYTES // setup.compute_dtype.itemsize)
+        assert -(-B * T // chunk) == n_chunks
         return jax.device_get(gradient_at(setup, state_on(setup).params, BATCHES[0]))
 
 
@@ -325,17 +328,15 @@ def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]
     ("unembedding", "n_chunks"),
     [
         ("linear", 3),
-        exhaustive("linear", 7),
+        exhaustive("linear", 13),
         ("linear", B * T),
-        ("tied", 7),
-        exhaustive("mlp", 7),
-        *(exhaustive(unembedding, n_chunks) for unembedding in ("tied", "mlp") for n_chunks in (3, B * T)),
+        ("tied", 13),
+        *(exhaustive("tied", n_chunks) for n_chunks in (3, B * T)),
     ],
 )
 def test_chunked_logits_give_the_same_loss_and_gradient(unembedding, n_chunks):
     """In pieces of several sequences, in pieces with some tokens left over, and one by one."""
-    last = unembedding == "mlp"
-    model = replace(MODEL, unembedding=unembedding, residual=not last, final_norm=not last, dropout=0.3)
+    model = replace(MODEL, unembedding=unembedding, dropout=0.3)
     config = replace(CONFIG, model=model)
     jax.tree.map(assert_close, loss_and_gradient(config, n_chunks), loss_and_gradient(config, 1))
 
@@ -361,7 +362,7 @@ def test_chunked_logits_give_the_same_evaluation(monkeypatch):
         return make_eval_step(setup)(first_params(), batch)["nats"]
 
     unchunked = run()
-    monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", 5 * V)
+    monkeypatch.setattr(objective, "MAX_LOGITS_BYTES", 4 * 5 * V)
     np.testing.assert_allclose(run(), unchunked, rtol=1e-6)
 
 
@@ -371,11 +372,11 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
     inputs = BATCHES[0].inputs[0], np.ones((B, T), bool)
     batch, model = Batch(inputs, np.arange(B, dtype=np.int32) % 3), config.build()
     params = abstract_params(model, config)
-    monkeypatch.setattr(objective, "MAX_LOGITS_PER_CHUNK", V)
+    monkeypatch.setattr(objective, "MAX_LOGITS_BYTES", 4 * V)
 
     def call(params: Params) -> jax.Array:
         logits = batched_apply(model, params)(*batch.inputs)[0]
-        return per_target_loss(negative_log_likelihood, model, params, logits, batch.targets)
+        return per_target(negative_log_likelihood, model, params, logits, batch.targets)
 
     assert jax.eval_shape(call, params).shape == (B,)
 
@@ -410,21 +411,12 @@ def test_memory_does_not_grow_with_the_logits_of_the_batch():
         evaluation = eval_step.lower(setup.abstract_state.params, weighed)
         return np.array([x.compile().memory_analysis().temp_size_in_bytes for x in (learning, evaluation)])
 
-    small, large = 128, 1024  # 2^26 logits, as many as are made at once, and eight times as many
-    assert objective.n_chunks(32 * small, 2**14) == 1 and objective.n_chunks(32 * large, 2**14) == 8
+    small, large = 256, 2048  # 2^27 logits, as many as are made at once in float32, and eight times as many
+    assert rows_per_chunk(32 * large, 2**14, objective.MAX_LOGITS_BYTES // 4) == 32 * small
     logits = 4 * 32 * (large - small) * 2**14
     grown = temporary(large) - temporary(small)
     # The step keeps some hundreds of numbers a token besides, an evaluation fewer; here a token has 16,384 logits.
     assert (grown < logits / 10).all()
-
-
-def test_number_of_chunks_is_the_least_within_the_limit():
-    assert objective.n_chunks(4096 * 32 // 2, 2048) == 2  # the ladder on two devices: 2^27 logits
-    assert objective.n_chunks(16 * 128, 2048) == 1  # the default run on one device: 2^22
-    assert objective.n_chunks(32 * 1024, 50_257) == 25  # 2^15 · 50,257 / 2^26 = 24.5
-    assert objective.n_chunks(2**12, 2**14) == 1  # 2^26 exactly
-    assert objective.n_chunks(7, 2**26) == 7  # a prime
-    assert objective.n_chunks(3, 2**28) == 3  # one token alone is too much, and there is nothing smaller
 
 
 INFINITE = V - 1

@@ -1,0 +1,210 @@
+"""Cross-entropy of the logits of a linear layer, a chunk of rows at a time, with its gradient in the same pass.
+
+All logits of a batch are the largest array of a training step. From a chunk of them, the gradients of its rows and of
+the matrix are computed at once (Hsu et al. 2024, section 3.2), so that no logit is stored for the backward pass, or
+computed twice.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxformer.ops.precision import wide, widened
+
+ALIGNMENT = 128
+"""Rows and classes of a product's tile on GPU and TPU: chunks have a multiple of as many rows, and matrices are padded
+to a multiple of as many classes."""
+
+
+class Unembedding(NamedTuple):
+    """Linear layer from features to logits.
+
+    Attributes:
+      W_DV: matrix, an array or `ops.quantized.Quantized`.
+      b_V: bias; None for none.
+      soft_cap: c of c·tanh(logits / c); None for none.
+    """
+
+    W_DV: Any
+    b_V: jax.Array | None = None
+    soft_cap: float | None = None
+
+    def logits(self, x_TD: jax.Array) -> jax.Array:
+        """Return logits `(T, V)` of features `(T, D)`; of one position, `(V,)` of `(D,)`."""
+        logits_TV = x_TD @ self.W_DV
+        if self.b_V is not None:
+            logits_TV = logits_TV + self.b_V
+        return logits_TV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_TV / self.soft_cap)
+
+
+def rows_per_chunk(n_rows: int, n_classes: int, max_logits: int) -> int:
+    """Return the rows of each chunk, of which the last may be padded: the fewest chunks of at most `max_logits`
+    logits, of equal length.
+
+    Chunks of more than `ALIGNMENT` rows are a multiple of it.
+    """
+    most = max(1, max_logits // n_classes)
+    if n_rows <= most:
+        return n_rows
+    unit = ALIGNMENT if most >= ALIGNMENT else 1
+    n_chunks = -(-n_rows // (most // unit * unit))
+    return -(-n_rows // (n_chunks * unit)) * unit
+
+
+def linear_cross_entropy(
+    x_ND: jax.Array, unembedding: Unembedding, targets_N: jax.Array, weights_N: jax.Array, max_logits: int,
+    smoothing: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Return the weighted sums, over N rows, of the cross-entropy with label smoothing and of that without, in nats:
+    float32 scalars.
+
+    The logits have the dtype of the rows; what follows is in float32. Derivatives of x, W, b and the weights are those
+    of the first sum; with smoothing, the second counts as a constant.
+
+    Args:
+      targets_N: integers below V.
+      max_logits: most logits that are computed at once.
+      smoothing: ε of label smoothing (Szegedy et al. 2016, section 7).
+    """
+    W_DV, b_V, soft_cap = unembedding
+    n_rows, n_classes = len(x_ND), W_DV.shape[-1]
+    shape = _Shape(n_classes, rows_per_chunk(n_rows, n_classes, max_logits), soft_cap, smoothing)
+    return _weighted_sums(shape, x_ND, W_DV, b_V, weights_N, targets_N)
+
+
+class _Shape(NamedTuple):
+    """Static arguments."""
+
+    n_classes: int
+    n_rows: int
+    """Rows of a chunk."""
+    soft_cap: float | None
+    smoothing: float
+
+
+class _Chunk(NamedTuple):
+    """Results of a chunk: losses of each row, and gradients, None where not needed."""
+
+    smoothed_C: jax.Array
+    nll_C: jax.Array
+    to_x_CD: jax.Array | None = None
+    to_W_DV: jax.Array | None = None
+    to_b_V: jax.Array | None = None
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _weighted_sums(
+    shape: _Shape, x_ND: jax.Array, W_DV: jax.Array, b_V: jax.Array | None, weights_N: jax.Array, targets_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return `linear_cross_entropy`."""
+    return _sums(_all_chunks(shape, (False, False, False), x_ND, W_DV, b_V, weights_N, targets_N), weights_N)
+
+
+def _sums(results: _Chunk, weights_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.sum(results.smoothed_C * weights_N), jnp.sum(results.nll_C * weights_N)
+
+
+@partial(_weighted_sums.defjvp, symbolic_zeros=True)
+def _weighted_sums_jvp(shape: _Shape, primals: tuple, tangents: tuple) -> tuple:
+    """Return the sums and their tangents, which are linear in those of the arguments: the transpose of a product with a
+    gradient scales it."""
+    is_constant = [t is None or isinstance(t, SymbolicZero) for t in tangents[:4]]
+    needed = tuple(not constant for constant in is_constant[:3])
+    results = _all_chunks(shape, needed, *primals)
+    grads = (results.to_x_CD, results.to_W_DV, results.to_b_V, results.smoothed_C)
+    derivatives = [
+        jnp.sum(widened(grad) * widened(tangent))
+        for grad, tangent, constant in zip(grads, tangents, is_constant, strict=False)
+        if grad is not None and not constant
+    ]
+    sums = _sums(results, primals[3])
+    tangent = sum(derivatives, jnp.zeros_like(sums[0]))
+    return sums, (tangent, jnp.zeros_like(tangent) if shape.smoothing else tangent)
+
+
+def _all_chunks(
+    shape: _Shape, needed: tuple[bool, ...], x_ND: jax.Array, W_DV: jax.Array, b_V: jax.Array | None,
+    weights_N: jax.Array, targets_N: jax.Array,
+) -> _Chunk:  # fmt: skip
+    """Return losses and gradients of all rows; gradients with respect to x, W and b where `needed`."""
+    N, V, C = len(x_ND), shape.n_classes, shape.n_rows
+    padding, n = -V % ALIGNMENT, -(-N // C)
+    W_DV = jnp.pad(W_DV, ((0, 0), (0, padding)))
+    b_V = None if b_V is None else jnp.pad(b_V, (0, padding))
+    one_chunk, class_V = partial(_chunk, shape, needed, W_DV, b_V), jnp.arange(V + padding, dtype=jnp.int32)
+    if n == 1:
+        results = one_chunk(x_ND, weights_N, targets_N, class_V)
+        # XLA's CPU compiler would merge the product with a transposition after it, into one that takes its slow path.
+        results = results._replace(to_W_DV=jax.lax.optimization_barrier(results.to_W_DV))
+    else:
+
+        def in_chunks(rows_NX: jax.Array) -> jax.Array:
+            padded = jnp.pad(rows_NX, [(0, n * C - N)] + [(0, 0)] * (rows_NX.ndim - 1))
+            return padded.reshape(n, C, *rows_NX.shape[1:])
+
+        def add_chunk(total: tuple, chunk: tuple) -> tuple[tuple, _Chunk]:
+            result = one_chunk(*chunk)
+            total = jax.tree.map(jnp.add, total, (result.to_W_DV, result.to_b_V))
+            return total, result._replace(to_W_DV=None, to_b_V=None)
+
+        zeros = lambda a, is_needed: jnp.zeros(a.shape, wide(a.dtype)) if is_needed else None  # noqa: E731
+        # JAX moves what is the same in each turn out of a loop, here one-hot rows as large as the logits: each turn
+        # has class numbers of its own.
+        classes = jnp.broadcast_to(class_V, (n, *class_V.shape))
+        total, results = jax.lax.scan(
+            add_chunk, (zeros(W_DV, needed[1]), zeros(b_V, needed[2])),
+            (in_chunks(x_ND), in_chunks(weights_N), in_chunks(targets_N), classes),
+        )  # fmt: skip
+        results = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:N], results)
+        results = results._replace(to_W_DV=total[0], to_b_V=total[1])
+    return results._replace(
+        to_W_DV=None if results.to_W_DV is None else results.to_W_DV[:, :V],
+        to_b_V=None if results.to_b_V is None else results.to_b_V[:V],
+    )
+
+
+def _chunk(
+    shape: _Shape, needed: tuple[bool, ...], W_DV: jax.Array, b_V: jax.Array | None, x_CD: jax.Array,
+    weights_C: jax.Array, targets_C: jax.Array, class_V: jax.Array,
+) -> _Chunk:  # fmt: skip
+    """Return losses and gradients of a chunk; gradients with respect to x, W and b where `needed`.
+
+    Args:
+      class_V: numbers of the classes, of which those past `shape.n_classes` are padding.
+    """
+    V, ε = shape.n_classes, shape.smoothing
+    logits_CV = Unembedding(W_DV, b_V, shape.soft_cap).logits(x_CD)
+    wide_CV, is_padded = widened(logits_CV), len(class_V) > V
+    among_CV = wide_CV + jnp.where(class_V < V, 0, -jnp.inf).astype(wide_CV.dtype) if is_padded else wide_CV
+    largest_C = jax.lax.stop_gradient(jnp.max(among_CV, axis=1))
+    # Subtracted first: the logarithm beside a large logit would lose its digits.
+    exp_CV = jnp.exp(among_CV - largest_C[:, None])
+    total_C = jnp.sum(exp_CV, axis=1)
+    of_target_C = widened(jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1)[:, 0])
+    nll_C = smoothed_C = jnp.log(total_C) - (of_target_C - largest_C)
+    share_V = jnp.where(class_V < V, ε / V, 0).astype(wide_CV.dtype)
+    if ε:
+        smoothed_C = nll_C + ε * of_target_C - jnp.sum(share_V * wide_CV, axis=1)
+    if not any(needed):
+        return _Chunk(smoothed_C, nll_C)
+    one_hot_CV = (class_V == targets_C[:, None]).astype(wide_CV.dtype)
+    grad_CV = exp_CV / total_C[:, None] - (1 - ε) * one_hot_CV
+    if ε:
+        grad_CV -= share_V
+    grad_CV *= weights_C[:, None]
+    if shape.soft_cap is not None:
+        grad_CV *= 1 - jnp.square(wide_CV / shape.soft_cap)
+    grad_CV = grad_CV.astype(logits_CV.dtype)
+    sums = wide(grad_CV.dtype)
+    return _Chunk(
+        smoothed_C,
+        nll_C,
+        grad_CV @ W_DV.T if needed[0] else None,
+        jnp.einsum("cd,cv->dv", x_CD, grad_CV, preferred_element_type=sums) if needed[1] else None,
+        jnp.sum(grad_CV, axis=0, dtype=sums) if needed[2] else None,
+    )

@@ -1,0 +1,159 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxformer.ops.linear_cross_entropy import ALIGNMENT, Unembedding, linear_cross_entropy, rows_per_chunk
+from jaxformer.ops.losses import negative_log_likelihood
+from tests.arrays import assert_close, normal, random_tokens
+
+N, D, V = 37, 5, 11
+X, W, BIAS = normal(N, D), 2 * normal(D, V, seed=1), normal(V, seed=2)
+TARGETS = random_tokens(V, N)
+WEIGHTS = jnp.asarray(np.random.default_rng(3).random(N), jnp.float32)
+CASES = {
+    "plain": (None, None, 0.0),
+    "bias": (BIAS, None, 0.0),
+    "soft cap": (None, 3.0, 0.0),
+    "smoothing": (None, None, 0.1),
+    "all": (BIAS, 3.0, 0.2),
+}
+"""Bias, soft cap, label smoothing."""
+LIMITS = {"at once": 10**6, "chunks of 10 rows": 10 * V, "one by one": V}
+
+
+def by_optax(smoothing: float, soft_cap: float | None, x: Any, W: Any, b: Any, weights: Any) -> tuple[Any, Any]:
+    """Return both sums from all logits."""
+    logits = x @ W + (0 if b is None else b)
+    logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+    labels = optax.smooth_labels(jax.nn.one_hot(TARGETS, V), smoothing)
+    plain = optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS)
+    return jnp.sum(optax.softmax_cross_entropy(logits, labels) * weights), jnp.sum(plain * weights)
+
+
+def by_chunks(limit: int, smoothing: float, soft_cap: float | None, x: Any, W: Any, b: Any, weights: Any) -> Any:
+    return linear_cross_entropy(x, Unembedding(W, b, soft_cap), TARGETS, weights, limit, smoothing)
+
+
+def objective(function: Callable, *args: Any) -> Any:
+    return function(*args)[0]
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize(("b", "soft_cap", "smoothing"), CASES.values(), ids=CASES)
+def test_sums_and_all_gradients_agree_with_optax(b: Any, soft_cap: Any, smoothing: float, limit: int) -> None:
+    chunked, whole = partial(by_chunks, limit, smoothing, soft_cap), partial(by_optax, smoothing, soft_cap)
+    args = X, W, b, WEIGHTS
+    jax.tree.map(assert_close, jax.jit(chunked)(*args), whole(*args))
+    wrt = (0, 1, 3) if b is None else (0, 1, 2, 3)
+    grads = jax.jit(jax.grad(partial(objective, chunked), wrt))(*args)
+    jax.tree.map(assert_close, grads, jax.grad(partial(objective, whole), wrt)(*args))
+
+
+def test_without_smoothing_both_sums_have_the_same_gradient() -> None:
+    chunked = partial(by_chunks, 10 * V, 0.0, None)
+    of_first, of_second = (jax.grad(lambda W, i=i: chunked(X, W, BIAS, WEIGHTS)[i])(W) for i in (0, 1))
+    np.testing.assert_array_equal(of_first, of_second)
+    assert np.abs(of_first).max() > 0.1
+
+
+def test_per_example_gradients_equal_those_of_a_loop() -> None:
+    """Of examples in several chunks each; a sum over the batch would give each example the gradient of all."""
+    x_BTD, targets_BT = normal(4, 9, D, seed=4), random_tokens(V, 36).reshape(4, 9)
+
+    def loss(W_DV: jax.Array, x_TD: jax.Array, targets_T: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x_TD, Unembedding(W_DV, BIAS), targets_T, jnp.full(9, 1 / 9), 4 * V, 0.1)[0]
+
+    mapped = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0)))(W, x_BTD, targets_BT)
+    loop = [jax.grad(loss, (0, 1))(W, *example) for example in zip(x_BTD, targets_BT, strict=True)]
+    jax.tree.map(assert_close, mapped, tuple(jnp.stack(grads) for grads in zip(*loop, strict=True)))
+    assert np.abs(mapped[0][0] - mapped[0][1]).max() > 0.01
+
+
+@pytest.mark.parametrize("limit", [10**6, 10 * V])
+def test_forward_mode_and_second_derivatives_agree_with_those_of_all_logits(limit: int) -> None:
+    chunked, whole = (
+        lambda W, f=f: f(X, W, BIAS, WEIGHTS)[0]
+        for f in (partial(by_chunks, limit, 0.1, 4.0), partial(by_optax, 0.1, 4.0))
+    )
+    direction = normal(D, V, seed=5)
+    assert_close(jax.jvp(chunked, (W,), (direction,))[1], jax.jvp(whole, (W,), (direction,))[1])
+    along = lambda f: jax.jit(lambda W: jax.jvp(jax.grad(f), (W,), (direction,))[1])(W)  # noqa: E731
+    assert_close(along(chunked), along(whole))
+
+
+def test_loss_beside_large_logits_keeps_its_digits() -> None:
+    """The logits are exact; float32 has ten binary digits after the point at 1e4."""
+    logits = np.array([[10_000, 9_998.3125, 5000, 0]])
+    expected = np.log(np.exp(logits - 10_000).sum())
+    loss = linear_cross_entropy(
+        jnp.asarray(logits, jnp.float32), Unembedding(jnp.eye(4)), jnp.array([0]), jnp.ones(1), 100
+    )
+    np.testing.assert_allclose(loss, [expected] * 2, atol=2**-23)  # of the logarithm of 1.185
+    nll = negative_log_likelihood(jnp.asarray(logits, jnp.float32), jnp.array([0]))
+    np.testing.assert_allclose(nll, [expected], atol=2**-23)
+
+
+def test_padded_classes_and_rows_count_for_nothing_beside_very_negative_logits() -> None:
+    """A class of logit 0 would outweigh them all, as would a row without a weight."""
+    layer = Unembedding(jnp.zeros((D, V)), jnp.full(V, -1e4))
+    losses = linear_cross_entropy(X, layer, TARGETS, jnp.full(N, 1 / N), 10 * V)
+    np.testing.assert_allclose(losses, np.log(V), rtol=1e-6)
+    to_bias = jax.grad(lambda b: linear_cross_entropy(X, layer._replace(b_V=b), TARGETS, jnp.ones(N), 10 * V)[0])
+    assert_close(to_bias(layer.b_V), N / V - np.bincount(TARGETS, minlength=V))
+
+
+def products(function: Callable, *args: Any) -> int:
+    """Return the number of matrix products in a traced function."""
+    return str(jax.make_jaxpr(function)(*args)).count("dot_general")
+
+
+def test_only_gradients_that_are_needed_are_computed() -> None:
+    """A product for the logits, and one for each gradient: of the rows, and of the matrix, which adapters freeze."""
+    chunked = lambda x, W: by_chunks(10 * V, 0.0, None, x, W, None, WEIGHTS)[0]  # noqa: E731
+    assert products(chunked, X, W) == 1
+    assert [products(jax.grad(chunked, wrt), X, W) for wrt in (0, 1, (0, 1))] == [2, 2, 3]
+
+
+def test_bfloat16_rows_have_sums_and_matrix_gradients_added_in_float32() -> None:
+    """One chunk per row: sums in bfloat16 would lose what is below 1/256 of them."""
+    rows, matrix = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+    exact = jax.grad(lambda W: by_optax(0.0, None, rows.astype(jnp.float32), W, None, WEIGHTS)[0])(
+        matrix.astype(jnp.float32)
+    )
+    loss, grad = jax.value_and_grad(lambda W: by_chunks(V, 0.0, None, rows, W, None, WEIGHTS)[0])(matrix)
+    assert loss.dtype == jnp.float32 and grad.dtype == jnp.bfloat16
+    assert np.linalg.norm(grad.astype(jnp.float32) - exact) < 2**-7 * np.linalg.norm(exact)
+
+
+def test_lowered_for_cuda_no_array_has_all_logits_and_no_product_is_of_float32() -> None:
+    n_rows, n_classes = 4096, 1000
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+
+    def loss(x: jax.Array, W: jax.Array, targets: jax.Array) -> jax.Array:
+        weights = jnp.full(n_rows, 1 / n_rows)
+        return linear_cross_entropy(x, Unembedding(W), targets, weights, 512 * 1024)[0]
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(
+        shape(n_rows, 64), shape(64, n_classes), shape(n_rows, dtype=jnp.int32)
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    rows = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(rows) == 3 and all(line.count("bf16") >= 2 for line in rows)
+    padded = n_classes + -n_classes % ALIGNMENT
+    assert f"512x{padded}xbf16" in text
+    assert not any(f"{n_rows}x{size}x" in text or f"8x512x{size}x" in text for size in (n_classes, padded))
+
+
+def test_chunks_are_the_fewest_of_aligned_rows() -> None:
+    assert rows_per_chunk(16 * 128, 2048, 2**27) == 16 * 128  # the default run: all at once
+    assert rows_per_chunk(32 * 1024, 50_257, 2**28) == 4736  # 7 of 37 · 128, where 2^28 / 50,257 = 5,341 rows may be
+    assert rows_per_chunk(2**17, 128_256, 2**28) == 2048  # 64 chunks
+    assert rows_per_chunk(4096, 2**14, 2**26) == 4096  # as many logits as may be
+    assert rows_per_chunk(7, 2**26, 2**26) == 1  # too few to align
+    assert rows_per_chunk(3, 2**28, 2**26) == 1  # one row alone is too much, and there is nothing smaller
