@@ -88,6 +88,7 @@ def test_classes_are_printed_by_name_with_the_probabilities_of_the_model(
     assert capsys.readouterr().out == "fits.png: " + ", ".join(f"{n} {p:.3f}" for n, p in first["shows"]) + "\n"
 
 
+@pytest.mark.slow
 def test_a_video_is_an_animated_image_and_unnamed_classes_are_numbers(
     runs: dict[str, str], capsys: pytest.CaptureFixture
 ) -> None:
@@ -118,6 +119,7 @@ def test_zero_shot_probabilities_equal_those_of_all_cosines(
     assert dict(row["shows"]) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, capsys) -> None:
     (tmp_path / "texts.txt").write_text("red\nmuch too long to be read\n")
     assert sample.main(["--run", runs["captions"], "--images", "small.png", "--prompts-file", "texts.txt"]) == 2

@@ -93,6 +93,7 @@ def test_each_difference_is_listed(one: str, tmp_path: Path, capsys, changes: di
     assert all(line in printed for line in said), printed
 
 
+@pytest.mark.slow
 def test_parameters_are_compared_bit_for_bit(tmp_path: Path, capsys) -> None:
     values = {"a": 0.0, "b": 0.0, "c": -0.0}
     a, b, c = (make(tmp_path / name, params={"W": np.float32([x, np.nan])}) for name, x in values.items())
@@ -100,6 +101,7 @@ def test_parameters_are_compared_bit_for_bit(tmp_path: Path, capsys) -> None:
     assert "step 2, params/W: relative difference nan" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_differences_within_the_tolerance_are_ignored(one: str, tmp_path: Path, capsys) -> None:
     near = make(tmp_path / "other", rows=row(2, loss=3.0001), params=PARAMS | {"W": np.float32([3.0, 4.0001])})
     assert diff.main([one, near]) == 1
@@ -177,6 +179,7 @@ def test_exact_differences_include_repeated_rows_and_the_last_step(one, tmp_path
     assert len(lines) == len(said) and all(map(str.startswith, lines, said))
 
 
+@pytest.mark.slow
 def test_exact_differences_include_the_sign_of_zero(tmp_path) -> None:
     runs = [make(tmp_path / name, params={"W": np.float32([zero, np.nan])}) for name, zero in (("a", 0.0), ("b", -0.0))]
     (line,) = exact_differences(*map(Path, runs))

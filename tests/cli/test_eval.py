@@ -79,6 +79,7 @@ def test_a_stride_changes_the_loss_and_not_the_number_of_targets(here, evaluate)
     assert wide["loss"] != plain["loss"]
 
 
+@pytest.mark.slow
 def test_a_model_with_one_prediction_per_window_has_a_stride_of_one(here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     tokenizer = Tokenizer.train(["a b"], 257)

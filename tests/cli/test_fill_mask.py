@@ -34,6 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_masks_are_filled_and_candidates_printed(run: str, weights: str, capsys: pytest.CaptureFixture) -> None:
     assert sample.main(["--run", run, "--weights", weights, "--prompt", "th [MASK]", "[MASK]a[MASK][MASK]"]) == 0

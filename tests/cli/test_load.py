@@ -10,6 +10,7 @@ from jaxformer.run_lock import run_lock
 from tests.helpers import small_run, write_books
 
 
+@pytest.mark.slow
 def test_the_default_run_is_the_newest_with_a_checkpoint_and_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no run below runs"):

@@ -400,6 +400,7 @@ def test_a_piped_session_reads_all_lines_and_writes_only_completions(interact):
     assert status == 2 and "error: the prompt holds bytes that are not UTF-8, at character 3.\n" in err
 
 
+@pytest.mark.slow
 def test_an_error_of_one_prompt_does_not_end_the_session(monkeypatch, interact):
     """Neither an option that only the search itself can refuse, nor Ctrl-C before the text begins."""
     status, out, err = interact(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
@@ -449,6 +450,7 @@ def test_every_field_of_sampling_is_an_option(capsys):
         assert f"--{field.name.replace('_', '-')}" in printed or field.name == "n_tokens"  # the run's own
 
 
+@pytest.mark.slow
 def test_every_token_is_explained(here, rows, capsys):
     """The probability is the model's own, whatever the sampler did with it."""
     (row,) = rows("--run", "runs/quick", "--prompt", "The cat", "--explain", "--top-k", "2", "--temperature", "1.5")
@@ -465,6 +467,7 @@ def test_every_token_is_explained(here, rows, capsys):
     assert len(printed[head + 1 :]) == 3 and all(line.startswith(("  '", '  "')) for line in printed[head + 1 :])
 
 
+@pytest.mark.slow
 def test_tokens_past_the_context_are_not_explained_and_counted(here, rows, capsys):
     """This model has 16 positions."""
     options = ["--run", "runs/quick", "--prompt", "The cat", "--explain", "--max-new-tokens", "24"]

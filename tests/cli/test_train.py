@@ -75,6 +75,7 @@ def test_closing_the_terminal_at_the_end_stops_no_report(monkeypatch, tmp_path, 
     assert not closed and "interrupted at step 20 and saved" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_before_the_first_step_leaves_no_run(tmp_path, monkeypatch, capsys, number):
     def load_data(*_: object) -> None:

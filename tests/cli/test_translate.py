@@ -65,6 +65,7 @@ def test_each_prompt_is_translated(translate_texts: Callable, capsys: pytest.Cap
     assert [(row["line"], row["prompt"]) for row in rows] == [(1, SOURCES[0]), (2, SOURCES[1])]
 
 
+@pytest.mark.slow
 def test_translations_before_an_out_of_memory_error_are_printed(
     translate_texts: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ def test_translations_before_an_out_of_memory_error_are_printed(
     assert output.out.splitlines() == expected and "1 texts at once do not fit into the memory" in output.err
 
 
+@pytest.mark.slow
 def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
     here: Path, translate_texts: Callable, capsys: pytest.CaptureFixture
 ) -> None:

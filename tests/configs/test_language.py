@@ -38,6 +38,7 @@ def active_parameters(config: Config) -> int:
     return count_parameters(params) - idle // model.n_experts * (model.n_experts - model.experts_per_token)
 
 
+@pytest.mark.slow
 def test_moe_and_dense_models_have_equal_active_parameters() -> None:
     """Check a block's MLP: 2 · 128 · 512 = 2 · (2 · 128 · 254) + 128 · 8, the last for the router."""
     dense, moe = config_of("moe.py:dense"), config_of("moe.py:moe")

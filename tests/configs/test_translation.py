@@ -22,6 +22,7 @@ def parameters(name: str) -> int:
     return count_parameters(abstract_params(model.build(), model))
 
 
+@pytest.mark.slow
 def test_models_have_similar_parameter_counts() -> None:
     counts = [parameters(name) for name in COMPARED]
     assert max(counts) <= 1.03 * min(counts)
@@ -36,6 +37,7 @@ def test_configs_differ_in_the_model_only(name: str) -> None:
         assert getattr(config(name).model, field) == getattr(config(COMPARED[0]).model, field)
 
 
+@pytest.mark.slow
 def test_base_matches_the_paper() -> None:
     """Check table 3 (65 million) and equation 3 (the peak learning rate) of Vaswani et al. 2017."""
     assert parameters("base") == pytest.approx(65e6, rel=0.04)

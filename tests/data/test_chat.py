@@ -367,6 +367,7 @@ def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
     assert ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json")).source == CHATML
 
 
+@pytest.mark.slow
 def test_masked_targets_have_gradient_exactly_0(published, tmp_path):
     """Another target there changes neither loss nor gradient by a bit."""
     data = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), published)
@@ -384,6 +385,7 @@ def test_masked_targets_have_gradient_exactly_0(published, tmp_path):
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_logits_at_masked_targets_is_0(published, tmp_path):
     """A model whose parameters are its logits at each position."""
 

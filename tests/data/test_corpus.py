@@ -251,6 +251,7 @@ def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monke
         tokenize(read_documents(config.path, True), corpus.tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_published_tokenizer_delimits_documents_once_and_counts_the_bytes_of_the_text(config, tmp_path, form):
     make, _ = PUBLISHED[form]

@@ -124,6 +124,7 @@ def test_two_documents_are_split_and_one_is_cut(documents):
         hold_out(documents("oneword"), 0.1)
 
 
+@pytest.mark.slow
 def test_memory_of_reading_does_not_grow_with_the_texts(tmp_path):
     line = "the cat sat on the mat, and the rat sat on the cat " * 60
     (tmp_path / "a.txt").write_text((line + "\n") * 1000)

@@ -110,6 +110,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_loss_equals_the_loss_of_each_document_by_itself(name):
     config, tokens = MODELS[name], stream()
@@ -139,6 +140,7 @@ def test_packed_loss_equals_the_loss_of_each_document_by_itself(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), grads, expected)
 
 
+@pytest.mark.slow
 def test_targets_of_weight_zero_have_gradient_exactly_zero():
     config, tokens = MODELS["rope, window"], stream()
     model = config.build()

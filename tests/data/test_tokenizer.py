@@ -23,6 +23,7 @@ def tokenizer():
     return Tokenizer.train([TEXT], 280)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(text=st.text())
 def test_encode_decode_round_trips(tokenizer, text):

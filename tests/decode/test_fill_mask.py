@@ -16,6 +16,7 @@ MASK = V - 1
 CONFIG = EncoderConfig(V, T, 12, n_heads=3, d_ff=(17,), n_blocks=1)
 
 
+@pytest.mark.slow
 def test_the_most_probable_mask_is_filled_first_and_is_input_to_the_next() -> None:
     model, params = build(CONFIG)
     text = [3, MASK, 5, MASK, MASK, 7]

@@ -236,6 +236,7 @@ def test_a_batch_equals_its_rows_one_by_one(decoder: Model) -> None:
         assert_close(distributions(together)[i], distributions(alone)[0])
 
 
+@pytest.mark.slow
 def test_padding_of_prompts_changes_no_bit(decoder: Model) -> None:
     zero, other = (concatenate(list(begin(decoder, PROMPTS, 17, ALL, fill_token=fill))) for fill in (0, 22))
     for a, b in zip(zero, other, strict=True):
@@ -254,6 +255,7 @@ def test_samples_equal_a_repeated_prompt_with_one_prefill(decoder: Model, monkey
     assert samples[0] != samples[1]
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_its_seed_alone(decoder: Model) -> None:
     same, seeds = [PROMPTS[1]] * 4, [0, 1, 2, 2**32 - 1]
     first, turned = (run(decoder, same, 17, RANDOM, seeds=s) for s in (seeds, [seeds[-1], *seeds[:-1]]))
@@ -312,6 +314,7 @@ def test_a_call_is_no_longer_than_its_limit() -> None:
     assert all(8 < n <= 25 for n in sizes[3:-1]) and len(sizes) >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [ROPE, MLP], ids=["cache", "window"])
 def test_a_stop_token_is_delivered_and_ends_only_its_row(config: ModelConfig) -> None:
     model = build(config)
@@ -324,6 +327,7 @@ def test_a_stop_token_is_delivered_and_ends_only_its_row(config: ModelConfig) ->
     assert generated == [row + [EMPTY] * (n - len(row)) for row in expected]
 
 
+@pytest.mark.slow
 def test_decoding_stops_when_all_rows_are_done(decoder: Model) -> None:
     stop_always = replace(RANDOM, stop_tokens=tuple(range(V)))
     assert [piece.tokens_BN.shape for piece in begin(decoder, PROMPTS, BEYOND, stop_always)] == [(4, 1)]
@@ -473,6 +477,7 @@ def test_a_mixed_workload_compiles_at_most_twelve_programs() -> None:
     assert sum("backend_compile" in event for event in compiled) == 8 + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_rows", "dtype"), [(1, jnp.float32), (3, jnp.int8)], ids=["1", "3, int8"])
 def test_the_decode_loop_updates_the_cache_in_place(n_rows: int, dtype: Any) -> None:
     """No scatter, and no copy of anything with as many slots as are read."""

@@ -165,6 +165,7 @@ def test_top_p_restores_no_token_that_top_k_removed() -> None:
     assert kept_tokens(filter_top_p(filter_top_k(jnp.asarray(LOGITS), 3), 1.0)) == [1, 3, 4]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 8)), min_size=1, max_size=12),
     st.sampled_from([1e-60, 1 / 64, 0.1, 8 / 64, 0.3, 63 / 64]),
@@ -187,6 +188,7 @@ def test_negative_and_positive_zero_are_a_tie() -> None:
     assert finite.tolist() == [True, True, False]
 
 
+@pytest.mark.slow
 def test_repetition_penalty_by_hand() -> None:
     sampling = Sampling(repetition_penalty=2.0)
     logits = jnp.array([1.0, 1.0, -1.0, -1.0, 3.0])
@@ -344,6 +346,7 @@ def test_logprobs_are_of_the_unmodified_logits(sampling: Sampling) -> None:
     assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).top_tokens_N.shape == (0,)
 
 
+@pytest.mark.slow
 def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     sampling = Sampling(**{**vars(EVERYTHING), "top_logprobs": 2})
     logits_BV, keys_B = normal(6, 101), jax.random.split(jax.random.key(3), 6)
@@ -361,6 +364,7 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     assert len(set(batch[0].token.tolist())) > 1
 
 
+@pytest.mark.slow
 def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
     logits = 3 * normal(101).astype(jnp.bfloat16)
     for sampling in (Sampling(0), EVERYTHING):

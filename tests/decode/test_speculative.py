@@ -90,6 +90,7 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(draft, dty
     assert stop not in rows[0, :69]
 
 
+@pytest.mark.slow
 def test_prompt_lookup_proposes_the_continuation_of_the_longest_match():
     draft = PromptLookup(VOCABULARY, longest=3)
     text = np.zeros(16, np.int32)
@@ -214,6 +215,7 @@ def test_the_draft_reads_as_many_slots_as_the_model(monkeypatch):
     assert set(sizes) == {(128, 128)}
 
 
+@pytest.mark.slow
 def test_a_text_past_the_context_of_the_model_is_refused():
     model, params = built(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
     run = partial(speculate, model, params, PromptLookup(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])

@@ -48,6 +48,7 @@ def test_examples(strings: list[str], pieces: list[str], shown: list[str], met: 
 PIECES = st.lists(st.text("abc", max_size=5), max_size=8)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text("abc", min_size=1, max_size=5), max_size=4), PIECES)
 @settings(max_examples=400)
 def test_pieces_give_the_result_of_a_search_of_the_whole_text(strings: list[str], pieces: list[str]) -> None:
@@ -56,6 +57,7 @@ def test_pieces_give_the_result_of_a_search_of_the_whole_text(strings: list[str]
     assert ("".join(shown), met) == plain(strings, text)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), PIECES)
 @settings(max_examples=400)
 def test_only_the_beginning_of_a_stop_string_is_withheld(strings: list[str], pieces: list[str]) -> None:

@@ -64,6 +64,7 @@ def test_int8_quarters_every_matrix_and_moves_logits_within_a_bound(built):
     assert 1e-4 < off < 0.03  # a step is 1/127 of a channel's largest, and errors average out
 
 
+@pytest.mark.slow
 def test_int8_products_equal_those_of_the_restored_weights(built):
     """So nothing but the rounding of weights makes a difference: not the layout, not the scales."""
     model, params = built
@@ -73,6 +74,7 @@ def test_int8_products_equal_those_of_the_restored_weights(built):
     np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
 
 
+@pytest.mark.slow
 def test_bfloat16_halves_the_bytes_and_moves_logits_within_a_bound(built):
     model, params = built
     small = store(params, "bfloat16", model)

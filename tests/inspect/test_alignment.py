@@ -34,11 +34,13 @@ def test_alignment_rows_sum_to_one_and_are_causal(config):
     assert not np.allclose(align(SOURCE.at[0].set(9), TARGET), weights_TS, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_model_without_attention_has_no_alignment():
     config = RecurrentConfig(11, 8, d_embedding=4, d_model=6, attention="none")
     assert alignment(config.build(), params_of(config), SOURCE, TARGET) is None
 
 
+@pytest.mark.slow
 def test_any_text_is_drawn_without_a_warning(tmp_path):
     # A script that the font lacks, a control character, what matplotlib takes for mathematics, and the end.
     source, target = ["\u4f60", "\x01", "a_$^{b"], [" \n", ""]

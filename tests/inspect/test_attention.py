@@ -4,6 +4,7 @@ from math import log, sqrt
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxformer.inspect import attention_entropy, attention_maps
 from jaxformer.models.decoder import DecoderConfig
@@ -18,6 +19,7 @@ CONFIG = DecoderConfig(
 maps_of = jax.jit(attention_maps, static_argnums=0)
 
 
+@pytest.mark.slow
 def test_maps_are_the_softmax_of_queries_and_keys() -> None:
     model, params = build(CONFIG)
     tokens_T = random_tokens(V, T)
@@ -42,6 +44,7 @@ def test_maps_are_causal_distributions_and_do_not_change_the_logits() -> None:
     np.testing.assert_array_equal(apply(model, params, tokens_T), logits)
 
 
+@pytest.mark.slow
 def test_entropy_is_the_mean_over_rows_and_examples() -> None:
     model, params = build(CONFIG)
     tokens_BT = random_tokens(V, 5, T)
@@ -62,6 +65,7 @@ def test_equal_scores_have_maximal_entropy() -> None:
     assert_close(entropy_H, np.full(3, sum(map(log, range(1, T + 1))) / T))
 
 
+@pytest.mark.slow
 def test_model_without_attention_has_no_maps() -> None:
     model, params = build(MLPConfig(V, T, d_model=5, d_ff=(11,)))
     assert attention_maps(model, params, random_tokens(V, T)) == []

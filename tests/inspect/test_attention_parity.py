@@ -27,6 +27,7 @@ def test_weights_agree_with_torch(name):
     np.testing.assert_allclose(result["output"], FIXTURE[f"{name}.out"], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_weights_agree_with_flax(causal):
     T, D, H, K = 8, 12, 3, 4

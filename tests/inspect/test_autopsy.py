@@ -125,6 +125,7 @@ class TwoLayers(nn.Module):
         return Linear(11, name="out")(x)[0]
 
 
+@pytest.mark.slow
 def test_gradients_of_outputs_agree_with_those_by_hand():
     """By hand: (softmax - one-hot) / (B·T) at the logits, and back through the matrices."""
     model, tokens = TwoLayers(), random_tokens(11, 4, 6)
@@ -175,6 +176,7 @@ def test_memory_of_a_replay_is_independent_of_the_batch_size():
     assert 2 * records < 18 * EXAMPLES_PER_CHUNK * 199 * 11 * 4  # what one array of activations would take
 
 
+@pytest.mark.slow
 def test_finite_step_has_no_autopsy():
     assert first_non_finite(*build(CONFIG), BATCH) is None
 
@@ -232,6 +234,7 @@ class Table(nn.Module):
         return jnp.sqrt(W[tokens_T]) if self.root else W[tokens_T] * jnp.where(jnp.arange(23) % 2, 1, -1)
 
 
+@pytest.mark.slow
 def test_overflow_of_the_loss_alone_is_the_origin():
     model = Table(3e38)  # logits of ±3e38 are finite, their differences are not
     params = first_params(model, TOKENS[0])
@@ -280,6 +283,7 @@ def layers(zeroed: int | None) -> tuple[nn.Module, Params]:
     return model, params
 
 
+@pytest.mark.slow
 @each_dtype
 def test_module_whose_backward_pass_broke_is_the_origin(dtype):
     model, params = layers(zeroed=int(TOKENS[1, 2]))

@@ -89,6 +89,7 @@ def outputs(captured: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(value for name, value in captured.items() if name == "logits" or name.startswith("output."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [slow(name) if name in MORE else name if name in QUICK else exhaustive(name) for name in MODELS]
 )
@@ -181,6 +182,7 @@ def test_edit_must_keep_shape_and_dtype(edit, got):
         model.apply({"params": params}, tokens)
 
 
+@pytest.mark.slow
 def test_batch_in_place_of_an_example_is_an_error():
     model, params, (tokens,) = random_model(DECODER)
     tokens_BT = jnp.stack([tokens, tokens])
@@ -193,6 +195,7 @@ def test_batch_in_place_of_an_example_is_an_error():
     assert logits.shape == (2, T, V)
 
 
+@pytest.mark.slow
 def test_every_kind_of_model_has_its_own_names():
     def names(kind: str) -> set[str]:
         model, params, inputs = random_model(MODELS[kind])
@@ -207,6 +210,7 @@ def test_every_kind_of_model_has_its_own_names():
     assert {"hidden.1", "hidden.2"} == {name.rpartition("mlp.")[2] for name in names("rowwise") if ".hidden" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", *map(slow, ("grouped", "encoder-decoder", "vit", "experts", "attending"))])
 def test_captured_gradients_agree_with_finite_differences(name):
     model, params, inputs = random_model(MODELS[name])
@@ -277,6 +281,7 @@ def test_maps_and_entropy_agree_with_captured_queries_and_keys():
         np.testing.assert_allclose(of_heads, by_hand, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [{"scan": True}, {"remat": "block"}, {"gather": lambda name, params: params}],
@@ -317,6 +322,7 @@ class PointedDense(nn.Module):
         return nn.Dense(self.width)(capture_point(self, "input", x_D))
 
 
+@pytest.mark.slow
 def test_module_of_someone_else_offers_its_own_points():
     x_D = jnp.arange(1.0, 4)
     model = TwoDense()
@@ -355,6 +361,7 @@ def test_point_that_offers_no_array_is_an_error():
         capture(PointedPair(), {}, jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_intervention_covers_every_call_of_a_model():
     model, params, (tokens,) = random_model(DECODER)
     other = (tokens + 3) % V

@@ -110,6 +110,7 @@ def test_report_prints_a_line_per_row_under_a_heading() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", exhaustive("masked"), exhaustive("experts"), exhaustive("vit")])
 def test_per_example_gradients_agree_with_a_loop(name: str) -> None:
     """With weights that differ, and more examples than one chunk."""
@@ -152,6 +153,7 @@ def test_per_example_gradients_agree_with_a_loop(name: str) -> None:
     assert result.noise_scale == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_equal_examples_have_zero_noise_scale() -> None:
     model, params, (tokens,) = random_model(MODELS["decoder"])
     result = per_example_gradients(model, params, Batch((jnp.stack([tokens] * 3),), jnp.stack([tokens] * 3)))

@@ -48,6 +48,7 @@ def fresh(config: DecoderConfig):
     return model, first_params(model, tokens_BT[0]), tokens_BT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES_BY_COST)
 def test_expected_statistics_are_observed(name):
     result = check_init(*fresh(CASES[name]))
@@ -102,11 +103,13 @@ def test_deep_model_without_a_norm_is_warned_of():
     assert not check_init(*fresh(replace(WIDE, n_blocks=4, norm="rmsnorm"))).warnings
 
 
+@pytest.mark.slow
 def test_single_token_has_no_one_hot_warning():
     model, params, tokens_BT = fresh(replace(WIDE, n_blocks=1, projection_std=1.0))
     assert not check_init(model, params, tokens_BT[:, :1]).warnings
 
 
+@pytest.mark.slow
 def test_zero_stream_is_no_error():
     result = check_init(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
     assert np.isnan(result.expected[0].growth) and result.expected[0].stream == 0

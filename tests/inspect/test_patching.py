@@ -97,6 +97,7 @@ def first_class(logits: jax.Array) -> jax.Array:
     return logits[0]
 
 
+@pytest.mark.slow
 def test_attribution_is_exact_where_the_metric_is_linear_in_the_activation():
     """Without a norm before the logits: the last stream, what the last MLP adds to it, and its last hidden layer."""
     model, params, _ = random_model(DECODER)
@@ -109,6 +110,7 @@ def test_attribution_is_exact_where_the_metric_is_linear_in_the_activation():
         assert abs(by_position[-1] - by_position[0]) > 1e-2
 
 
+@pytest.mark.slow
 def test_attribution_is_the_directional_derivative():
     model, params, _ = random_model(DECODER)
     replaced = ["blocks.0.attention.weights", "blocks.1.before", "blocks.0.attention.visible"]

@@ -18,6 +18,7 @@ CONFIG = DecoderConfig(
 )
 
 
+@pytest.mark.slow
 def test_shares_and_dropped_tokens_are_means_over_the_batch() -> None:
     """A router that sends every token to one expert fills its capacity T/E = 2, and drops 6 of 8."""
     model, params = build(CONFIG)
@@ -34,6 +35,7 @@ def test_shares_and_dropped_tokens_are_means_over_the_batch() -> None:
     assert len({tuple(x) for x in each}) > 1
 
 
+@pytest.mark.slow
 def test_enough_capacity_drops_nothing_and_a_scan_agrees() -> None:
     config = replace(CONFIG, capacity_factor=None)
     model, params = build(config)

@@ -125,6 +125,7 @@ def test_wrong_derivative_fails_the_gradient_check():
     assert all(check.holds for name, check in result.items() if name != "gradients")
 
 
+@pytest.mark.slow
 def test_attention_mask_check_covers_the_window(monkeypatch):
     """A window that hides nothing fails, as the inputs are longer than it."""
     monkeypatch.setattr(
@@ -140,6 +141,7 @@ def test_attention_mask_check_covers_the_window(monkeypatch):
     assert short.holds and short.detail.endswith("a window of 70 untested")
 
 
+@pytest.mark.slow
 def test_attention_mask_check_covers_the_window_of_each_block(monkeypatch):
     config = replace(MODELS["decoder"], window=3, global_blocks=(1,))
     model, params, (tokens,) = random_model(config)
@@ -160,6 +162,7 @@ def test_clip_scale_at_its_limit_passes_the_gradient_check():
     assert result.holds, result
 
 
+@pytest.mark.slow
 def test_infinite_slope_fails_the_gradient_check():
     model, params, inputs = random_model(MODELS["decoder"])
     steep = params | {"W_out": np.full(params["W_out"].shape, 1e300)}
@@ -167,6 +170,7 @@ def test_infinite_slope_fails_the_gradient_check():
     assert not result.holds and np.isnan(result.deviation)
 
 
+@pytest.mark.slow
 def test_causality_does_not_apply_to_constant_logits():
     model, params, inputs = random_model(MODELS["decoder"])
     result = causality(model, params | {"W_out": jnp.zeros_like(params["W_out"])}, inputs)

@@ -102,6 +102,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return keys, {x.name: gguf.quants.dequantize(x.data, x.tensor_type) for x in reader.tensors}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_numpy_forward_of_the_file_gives_the_logits(small, tmp_path, case):
     run = random_run(small, **CASES[case])
@@ -206,6 +207,7 @@ def test_normalizer_that_llama_cpp_lacks_is_refused():
         pre_type(TOKENIZER | {"normalizer": {"type": "Lowercase"}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -244,6 +246,7 @@ def test_tokenizer_of_the_file_is_the_runs_own(small, tmp_path):
     assert (keys["model"], keys["pre"], keys["add_bos_token"], keys["eos_token_id"]) == ("gpt2", "gpt-2", False, 0)
 
 
+@pytest.mark.slow
 def test_chat_template_is_written_where_there_is_one(small, tmp_path):
     assert small.tokenizer is not None
     run = random_run(replace(small, tokenizer=small.tokenizer.with_chat_template("{{ messages }}")))

@@ -50,6 +50,7 @@ def greedy(run: Run, prompt: list[int], n: int) -> list[int]:
     return np.concatenate([piece.tokens_BN[0] for piece in pieces]).tolist()
 
 
+@pytest.mark.slow
 def test_import_of_an_export_is_bit_identical(run, tmp_path):
     export_huggingface(run, tmp_path / "out")
     path, _ = import_run(tmp_path / "out", tmp_path / "run")
@@ -80,6 +81,7 @@ def test_config_names_what_other_libraries_read(run, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_bfloat16_rounds_and_the_config_says_so(run, tmp_path):
     export_huggingface(run, tmp_path / "out", "bfloat16")
     assert read_json(tmp_path / "out/config.json")["dtype"] == "bfloat16"

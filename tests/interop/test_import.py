@@ -78,6 +78,7 @@ def without(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
     return {key: value for key, value in weights.items() if key != name}
 
 
+@pytest.mark.slow
 def test_matrices_are_transposed_and_heads_are_parted(tmp_path: Path):
     weights = tensors()
     run = load_run(import_run(write(tmp_path / "model", shards=3), tmp_path / "run")[0])
@@ -92,6 +93,7 @@ def test_matrices_are_transposed_and_heads_are_parted(tmp_path: Path):
     assert (model.norm_eps, model.rope_base, model.n_kv_heads, model.n_positions) == (1e-5, 500.0, 1, 32)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_read_exactly_and_stored_as_it_is(tmp_path: Path):
     weights = tensors(ml_dtypes.bfloat16)
     folder, _ = import_run(write(tmp_path / "model", weights=weights), tmp_path / "run")
@@ -103,6 +105,7 @@ def test_bfloat16_is_read_exactly_and_stored_as_it_is(tmp_path: Path):
     assert size < sum(file.stat().st_size for file in (wide / "checkpoints/0/params").rglob("*") if file.is_file())
 
 
+@pytest.mark.slow
 def test_a_tied_head_may_be_absent_or_a_copy(tmp_path: Path):
     weights, config = tensors(), CONFIG | {"tie_word_embeddings": True}
     write(tmp_path / "absent", config, without(weights, "lm_head.weight"))
@@ -121,6 +124,7 @@ def test_a_tied_head_may_be_absent_or_a_copy(tmp_path: Path):
         import_run(float8, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "GPT2"])
 def test_fields_that_a_config_lacks_have_the_default_of_transformers(name: str):
     transformers = pytest.importorskip("transformers")
@@ -135,6 +139,7 @@ def test_fields_that_a_config_lacks_have_the_default_of_transformers(name: str):
         assert theirs["rope_parameters"]["rope_theta"] == family.rope.base
 
 
+@pytest.mark.slow
 def test_base_models_without_prefix_are_read(tmp_path: Path):
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors().items()}
     run = load_run(import_run(write(tmp_path / "model", weights=bare), tmp_path / "run")[0])
@@ -248,6 +253,7 @@ def test_tokenizers_with_more_tokens_than_rows_are_refused(tmp_path: Path):
         import_run(source, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_special_tokens_without_a_row_are_left_out(tmp_path: Path):
     weights = {name: w[:280] if w.shape[0] == V else w for name, w in tensors().items()}
     source = write(tmp_path / "model", CONFIG | {"vocab_size": 280}, weights)
@@ -280,6 +286,7 @@ def test_tokenizer_configs_of_other_types_are_refused(tmp_path: Path, config: di
         import_run(source, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_run_that_is_sampled(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "model")
@@ -315,6 +322,7 @@ def leaves(tree: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "n_devices"), [("", 1), ("fsdp=2,tensor=2", 4)])
 def test_training_begins_with_published_parameters_on_any_mesh(tmp_path: Path, mesh: str, n_devices: int):
     source = write(tmp_path / "model", weights=tensors(ml_dtypes.bfloat16))

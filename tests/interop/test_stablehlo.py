@@ -98,6 +98,7 @@ def test_programs_give_the_logits_of_a_full_pass(run, tmp_path, spec, changes):
     np.testing.assert_allclose(logits[0], expected_TV[-1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_programs_are_lowered_for_all_platforms(run, tmp_path):
     export_stablehlo(run, tmp_path / "out")
     for name in ("prefill", "decode"):
@@ -125,6 +126,7 @@ def signature(tmp_path) -> dict:
     return json.loads((tmp_path / "out/signature.json").read_text())
 
 
+@pytest.mark.slow
 def test_signature_describes_arguments_in_order(run, tmp_path):
     export_stablehlo(run, tmp_path / "out", n_slots=12)
     arguments = signature(tmp_path)["programs"]["prefill"]["arguments"]
@@ -144,6 +146,7 @@ def test_bfloat16_weights_are_rounded(run, tmp_path):
     assert np.array_equal(stored, np.asarray(run.params["W_out"].astype(jnp.bfloat16)))
 
 
+@pytest.mark.slow
 def test_options_without_meaning_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="float16"):
         export_stablehlo(run, tmp_path / "out", "float16")

@@ -50,6 +50,7 @@ def case(request: pytest.FixtureRequest) -> tuple:
     return build(request.param)
 
 
+@pytest.mark.slow
 def test_embeddings_logits_and_loss_are_those_of_hugging_face() -> None:
     """Five pairs, texts of several lengths: 1e-5 of the largest number."""
     with np.load(ROOT / "tests/fixtures/clip_hf.npz") as stored:
@@ -82,6 +83,7 @@ def test_the_defaults_have_as_many_parameters_as_the_release() -> None:
     assert count_parameters(abstract_params(CLIPConfig().build(), CLIPConfig())) == 151_277_313
 
 
+@pytest.mark.slow
 def test_embeddings_have_length_1_and_are_float32_whatever_is_computed_in(case: tuple) -> None:
     model, params = case
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -92,6 +94,7 @@ def test_embeddings_have_length_1_and_are_float32_whatever_is_computed_in(case: 
             assert_close(jnp.linalg.norm(found), 1.0, 1e-6)
 
 
+@pytest.mark.slow
 def test_the_content_of_padding_changes_no_bit_and_padding_is_as_if_it_were_not_there(case: tuple) -> None:
     model, params = case
     encode = partial(apply, model, params, method="encode_text")
@@ -101,6 +104,7 @@ def test_the_content_of_padding_changes_no_bit_and_padding_is_as_if_it_were_not_
     assert jnp.abs(padded - encode(TOKENS_T)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_text_attention_is_causal_and_the_last_token_attends_to_all() -> None:
     """What a token can change is the place of every text that ends with it or after it."""
     model, params = build(CONFIG)
@@ -119,6 +123,7 @@ def test_text_attention_is_causal_and_the_last_token_attends_to_all() -> None:
     assert differ_TN[np.arange(T)[:, None] >= lengths].max() < 1e-6
 
 
+@pytest.mark.slow
 def test_every_patch_matters_where_it_is(case: tuple) -> None:
     model, params = case
     encode = partial(apply, model, params, method="encode_image")
@@ -128,6 +133,7 @@ def test_every_patch_matters_where_it_is(case: tuple) -> None:
     assert jnp.abs(encode(moved) - encode(IMAGE)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_pixels_are_standardised() -> None:
     """With mean 0.5 and std 0.2, 255 becomes 2.5: the projection of an image of one patch is 2.5 times its sums."""
     config = replace(CONFIG, vision=replace(VISION, image_size=4, positions="none"))
@@ -138,6 +144,7 @@ def test_pixels_are_standardised() -> None:
     assert_close(found[0], params["vision_embedding"]["x_class"])
 
 
+@pytest.mark.slow
 def test_a_batch_equals_its_pairs_computed_separately(case: tuple) -> None:
     model, params = case
     images = jnp.stack([IMAGE, IMAGE[::-1], IMAGE[:, ::-1]])

@@ -65,6 +65,7 @@ def test_clip_has_the_contrastive_objective() -> None:
     assert isinstance(objective_of(MODEL), Contrastive)
 
 
+@pytest.mark.slow
 def test_the_loss_of_two_pairs_by_hand() -> None:
     """Images at 0° and 90°, texts at 0° and 60°: logits 10, 5 and 0, 5 √3 by row."""
     batch = Batch((places(0, 90), places(0, 60)), CAPTIONS[:2])
@@ -78,6 +79,7 @@ def test_the_loss_of_two_pairs_by_hand() -> None:
     assert OBJECTIVE.summary(measures)["loss"] == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_loss_of_equal_embeddings_is_the_logarithm_of_their_number() -> None:
     batch = Batch((places(*[40] * 7), places(*[40] * 7)), CAPTIONS[:7])
     assert_close(OBJECTIVE.loss(Given(), TEN, batch)[0], log(7), 1e-6)
@@ -155,6 +157,7 @@ def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
     assert_close(loss, sum(whole(PARAMS, half)[0] for half in halves) / 2, 1e-6)
 
 
+@pytest.mark.slow
 def test_negatives_of_other_devices_change_the_loss() -> None:
     """So that the test before this one sees the gathering."""
     halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
@@ -162,10 +165,12 @@ def test_negatives_of_other_devices_change_the_loss() -> None:
     assert abs(apart - whole(PARAMS, PAIRS)[0]) > 0.1
 
 
+@pytest.mark.slow
 def test_losses_of_microbatches_sum_to_that_of_the_batch() -> None:
     assert_close(whole(PARAMS, PAIRS, BatchReduction(4))[0], whole(PARAMS, PAIRS)[0] / 4, 1e-6)
 
 
+@pytest.mark.slow
 def test_pairs_of_weight_0_are_as_if_they_were_not_there() -> None:
     """In the loss and in what is said of measures, whatever is in them."""
     kept = np.arange(B) < 11

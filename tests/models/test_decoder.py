@@ -121,6 +121,7 @@ def case(request: pytest.FixtureRequest) -> Small:
     return Small(CONFIGS[request.param], *build(CONFIGS[request.param]))
 
 
+@pytest.mark.slow
 def test_no_output_depends_on_a_later_input(case: Small) -> None:
     weights_TV = normal(T, V)
 
@@ -145,6 +146,7 @@ def test_no_output_depends_on_a_later_input(case: Small) -> None:
         np.testing.assert_array_equal(felt_TS, (distance_TS >= 0) & (distance_TS <= attention_window))
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_at_every_split_equal_the_full_forward(case: Small) -> None:
     full_TV = case.forward(TOKENS_T)
     lengths_B = jnp.arange(1, T + 1)  # one row a split: a ragged batch
@@ -155,6 +157,7 @@ def test_prefill_and_decode_at_every_split_equal_the_full_forward(case: Small) -
         assert_close(jnp.concatenate([prefilled_TV[:n], decoded_TV[: T - n]]), full_TV)
 
 
+@pytest.mark.slow
 def test_the_content_of_padding_changes_no_bit(case: Small) -> None:
     lengths_B = jnp.array([1, 3, 6])
     tokens_BT = jnp.stack([TOKENS_T] * 3)
@@ -173,6 +176,7 @@ def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
     assert_close(together, jnp.stack([case.forward(tokens_T) for tokens_T in tokens_BT]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "modern"])
 def test_eight_devices_equal_one(name: str) -> None:
     devices = jax.devices("cpu")
@@ -252,6 +256,7 @@ def test_decoding_after_a_prefix_equals_the_full_forward() -> None:
     assert_close(apply(model, params, TOKENS_T, 0), apply(model, params, TOKENS_T))
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key() -> None:
     model, params = build(replace(PLAIN, dropout=0.3))
     tokens_T = random_tokens(V, T)
@@ -297,6 +302,7 @@ def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int)
     assert count_parameters(abstract_params(config.build(), config)) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -361,6 +367,7 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
     assert all(word in str(error.value) for word in said)
 
 
+@pytest.mark.slow
 def test_blocks_attend_within_their_own_windows() -> None:
     """Without a residual stream, an output depends on what its block attends to, and on nothing else."""
     config = replace(
@@ -401,6 +408,7 @@ def test_scanned_groups_equal_the_loop_and_so_do_their_gradients(fields: dict) -
     jax.tree.map(partial(assert_close, tolerance=1e-4), scanned, looped)
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_training_sequences_is_attended_to_in_full() -> None:
     config = replace(CONFIGS["modern"], context_length=3, max_context=T)
     model, params = build(config)
@@ -411,6 +419,7 @@ def test_a_text_longer_than_training_sequences_is_attended_to_in_full() -> None:
         apply(*build(learned), random_tokens(V, T + 1))
 
 
+@pytest.mark.slow
 def test_soft_caps_and_scales_act_as_their_formulas_say() -> None:
     model, params = build(MODERN)
     logits_TV = apply(model, params, TOKENS_T)

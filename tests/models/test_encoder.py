@@ -35,6 +35,7 @@ def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["logits", "classes"])
 def test_logits_are_those_of_bert(logits: str) -> None:
     """Two texts of two segments, one padded: at every token, 1e-5 of the largest logit."""
@@ -59,6 +60,7 @@ def test_logits_are_those_of_bert(logits: str) -> None:
     assert_close(np.asarray(ours)[at], theirs[logits][at])
 
 
+@pytest.mark.slow
 def test_every_token_feels_every_token_and_none_feels_padding() -> None:
     """By the gradient of each feature with respect to each embedding."""
     model, params = build(replace(MASKED, n_blocks=1))
@@ -98,6 +100,7 @@ def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
         assert_close(row[0], apply(model, params, *row[1:]))
 
 
+@pytest.mark.slow
 def test_chosen_places_have_the_logits_they_have_among_all() -> None:
     """So that a loss over masked tokens needs no others."""
     model, params = build(MASKED)
@@ -107,6 +110,7 @@ def test_chosen_places_have_the_logits_they_have_among_all() -> None:
     assert_close(chosen, apply(model, params, TOKENS_T, VALID_T)[at])
 
 
+@pytest.mark.slow
 def test_segments_matter_and_are_the_first_where_none_are_given() -> None:
     model, params = build(MASKED)
     without = apply(model, params, TOKENS_T)
@@ -123,6 +127,7 @@ def test_execution_changes_neither_loss_nor_gradient() -> None:
     assert_same_however_computed(config, params, TOKENS_T, VALID_T)
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key() -> None:
     config = replace(FIRST, dropout=0.3)
     model, params = build(config)

@@ -57,6 +57,7 @@ def fixture(file: str, part: str = "") -> tuple[Params, dict[str, np.ndarray]]:
     return unflatten_dict({name: w.astype(np.float32) for name, w in weights.items()}, sep="."), arrays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "placement"), [("transformer_torch.npz", "post"), ("transformer_torch.npz", "pre"), ("marian_hf.npz", "")]
 )
@@ -80,6 +81,7 @@ def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
     return build(CONFIGS[request.param])
 
 
+@pytest.mark.slow
 def test_no_logit_depends_on_a_later_target_token_or_source_padding(case: tuple) -> None:
     """By the gradient with respect to what is embedded: nothing from there, something from everywhere else."""
     model, params = case
@@ -102,12 +104,14 @@ def test_no_logit_depends_on_a_later_target_token_or_source_padding(case: tuple)
     np.testing.assert_array_equal((target != 0).any(-1), np.tri(T, dtype=bool))
 
 
+@pytest.mark.slow
 def test_the_content_of_padding_changes_no_bit(case: tuple) -> None:
     model, params = case
     other_S = jnp.where(VALID_S, SOURCE_S, (SOURCE_S + 1) % V)
     np.testing.assert_array_equal(apply(model, params, *INPUTS), apply(model, params, other_S, VALID_S, TARGET_T))
 
 
+@pytest.mark.slow
 def test_padding_is_as_if_it_were_not_there(case: tuple) -> None:
     model, params = case
     assert_close(apply(model, params, SOURCE_S[:4], None, TARGET_T), apply(model, params, *INPUTS))
@@ -134,6 +138,7 @@ def test_decoding_with_a_cache_equals_the_full_pass(case: tuple) -> None:
     assert_close(decode(params), apply(model, params, *INPUTS))
 
 
+@pytest.mark.slow
 def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
     model, params = case
     source_BS, target_BT = random_tokens(V, 3, S, seed=2), random_tokens(V, 3, T, seed=3)
@@ -151,6 +156,7 @@ def test_execution_changes_neither_loss_nor_gradient() -> None:
     assert_same_however_computed(config, params, *INPUTS)
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key() -> None:
     config = replace(POST, n_decoder_blocks=1, dropout=0.3)
     model, params = build(config)
@@ -161,6 +167,7 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert min(jnp.abs(a - b).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
 
 
+@pytest.mark.slow
 def test_dropout_falls_on_the_embedding() -> None:
     """Where parts add nothing, as their last matrices are 0, the stream that the encoder's norm reads is the embedding,
     times √D, of which half is 0 and the rest twice as large."""
@@ -222,6 +229,7 @@ def test_source_and_target_caches_have_the_given_dtype() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves((cache.source, cache.target.layers))} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_maps_name_their_layers_and_padding_has_no_weight() -> None:
     model, params = build(POST)
     maps = jax.jit(named_attention_maps, static_argnums=0)(model, params, *INPUTS)
@@ -235,6 +243,7 @@ def test_maps_name_their_layers_and_padding_has_no_weight() -> None:
     np.testing.assert_array_equal(np.asarray(crossing) > 0, np.broadcast_to(VALID_S, (3, T, S)))
 
 
+@pytest.mark.slow
 def test_base_has_as_many_parameters_as_counted_by_hand() -> None:
     """The paper's 65 million, table 3: 18.9 million in the table of 37,000 tokens, and 44 million in the blocks."""
     V, D, F = 37_000, 512, 2048

@@ -27,6 +27,7 @@ def test_attention_entropy_at_first_is_as_the_sources_report(name: str, low: flo
     assert low < entropy < high
 
 
+@pytest.mark.slow
 def test_unembedding_std_scales_w_out_alone_and_starts_the_loss_at_log_vocab_size() -> None:
     config = replace(rung("rmsnorm"), d_model=64, d_ff=(64,), n_blocks=1, final_norm=True)
     tokens_BT = random_tokens(config.vocab_size, 8, config.context_length)

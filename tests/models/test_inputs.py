@@ -67,6 +67,7 @@ def test_token_ids_that_are_no_integers_are_refused(tokens: Any, dtype: str) -> 
             call()
 
 
+@pytest.mark.slow
 def test_a_sequence_of_the_longest_length_has_a_loss_and_a_gradient_also_while_tracing() -> None:
     for config in (LEARNED, ROTARY):
         run = opened(config)

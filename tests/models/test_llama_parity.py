@@ -26,6 +26,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(name: str) -> None:
     with np.load(ROOT / "tests/fixtures/llama_hf.npz") as stored:

@@ -25,6 +25,7 @@ def changed_rows(config: MLPConfig) -> np.ndarray:
     return np.asarray((jnp.abs(logits[1:] - logits[0]) > 1e-6).any(-1))
 
 
+@pytest.mark.slow
 def test_rowwise_logits_depend_on_their_own_token_alone() -> None:
     np.testing.assert_array_equal(changed_rows(ROWWISE), np.eye(T, dtype=bool))
 

@@ -33,6 +33,7 @@ def batch() -> Batch:
 PARAMS = {"W": jnp.asarray(np.random.default_rng(1).normal(size=(D, V)), jnp.float32)}
 
 
+@pytest.mark.slow
 def test_the_reported_loss_is_weighted_and_lacks_smoothing(batch):
     """Against optax, whose smoothed labels have the same definition."""
     logits = batch.inputs[0] @ PARAMS["W"]
@@ -45,6 +46,7 @@ def test_the_reported_loss_is_weighted_and_lacks_smoothing(batch):
     assert abs(wanted - plain) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [True, False])
 def test_losses_of_microbatches_sum_to_the_loss_of_the_batch(batch, weighted):
     whole = batch if weighted else batch._replace(weights=None)
@@ -56,6 +58,7 @@ def test_losses_of_microbatches_sum_to_the_loss_of_the_batch(batch, weighted):
     np.testing.assert_allclose(np.sum(alone) if weighted else np.mean(alone), wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_metrics_of_one_class_per_example_by_hand():
     """Logits that are given: the target is the largest, is not, is the second of two that are, and does not count."""
     model, params = Linear(), {"W": jnp.eye(D, V)}

@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[ModelConfig, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_token_whose_embedding_is_nan_changes_no_bit(name: str) -> None:
     config, method = MODELS[name]

@@ -79,6 +79,7 @@ def case(request: pytest.FixtureRequest) -> Small:
     return drawn(CONFIGS[request.param])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
     stored, prefix = torch_says(), f"model {cell}: "
@@ -111,6 +112,7 @@ def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
         assert (alignment_TS[:, length:] == 0).all()
 
 
+@pytest.mark.slow
 def test_an_output_depends_on_all_earlier_tokens_and_no_later_one(case: Small) -> None:
     logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
     variants = jnp.stack([TARGET_T.at[i].add(1) % V for i in range(T)])
@@ -144,6 +146,7 @@ def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
     assert_close(together, jnp.stack([case.forward(*row) for row in zip(source_BS, valid_BS, target_BT, strict=True)]))
 
 
+@pytest.mark.slow
 def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
     full_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
     for n in (1, 3):
@@ -158,6 +161,7 @@ def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
         assert_close(jnp.stack(rows), full_TV)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("bahdanau"), exhaustive("dot, two layers of lstm"), "fixed"])
 def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
     case = drawn(CONFIGS[name])
@@ -171,6 +175,7 @@ def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
         assert jnp.isfinite(leaf).all() and (leaf != 0).any(), path
 
 
+@pytest.mark.slow
 def test_a_source_of_padding_alone_gives_finite_numbers_and_gradients() -> None:
     case, nothing_S = drawn(BAHDANAU), jnp.zeros(S, bool)
     function = lambda params: case.model.apply({"params": params}, SOURCE_S, nothing_S, TARGET_T).sum()  # noqa: E731
@@ -204,6 +209,7 @@ def test_beam_search_takes_the_model_as_it_is(n_beams: int) -> None:
             np.testing.assert_array_equal(tokens_T, logits_TV.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bahdanau", "sutskever"])
 def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
     case = drawn(CONFIGS[name])
@@ -227,6 +233,7 @@ def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1(tied: bool) -> None
     assert 0.3 < logits_TV.std() < 2
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key() -> None:
     plain = drawn(BAHDANAU)
     dropping = replace(BAHDANAU, dropout=0.3).build()
@@ -236,6 +243,7 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert jnp.abs(call({"dropout": jax.random.key(0)}) - without).max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_bfloat16_cache_stores_the_source_in_bfloat16() -> None:
     case = drawn(BAHDANAU)
     start = partial(case.model.apply, {"params": case.params}, method="start")
@@ -248,6 +256,7 @@ def test_a_bfloat16_cache_stores_the_source_in_bfloat16() -> None:
         start(SOURCE_S, VALID_S, 16, jnp.int8)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close(case: Small) -> None:
     halves = replace(case, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params))
     logits_TV = halves.forward(SOURCE_S, VALID_S, TARGET_T)

@@ -65,6 +65,7 @@ def test_the_rmsnorm_rung_has_the_parameters_of_the_torch_model() -> None:
     assert count_parameters(params) == 23_096_320
 
 
+@pytest.mark.slow
 def test_logits(drawn: tuple, torch_says: dict[str, np.ndarray]) -> None:
     weights, tokens = drawn
     forward = jax.jit(jax.vmap(rung("rmsnorm").model.build().apply, in_axes=(None, 0)))

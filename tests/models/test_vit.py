@@ -43,6 +43,7 @@ def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_hugging_face() -> None:
     """Two images, 1e-5 of the largest number; before the head, too."""
     with np.load(ROOT / "tests/fixtures/vit_hf.npz") as stored:
@@ -72,6 +73,7 @@ def test_bytes_and_floats_of_one_image_give_the_same(case: tuple) -> None:
     assert_close(apply(model, params, (PIXELS[0] / 255).astype(np.float32)), logits)
 
 
+@pytest.mark.slow
 def test_every_pixel_is_felt(case: tuple) -> None:
     model, params = case
     pixels = (PIXELS[0] / 255).astype(np.float32)
@@ -115,6 +117,7 @@ def test_attention_can_be_looked_at(case: tuple) -> None:
         assert_close(weights_HTT.sum(-1), np.ones((3, n)))
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key(case: tuple) -> None:
     model, params = case
     without = apply(model, params, PIXELS[0])
@@ -150,6 +153,7 @@ def test_every_parameter_has_a_sharding() -> None:
     assert tuple(placed["patch_embedding.b_patch"].spec) == ()
 
 
+@pytest.mark.slow
 def test_weights_of_8_bits_say_nearly_the_same(case: tuple) -> None:
     model, params = case
     exact, rounded = (apply(model, p, PIXELS[0]) for p in (params, store(params, "int8", model)))

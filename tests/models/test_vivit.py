@@ -44,6 +44,7 @@ def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_hugging_face() -> None:
     """Two videos, 1e-5 of the largest logit."""
     with np.load(ROOT / "tests/fixtures/vivit_hf.npz") as stored:
@@ -89,6 +90,7 @@ def test_the_factorised_encoder_is_a_loop_over_times(pooling: str) -> None:
     assert_close(apply(model, params, PIXELS[0], method="encode"), wanted)
 
 
+@pytest.mark.slow
 def test_attention_can_be_looked_at_and_knows_the_times_apart() -> None:
     model, params = build(FACTORISED)
     *spatial, temporal = jax.jit(attention_maps, static_argnums=0)(model, params, PIXELS[0])
@@ -105,6 +107,7 @@ def test_attention_can_be_looked_at_and_knows_the_times_apart() -> None:
     assert [weights.shape for weights in maps] == [(3, n, n)] * 2
 
 
+@pytest.mark.slow
 def test_every_pixel_of_every_frame_is_felt(case: tuple) -> None:
     model, params = case
     pixels = (PIXELS[0] / 255).astype(np.float32)
@@ -118,6 +121,7 @@ def test_time_has_a_direction(case: tuple) -> None:
     assert jnp.abs(apply(model, params, PIXELS[0]) - apply(model, params, PIXELS[0, ::-1])).max() > 0.05
 
 
+@pytest.mark.slow
 def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
     model, params = case
     together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(PIXELS)

@@ -39,6 +39,7 @@ def test_agrees_with_flax_for_the_same_weights() -> None:
     assert_close(apply(module, params, *INPUTS)[0], apply(flax, same, X_TD, mask=CAUSAL_TT[None]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("G", [6, 2])
 def test_biases_are_added_to_queries_keys_values_and_the_output(G: int) -> None:
     """As in flax, whose biases are `(heads, width)`; shared key and value heads have shared biases."""
@@ -97,6 +98,7 @@ def test_unscaled_scores_are_not_divided() -> None:
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1.0).reshape(T, H * K))
 
 
+@pytest.mark.slow
 def test_qk_norm_then_rotation() -> None:
     module = MultiHeadAttention(H, K, 2, qk_norm=True, rope_base=100.0, output_projection=False)
     params = random_params(module, *INPUTS)
@@ -134,6 +136,7 @@ def test_a_source_that_is_the_sequence_itself_is_self_attention(options: dict) -
     assert_close(apply(module, params, *INPUTS, source=X_TD)[0], apply(module, params, *INPUTS)[0])
 
 
+@pytest.mark.slow
 def test_cross_attention_is_four_products_and_reads_keys_and_values_made_before() -> None:
     S = 5
     module, source_SD, mask = MultiHeadAttention(H, K, 2), normal(S, D, seed=1), normal(T, S, seed=2) > 0
@@ -156,6 +159,7 @@ def test_projections_are_drawn_with_the_standard_deviation_asked_for(std: float 
         assert np.std(params[name]) == pytest.approx(wanted, rel=0.05)
 
 
+@pytest.mark.slow
 def test_defaults_attend_everywhere_and_a_batch_is_refused():
     module = MultiHeadAttention(n_heads=2, head_dim=3)
     x_TD = normal(5, 4)

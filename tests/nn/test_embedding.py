@@ -50,6 +50,7 @@ def test_tables_are_drawn_with_the_standard_deviation_asked_for(std: float) -> N
         assert np.std(table) == pytest.approx(std, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_batch_and_ids_outside_the_vocabulary_are_refused():
     module, positions_T = Embedding(7, 5, 3), jnp.arange(5)
     params = module.init(jax.random.key(0), jnp.zeros(5, int), positions_T)

@@ -94,6 +94,7 @@ def test_gather_receives_the_name_of_the_block(scan):
     assert asked == (["blocks_0"] if scan else ["blocks_0", "blocks_1", "blocks_2"])
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_run_one_by_one_but_cannot_be_scanned():
     widths = (D, D + 1, D)
     params = {"params": first_params(Stack(widths=widths), X_TD)}

@@ -111,12 +111,14 @@ def test_forward_mode_is_the_transpose_of_reverse_mode(module: Experts) -> None:
     assert_close((jax.jit(f)(X_BTD[0] + h * u) - y) / h, forward, 2e-2)
 
 
+@pytest.mark.slow
 def test_computed_again_it_is_the_same(module: Experts) -> None:
     params, f = params_of(module), partial(loss, module)
     plain, again = (jax.jit(jax.grad(g))(params, X_BTD[0]) for g in (f, jax.checkpoint(f)))
     jax.tree.map(assert_close, again, plain)
 
 
+@pytest.mark.slow
 def test_room_is_limited_in_training_alone() -> None:
     module = MODULES["shared, limited"]
     params = params_of(module)
@@ -142,6 +144,7 @@ def test_statistics_are_found_by_layer() -> None:
     assert routers({}) == {}
 
 
+@pytest.mark.slow
 def test_experts_begin_unlike_each_other() -> None:
     params = first_params(MODULES["all"], X_BTD[0])
     assert params["experts"]["W_1"].shape == (E, D, F)

@@ -48,6 +48,7 @@ def test_outputs_and_last_states_are_torchs_with_padding_or_without(cell: str, l
             assert_close(jnp.stack([last[part] for last in lasts]), TORCH[f"{name}: last {letter} {i}"])
 
 
+@pytest.mark.slow
 def test_a_fixed_context_is_read_as_one_more_input_at_each_step() -> None:
     """W x + C c is the product of both matrices, one on the other, with x and c, one on the other."""
     x_TI, c_1E = normal(4, I), normal(1, 3, seed=1)
@@ -62,6 +63,7 @@ def test_a_fixed_context_is_read_as_one_more_input_at_each_step() -> None:
     assert_close(h_TD, Recurrence("gru", I + 3, D).apply({"params": inner}, both, zeros)[0], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_attention", [None, 3])
 def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> None:
     x_TI, h_SE = normal(4, I), normal(S, 3, seed=1)
@@ -80,6 +82,7 @@ def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> N
     jax.tree.map(assert_close, last, wanted_last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_attention", [None, 3])
 def test_the_derivative_through_attention_is_the_measured_one(d_attention: int | None) -> None:
     """Of parameters, inputs, annotations and the first state, with places on both sides that are not valid."""
@@ -95,6 +98,7 @@ def test_the_derivative_through_attention_is_the_measured_one(d_attention: int |
     check_grads(function, (params, *args), order=1, eps=2**-10, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_gates_begin_orthogonal_and_an_lstm_remembering() -> None:
     U_CDD = orthogonal_gates(jax.random.key(0), (3, D, D))
     assert_close(jnp.einsum("cde,cfe->cdf", U_CDD, U_CDD), jnp.broadcast_to(jnp.eye(D), (3, D, D)))

@@ -55,6 +55,7 @@ def test_segments_apart_are_what_their_mask_says(G: int) -> None:
         assert_close(ours, wanted)
 
 
+@pytest.mark.slow
 def test_layers_by_name_are_their_formulas() -> None:
     """In NumPy and float64, a head at a time: queries given; queries of the data; and four products with weights."""
     D = 13
@@ -102,6 +103,7 @@ def test_rows_sum_to_one(mask: jax.Array | None) -> None:
     assert_close(attention_weights(q, k, mask).sum(-1), np.ones((H, T)))
 
 
+@pytest.mark.slow
 def test_a_fully_masked_row_is_zero_and_passes_no_gradient() -> None:
     q, k, v = qkv(2)
     blind = 3

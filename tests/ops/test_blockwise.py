@@ -76,6 +76,7 @@ def test_exactly_the_tiles_with_something_visible_are_looked_at(T: int, S: int, 
     np.testing.assert_array_equal(np.argwhere(per_tile), np.stack(tiles.visible(), axis=1))
 
 
+@pytest.mark.slow
 def test_a_fully_masked_row_is_zero_and_passes_no_gradient() -> None:
     q, k, v = qkv(4, 2, 9, 9, 8)
     blind = 5
@@ -96,6 +97,7 @@ def test_huge_scores_stay_finite(size: float) -> None:
     assert all(jnp.isfinite(g).all() for g in gradients)
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_its_dtype_and_sums_in_float32() -> None:
     arrays = [x.astype(jnp.bfloat16) for x in qkv(4, 2, 67, 67, 16)]
     exact = value_and_gradients(attention, *(x.astype(jnp.float32) for x in arrays), Causal())
@@ -106,6 +108,7 @@ def test_bfloat16_keeps_its_dtype_and_sums_in_float32() -> None:
         assert np.linalg.norm(got.astype(jnp.float32) - want) <= 2**-6 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_vmap_maps_over_examples_and_their_masks() -> None:
     q, k, v = normal(3, 4, 9, 8), normal(3, 2, 9, 8, seed=1), normal(3, 2, 9, 8, seed=2)
     mask = jnp.stack([jnp.arange(9)[:, None] >= jnp.arange(9), random_mask(9, 9), jnp.ones((9, 9), bool)])
@@ -126,6 +129,7 @@ def test_a_rematerialised_block_attends_once_if_it_may_save_the_result() -> None
     assert scans(checkpoint_policies.nothing_saveable) == 3  # forward, once more, and backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), Causal(100), None], ids=str)
 def test_memory_is_linear_in_the_length_forward_and_backward(mask: Mask) -> None:
     def temporary_bytes(attend, T: int) -> int:

@@ -79,6 +79,7 @@ def test_a_step_attends_as_if_its_key_and_value_were_written_first(dtype: Any, s
     assert_close(y, attention(q, *read_layer(wanted, jnp.float32), mask_1S, 0.3))
 
 
+@pytest.mark.slow
 def test_a_step_in_bfloat16_adds_up_in_float32() -> None:
     """So the scores, of up to about 50, are not rounded: its output is off by no more than the rounding of the weights
     and its own, 2^-9 each."""
@@ -95,6 +96,7 @@ def test_a_cache_of_another_dtype_is_refused(dtype: str) -> None:
         cache(dtype)
 
 
+@pytest.mark.slow
 def test_a_fully_masked_decode_step_is_zero() -> None:
     layer = write_layer(cache().layers[0], normal(G, S, K), normal(G, S, K), 0)
     y, _ = decode_step(normal(G, 1, K), normal(G, 1, K), normal(G, 1, K), layer, 2, jnp.zeros((1, S), bool), 1.0)

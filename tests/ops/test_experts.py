@@ -70,6 +70,7 @@ def test_places_by_hand() -> None:
     np.testing.assert_array_equal(assign(experts_TJ, 3, 2), [[0, 2], [1, 4], [3, 6], [6, 6]])
 
 
+@pytest.mark.slow
 def test_slots_are_unique_and_earlier_tokens_go_first() -> None:
     experts_TJ, _ = route(LOGITS_TE, J)
     room = 4
@@ -102,6 +103,7 @@ def test_the_way_there_and_back(room: int) -> None:
     assert (filled.sum(1) == np.minimum(taken, room)).all()  # the rest are zeros
 
 
+@pytest.mark.slow
 def test_statistics_by_hand() -> None:
     """Logits (1, 0) and (0, 0) and one choice each, where the second finds no room."""
     logits_TE = jnp.array([[1.0, 0.0], [0.0, 0.0]])
