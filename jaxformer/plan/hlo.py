@@ -158,6 +158,16 @@ class Program:
             self.runs[name] * self._traffic(name, i) for name, i in self._instructions() if name not in self.fused
         )
 
+    def loop_bodies(self) -> list[tuple[list[Instruction], float]]:
+        """Return for each loop the operations of its body that are kernels on a GPU, and the bytes of memory traffic of
+        one run."""
+        loops = [i for _, i in self._instructions() if i.opcode == "while"]
+        bodies = [(name, self.computations[name]) for loop in loops for name in loop.called("body")]
+        return [
+            ([i for i in body if i.opcode not in FREE], sum(self._traffic(name, i) for i in body))
+            for name, body in bodies
+        ]
+
     def _traffic(self, computation: str, i: Instruction) -> float:
         if i.opcode in FREE or i.opcode.endswith("-done"):
             return 0

@@ -117,6 +117,9 @@ def test_memory_traffic():
     each = (64 + 4 + 64) + (64 + 32) + 32 + 2 * (32 + 64)
     compare = 4 + 4 + 1  # the condition reads two integers and writes a bool
     assert parse(PROGRAM).memory_traffic() == 16 * (each + compare) + 8
+    ((kernels, n_bytes),) = parse(PROGRAM).loop_bodies()
+    assert [i.name for i in kernels] == ["one", "own", "kernel", "first", "second"]
+    assert n_bytes == each
 
 
 @pytest.mark.parametrize(

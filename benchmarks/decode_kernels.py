@@ -1,0 +1,101 @@
+"""Kernels and memory traffic of one decode step of `configs/gpt.py:gpt2_124m` on a GPU, read from the compiled program.
+
+    python benchmarks/decode_kernels.py [--topology h100:1] [--batch-sizes 1 8] [--n-blocks 12] [--results FOLDER]
+
+XLA compiles for the GPU without one (`pip install -e '.[plan-gpu]'`). It does not tune products of several rows then,
+nor does anything run: these are counts, not times. A step reads a KV cache of 1024 slots in bfloat16. Kernels are
+counted in the body of the loop over tokens, which XLA launches at once, as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import record
+from jax.sharding import SingleDeviceSharding
+
+from configs.gpt import gpt2_124m
+from jaxformer.decode import programs
+from jaxformer.decode.samplers import Sampling, init_history
+from jaxformer.decode.weights import lay_out, store
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.plan.hlo import parse
+from jaxformer.plan.topology import compiler_of, count_devices, topology_devices
+
+GPT2: DecoderConfig = gpt2_124m.model  # type: ignore[assignment]
+WEIGHTS = ("float32", "bfloat16", "int8")
+GREEDY = Sampling(temperature=0)
+
+
+def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device) -> str:
+    """Return the text of the compiled decode program, with parameters as `sample.py` has them."""
+    n_slots, V = model.config.context_length, model.config.vocab_size
+
+    def arguments() -> tuple[Any, programs.DecodeState]:
+        params = model.init(jax.random.key(0), jnp.zeros(1, jnp.int32))["params"]
+        cache = jax.vmap(lambda _: model.init_cache(n_slots, jnp.bfloat16))(jnp.zeros(batch_size))
+        history = jax.vmap(partial(init_history, GREEDY, V))(jnp.zeros((batch_size, 1), int), jnp.ones(batch_size, int))
+        token_B, done_B = jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, bool)
+        params = lay_out(store(params, weights, model, "gpu"), model, "gpu")
+        return params, programs.DecodeState(cache, history, token_B, done_B)
+
+    def on_device(tree: Any) -> Any:
+        sharding = SingleDeviceSharding(device)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    offset_B, number = jax.ShapeDtypeStruct((batch_size,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    seeds_B, ended_B = (jax.ShapeDtypeStruct((batch_size,), dtype) for dtype in (jnp.uint32, bool))
+    lowered = programs.decode.lower(
+        model, GREEDY, *on_device(jax.eval_shape(arguments)), *on_device((offset_B, seeds_B, ended_B)),
+        *on_device((number,) * 4), n_read=n_slots, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    return str(lowered.compile().as_text())
+
+
+def main() -> int:
+    """Count, print and store; return the exit status."""
+    parser = argparse.ArgumentParser(description="Kernels and memory traffic of one decode step on a GPU.")
+    parser.add_argument("--topology", default="h100:1", help="one GPU that plan knows")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--n-blocks", type=int, default=GPT2.n_blocks)
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="where to write the result")
+    options = parser.parse_args()
+    try:
+        compiler, n_devices = compiler_of(options.topology), count_devices(options.topology)
+        if compiler.kind != "GPU" or n_devices != 1 or not compiler.is_installed:
+            raise UserError(
+                f"{options.topology} is not one GPU, or its compiler is not installed; give one such as h100:1, after "
+                "pip install -e '.[plan-gpu]'."
+            )
+        config = replace(GPT2, n_blocks=options.n_blocks)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    device = topology_devices(options.topology)[0]
+    figures: dict[str, Any] = {"n_blocks": config.n_blocks, "slots_read": config.context_length}
+    for batch_size in options.batch_sizes:
+        for weights in WEIGHTS:
+            ((kernels, n_bytes),) = parse(compiled_step(config.build(), weights, batch_size, device)).loop_bodies()
+            counts = {"kernels_per_step": len(kernels), "mb_per_step": round(n_bytes / 1e6, 1)}
+            figures.setdefault(f"batch_{batch_size}", {})[weights] = counts
+            print(f"batch {batch_size}, {weights}: {json.dumps(counts)}", flush=True)
+    versions = record.versions("jax", "jaxlib", "flax")
+    path = record.write("decode_kernels", figures, versions, options.results, compiled_for=device.device_kind)
+    print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
