@@ -19,18 +19,23 @@ parts='attention       60  attention.py
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 options=() chosen=() failed=() child=
+names=$(awk '{print $1}' <<<"$parts" | xargs)
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+
 while (($#)); do
   case $1 in
     --smoke) options+=("$1") ;;
     --results)
-      options+=("$1" "${2:?error: --results needs a folder.}")
+      [[ -n ${2-} ]] || fail "--results needs a folder."
+      options+=("$1" "$2")
       shift
       ;;
     *)
-      if ! grep -q "^ *$1 " <<<"$parts"; then
-        echo "error: there is no part $1; there are: $(awk '{printf "%s ", $1}' <<<"$parts")" >&2
-        exit 2
-      fi
+      [[ " $names " == *" $1 "* ]] || fail "there is no part '$1'; there are $names."
       chosen+=("$1")
       ;;
   esac

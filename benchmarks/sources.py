@@ -38,7 +38,9 @@ from jaxformer.fields import differences, nonfinite_to_none
 from jaxformer.files import write_atomically
 from jaxformer.ladder import has_ended, rung_result
 from jaxformer.runs import read_config
+from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics
+from jaxformer.train.setup import resolve_precision
 
 SAVING_SECONDS, STORING_SECONDS = 45, 15
 """Time at the end of a call for the checkpoint, and for the outcomes."""
@@ -70,16 +72,19 @@ def train(options: Sequence[str], folder: Path, seconds: float) -> int:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def outcomes(folder: Path, sources: Mapping[str, str], device: str) -> dict[str, dict[str, Any]]:
-    """Return the outcome so far of each rung that has begun, by its name."""
-    begun = [name for name in sources if (folder / name).is_dir() and read_metrics(folder / name)]
-    return {
-        name: {
-            **nonfinite_to_none(asdict(rung_result(folder / name, sources[name]))),
-            "of_steps": read_config(folder / name).steps, "ended": has_ended(folder / name), "device": device,
-        }
-        for name in begun
-    }  # fmt: skip
+def outcomes(folder: Path, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the outcome so far of each rung that has begun, by its name, with the device here and the dtype of matrix
+    products on it."""
+    rungs, mesh = dict[str, dict[str, Any]](), make_mesh(devices=jax.devices()[:1])
+    for name, reported in sources.items():
+        run = folder / name
+        if run.is_dir() and read_metrics(run):
+            config = read_config(run)
+            rungs[name] = nonfinite_to_none(asdict(rung_result(run, reported))) | {
+                "of_steps": config.steps, "ended": has_ended(run),
+                "device": f"{jax.devices()[0].device_kind}, {resolve_precision(config.compute, mesh).name}",
+            }  # fmt: skip
+    return rungs
 
 
 def merge(stored: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
@@ -172,8 +177,8 @@ def main() -> int:
         if own.results is None:
             check_size(configs)
         status = train(options, own.folder, training_seconds)
-        reported, device = load_module("ladder").REPORTED, jax.devices()[0].device_kind
-        rungs = merge(stored, outcomes(own.folder, reported, device), list(reported))
+        reported = load_module("ladder").REPORTED
+        rungs = merge(stored, outcomes(own.folder, reported), list(reported))
         if rungs:
             record.write("sources", {"rungs": rungs}, record.versions("jax", "jaxlib", "flax"), file.parent)
             if page.exists():

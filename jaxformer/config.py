@@ -321,7 +321,9 @@ class Config:
             raise UserError(f"lora.rank is {self.lora.rank}, but there is nothing to adapt; {remedy}.")
         profiled = self.train.profiled_steps
         if profiled and profiled[-1] > self.steps:
-            raise UserError(f"train.profile is {self.train.profile}, but the last step is {self.steps}; name others.")
+            raise UserError(
+                f"train.profile is {self.train.profile}, but the last step is {self.steps}; name others, or none."
+            )
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
         if self.optimizer.schedule == "wsd" and (warmup := self.optimizer.warmup_steps) > stable_end:
             remedy = "shorten the warm-up or decay_fraction, or take more steps"

@@ -72,11 +72,12 @@ def test_benchmark_of_a_gpu_ends_at_once_on_a_cpu(monkeypatch):
 def test_parts_are_chosen_by_name(tmp_path):
     python = stand_in(tmp_path, "true")
     assert started(gpu(python, "kernels", "attention").stdout) == ["attention", "kernels"]
-    for wrong in ("decode", "60", "train_gpu.py"):
+    for wrong in ("decode", "60", "train_gpu.py", ".*", ""):
         result = gpu(python, wrong)
         assert (result.returncode, result.stdout) == (2, "")
-        assert result.stderr == f"error: there is no part {wrong}; there are: {' '.join(PARTS)} \n"
-    assert "error: --results needs a folder" in gpu(python, "--results").stderr
+        assert result.stderr == f"error: there is no part '{wrong}'; there are {' '.join(PARTS)}.\n"
+    result = gpu(python, "--results")
+    assert (result.returncode, result.stderr) == (2, "error: --results needs a folder.\n")
 
 
 def test_interruption_ends_the_part_that_runs(tmp_path):
@@ -216,8 +217,9 @@ def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path
     assert second.returncode == 0, out + err
     assert f"mlp_rowwise: resuming {tmp_path}/runs/mlp_rowwise" in out
     rungs = json.loads((tmp_path / "sources.json").read_text())["figures"]["rungs"]
-    assert {name: (x["steps"], x["ended"]) for name, x in rungs.items()} == {
-        "mlp_rowwise": (saved + 2, True), "residual": (saved + 2, True),
+    ended = (saved + 2, True, "cpu, float32")
+    assert {name: (x["steps"], x["ended"], x["device"]) for name, x in rungs.items()} == {
+        "mlp_rowwise": ended, "residual": ended,
     }  # fmt: skip
     losses = [row["loss"] for row in read_metrics(metrics.parent) if "loss" in row]
     assert len(losses) == saved + 2  # no step was lost or taken twice
