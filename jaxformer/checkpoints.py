@@ -35,8 +35,9 @@ from jaxformer.errors import (
     user_error_on_write,
     write_error,
 )
-from jaxformer.integrity import MISSING, NO_ARRAYS, find_corruption, write_checksums
+from jaxformer.integrity import ALL_ARRAYS, MISSING, NO_ARRAYS, find_corruption, write_checksums
 from jaxformer.run_lock import LOCK, run_lock
+from jaxformer.staging import is_split, mirror_of, staged_run
 
 CHECKPOINTS = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -54,11 +55,13 @@ class CheckpointReader:
     """The checkpoints in a run's folder, read only; a run that is training there is not disturbed.
 
     Each is a folder, named by its step, in the format of Orbax. Parameters, optimizer state and position (the step and
-    the data's fingerprint) are separate items, so that sampling reads only the first.
+    the data's fingerprint) are separate items, so that sampling reads only the first. Those of a run on object storage
+    are downloaded when they are verified.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, (folder / CHECKPOINTS).absolute()
+        self._staged = staged_run(folder)
         self._corruption: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
@@ -155,7 +158,7 @@ class CheckpointReader:
         args = ocp.args.StandardRestore(target)
         try:
             self._check_shapes(step, item, abstract)
-            return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(self._path / str(step) / item, args=args)
+            return ocp.Checkpointer(_arrays_handler()).restore(self._path / str(step) / item, args=args)
         except (ValueError, TypeError, OSError, KeyError) as error:
             with _suppress_late_errors():
                 traceback.clear_frames(error.__traceback__)
@@ -181,13 +184,32 @@ class CheckpointReader:
 
     def _metadata(self, step: int, item: str) -> Any:
         """Return Orbax's tree of the metadata of an item's arrays."""
-        return ocp.PyTreeCheckpointer().metadata(self._path / str(step) / item).item_metadata.tree
+        reader = ocp.PyTreeCheckpointer(primary_host=_primary_host().primary_host)
+        return reader.metadata(self._path / str(step) / item).item_metadata.tree
 
     def _find_corruption(self, step: int) -> str | None:
         """Return the corruption of a checkpoint, verified once."""
         if step not in self._corruption:
-            self._corruption[step] = self._verify(step)
+            if self._staged is None:
+                reason = self._verify(step)
+            else:
+                self._staged.fetch(self._name(step))
+                reason = self._verify(step)
+                if reason is not None and self._staged.fetch(self._name(step), anew=True):
+                    reason = self._verify(step)
+            self._corruption[step] = reason
         return self._corruption[step]
+
+    def _name(self, step: int) -> str:
+        """Return the name of a checkpoint in the store of a staged run."""
+        assert self._staged is not None
+        return (self._path / str(step)).relative_to(self._staged.folder).as_posix()
+
+    def _find_missing(self, step: int) -> str | None:
+        """Return the corruption of a checkpoint, but for that of its arrays' content."""
+        reason = find_corruption(self._path / str(step), NO_ARRAYS)
+        is_in_store = self._staged is not None and reason is not None and reason.endswith(MISSING)
+        return None if is_in_store else reason
 
     def _verify(self, step: int) -> str | None:
         return find_corruption(self._path / str(step))
@@ -224,6 +246,19 @@ class CheckpointReader:
             return -math.inf, -step
 
 
+def _primary_host() -> ocp.options.MultiprocessingOptions:
+    """Return which processes write more than their shards: process 0, or all where each has a folder of its own.
+
+    Orbax holds it in an object that all of its readers and writers share.
+    """
+    return ocp.options.MultiprocessingOptions(primary_host=None if is_split() else 0)
+
+
+def _arrays_handler() -> ocp.StandardCheckpointHandler:
+    """Return the reader and writer of arrays: one file per shard where each process has a folder of its own."""
+    return ocp.StandardCheckpointHandler(multiprocessing_options=_primary_host(), use_ocdbt=not is_split())
+
+
 def _leaves_by_path(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by their path, such as `blocks_0/attention/W_Q`."""
     return {
@@ -242,7 +277,8 @@ class CheckpointManager(CheckpointReader):
     It keeps the last two checkpoints, the one with the lowest validation loss, and the last two that were saved while
     the loss was not diverging: a loss shows the parameters of the step before, so that the last of them may have
     diverged already. Saving goes on in the background; a checkpoint appears complete, with its checksums, by a rename.
-    All processes of a `jax.distributed` job make one manager each and call it in the same order.
+    All processes of a `jax.distributed` job make one manager each and call it in the same order. Where the folder
+    stages a run on object storage, each has a folder of its own, with its own shards; together they are the checkpoint.
 
     On entering, the last checkpoint is verified, its files divided among the processes. If it is corrupt, it is
     quarantined with a warning, so that its step can be saved again, and the one before it is verified. Of still older
@@ -254,14 +290,20 @@ class CheckpointManager(CheckpointReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self._is_split = is_split()
         self._saving: int | None = None
         self._healthy: set[int] = set()
 
     def __enter__(self) -> CheckpointManager:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_suppress_late_errors())
-            if is_main_process():
+            if self._writes_files():
                 stack.enter_context(run_lock(self._folder))
+            if self._is_split:  # as Orbax does not for one of several processes
+                with user_error_on_write(self._folder, CHECKPOINTS):
+                    self._path.mkdir(exist_ok=True)
+                    for temporary in self._path.glob(f"*{TEMPORARY}*"):
+                        shutil.rmtree(temporary)
             self._quarantine()
             barrier()  # from here on, all processes see the same steps
             self._healthy = {step for step in self.steps() if self.is_healthy(step)}
@@ -274,14 +316,18 @@ class CheckpointManager(CheckpointReader):
                 ]
             )
             options = ocp.CheckpointManagerOptions(
-                cleanup_tmp_directories=True, preservation_policy=policy, best_fn=score,
+                create=not self._is_split, cleanup_tmp_directories=not self._is_split, preservation_policy=policy,
+                best_fn=score, multiprocessing_options=_primary_host(),
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._write_checksums
+                    timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._write_checksums,
+                    # Processes that each create folders take one another's signals for their own.
+                    create_directories_asynchronously=not self._is_split,
                 ),
             )  # fmt: skip
             with user_error_on_write(self._folder, CHECKPOINTS):
-                items = ("params", "opt_state", "position")
-                self._manager = ocp.CheckpointManager(self._path, options=options, item_names=items)
+                position = ocp.JsonCheckpointHandler(multiprocessing_options=_primary_host())
+                handlers = {"params": _arrays_handler(), "opt_state": _arrays_handler(), "position": position}
+                self._manager = ocp.CheckpointManager(self._path, options=options, item_handlers=handlers)
             self._stack = stack.pop_all()
         return self
 
@@ -323,6 +369,8 @@ class CheckpointManager(CheckpointReader):
           UserError: it cannot be written.
         """
         previous, failure = self._saving, self._wait()
+        if (mirror := mirror_of(self._folder)) is not None:
+            mirror.wait()
         if step in self._manager.all_steps():
             return
         self._saving = step
@@ -368,9 +416,18 @@ class CheckpointManager(CheckpointReader):
         with user_error_on_write(self._folder, CHECKPOINTS):
             for number in reversed(later):
                 self._manager.delete(number)
+                self._remove_from_store(number)
         self._healthy.difference_update(later)
         barrier()
         return later
+
+    def _writes_files(self) -> bool:
+        """Return True for a process that changes files which are not of its shards."""
+        return is_main_process() or self._is_split
+
+    def _remove_from_store(self, step: int) -> None:
+        if (mirror := mirror_of(self._folder)) is not None:
+            mirror.remove(self._name(step))
 
     def _wait(self) -> str | None:
         """Wait for the save under way; return the reason if the file system failed to write it."""
@@ -398,18 +455,19 @@ class CheckpointManager(CheckpointReader):
         if (reason := os_error_reason(error)) is None:
             return error
         steps = reversed(super().steps())
-        intact = next((n for n in steps if not find_corruption(self._path / str(n), NO_ARRAYS)), None)
+        intact = next((n for n in steps if not self._find_missing(n)), None)
         previous = "there is none before it" if intact is None else f"{intact} is intact"
         return write_error(self._folder, f"{name} ({previous})", reason)
 
     def _write_checksums(self) -> None:
-        """Write checksums; called by Orbax in a thread of process 0, after writing all files, before the rename."""
+        """Write checksums; called by Orbax in a thread of each process that writes files, after writing all, before the
+        rename."""
         temporary = self._path.glob(f"{self._saving}{TEMPORARY}*")
         write_checksums(next(temporary, self._path / str(self._saving)))
 
     def _verify(self, step: int) -> str | None:
-        """Return the corruption of a checkpoint; each process verifies its share of the files."""
-        own_files = slice(jax.process_index(), None, jax.process_count())
+        """Return the corruption of a checkpoint; each process verifies its share of the files, or its own copy."""
+        own_files = ALL_ARRAYS if self._is_split else slice(jax.process_index(), None, jax.process_count())
         return next(filter(None, all_gather(find_corruption(self._path / str(step), own_files) or "")), None)
 
     def _quarantine(self) -> None:
@@ -419,15 +477,16 @@ class CheckpointManager(CheckpointReader):
             return
         intact = self._require_intact(steps[::-1])
         preserved = {*steps[-2:], min(steps, key=self._rank)}
-        for step in steps if is_main_process() else ():
+        for step in steps if self._writes_files() else ():
             path, quarantine = self._path / str(step), self._path / f"{step}.corrupt"
-            reason = self._find_corruption(step) if step >= intact else find_corruption(path, NO_ARRAYS)
+            reason = self._find_corruption(step) if step >= intact else self._find_missing(step)
             if reason is None:
                 continue
             with user_error_on_write(self._folder, CHECKPOINTS):
                 if step > intact:
                     shutil.rmtree(quarantine, ignore_errors=True)
                     path.rename(quarantine)
+                    self._remove_from_store(step)
                     action = f"quarantined as {quarantine.name}, {intact} is used instead"
                 else:
                     shutil.rmtree(path)

@@ -56,9 +56,21 @@ def os_error_reason(error: Exception) -> str | None:
     return next((message for message in messages if message in str(error)), None)
 
 
+STAGED_URL = ".url"
+"""File with the URL of the run on object storage that the folders beside it stage."""
+
+
+def run_name(folder: Path) -> str:
+    """Return the name of a run: its folder, or the URL that this stages."""
+    try:
+        return (folder.parent / STAGED_URL).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return str(folder)
+
+
 def resume_command(folder: Path) -> str:
     """Return the command that resumes a run."""
-    return f"{command('train')} --resume --run {shlex.quote(str(folder))}"
+    return f"{command('train')} --resume --run {shlex.quote(run_name(folder))}"
 
 
 def write_error(folder: Path, name: str, reason: str) -> UserError:

@@ -9,8 +9,8 @@ from jaxformer.errors import UserError
 
 EXTRAS = {
     "PIL": "images", "babel": "dates", "flatbuffers": "stablehlo", "gguf": "gguf", "jinja2": "hf",
-    "matplotlib": "plots", "plotly": "pages", "pyarrow": "data", "sacrebleu": "translation", "safetensors": "hf",
-    "tensorboardX": "tensorboard", "wandb": "wandb",
+    "matplotlib": "plots", "obstore": "store", "plotly": "pages", "pyarrow": "data", "sacrebleu": "translation",
+    "safetensors": "hf", "tensorboardX": "tensorboard", "wandb": "wandb",
 }  # fmt: skip
 """Extra that installs each package."""
 

@@ -1,9 +1,10 @@
-"""Files: atomic writes, checksums and locks."""
+"""Files: atomic writes, checksums, locks and the folder of caches."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import time
 from pathlib import Path
 
@@ -46,3 +47,10 @@ def try_lock(descriptor: int, timeout_seconds: float = 0.0, shared: bool = False
             if time.monotonic() >= deadline:
                 return False
         time.sleep(0.03)
+
+
+def cache_root() -> Path:
+    """Return the folder of all caches: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
+    if root := os.environ.get("JAXFORMER_CACHE"):
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"

@@ -31,6 +31,7 @@ from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
+from jaxformer.staging import local_folder
 from jaxformer.stored_classes import BASE, CONFIG, find_class
 
 TOKENIZER, CLASSES = "tokenizer.json", "classes.json"
@@ -97,7 +98,7 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
       UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or the class
         names are not the run's own.
     """
-    folder = Path(path)
+    folder = local_folder(path) if isinstance(path, str) else path
     config = read_config(folder)
     model = config.model.build()
     checkpoints = CheckpointReader(folder)

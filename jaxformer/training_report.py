@@ -17,7 +17,7 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.fill_mask import MASK
 from jaxformer.distributed import is_main_process
-from jaxformer.errors import resume_command
+from jaxformer.errors import resume_command, run_name
 from jaxformer.extras import missing_extras
 from jaxformer.inspect import first_non_finite, save_autopsy
 from jaxformer.invocation import command
@@ -44,7 +44,7 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
     share = f", frozen, and {trained:,} of adapters" if config.lora.rank else ""
     tokens = f" ({data.per_step:,.0f} tokens)" if data.unit == "tokens" else ""
     lines = [
-        f"run {folder}{' (resumed)' if resumed else ''}",
+        f"run {run_name(folder)}{' (resumed)' if resumed else ''}",
         f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}{split}{processes}, jax {jax.__version__}",
         f"data: {data.describe()}",
         *(f"note: {note}" for note in data.notes),
@@ -70,7 +70,7 @@ def footer(
 ) -> list[str]:
     """Return the lines with the outcome and the next command, from the rows of the run's log; of a non-finite step,
     also save the autopsy."""
-    config, quoted, step = setup.config, shlex.quote(str(folder)), outcome.step
+    config, quoted, step = setup.config, shlex.quote(run_name(folder)), outcome.step
     help_line = f"What usually helps: {remedies(config)}."
     if outcome.status == "interrupted":
         return [f"interrupted at step {step:,} and saved; resume with: {resume_command(folder)}"]
@@ -78,7 +78,7 @@ def footer(
         origin, evidence = _autopsy(setup, folder, outcome)
         return [
             f"step {step:,} is not finite: first {origin}; what it takes to repeat it is in {evidence}.",
-            f"Everything up to step {step - 1:,} is saved in {folder}. {help_line}",
+            f"Everything up to step {step - 1:,} is saved in {run_name(folder)}. {help_line}",
             rollback_line(config, outcome, folder),
         ]
     if outcome.status == "diverged":

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"invocation", "lazy"},
     {"contract", "errors", "files", "signals", "terminal"},
-    {"config_files", "determinism", "extras", "integrity", "run_lock"},
+    {"config_files", "determinism", "extras", "integrity", "preemption", "run_lock"},
     {"fields"},
     {"config"},
     {"data"},
@@ -18,6 +18,7 @@ FLOORS = [
     {"nn"},
     {"models"},
     {"distributed"},
+    {"staging"},
     {"checkpoints", "memory", "parameters", "sharding", "stored_classes"},
     {"lora"},
     {"runs"},

@@ -23,6 +23,7 @@ from jaxformer.config_files import load_module
 from jaxformer.data.infer_config import infer_patch_size
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
 from jaxformer.fields import check_fields
+from jaxformer.object_store import is_url
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")
@@ -267,13 +268,26 @@ def with_image_size(model: ModelConfig, arguments: Sequence[str]) -> ModelConfig
 
 
 def folder_named(flag: str, value: str) -> Path:
-    """Return the folder that an option names, which need not exist; `UserError` if the name is empty, or of a file."""
+    """Return the folder that an option names, which need not exist; `UserError` if the name is empty, of a file, or a
+    URL."""
     folder = Path(value)
     if not value:
         raise UserError(f"{flag} is empty; name a folder, such as runs/mine.")
+    if is_url(value):
+        raise UserError(f"{flag} is the URL {value}; name a folder of this machine.")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{flag} {value} is a file; name a folder.")
     return folder
+
+
+def run_named(flag: str, value: str) -> Path:
+    """Return the folder of a run that an option names, also by its URL on object storage; raises `UserError` as
+    `folder_named` and `local_folder` do."""
+    if not is_url(value):
+        return folder_named(flag, value)
+    from jaxformer.staging import local_folder
+
+    return local_folder(value)
 
 
 def load_config(spec: str) -> Config:

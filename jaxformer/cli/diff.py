@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli.arguments import as_command, parse
@@ -40,8 +39,9 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"give two runs: {command('diff')} runs/one runs/other.")
 
     from jaxformer.comparison import checkpoint_differences, config_differences, log_differences
+    from jaxformer.staging import local_folder
 
-    a, b = Path(options.one), Path(options.other)
+    a, b = local_folder(options.one), local_folder(options.other)
     sections = {
         "configs": list(config_differences(a, b)),
         "logs": list(log_differences(a, b, options.tolerance)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxformer.cli.arguments import folder_named
+from jaxformer.cli.arguments import run_named
 from jaxformer.cli.train import RUNS
 from jaxformer.terminal import echo
 
@@ -24,7 +24,7 @@ class RunOptions:
     """A checkpoint of a run, with the format and the mesh of its parameters."""
 
     run: str | None = None
-    """Folder of the run; without it, the newest below runs/ that has a checkpoint."""
+    """Folder of the run, or its URL, s3://bucket/run; without it, the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -55,7 +55,7 @@ def run_folder(options: RunOptions) -> Path:
     """Return the folder of the run named, or of the newest with a checkpoint; raises UserError where there is none."""
     from jaxformer.runs import latest_run
 
-    return latest_run(RUNS, with_checkpoint=True) if options.run is None else folder_named("--run", options.run)
+    return latest_run(RUNS, with_checkpoint=True) if options.run is None else run_named("--run", options.run)
 
 
 def model_of(options: RunOptions) -> nn.Module:

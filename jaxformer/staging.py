@@ -1,0 +1,583 @@
+"""Runs on object storage: a local folder that stages one, and the mirror that uploads it while training writes.
+
+A checkpoint in the store counts once its checksums are there, which are written last. Stores have no append and no
+locks: metrics are stored in numbered parts, and a lease object, renewed by conditional writes, takes the place of a
+lock. Each process stages, and uploads, its own shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxformer.distributed import all_gather, barrier, broadcast
+from jaxformer.errors import STAGED_URL, UserError, parse_json, resume_command, run_name
+from jaxformer.files import try_lock, write_atomically
+from jaxformer.integrity import ARRAYS, CHECKSUMS
+from jaxformer.object_store import ObjectStore, StoreError, Tag, cache_folder, is_url, refresh
+
+CONFIG, METRICS, LEASE = "config.json", "metrics.jsonl", "lease.json"
+SESSION = ".session"
+"""File of the session that wrote a staging folder last."""
+PART = re.compile(r"metrics/(\d{6})")
+PART_BYTES = 2**20
+"""Bytes of `metrics.jsonl` in each object but the last."""
+CHECKPOINT_FILE = re.compile(r"((?:base/)?checkpoints/(?:0|[1-9]\d*))/(.+)")
+LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
+"""Time until a lease that is not renewed expires, and between two renewals."""
+POLL_SECONDS, PUSH_SECONDS = 0.5, 15.0
+"""Time between two looks for checkpoints, and between two uploads of the other files."""
+UPLOAD_WAIT_SECONDS = 1800.0
+"""Longest wait for an upload: of training that would save again, and of processes for each other at the end."""
+
+warn = logging.getLogger(__name__).warning
+_mirrors: dict[Path, Mirror] = {}
+
+
+@dataclass(frozen=True)
+class StagedRun:
+    """A run on object storage and the folder that stages it."""
+
+    store: ObjectStore
+    folder: Path
+    """It and its parent are in the cache."""
+
+    @property
+    def url(self) -> str:
+        """URL of the run."""
+        return self.store.url
+
+    def exists(self) -> bool:
+        """Return True if the store has the run."""
+        return self.store.read(CONFIG) is not None
+
+    def committed(self, objects: Mapping[str, str] | None = None) -> set[str]:
+        """Return the complete checkpoints in the store, such as `checkpoints/100`."""
+        found = (CHECKPOINT_FILE.fullmatch(name) for name in (self.store.list() if objects is None else objects))
+        return {match[1] for match in found if match and match[2] == CHECKSUMS}
+
+    def pull(self) -> None:
+        """Bring the folder to the state of the store, but for arrays, which `fetch` downloads, and half-uploaded
+        checkpoints.
+
+        Raises:
+          StoreError: the store fails.
+        """
+        objects = self.store.list()
+        complete = self.committed(objects)
+        for path in self.folder.glob("checkpoints/*"):
+            checkpoint = path.relative_to(self.folder).as_posix()
+            stored = self.store.read(f"{checkpoint}/{CHECKSUMS}") if checkpoint in complete else None
+            if stored is None or not _has_content(path / CHECKSUMS, stored[0]):  # it was removed, or saved again
+                shutil.rmtree(path, ignore_errors=True)
+        parts = sorted(name for name in objects if PART.fullmatch(name))
+        refresh(self.store, self.folder, {name: objects[name] for name in objects if _is_pulled(name, complete)})
+        if parts:
+            content = b"".join((self.folder / name).read_bytes() for name in parts)
+            write_atomically(self.folder / METRICS, content)
+
+    def remove_incomplete(self) -> None:
+        """Remove half-uploaded checkpoints from the store."""
+        objects = self.store.list()
+        complete = self.committed(objects)
+        found = {name: CHECKPOINT_FILE.fullmatch(name) for name in objects}
+        self.store.delete([name for name, match in found.items() if match and match[1] not in complete])
+
+    def fetch(self, checkpoint: str, anew: bool = False) -> bool:
+        """Download the files of a checkpoint that are not in the folder; return False where the store has it not yet.
+
+        Args:
+          checkpoint: such as `checkpoints/100`.
+          anew: download all of its files.
+
+        Raises:
+          StoreError: the store fails.
+        """
+        marker = f"{checkpoint}/{CHECKSUMS}"
+        if (stored := self.store.read(marker)) is None:
+            return False
+        hidden = (f"{checkpoint}/.", marker)
+        names = [name for name in self.store.list(checkpoint) if not name.startswith(hidden)]
+        self.store.download({n: self.folder / n for n in names if anew or not (self.folder / n).exists()})
+        write_atomically(self.folder / marker, stored[0])
+        return True
+
+
+def _has_content(file: Path, content: bytes) -> bool:
+    return file.is_file() and file.read_bytes() == content
+
+
+def _is_pulled(name: str, complete: set[str]) -> bool:
+    """Return True for an object that `pull` downloads."""
+    if match := CHECKPOINT_FILE.fullmatch(name):
+        return match[1] in complete and not match[2].startswith((".", *ARRAYS))
+    return name != LEASE and not name.startswith(".")
+
+
+def staged_run(folder: Path) -> StagedRun | None:
+    """Return the run that a folder, or one in it, stages; None for any other folder."""
+    for root in (folder, folder.parent):
+        if (root.parent / STAGED_URL).is_file():
+            return StagedRun(ObjectStore(run_name(root)), root)
+    return None
+
+
+def local_folder(name: str) -> Path:
+    """Return the folder of a run to read: the path itself, or one in the cache that is brought to the state of a URL.
+
+    Raises:
+      UserError: the URL is malformed, or the store fails.
+    """
+    if not is_url(name):
+        return Path(name)
+    staged = _stage(name, "read")
+    staged.pull()
+    return staged.folder
+
+
+def _stage(url: str, use: str) -> StagedRun:
+    store = ObjectStore(url)
+    parent = cache_folder("runs", store.url)
+    parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(parent / STAGED_URL, store.url)
+    return StagedRun(store, parent / use)
+
+
+def process_index(given: str | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the index of this process before it is connected: as given, of SLURM or of Open MPI; else 0, as each
+    machine of a TPU pod has one."""
+    candidates = (given, environment.get("SLURM_PROCID"), environment.get("OMPI_COMM_WORLD_RANK"))
+    return next((int(text) for text in candidates if text and text.isdecimal()), 0)
+
+
+@contextlib.contextmanager
+def open_staged(url: str, process: int, resume: bool) -> Iterator[StagedRun]:
+    """Open the folder in which a process stages a run that it trains, locked against others on this machine.
+
+    A folder that the last session on the run has written stays, as it may hold what could not be uploaded; any other is
+    brought to the state of the store.
+
+    Raises:
+      UserError: another process uses the folder, the store fails, or the run exists and is not resumed.
+    """
+    staged = _stage(url, f"process-{process}")
+    lock = os.open(staged.folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            is_free = try_lock(lock, 0.3)
+        except OSError as error:
+            remedy = "set JAXFORMER_CACHE to a folder on a local disk of Linux or macOS"
+            raise UserError(f"{staged.folder.parent}, where {url} is staged, has no file locks; {remedy}.") from error
+        if not is_free:
+            raise UserError(f"another process on this machine is training in {url}; stop it, or choose another --run.")
+        if not resume and staged.exists():
+            raise UserError(f"{url} exists; add --resume to continue it, or choose another --run.")
+        lease = Lease.read(staged.store)
+        if not resume or lease is None or _session(staged.folder) != lease.session:
+            shutil.rmtree(staged.folder, ignore_errors=True)
+            if resume:
+                staged.pull()
+        yield staged
+    finally:
+        os.close(lock)
+
+
+def _session(folder: Path) -> str:
+    try:
+        return (folder / SESSION).read_text()
+    except OSError:
+        return ""
+
+
+@dataclass
+class Lease:
+    """The right to write to a run, until it expires."""
+
+    store: ObjectStore
+    session: str
+    """Random name of the holder."""
+    holder: str
+    """Host and process of the holder."""
+    expires: float
+    """Seconds since the epoch."""
+    tag: Tag | None = None
+
+    @classmethod
+    def read(cls, store: ObjectStore) -> Lease | None:
+        """Return the lease in the store, expired or not; None where there is none."""
+        stored = store.read(LEASE)
+        if stored is None:
+            return None
+        try:
+            fields = dict(parse_json(stored[0]))
+            return cls(store, str(fields["session"]), str(fields["holder"]), float(fields["expires"]), stored[1])
+        except (ValueError, TypeError, KeyError):
+            return cls(store, "", "an unknown process", 0.0, stored[1])  # no version of this program wrote it
+
+    @classmethod
+    def acquire(cls, store: ObjectStore, own_session: str = "") -> Lease:
+        """Return a new lease. One that is not renewed is waited for until it expires.
+
+        Args:
+          own_session: the last session on this machine, which has ended.
+
+        Raises:
+          UserError: another process holds the lease and renews it, or the store fails.
+        """
+        last = cls.read(store)
+        while last is not None and last.session != own_session and (left := last.expires - time.time()) > 0:
+            warn(f"{store.url} was last written by {last.holder}; waiting up to {left:.0f} s until its lease expires")
+            until = time.time() + min(left, LEASE_SECONDS) + 0.1
+            while time.time() < until:
+                time.sleep(min(1.0, LEASE_SECONDS / 10))
+                now = cls.read(store)
+                if now is None or now.expires <= time.time():
+                    break
+                if now.tag != last.tag:
+                    raise UserError(f"{now.holder} is training in {store.url}; stop it, or choose another --run.")
+            last = cls.read(store)
+        holder = f"{socket.gethostname()}, process {os.getpid()}"
+        lease = cls(store, secrets.token_hex(8), holder, 0.0, None if last is None else last.tag)
+        if not lease.renew():
+            raise UserError(f"another process just began to train in {store.url}; stop it, or choose another --run.")
+        return lease
+
+    def renew(self, seconds: float | None = None) -> bool:
+        """Extend the lease to `LEASE_SECONDS`, or others, from now; return False where another process has taken it."""
+        expires = time.time() + (LEASE_SECONDS if seconds is None else seconds)
+        content = json.dumps({"session": self.session, "holder": self.holder, "expires": expires})
+        if (tag := self.store.write_if(LEASE, content.encode(), self.tag)) is None:
+            # A write whose answer was lost may have been ours.
+            now = Lease.read(self.store)
+            if now is None or now.session != self.session:
+                return False
+            tag = now.tag
+        self.tag, self.expires = tag, expires
+        return True
+
+    def is_fresh(self) -> bool:
+        """Return True until it should be renewed."""
+        return self.expires - time.time() > LEASE_SECONDS - RENEW_SECONDS
+
+
+@contextlib.contextmanager
+def mirrored(staged: StagedRun) -> Iterator[Mirror]:
+    """Hold the lease of a run and upload what is written to its folder, until the end; all processes enter together.
+
+    Checkpoints that are not in every process's folder are removed there, as are incomplete ones in the store.
+
+    Raises:
+      UserError: another process holds the lease or has taken it, or not all could be uploaded.
+    """
+    process, session = jax.process_index(), ""
+    lease = None if process else Lease.acquire(staged.store, _session(staged.folder))
+    with contextlib.ExitStack() as stack:
+        if lease is not None:
+            session = lease.session
+            stack.callback(_release, lease)
+            staged.remove_incomplete()
+        session, local = broadcast(session), _checkpoints(staged.folder)
+        common = set.intersection(*(set(json.loads(text)) for text in all_gather(json.dumps(local))))
+        for checkpoint in set(local) - common:
+            shutil.rmtree(staged.folder / checkpoint)
+        barrier()  # what others upload is not removed
+        yield stack.enter_context(Mirror(staged, lease, session, process, jax.process_count()))
+
+
+def _release(lease: Lease) -> None:
+    """End a lease; where no run has begun, nothing is left of it."""
+    with contextlib.suppress(StoreError):  # it expires
+        if lease.renew(0.0) and lease.store.read(CONFIG) is None:
+            lease.store.delete([LEASE])
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    """Return the complete checkpoints in a folder, the oldest first."""
+    files = (*folder.glob(f"base/checkpoints/*/{CHECKSUMS}"), *folder.glob(f"checkpoints/*/{CHECKSUMS}"))
+    found = [file.parent.relative_to(folder).as_posix() for file in files]
+    return sorted((c for c in found if CHECKPOINT_FILE.fullmatch(f"{c}/{CHECKSUMS}")), key=lambda c: int(Path(c).name))
+
+
+def mirror_of(folder: Path) -> Mirror | None:
+    """Return the mirror of a folder, or of the one that it is in, while this process trains there."""
+    return _mirrors.get(folder) or _mirrors.get(folder.parent)
+
+
+def is_split() -> bool:
+    """Return True while several processes train a run on object storage, each with a folder for its shards."""
+    return jax.process_count() > 1 and bool(_mirrors)
+
+
+def share_run(folder: Path) -> Path:
+    """Return the folder of a new run that process 0 has created, on all processes; where it stages a run on object
+    storage, each has its own copy."""
+    if (mirror := mirror_of(folder)) is None:
+        return Path(broadcast(str(folder)))
+    mirror.push()
+    barrier()
+    if jax.process_index():
+        mirror.staged.pull()
+    return folder
+
+
+class Mirror:
+    """The upload of a staging folder in the background, while a run is trained.
+
+    While the store fails, training goes on; what is missing is uploaded once it works again.
+    """
+
+    def __init__(self, staged: StagedRun, lease: Lease | None, session: str, process: int, n_processes: int) -> None:
+        """Start nothing yet.
+
+        Args:
+          lease: of process 0; None for the others.
+          session: of all processes.
+        """
+        self.staged, self._store, self._folder = staged, staged.store, staged.folder
+        self._lease, self._session, self._process, self._n_processes = lease, session, process, n_processes
+        self._done, self._sent = staged.committed(), set[str]()
+        self._pushed: dict[str, tuple[int, int, int]] = {}
+        self._parts = {name for name in self._store.list("metrics") if PART.fullmatch(name)}
+        self._busy, self._stop = threading.RLock(), threading.Event()
+        self._failure: StoreError | None = None
+        self._lost: Exception | None = None
+        self._abandoned = False
+
+    def __enter__(self) -> Mirror:
+        _mirrors[self._folder] = self
+        loops = (self._upload_loop, *([self._lease_loop] if self._lease else []))
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Upload what is missing; after an error, without waiting for other processes."""
+        try:
+            self._finish(is_patient=kind is None or self._n_processes == 1)
+            failure: Exception | None = self._lost or self._failure
+            if failure is not None and self._lost is None:
+                failure = UserError(
+                    f"{str(failure).rstrip('.')}; all is staged in {self._folder}, from where this uploads it on this "
+                    f"machine: {resume_command(self._folder)}"
+                )
+            if failure is not None:
+                if kind is None:
+                    raise failure
+                warn(str(failure))
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join()
+            del _mirrors[self._folder]
+
+    def wait(self) -> None:
+        """Wait until the checkpoints before are uploaded, unless the store fails.
+
+        Raises:
+          UserError: another process has taken the lease.
+          OSError: a staged file cannot be read.
+        """
+        deadline = time.monotonic() + UPLOAD_WAIT_SECONDS
+        while self._pending() and not (self._failure or self._lost) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._lost:
+            raise self._lost
+
+    def push(self) -> None:
+        """Upload the files that are not part of a checkpoint, now.
+
+        Raises:
+          StoreError: the store fails.
+        """
+        with self._busy:
+            self._push_files()
+
+    def remove(self, checkpoint: str) -> None:
+        """Remove a checkpoint, such as `checkpoints/100`, from the store, so that its step can be saved again.
+
+        Raises:
+          StoreError: the store fails.
+        """
+        with self._busy:
+            if self._process == 0:
+                marker = f"{checkpoint}/{CHECKSUMS}"
+                self._store.delete([marker, *(name for name in self._store.list(checkpoint) if name != marker)])
+            self._done.discard(checkpoint)
+            self._sent.discard(checkpoint)
+
+    def abandon(self) -> None:
+        """Remove all of a new run that has not begun from the store."""
+        with self._busy, contextlib.suppress(StoreError):
+            self._abandoned = True
+            if self._process == 0:
+                self._store.delete([CONFIG, *(name for name in self._store.list() if name not in (CONFIG, LEASE))])
+
+    def _pending(self) -> list[str]:
+        return [checkpoint for checkpoint in _checkpoints(self._folder) if checkpoint not in self._done]
+
+    def _lease_loop(self) -> None:
+        while not self._stop.wait(min(1.0, RENEW_SECONDS / 4)) and self._lost is None:
+            try:
+                self._renew()
+            except StoreError:  # the uploads say so
+                continue
+            except Exception as error:  # as above
+                self._lost = error
+
+    def _renew(self) -> None:
+        """Renew the lease of process 0 where it is due; record where another process has taken it."""
+        if self._lease and not self._lease.is_fresh() and not self._lease.renew():
+            self._lost = UserError(
+                f"another process has taken over {self.staged.url}, as this one did not renew its lease in time; stop "
+                "one of them, and resume the other."
+            )
+
+    def _upload_loop(self) -> None:
+        pushed = 0.0
+        while not self._stop.wait(PUSH_SECONDS if self._failure else POLL_SECONDS) and self._lost is None:
+            is_due = time.monotonic() - pushed > PUSH_SECONDS
+            self._attempt(is_due)
+            pushed = time.monotonic() if is_due else pushed
+
+    def _attempt(self, with_files: bool) -> None:
+        """Upload what is complete; a failure of the store is named once."""
+        try:
+            with self._busy:
+                if self._abandoned or self._lost or not self._folder.is_dir():
+                    return
+                if _session(self._folder) != self._session:
+                    (self._folder / SESSION).write_text(self._session)
+                for checkpoint in self._pending():
+                    self._upload(checkpoint)
+                if with_files:
+                    self._push_files()
+        except StoreError as error:
+            if self._failure is None:
+                warn(f"{str(error).rstrip('.')}; training goes on, and uploads from {self._folder} once this is mended")
+            self._failure = error
+        except FileNotFoundError as error:  # the folder has vanished, of which training speaks, or is being changed
+            logging.getLogger(__name__).debug("upload of %s: %s", self._folder, error)
+        except Exception as error:  # to be raised by the thread that trains
+            self._lost = error
+        else:
+            if self._failure is not None:
+                warn(f"{self.staged.url} works again; uploads continue")
+            self._failure = None
+
+    def _upload(self, checkpoint: str) -> None:
+        """Upload the own files of a checkpoint; process 0 commits it once all processes have."""
+        path, part = self._folder / checkpoint, f"{checkpoint}/.{self._session}-{{}}.json"
+        if checkpoint not in self._sent:
+            try:
+                checksums = dict(parse_json((path / CHECKSUMS).read_bytes()))
+                names = (f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file() and f.name != CHECKSUMS)
+                own = [name for name in names if self._is_own(name)]
+                self._store.upload({f"{checkpoint}/{name}": path / name for name in own})
+            except FileNotFoundError:  # a newer one has replaced it
+                return
+            own_checksums = {name: checksums[name] for name in own if name in checksums}
+            self._store.write(part.format(self._process), json.dumps(own_checksums).encode())
+            self._sent.add(checkpoint)
+        if self._process == 0:
+            parts = [self._store.read(part.format(process)) for process in range(self._n_processes)]
+            if not all(parts):
+                return
+            self._push_files()  # rows of the log up to the checkpoint
+            self._renew()
+            if self._lost:
+                return
+            merged = {name: digest for each in parts if each for name, digest in parse_json(each[0]).items()}
+            self._store.write(f"{checkpoint}/{CHECKSUMS}", json.dumps(merged, indent=0).encode())
+            self._store.delete(part.format(process) for process in range(self._n_processes))
+        self._done.add(checkpoint)
+        if self._process == 0:
+            self._prune()
+
+    def _is_own(self, name: str) -> bool:
+        """Return True for a file of a checkpoint that this process uploads; others than 0 upload their shards."""
+        base = name.rpartition("/")[2]
+        return self._process == 0 or (name.startswith(ARRAYS) and not base.startswith((".", "_", "commit_success")))
+
+    def _prune(self) -> None:
+        """Remove older checkpoints that are no longer in the folder."""
+        local = _checkpoints(self._folder)
+        uploaded = [int(Path(c).name) for c in local if c in self._done and c.startswith("checkpoints/")]
+        for checkpoint in sorted(self._done - set(local)):
+            if checkpoint.startswith("checkpoints/") and int(Path(checkpoint).name) < max(uploaded, default=0):
+                self.remove(checkpoint)
+
+    def _push_files(self) -> None:
+        """Upload new and changed files that are not part of a checkpoint; process 0 does."""
+        if self._process or not (self._folder / CONFIG).is_file():
+            return
+        for file in sorted(self._folder.rglob("*")):
+            name = file.relative_to(self._folder).as_posix()
+            is_excluded = "checkpoints" in file.parts or "/." in f"/{name}" or name.endswith(".new")
+            if is_excluded or name == METRICS or PART.fullmatch(name) or not file.is_file():
+                continue
+            state = _state(file)
+            if self._pushed.get(name) != state:
+                self._store.write(name, file.read_bytes())
+                self._pushed[name] = state
+        if (self._folder / METRICS).is_file():
+            self._push_metrics(self._folder / METRICS)
+
+    def _push_metrics(self, file: Path) -> None:
+        """Upload the log in parts; those before the last do not change unless the file is replaced or shortened."""
+        before, state = self._pushed.get(METRICS, (0, 0, 0)), _state(file)
+        if before == state:
+            return
+        first = before[2] // PART_BYTES if before[0] == state[0] and before[2] <= state[2] else 0
+        with file.open("rb") as content:
+            content.seek(first * PART_BYTES)
+            rest = content.read()
+        parts = {
+            f"metrics/{first + i:06}": rest[i * PART_BYTES : (i + 1) * PART_BYTES]
+            for i in range(-(-len(rest) // PART_BYTES))
+        }
+        last = max(parts, default=f"metrics/{first:06}")
+        surplus = sorted((name for name in self._parts if name > last or not rest), reverse=True)
+        self._store.delete(surplus)  # first, so that the others are the beginning of a log at any time
+        self._parts.difference_update(surplus)
+        for name, part in parts.items():
+            self._store.write(name, part)
+            self._parts.add(name)
+        self._pushed[METRICS] = state
+
+    def _finish(self, is_patient: bool) -> None:
+        """Upload what is missing; patiently, until all processes have."""
+        deadline = time.monotonic() + UPLOAD_WAIT_SECONDS
+        while True:
+            self._attempt(with_files=True)
+            is_done = not self._pending() and (self._process == 0 or self._are_sent_committed())
+            if is_done or self._lost or self._failure or not is_patient or time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
+
+    def _are_sent_committed(self) -> bool:
+        """Return True once process 0 has committed what this process has uploaded, or it was removed since."""
+        sent = self._sent & set(_checkpoints(self._folder))
+        try:
+            return sent <= self.staged.committed()
+        except StoreError:
+            return True
+
+
+def _state(file: Path) -> tuple[int, int, int]:
+    """Return inode, time of the last change and size of a file."""
+    stat = file.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
