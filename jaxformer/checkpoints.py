@@ -32,6 +32,7 @@ from jaxformer.errors import (
     folder_vanished_error,
     os_error_reason,
     parse_json,
+    run_name,
     user_error_on_write,
     write_error,
 )
@@ -61,7 +62,7 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, (folder / CHECKPOINTS).absolute()
-        self._staged = staged_run(folder)
+        self._staged, self._title = staged_run(folder), run_name(folder)
         self._corruption: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
@@ -82,19 +83,19 @@ class CheckpointReader:
         """
         steps = self.steps()
         if not steps:
-            raise UserError(f"{self._folder} has no complete checkpoint yet; train longer, or choose another run.")
+            raise UserError(f"{self._title} has no complete checkpoint yet; train longer, or choose another run.")
         if checkpoint == "last":
             return self._first_intact(steps[::-1])
         if checkpoint == "best":
             return self._first_intact(sorted(steps, key=self._rank))
         if str(checkpoint) not in map(str, steps):
-            raise UserError(f"{self._folder} has no checkpoint {checkpoint!r}; it has {steps}, 'last' and 'best'.")
+            raise UserError(f"{self._title} has no checkpoint {checkpoint!r}; it has {steps}, 'last' and 'best'.")
         step = int(checkpoint)
         if reason := self._find_corruption(step):
             by_distance = sorted(steps, key=lambda s: abs(s - step))
             nearest = next((s for s in by_distance if not self._find_corruption(s)), None)
             hint = "no other is intact" if nearest is None else f"the nearest intact one is {nearest}"
-            raise UserError(f"checkpoint {step} of {self._folder} is corrupt: {reason}; {hint}.")
+            raise UserError(f"checkpoint {step} of {self._title} is corrupt: {reason}; {hint}.")
         return step
 
     def last_intact_step(self) -> int | None:
@@ -129,7 +130,7 @@ class CheckpointReader:
         """
         if not (self._path / str(step) / "opt_state").exists():
             raise UserError(
-                f"checkpoint {step} of {self._folder} has parameters only, which no training is resumed from; train "
+                f"checkpoint {step} of {self._title} has parameters only, which no training is resumed from; train "
                 f"on them in a new run, with --init-from {shlex.quote(str(self._folder))}."
             )
         try:
@@ -167,7 +168,7 @@ class CheckpointReader:
     def _unreadable(self, step: int, error: Exception) -> UserError:
         reason = f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
         return UserError(
-            f"checkpoint {step} of {self._folder} cannot be read: {reason}; put back a copy, or choose another with "
+            f"checkpoint {step} of {self._title} cannot be read: {reason}; put back a copy, or choose another with "
             "--checkpoint (in training: --from-step)."
         )
 
@@ -178,7 +179,7 @@ class CheckpointReader:
             if stored.get(name) != expected.get(name):
                 saved, given = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, expected))
                 raise UserError(
-                    f"checkpoint {step} of {self._folder} does not fit the config: {item}/{name} is {saved} in the "
+                    f"checkpoint {step} of {self._title} does not fit the config: {item}/{name} is {saved} in the "
                     f"checkpoint and {given} in the config; put back the config.json that was written with the run."
                 )
 
@@ -219,7 +220,7 @@ class CheckpointReader:
         intact = self._require_intact(steps)
         for step in steps[: steps.index(intact)]:
             reason = self._find_corruption(step)
-            warn(f"checkpoint {step} of {self._folder} is corrupt: {reason}; {intact} is used instead")
+            warn(f"checkpoint {step} of {self._title} is corrupt: {reason}; {intact} is used instead")
         return intact
 
     def _require_intact(self, steps: Sequence[int]) -> int:
@@ -228,7 +229,7 @@ class CheckpointReader:
             if not self._find_corruption(step):
                 return step
         raise UserError(
-            f"every checkpoint of {self._folder} is corrupt ({steps[0]}: {self._find_corruption(steps[0])}); "
+            f"every checkpoint of {self._title} is corrupt ({steps[0]}: {self._find_corruption(steps[0])}); "
             "put back a copy of its folder, or train again."
         )
 
@@ -395,7 +396,7 @@ class CheckpointManager(CheckpointReader):
         except (OSError, ValueError) as error:
             raise self._explain(error) from error
         if failure:
-            warn(f"checkpoint {previous} of {self._folder} could not be written: {failure}; {step} is saved instead")
+            warn(f"checkpoint {previous} of {self._title} could not be written: {failure}; {step} is saved instead")
 
     def last_healthy_step(self, diverged: int) -> int:
         """Return the step of the last healthy checkpoint, or 0; waits for the save under way.
@@ -493,7 +494,7 @@ class CheckpointManager(CheckpointReader):
                     action = "removed"
             # A checkpoint that is not preserved and misses files was being deleted when the process was killed.
             if step > intact or step in preserved or not reason.endswith(MISSING):
-                warn(f"checkpoint {step} of {self._folder} is corrupt: {reason}; {action}")
+                warn(f"checkpoint {step} of {self._title} is corrupt: {reason}; {action}")
         self._corruption = {intact: None}  # the others may be saved again
 
     def _remove_temporary(self) -> None:

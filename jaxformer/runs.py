@@ -20,7 +20,7 @@ from jaxformer.config_files import kind_of
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
-from jaxformer.errors import UserError, parse_json
+from jaxformer.errors import UserError, parse_json, run_name
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, write_atomically
 from jaxformer.integrity import CHECKSUMS
@@ -323,7 +323,7 @@ def read_config(folder: Path) -> Config:
         reason = "is no run: it has no config.json" if folder.exists() else "does not exist"
         near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
         remedy = f"runs there: {near}" if near else f"train one with {command('train')}"
-        raise UserError(f"{folder} {reason}; {remedy}.")
+        raise UserError(f"{run_name(folder)} {reason}; {remedy}.")
     try:
         values = dict(parse_json(file.read_bytes()))
         for field, base in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig)):

@@ -66,8 +66,8 @@ class StagedRun:
 
     def committed(self, objects: Mapping[str, str] | None = None) -> set[str]:
         """Return the complete checkpoints in the store, such as `checkpoints/100`."""
-        found = (CHECKPOINT_FILE.fullmatch(name) for name in (self.store.list() if objects is None else objects))
-        return {match[1] for match in found if match and match[2] == CHECKSUMS}
+        matches = (CHECKPOINT_FILE.fullmatch(name) for name in (self.store.list() if objects is None else objects))
+        return {match[1] for match in matches if match and match[2] == CHECKSUMS}
 
     def pull(self) -> None:
         """Bring the folder to the state of the store, but for arrays, which `fetch` downloads, and half-uploaded
@@ -93,8 +93,8 @@ class StagedRun:
         """Remove half-uploaded checkpoints from the store."""
         objects = self.store.list()
         complete = self.committed(objects)
-        found = {name: CHECKPOINT_FILE.fullmatch(name) for name in objects}
-        self.store.delete([name for name, match in found.items() if match and match[1] not in complete])
+        matches = {name: CHECKPOINT_FILE.fullmatch(name) for name in objects}
+        self.store.delete([name for name, match in matches.items() if match and match[1] not in complete])
 
     def fetch(self, checkpoint: str, anew: bool = False) -> bool:
         """Download the files of a checkpoint that are not in the folder; return False where the store has it not yet.
@@ -307,8 +307,8 @@ def _release(lease: Lease) -> None:
 def _checkpoints(folder: Path) -> list[str]:
     """Return the complete checkpoints in a folder, the oldest first."""
     files = (*folder.glob(f"base/checkpoints/*/{CHECKSUMS}"), *folder.glob(f"checkpoints/*/{CHECKSUMS}"))
-    found = [file.parent.relative_to(folder).as_posix() for file in files]
-    return sorted((c for c in found if CHECKPOINT_FILE.fullmatch(f"{c}/{CHECKSUMS}")), key=lambda c: int(Path(c).name))
+    matches = [file.parent.relative_to(folder).as_posix() for file in files]
+    return sorted((c for c in matches if CHECKPOINT_FILE.fullmatch(f"{c}/{CHECKSUMS}")), key=lambda c: int(Path(c).name))
 
 
 def mirror_of(folder: Path) -> Mirror | None:

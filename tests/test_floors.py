@@ -11,7 +11,7 @@ FLOORS = [
     {"invocation", "lazy"},
     {"contract", "errors", "files", "signals", "terminal"},
     {"config_files", "determinism", "extras", "integrity", "preemption", "run_lock"},
-    {"fields"},
+    {"fields", "object_store"},
     {"config"},
     {"data"},
     {"ops"},

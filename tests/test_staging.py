@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import CheckpointReader
-from jaxformer.object_store import ObjectStore
-from jaxformer.staging import LEASE, METRICS, local_folder
+from jaxformer import staging
+from jaxformer.checkpoints import CheckpointManager, CheckpointReader
+from jaxformer.cli import sample, train
+from jaxformer.errors import UserError, resume_command
+from jaxformer.object_store import ObjectStore, StoreError
+from jaxformer.runs import load_run
+from jaxformer.staging import (
+    LEASE,
+    METRICS,
+    Lease,
+    Mirror,
+    is_split,
+    local_folder,
+    mirror_of,
+    mirrored,
+    open_staged,
+    process_index,
+    staged_run,
+)
 from jaxformer.train.log import read_metrics, without_timings
-from tests.helpers import ROOT, tiny, write_books
+from tests.helpers import ROOT, flip_a_bit, in_memory, small_run, tiny, write_books
 
 pytest.importorskip("obstore")
 
@@ -71,6 +88,195 @@ def finish(processes: list[subprocess.Popen]) -> list[str]:
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
     return [out for out, _ in outputs]
+
+
+URL = "s3://bucket/run"
+TREE = {"W": np.arange(6, dtype=np.float32)}
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path) -> ObjectStore:
+    """Replace all stores by one in memory, and the cache by one of this test."""
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(staging, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(staging, "PUSH_SECONDS", 0.05)
+    return in_memory(monkeypatch)
+
+
+def save(checkpoints: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, TREE, TREE, {"step": step}, None)
+
+
+def train_in_store(*steps: int, resume: bool = False) -> None:
+    """Save checkpoints, and a row of the log before each, to the store."""
+    with open_staged(URL, 0, resume) as staged, mirrored(staged):
+        staged.folder.mkdir(exist_ok=True)
+        (staged.folder / "config.json").write_text("{}")
+        with CheckpointManager(staged.folder) as checkpoints:
+            for step in steps:
+                with (staged.folder / METRICS).open("a") as log:
+                    log.write(json.dumps({"step": step}) + "\n")
+                save(checkpoints, step)
+
+
+def test_checkpoints_and_log_are_uploaded_and_old_ones_removed(store, tmp_path):
+    train_in_store(5, 10, 15)
+    assert staged_run(local_folder(URL)).committed() == {"checkpoints/10", "checkpoints/15"}
+    assert not [name for name in store.list() if "checkpoints/5/" in name or ".json" in name.split("/")[-1][:6]]
+    reader = CheckpointReader(local_folder(URL))
+    assert reader.steps() == [10, 15]
+    np.testing.assert_array_equal(reader.arrays(reader.step())["params/W"], TREE["W"])
+    assert [row["step"] for row in read_metrics(local_folder(URL))] == [5, 10, 15]
+    assert Lease.read(store).expires <= time.time()
+    assert mirror_of(local_folder(URL)) is None and not is_split()
+
+
+def test_arrays_are_downloaded_only_of_the_checkpoint_that_is_read(store):
+    train_in_store(5, 10)
+    folder = local_folder(URL)
+    assert not list(folder.glob("checkpoints/*/params/d"))
+    assert CheckpointReader(folder).step(5) == 5
+    assert {path.parts[-3] for path in folder.glob("checkpoints/*/params/d")} == {"5"}
+
+
+def test_half_uploaded_checkpoint_is_ignored_and_removed_on_resuming(store):
+    train_in_store(5, 10)
+    store.delete(["checkpoints/10/sha256.json"])  # as if its process had been killed before the commit
+    assert CheckpointReader(local_folder(URL)).steps() == [5]
+    shutil.rmtree(staging.cache_folder("runs", URL))
+    train_in_store(resume=True)
+    assert not store.list("checkpoints/10") and CheckpointReader(local_folder(URL)).step() == 5
+
+
+def test_corrupt_copies_are_downloaded_again(store):
+    train_in_store(5)
+    folder = local_folder(URL)
+    assert CheckpointReader(folder).step() == 5
+    flip_a_bit(next(folder.glob("checkpoints/5/params/d/*")))
+    assert CheckpointReader(folder).step(5) == 5
+
+
+def test_corrupt_checkpoint_in_the_store_is_an_error_when_read_and_replaced_when_trained(store):
+    train_in_store(5, 10)
+    name = next(name for name in store.list("checkpoints/10") if "/params/d/" in name)
+    content = bytearray(store.read(name)[0])
+    content[len(content) // 2] ^= 1
+    store.write(name, bytes(content))
+    with pytest.raises(UserError, match=rf"checkpoint 10 of {URL} is corrupt: .*; the nearest intact one is 5"):
+        CheckpointReader(local_folder(URL)).step(10)
+    shutil.rmtree(staging.cache_folder("runs", URL))
+    train_in_store(10, resume=True)
+    assert CheckpointReader(local_folder(URL)).step(10) == 10
+
+
+def test_log_is_stored_in_parts_that_follow_its_truncation(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(staging, "PART_BYTES", 10)
+    with open_staged(URL, 0, False) as staged, mirrored(staged) as mirror:
+        staged.folder.mkdir()
+        (staged.folder / "config.json").write_text("{}")
+        log = staged.folder / METRICS
+        for content in (b"", b"0123456", b"0123456789abcdefghij", b"0123456789abcdefghijk", b"0123456789a"):
+            log.write_bytes(content)
+            mirror.push()
+            parts = [store.read(name)[0] for name in sorted(store.list("metrics"))]
+            assert b"".join(parts) == content
+            assert all(len(part) == 10 for part in parts[:-1])
+        log.unlink()
+        log.write_bytes(b"other")  # another file
+        mirror.push()
+        assert store.list("metrics").keys() == {"metrics/000000"} and store.read("metrics/000000")[0] == b"other"
+
+
+def test_store_that_fails_does_not_stop_training_and_gets_all_later(store, monkeypatch, caplog):
+    fails = True
+    upload = ObjectStore.upload
+
+    def failing(self, files):
+        if fails:
+            raise StoreError(f"{URL}: it does not answer.")
+        upload(self, files)
+
+    monkeypatch.setattr(ObjectStore, "upload", failing)
+    with pytest.raises(UserError, match=f"all is staged in .*process-0, .* --resume --run {URL}"):
+        train_in_store(5, 10)
+    assert staged_run(local_folder(URL)).committed() == set()
+    assert caplog.text.count("it does not answer; training goes on, and uploads from") == 1
+    fails = False
+    train_in_store(resume=True)  # from what is staged
+    assert CheckpointReader(local_folder(URL)).steps() == [5, 10]
+
+
+def test_lease_of_a_living_run_is_refused_and_an_expired_one_is_taken_over(store, monkeypatch):
+    monkeypatch.setattr(staging, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(staging, "RENEW_SECONDS", 0.2)
+    first = Lease.acquire(store)
+    with (
+        Mirror(staging.StagedRun(store, Path("absent")), first, "", 0, 1),  # it renews
+        pytest.raises(UserError, match=f"process {os.getpid()} is training in {URL}; stop it, or choose another"),
+    ):
+        Lease.acquire(store)
+    second = Lease.acquire(store)  # once it expired
+    assert second.session != first.session and not first.renew()
+    assert Lease.acquire(store, own_session=second.session).session != second.session  # at once
+
+
+def test_run_that_lost_its_lease_uploads_no_more(store):
+    with open_staged(URL, 0, False) as staged:
+        with pytest.raises(UserError, match=f"another process has taken over {URL}"), mirrored(staged) as mirror:
+            staged.folder.mkdir()
+            (staged.folder / "config.json").write_text("{}")
+            lease = json.loads(store.read(LEASE)[0])
+            store.write(LEASE, json.dumps(lease | {"session": "other"}).encode())
+            mirror._lease.expires = 0.0
+            with CheckpointManager(staged.folder) as checkpoints:
+                save(checkpoints, 5, 10)
+        assert not staged.committed()
+
+
+def test_only_one_process_of_a_machine_stages_a_run(store):
+    with (
+        open_staged(URL, 0, False),
+        open_staged(URL, 1, False),
+        pytest.raises(UserError, match=f"another process on this machine is training in {URL}"),
+        open_staged(URL, 0, False),
+    ):
+        pass
+
+
+def test_existing_and_missing_runs_are_named_by_their_url(store, capsys):
+    train_in_store(5)
+    assert train.main(["--run", URL]) == 2
+    assert f"error: {URL} exists; add --resume to continue it" in capsys.readouterr().err
+    assert train.main(["--run", "s3://bucket", "--resume"]) == 2
+    assert "'s3://bucket' is no URL of objects in a bucket" in capsys.readouterr().err
+    assert resume_command(staging.cache_folder("runs", URL) / "process-0").endswith(f" --resume --run {URL}")
+
+
+def test_absent_run_is_one_sentence(store, capsys):
+    assert sample.main(["--run", URL]) == 2
+    assert f"error: {URL} does not exist; train one" in capsys.readouterr().err
+
+
+def test_stored_run_is_loaded_and_follows_the_store(store, tmp_path):
+    original = small_run(tmp_path / "run", ["the cat sees the dog " * 40], steps=2)
+    files = {f.relative_to(original).as_posix(): f for f in original.rglob("*") if f.is_file() and f.name != ".lock"}
+    store.upload(files)
+    run = load_run(URL)
+    expected = load_run(original)
+    assert run.step == expected.step and run.tokenizer.vocab_size == expected.tokenizer.vocab_size
+    np.testing.assert_array_equal(run.params["embedding"]["W_E"], expected.params["embedding"]["W_E"])
+    store.delete(sorted(store.list("checkpoints")))
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        load_run(URL)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [("3", {}, 3), ("", {}, 0), (None, {"SLURM_PROCID": "5"}, 5), ("", {"OMPI_COMM_WORLD_RANK": "2"}, 2), ("x", {}, 0)],
+)
+def test_process_index_is_known_before_processes_connect(given, environment, expected):
+    assert process_index(given, environment) == expected
 
 
 @pytest.mark.exhaustive
