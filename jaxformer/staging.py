@@ -307,8 +307,9 @@ def _release(lease: Lease) -> None:
 def _checkpoints(folder: Path) -> list[str]:
     """Return the complete checkpoints in a folder, the oldest first."""
     files = (*folder.glob(f"base/checkpoints/*/{CHECKSUMS}"), *folder.glob(f"checkpoints/*/{CHECKSUMS}"))
-    matches = [file.parent.relative_to(folder).as_posix() for file in files]
-    return sorted((c for c in matches if CHECKPOINT_FILE.fullmatch(f"{c}/{CHECKSUMS}")), key=lambda c: int(Path(c).name))
+    names = (file.relative_to(folder).as_posix() for file in files)
+    complete = [match[1] for name in names if (match := CHECKPOINT_FILE.fullmatch(name))]
+    return sorted(complete, key=lambda checkpoint: int(Path(checkpoint).name))
 
 
 def mirror_of(folder: Path) -> Mirror | None:
