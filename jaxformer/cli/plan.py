@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,11 @@ COMPILER_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # no query to a metadata server
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compilation uses no device, and may run beside another process
 }
+
+FAILURE = re.compile(r"Traceback|F\d{4} ")
+"""Pattern of the first words of a Python exception, and of a fatal error in the compiler's log."""
+ERROR = re.compile(r"Error: |^F\d{4} ")
+"""Pattern of a line that says what failed."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ def main(arguments: list[str]) -> int:
     process = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
     result = subprocess.run(process, env={**os.environ, **COMPILER_ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-    if result.returncode not in (0, 1, 2, 130) or any(line.startswith("Traceback") for line in lines):
-        error = ([line for line in lines if "Error: " in line] or lines or ["nothing"])[-1].rstrip(".")
+    if result.returncode not in (0, 1, 2, 130) or any(FAILURE.match(line) for line in lines):
+        error = ([line for line in lines if ERROR.search(line)] or lines or ["nothing"])[-1].rstrip(".")
         remedy = f"; take the version that goes with jax: {install}" if "INTERNAL" in error else ""
         raise UserError(f"the {compiler.kind} compiler failed (status {result.returncode}): {error}{remedy}.")
     for line in lines:

@@ -149,6 +149,30 @@ def test_topology_accepts_meshes_of_all_chips(topology, mesh):
         check_topology(topology, "data=3")
 
 
+@pytest.mark.parametrize(
+    ("log", "status", "message"),
+    [
+        (
+            "I1 loads\nF1123 00:22:22.8 26 parse_flags.cc:4] Unknown flag in XLA_FLAGS: --x\n",
+            1,
+            "Unknown flag in XLA_FLAGS",
+        ),
+        (
+            "Traceback (most recent call last):\n  File\nValueError: no such thing.\n",
+            1,
+            "(status 1): ValueError: no such",
+        ),
+        ("", -9, "the GPU compiler failed (status -9): nothing."),
+    ],
+)
+def test_failure_of_the_compiler_is_one_sentence(log, status, message, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], status, stderr=log))
+    assert main([*SMALL, "--topology", "h100:8"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: the GPU compiler failed") and message in err and err.count("\n") == 1
+
+
 def test_compiler_of_another_version_than_jaxlib_names_the_right_one(monkeypatch):
     def not_registered(*_, **__):
         raise NotImplementedError("topology not implemented for cuda")
