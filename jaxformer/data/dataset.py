@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -74,23 +73,8 @@ class Dataset(ABC):
         import grain  # slow to import
 
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        steps = _Steps(lambda step: self.batch(step, rows), start, stop)
-        return iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """A range of steps as a random-access source of grain."""
-
-    batch: Callable[[int], Batch]
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, i: int) -> Batch:
-        return self.batch(self.start + i)
+        batches = grain.MapDataset.range(start, stop).map(lambda step: self.batch(step, rows))
+        return iter(batches.to_iter_dataset(ahead))
 
 
 @lru_cache(maxsize=2)

@@ -35,26 +35,14 @@ def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
     their tokens, at least 1 and at most `length`."""
     import grain  # slow to import
 
-    examples = grain.MapDataset.source(_Lengths(lengths_N, np.zeros(length, bool)))
+    content = np.zeros(length, bool)  # none, as what is packed is the order of the examples
+    lengths = grain.MapDataset.range(len(lengths_N))
+    examples = lengths.map(lambda i: {"tokens": content[: lengths_N[i]], "index": i})
     rows = grain.experimental.FirstFitPackIterDataset(
         examples.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
         length_struct={"tokens": length}, num_packing_bins=ROWS_AT_ONCE, shuffle_bins=False, meta_features=("index",),
     )  # fmt: skip
     return [np.array(row["index"]) for row in rows]
-
-
-@dataclass(frozen=True, eq=False)
-class _Lengths:
-    """Examples of given lengths without content, as a random-access source of grain: what is packed is their order."""
-
-    lengths_N: np.ndarray
-    zeros: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.lengths_N)
-
-    def __getitem__(self, i: int) -> dict[str, object]:
-        return {"tokens": self.zeros[: self.lengths_N[i]], "index": i}
 
 
 def split_long(starts_N: np.ndarray, lengths_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

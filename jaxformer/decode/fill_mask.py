@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -34,13 +35,11 @@ def encode_masked(prompt: Prompt, run: Run) -> list[int]:
     mask, or more tokens than the context."""
     prompt.check_no_seed("what fills a mask is not drawn")
     config, tokenizer = run.text_model()
-    first, *rest = prompt.text.split(MASK)
-    if not rest:
+    *parts, last = prompt.text.split(MASK)
+    if not parts:
         raise UserError(f"{prompt.label} has no {MASK}, and the run fills masks; write one, as in 'The {MASK} of'.")
-    tokens = tokenizer.encode(first.removesuffix(" "))
-    for part in rest[:-1]:
-        tokens += [config.vocab_size - 1, *tokenizer.encode(part.removesuffix(" "))]
-    tokens += [config.vocab_size - 1, *tokenizer.encode(rest[-1])]
+    encoded = [[*tokenizer.encode(part.removesuffix(" ")), config.vocab_size - 1] for part in parts]
+    tokens = [*chain.from_iterable(encoded), *tokenizer.encode(last)]
     prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
     return tokens
 

@@ -18,11 +18,6 @@ REQUIRED = object()
 """Mark of a field that their config must have."""
 
 
-def unchanged(value: Any) -> Any:
-    """Return the value."""
-    return value
-
-
 class Field(NamedTuple):
     """One field of our config and its equivalent in theirs.
 
@@ -37,8 +32,8 @@ class Field(NamedTuple):
     theirs: str
     default: Any = REQUIRED
     values: Mapping[Any, Any] | None = None
-    read: Callable[[Any], Any] = unchanged
-    write: Callable[[Any], Any] = unchanged
+    read: Callable[[Any], Any] = lambda value: value
+    write: Callable[[Any], Any] = lambda value: value
 
 
 class Weight(NamedTuple):
@@ -118,11 +113,6 @@ class Family:
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
 
-def one_layer(width: int) -> tuple[int]:
-    """Return the widths of an MLP with one hidden layer."""
-    return (width,)
-
-
 def only_layer(widths: tuple[int, ...]) -> int:
     """Return the width of an MLP's only hidden layer; `UserError` if there are several."""
     if len(widths) != 1:
@@ -135,11 +125,6 @@ def with_defaults(fields: tuple[Field, ...], **defaults: Any) -> tuple[Field, ..
     return tuple(row._replace(default=defaults.get(row.ours, row.default)) for row in fields)
 
 
-def without(fields: tuple[Field, ...], name: str) -> tuple[Field, ...]:
-    """Return fields but the one of our name."""
-    return tuple(row for row in fields if row.ours != name)
-
-
 EXPERTS, THEIR_EXPERTS = "blocks_{i}.mlp.experts", "model.layers.{i}.block_sparse_moe.experts.{e}"
 TIED = {True: "tied", False: "linear"}
 LLAMA_FIELDS = (
@@ -150,7 +135,7 @@ LLAMA_FIELDS = (
     Field("n_heads", "num_attention_heads"),
     Field("n_kv_heads", "num_key_value_heads", None),
     Field("head_dim", "head_dim", None),
-    Field("d_ff", "intermediate_size", read=one_layer, write=only_layer),
+    Field("d_ff", "intermediate_size", read=lambda width: (width,), write=only_layer),
     Field("activation", "hidden_act", "silu", {"silu": "swiglu"}),
     Field("norm_eps", "rms_norm_eps", 1e-6),
     Field("unembedding", "tie_word_embeddings", False, TIED),
@@ -217,7 +202,7 @@ GPT2 = Family(
         Field("d_model", "n_embd"),
         Field("n_blocks", "n_layer"),
         Field("n_heads", "n_head"),
-        Field("d_ff", "n_inner", lambda theirs: 4 * theirs["n_embd"], read=one_layer, write=only_layer),
+        Field("d_ff", "n_inner", lambda theirs: 4 * theirs["n_embd"], read=lambda n: (n,), write=only_layer),
         Field(
             "activation", "activation_function", "gelu_new",
             {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"},
@@ -266,7 +251,7 @@ GEMMA3 = Family(
     "Gemma3ForCausalLM",
     fields=(
         *with_defaults(
-            without(LLAMA_FIELDS, "activation"),
+            tuple(row for row in LLAMA_FIELDS if row.ours != "activation"),
             max_context=131_072, head_dim=256, unembedding=True,
         ),
         Field("activation", "hidden_activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
