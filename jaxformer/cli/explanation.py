@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.contract import contract_of
-from jaxformer.decode.completion import Completion, Explain, json_float
+from jaxformer.decode.completion import Completion, json_float
 from jaxformer.decode.weights import restored
 from jaxformer.inspect.explain import explain
 from jaxformer.terminal import align
@@ -14,28 +14,22 @@ if TYPE_CHECKING:
     from jaxformer.runs import Run
 
 
-def make_explain(run: Run) -> Explain:
-    """Return a function from the tokens of a prompt and its completion to rows of JSON, a row per new token that the
-    model has a position for."""
+def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:
+    """Return rows of JSON from the tokens of a prompt and its completion, a row per new token that the model has a
+    position for."""
     config, tokenizer = run.text_model()
-    extrapolates = contract_of(run.model).extrapolates
-
-    def rows(prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:
-        tokens = prompt + completion
-        tokens = tokens if extrapolates else tokens[: config.n_positions]
-        # A published model may have more tokens than its tokenizer.
-        name = lambda token: tokenizer.decode([token]) if token < tokenizer.vocab_size else f"[{token}]"  # noqa: E731
-        return [
-            {
-                "token": name(row.token), "probability": json_float(row.probability),
-                "entropy": json_float(row.entropy),
-                "alternatives": [(name(token), json_float(p)) for token, p in row.alternatives],
-                "attended": [(position, name(tokens[position]), json_float(w)) for position, w in row.attended],
-            }
-            for row in explain(run.model, restored(run.params), tokens, len(prompt))
-        ]  # fmt: skip
-
-    return rows
+    tokens = prompt + completion
+    tokens = tokens if contract_of(run.model).extrapolates else tokens[: config.n_positions]
+    # A published model may have more tokens than its tokenizer.
+    name = lambda token: tokenizer.decode([token]) if token < tokenizer.vocab_size else f"[{token}]"  # noqa: E731
+    return [
+        {
+            "token": name(row.token), "probability": json_float(row.probability), "entropy": json_float(row.entropy),
+            "alternatives": [(name(token), json_float(p)) for token, p in row.alternatives],
+            "attended": [(position, name(tokens[position]), json_float(w)) for position, w in row.attended],
+        }
+        for row in explain(run.model, restored(run.params), tokens, len(prompt))
+    ]  # fmt: skip
 
 
 def explanation_table(completion: Completion) -> str:

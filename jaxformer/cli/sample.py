@@ -10,12 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import log2
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, options_given, parse, run_named
-from jaxformer.cli.explanation import explanation_table, make_explain
+from jaxformer.cli.explanation import explained_rows, explanation_table
 from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_run
 from jaxformer.cli.options import HIDDEN, MERGED
 from jaxformer.contract import Task, contract_of
@@ -311,7 +312,7 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     if completion.draft not in (None, "lookup"):
         folder = str(run_named("--draft", completion.draft))
         draft = _open_laid_out(RunOptions(run=folder, mesh=options.opening.mesh))
-    return Completer(run, completion, sampling, draft, make_explain(run) if options.explain else None)
+    return Completer(run, completion, sampling, draft, partial(explained_rows, run) if options.explain else None)
 
 
 def show_completions(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer import inspect
-from jaxformer.cli.explanation import make_explain
+from jaxformer.cli.explanation import explained_rows
 from jaxformer.data import next_token_batch
 from jaxformer.inspect.verify import random_inputs
 from jaxformer.interop.run import import_run
@@ -108,7 +108,7 @@ def first_logit(logits_TV: jax.Array) -> jax.Array:
 
 def test_explanations_name_tokens_that_the_tokenizer_lacks(case):
     _, run = case
-    rows = make_explain(run)([1, 2, 285], [290, 5])
+    rows = explained_rows(run, [1, 2, 285], [290, 5])
     assert len(rows) == 2 and rows[0]["token"] == "[290]"
 
 
