@@ -35,20 +35,17 @@ class Input(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Queries and keys of the self-attention that most calls of a model compute, for one example of the largest size.
-
-    Attributes:
-      n_heads, n_kv_heads: query heads H and key/value heads G.
-      head_dim: width K of a head.
-      n_positions: queries T, and as many keys.
-      mask: None, an `ops.masks.Causal`, or `ARRAY` for a mask that is an array.
-    """
+    """Shape of the self-attention that most calls of a model compute, for one example of the largest size."""
 
     n_heads: int
     n_kv_heads: int
+    """Query heads H and key/value heads G."""
     head_dim: int
+    """Width K of a head."""
     n_positions: int
+    """Queries T, and as many keys."""
     mask: Any = None
+    """None, an `ops.masks.Causal`, or `ARRAY` for a mask that is an array."""
 
 
 ARRAY = "array"
@@ -57,52 +54,49 @@ ARRAY = "array"
 
 @dataclass(frozen=True)
 class Contract:
-    """Task, inputs and capabilities of a model.
-
-    Attributes:
-      task: the task that the model is trained for.
-      inputs: arguments of the call for one example, in order.
-      vocab_size: number of token ids V that inputs may hold; None for a model without tokens.
-      n_classes: length of the last axis of the logits; None for a model without logits.
-      max_tokens: most tokens of a sequence, as there are no positions past them; None for no limit.
-      fixed_length: the model reads exactly `max_tokens` tokens and predicts only the one that follows.
-      has_features: the call is `unembed` of `features(*inputs)`, `(T, D)` to `(T, V)`. So that logits may be computed
-        in chunks, these are `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, of `readout(features)`; where
-        features are logits, `unembedding()` is None.
-      has_cache: the method `extend(tokens_T, positions_T, cache, slot)` returns features and the cache after them. A
-        causal language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with
-        `start(*source, n_slots, dtype)`.
-      attention_window: most positions that a query attends to, itself included; None for no limit.
-      layer_windows: the same for each layer of causal self-attention; empty for `attention_window` in all.
-      extrapolates: a text may go on past the context, with the same `attention_window`.
-      has_prefix: a prompt is attended to in both directions; it must come in one call, and its length is the last
-        argument of the call and of `extend`.
-      has_segments: the call takes `segments_T` as its third argument, the number of the packed example that each token
-        belongs to; the model attends within each, and its positions restart in each.
-      attention: shape of the multi-head self-attention, by which the trainer chooses the implementation; None for a
-        model without.
-      patches: name of the field of the config that holds `image_size` and `patch_size`, such as `vision`; empty for the
-        config itself, None for a model without patches.
-      has_residual_stream: all blocks add to one stream, which `unembed` reads, as of `models.decoder.Decoder`; the
-        logit lens and the direct logit attribution also read its config.
-    """
+    """Task, inputs and capabilities of a model."""
 
     task: Task = Task.OTHER
+    """The task that the model is trained for."""
     inputs: tuple[Input, ...] = ()
+    """Arguments of the call for one example, in order."""
     vocab_size: int | None = None
+    """Number of token ids V that inputs may hold; None for a model without tokens."""
     n_classes: int | None = None
+    """Length of the last axis of the logits; None for a model without logits."""
     max_tokens: int | None = None
+    """Most tokens of a sequence, as there are no positions past them; None for no limit."""
     fixed_length: bool = False
+    """The model reads exactly `max_tokens` tokens and predicts only the one that follows."""
     has_features: bool = False
+    """The call is `unembed` of `features(*inputs)`, `(T, D)` to `(T, V)`. So that logits may be computed in chunks,
+    these are `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, of `readout(features)`; where features are
+    logits, `unembedding()` is None."""
     has_cache: bool = False
+    """The method `extend(tokens_T, positions_T, cache, slot)` returns features and the cache after them. A causal
+    language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with
+    `start(*source, n_slots, dtype)`."""
     attention_window: int | None = None
+    """Most positions that a query attends to, itself included; None for no limit."""
     layer_windows: tuple[int, ...] = ()
+    """The same for each layer of causal self-attention; empty for `attention_window` in all."""
     extrapolates: bool = False
+    """A text may go on past the context, with the same `attention_window`."""
     has_prefix: bool = False
+    """A prompt is attended to in both directions; it must come in one call, and its length is the last argument of the
+    call and of `extend`."""
     has_segments: bool = False
+    """The call takes `segments_T` as its third argument, the number of the packed example that each token belongs to;
+    the model attends within each, and its positions restart in each."""
     attention: AttentionShape | None = None
+    """Shape of the multi-head self-attention, by which the trainer chooses the implementation; None for a model
+    without."""
     patches: str | None = None
+    """Name of the field of the config that holds `image_size` and `patch_size`, such as `vision`; empty for the config
+    itself, None for a model without patches."""
     has_residual_stream: bool = False
+    """All blocks add to one stream, which `unembed` reads, as of `models.decoder.Decoder`; the logit lens and the
+    direct logit attribution also read its config."""
 
 
 UNDECLARED = Contract()
@@ -140,17 +134,14 @@ TABLES = ("vocab", "segments", "patches", "classes")
 
 @dataclass(frozen=True)
 class ParameterAxes:
-    """Names of the axes of a parameter.
-
-    Attributes:
-      stack: axes along which matrices, or vectors, are stacked; they come first.
-      inputs: axes that a product with the parameter sums over, or a table's rows; none for a vector.
-      outputs: the other axes.
-    """
+    """Names of the axes of a parameter."""
 
     stack: tuple[str, ...]
+    """Axes along which matrices, or vectors, are stacked; they come first."""
     inputs: tuple[str, ...]
+    """Axes that a product with the parameter sums over, or a table's rows; none for a vector."""
     outputs: tuple[str, ...]
+    """The other axes."""
 
     @classmethod
     def parse(cls, axes: str, stack: tuple[str, ...] = ()) -> ParameterAxes:

@@ -157,23 +157,20 @@ def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[li
 
 
 class EncodedConversations(NamedTuple):
-    """Conversations as tokens, one after the other.
-
-    Attributes:
-      tokens: `(n,)` int32.
-      weights: loss weight of each token as a target, `(n,)` float32: 1 for the assistant's, else 0.
-      lengths_N: tokens of each conversation.
-      n_cut: number of conversations that are longer than the context, and cut at its end.
-      n_without: number of those in which the assistant has no token before the cut; they are left out.
-      n_empty: number of uncut conversations in which the assistant has no token; they are left out, too.
-    """
+    """Conversations as tokens, one after the other."""
 
     tokens: np.ndarray
+    """`(n,)` int32."""
     weights: np.ndarray
+    """Loss weight of each token as a target, `(n,)` float32: 1 for the assistant's, else 0."""
     lengths_N: np.ndarray
+    """Tokens of each conversation."""
     n_cut: int
+    """Number of conversations that are longer than the context, and cut at its end."""
     n_without: int
+    """Number of those in which the assistant has no token before the cut; they are left out."""
     n_empty: int
+    """Number of uncut conversations in which the assistant has no token; they are left out, too."""
 
 
 def encode_conversations(

@@ -103,23 +103,20 @@ def _beam_search(
 
 
 class _BeamState(NamedTuple):
-    """The beams of one prompt.
-
-    Attributes:
-      tokens_NT: unfinished completions, the likeliest first; int32.
-      logprobs_N: sums of their log-probabilities; float32.
-      parents_N: index of the beam of the step before that each extends, whose cache it continues; int32.
-      ended_NT: the best finished completions; int32.
-      scores_N: scores of these; -inf where there is none.
-      unfinished: True while an unfinished completion may still be better than the worst of these, `()` bool.
-    """
+    """The beams of one prompt."""
 
     tokens_NT: jax.Array
+    """Unfinished completions, the likeliest first; int32."""
     logprobs_N: jax.Array
+    """Sums of their log-probabilities; float32."""
     parents_N: jax.Array
+    """Index of the beam of the step before that each extends, whose cache it continues; int32."""
     ended_NT: jax.Array
+    """The best finished completions; int32."""
     scores_N: jax.Array
+    """Scores of these; -inf where there is none."""
     unfinished: jax.Array
+    """True while an unfinished completion may still be better than the worst of these, `()` bool."""
 
 
 def search(

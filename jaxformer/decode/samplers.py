@@ -104,35 +104,29 @@ class Sampling:
 
 
 class History(NamedTuple):
-    """The text so far, as far as a sampling reads it; arrays that it does not read have size 0.
-
-    Attributes:
-      n_new: number of new tokens, `()` int32.
-      occurs_V: True for tokens in the prompt or the completion, for the repetition penalty; bool.
-      counts_V: occurrences of each token in the completion, for the presence and frequency penalties; int32.
-      recent_N: the last `n_recent` tokens, `EMPTY` before the first, for bad words; int32.
-    """
+    """The text so far, as far as a sampling reads it; arrays that it does not read have size 0."""
 
     n_new: jax.Array
+    """Number of new tokens, `()` int32."""
     occurs_V: jax.Array
+    """True for tokens in the prompt or the completion, for the repetition penalty; bool."""
     counts_V: jax.Array
+    """Occurrences of each token in the completion, for the presence and frequency penalties; int32."""
     recent_N: jax.Array
+    """The last `n_recent` tokens, `EMPTY` before the first, for bad words; int32."""
 
 
 class Drawn(NamedTuple):
-    """A drawn token, with log-probabilities of the model itself, before any step.
-
-    Attributes:
-      token: `()` int32.
-      logprob: log-probability of the token, `()` float32.
-      top_tokens_N: the `top_logprobs` likeliest tokens, the likeliest first; int32.
-      top_logprobs_N: their log-probabilities; float32.
-    """
+    """A drawn token, with log-probabilities of the model itself, before any step."""
 
     token: jax.Array
+    """`()` int32."""
     logprob: jax.Array
+    """Log-probability of the token, `()` float32."""
     top_tokens_N: jax.Array
+    """The `top_logprobs` likeliest tokens, the likeliest first; int32."""
     top_logprobs_N: jax.Array
+    """Their log-probabilities; float32."""
 
 
 def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, length: jax.Array | int) -> History:

@@ -143,21 +143,19 @@ class SpeculativeState(NamedTuple):
     """The state of a text; the caches of model and draft hold all of it but the last token.
 
     They may hold rejected tokens, too. These are overwritten by the next ones, before any query attends to them.
-
-    Attributes:
-      cache: KV cache of the model.
-      draft: state of the draft.
-      history: the text so far, as the sampling reads it.
-      text_S: tokens of the prompt and the completion, of which the first `length` are valid; int32.
-      done: True once the text has ended, `()` bool.
     """
 
     cache: Any
+    """KV cache of the model."""
     draft: Any
+    """State of the draft."""
     history: History
+    """The text so far, as the sampling reads it."""
     text_S: jax.Array
+    """Tokens of the prompt and the completion, of which the first `length` are valid; int32."""
     length: jax.Array
     done: jax.Array
+    """True once the text has ended, `()` bool."""
 
 
 class Speculation(PieceIterator):

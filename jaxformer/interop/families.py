@@ -19,39 +19,33 @@ REQUIRED = object()
 
 
 class Field(NamedTuple):
-    """One field of our config and its equivalent in theirs.
-
-    Attributes:
-      ours, theirs: names. Several of ours may depend on one of theirs.
-      default: their value where their config has none, or a function of the config that returns it.
-      values: our value of each of theirs; None for the same value.
-      read, write: conversions from theirs and back, where no table of values says it.
-    """
+    """One field of our config and its equivalent in theirs."""
 
     ours: str
     theirs: str
+    """Names. Several of ours may depend on one of theirs."""
     default: Any = REQUIRED
+    """Their value where their config has none, or a function of the config that returns it."""
     values: Mapping[Any, Any] | None = None
+    """Our value of each of theirs; None for the same value."""
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any], Any] = lambda value: value
+    """Conversions from theirs and back, where no table of values says it."""
 
 
 class Weight(NamedTuple):
-    """One parameter of ours and the tensor that holds it.
-
-    Attributes:
-      ours: path of the parameter, `{i}` the index of the block.
-      theirs: name of the tensor; with `{e}`, one tensor for each expert.
-      layout: their axes and ours, `theirs -> ours`. A number is an axis of that length.
-      part: index along the axis of a number in their layout, for tensors that hold several parameters.
-      offset: number that is added to theirs.
-    """
+    """One parameter of ours and the tensor that holds it."""
 
     ours: str
+    """Path of the parameter, `{i}` the index of the block."""
     theirs: str
+    """Name of the tensor; with `{e}`, one tensor for each expert."""
     layout: str
+    """Their axes and ours, `theirs -> ours`. A number is an axis of that length."""
     part: int | None = None
+    """Index along the axis of a number in their layout, for tensors that hold several parameters."""
     offset: float = 0.0
+    """Number that is added to theirs."""
 
 
 class Rope(NamedTuple):
@@ -87,30 +81,27 @@ def all_but_every_sixth(theirs: Mapping[str, Any], i: int) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Tables of one family.
-
-    Attributes:
-      model_type, architecture: names in their config.
-      fields: rows of the config.
-      weights: rows of the parameters; those that a model has no parameter for, such as biases, are left out.
-      constants: our fields that all models of the family share.
-      required: values that their fields must have, or be without; another value changes the computation.
-      rope: their rotation; None for models without.
-      has_window: True for a block, by its index, that attends within `sliding_window`, where no `layer_types` say it.
-      prefix: of names of tensors, absent where the model was saved without its head.
-      ignored: patterns of names of tensors that hold no parameter.
-    """
+    """Tables of one family."""
 
     model_type: str
     architecture: str
+    """Names in their config."""
     fields: tuple[Field, ...]
+    """Rows of the config."""
     weights: tuple[Weight, ...]
+    """Rows of the parameters; those that a model has no parameter for, such as biases, are left out."""
     constants: Mapping[str, Any]
+    """Our fields that all models of the family share."""
     required: Mapping[str, Any] = field(default_factory=dict)
+    """Values that their fields must have, or be without; another value changes the computation."""
     rope: Rope | None = ROPE
+    """Their rotation; None for models without."""
     has_window: Callable[[Mapping[str, Any], int], bool] = never
+    """True for a block, by its index, that attends within `sliding_window`, where no `layer_types` say it."""
     prefix: str = "model."
+    """Prefix of names of tensors, absent where the model was saved without its head."""
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    """Patterns of names of tensors that hold no parameter."""
 
 
 def only_layer(widths: tuple[int, ...]) -> int:
