@@ -85,7 +85,7 @@ def _part_of_scope(scope: str, modules: Mapping[str, str]) -> str:
 
 def describe_parts(parts: Sequence[Part]) -> list[str]:
     """Return a table of parts in lines of text."""
-    all_flops = sum(part.flops for part in parts)
+    all_flops = sum(part.flops for part in parts) or 1  # a table of tokens has no products
     lines = ["parameters, and shares of the model FLOPs:"]
     for p in parts:
         active = f", {p.n_active:,} active per token" if p.n_active < p.n_parameters else ""

@@ -295,7 +295,7 @@ def _arrays(type_: str) -> Iterator[tuple[float, str]]:
 
 def first_group(attributes: str, n_devices: int) -> list[int]:
     """Return the devices in the first group of a collective, from its `replica_groups`; all without any."""
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return [int(device) for device in listed[1].split(",")]
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
         sizes = [int(size) for size in iota[2].split(",")]

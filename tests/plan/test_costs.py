@@ -49,6 +49,10 @@ def test_experts_are_active_where_tokens_are_routed_to_them():
     assert f"{part.n_active:,} active per token" in describe_parts([part])[1]
 
 
+def test_a_model_without_products_is_described():
+    assert describe_parts([Part("embedding", 2304, 2304, 0)])[1].split() == ["embedding", "2,304", "0.0%"]
+
+
 def test_tied_logits_have_flops_and_no_parameters():
     part = parts_of(setup_of(CONFIG, unembedding="tied"))["logits"]
     assert (part.n_parameters, part.flops) == (0, 3 * 2 * T * D * V)
