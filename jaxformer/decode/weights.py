@@ -123,5 +123,5 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def _platform(params: Params) -> str:
     """Return the platform of the parameters' devices."""
-    leaf = jax.tree.leaves(params)[0]
+    leaf = next(iter(jax.tree.leaves(params)), None)
     return next(iter(leaf.devices())).platform if isinstance(leaf, jax.Array) else jax.default_backend()
