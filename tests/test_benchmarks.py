@@ -31,7 +31,7 @@ def stand_in(folder: Path, body: str) -> Path:
 def gpu(python: Path, *options: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     environment |= {"PYTHON": str(python)}
-    return subprocess.run([GPU, *options], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run([GPU, *options], env=environment, capture_output=True, text=True, timeout=560, check=False)
 
 
 def started(output: str) -> list[str]:
