@@ -29,7 +29,7 @@ DENIED = re.compile(
 NO_BUCKET = re.compile("NoSuchBucket|bucket does not exist")
 TRANSFERS = 8
 """Objects that are transferred at the same time."""
-MAX_RETRIES, RETRY_SECONDS, CONNECT_SECONDS, REQUEST_SECONDS = 4, 20, 5, 300
+MAX_RETRIES, RETRY_SECONDS, CONNECT_SECONDS, REQUEST_SECONDS = 8, 20, 5, 300
 LOCK_SECONDS = 24 * 3600
 """Time to wait for another process that downloads the same data."""
 

@@ -60,10 +60,6 @@ class StagedRun:
         """URL of the run."""
         return self.store.url
 
-    def exists(self) -> bool:
-        """Return True if the store has the run."""
-        return self.store.read(CONFIG) is not None
-
     def committed(self, objects: Mapping[str, str] | None = None) -> set[str]:
         """Return the complete checkpoints in the store, such as `checkpoints/100`."""
         matches = (CHECKPOINT_FILE.fullmatch(name) for name in (self.store.list() if objects is None else objects))
@@ -183,8 +179,9 @@ def open_staged(url: str, process: int, resume: bool) -> Iterator[StagedRun]:
             raise UserError(f"{staged.folder.parent}, where {url} is staged, has no file locks; {remedy}.") from error
         if not is_free:
             raise UserError(f"another process on this machine is training in {url}; stop it, or choose another --run.")
-        if not resume and staged.exists():
-            raise UserError(f"{url} exists; add --resume to continue it, or choose another --run.")
+        if not resume and (others := staged.store.list().keys() - {LEASE}):  # it may not be a run
+            remedy = "add --resume to continue it, or choose another --run"
+            raise UserError(f"{url} exists, with {len(others):,} objects; {remedy}.")
         lease = Lease.read(staged.store)
         if not resume or lease is None or _session(staged.folder) != lease.session:
             shutil.rmtree(staged.folder, ignore_errors=True)
@@ -293,6 +290,8 @@ def mirrored(staged: StagedRun) -> Iterator[Mirror]:
         common = set.intersection(*(set(json.loads(text)) for text in all_gather(json.dumps(local))))
         for checkpoint in set(local) - common:
             shutil.rmtree(staged.folder / checkpoint)
+        if staged.folder.is_dir():
+            (staged.folder / SESSION).write_text(session)
         barrier()  # what others upload is not removed
         yield stack.enter_context(Mirror(staged, lease, session, process, jax.process_count()))
 

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,20 +35,29 @@ from jaxformer.staging import (
     staged_run,
 )
 from jaxformer.train.log import read_metrics, without_timings
-from tests.helpers import ROOT, flip_a_bit, in_memory, small_run, tiny, write_books
+from tests.helpers import ROOT, flip_a_bit, in_memory, run, small_run, start, tiny, write_books
 
 pytest.importorskip("obstore")
+
+
+@contextmanager
+def serve(port: int = 0) -> Iterator[str]:
+    """Start an S3 server on loopback, with what servers of this process have stored; yield its endpoint."""
+    s3 = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    s3.start()
+    try:
+        host, port = s3.get_host_and_port()
+        yield f"http://{host}:{port}"
+    finally:
+        s3.stop()
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Return the endpoint of an S3 server with a bucket."""
-    s3 = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    host, port = s3.get_host_and_port()
-    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
-    yield f"http://{host}:{port}"
-    s3.stop()
+    with serve() as endpoint:
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT")).close()
+        yield endpoint
 
 
 @pytest.fixture
@@ -247,7 +257,10 @@ def test_only_one_process_of_a_machine_stages_a_run(store):
 def test_existing_and_missing_runs_are_named_by_their_url(store, capsys):
     train_in_store(5)
     assert train.main(["--run", URL]) == 2
-    assert f"error: {URL} exists; add --resume to continue it" in capsys.readouterr().err
+    assert (
+        f"error: {URL} exists, with {len(store.list()) - 1} objects; add --resume to continue it"
+        in capsys.readouterr().err
+    )
     assert train.main(["--run", "s3://bucket", "--resume"]) == 2
     assert "'s3://bucket' is no URL of objects in a bucket" in capsys.readouterr().err
     assert resume_command(staging.cache_folder("runs", URL) / "process-0").endswith(f" --resume --run {URL}")
@@ -277,6 +290,38 @@ def test_stored_run_is_loaded_and_follows_the_store(store, tmp_path):
 )
 def test_process_index_is_known_before_processes_connect(given, environment, expected):
     assert process_index(given, environment) == expected
+
+
+@pytest.mark.exhaustive
+def test_server_that_vanishes_during_a_run_gets_all_when_it_is_back(environment, tmp_path, monkeypatch):
+    from tests.test_distributed import free_port
+
+    port, url = free_port(), "s3://bucket/vanished"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    store, options = ObjectStore(url), [*tiny(write_books(tmp_path / "books"), 120, *SHORT), "--run", url]
+    with serve(port):
+        process = start("train.py", *options, cwd=tmp_path)
+        until = time.monotonic() + 120
+        while not staged_run(staging.cache_folder("runs", url) / "process-0") or not store.list("checkpoints"):
+            assert time.monotonic() < until and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 2 and "final: step 120" in out, err
+    warning, error = (line for line in err.splitlines() if line.startswith(("WARNING", "error")))
+    assert "training goes on, and uploads from" in warning
+    assert error.startswith(f"error: {url}: it does not answer") and error.endswith(f"train.py --resume --run {url}")
+    with serve(port):
+        result = run("train.py", "--resume", "--run", url, cwd=tmp_path)
+        assert result.returncode == 0 and f"{url} finished at step 120" in result.stdout, result.stderr
+        assert CheckpointReader(local_folder(url)).step() == 120
+        assert read_metrics(local_folder(url))[-1]["step"] == 120
+
+
+@pytest.mark.exhaustive
+def test_absent_bucket_is_one_sentence(environment, tmp_path):
+    result = run("train.py", *tiny(write_books(tmp_path / "books")), "--run", "s3://absent/run", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "error: s3://absent/run: there is no such bucket; create it, or correct the URL.\n"
 
 
 @pytest.mark.exhaustive
