@@ -18,6 +18,7 @@ parts='attention       60  attention.py
 
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # jaxformer would use all, torch and the products one
 options=() chosen=() failed=() child=
 names=$(awk '{print $1}' <<<"$parts" | xargs)
 

@@ -49,6 +49,14 @@ def test_attention_comes_first_and_all_parts_fit_into_nine_minutes(tmp_path):
     assert len(limits) == 4 and sum(limits) < 9 * 60
 
 
+def test_all_parts_measure_the_same_single_gpu(tmp_path, monkeypatch):
+    python = stand_in(tmp_path, "echo gpu $CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu(python).stdout.count("gpu 0\n") == len(PARTS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert gpu(python).stdout.count("gpu 3\n") == len(PARTS)
+
+
 def test_failing_part_leaves_the_others_and_is_named_in_the_end(tmp_path):
     python = stand_in(tmp_path, "case $script in attention*) exit 1 ;; decode*) exit 124 ;; esac")
     result = gpu(python)
