@@ -96,7 +96,9 @@ def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Con
     file cannot be read, or a line is no conversation with the assistant."""
     if not path.strip():
         raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
-    if not (files := expand_path(locate(path), [".jsonl"])):
+    location = locate(path)
+    is_file = location.exists() and not location.is_dir()  # or a pipe, as it is read once
+    if not (files := [location] if is_file else expand_path(location, [".jsonl"])):
         raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
     conversations = []
     for label, line, row in (line for file in files for line in read_json_lines(file)):

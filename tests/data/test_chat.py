@@ -1,5 +1,6 @@
 """Conversations for fine-tuning, and chat templates."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -320,6 +321,18 @@ def test_a_folder_and_a_glob_are_all_their_files(tokenizer, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for path in (str(tmp_path), str(tmp_path / "*.jsonl"), "[ab].jsonl"):
         assert len(read_conversations(path, "data.path", tokenizer)) == 3
+    (tmp_path / "more").mkdir()
+    packed = tmp_path / "more/c.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
+    digests = [{c.digest for c in read_conversations(file, "", tokenizer)} for file in (str(packed), "b.jsonl")]
+    assert digests[0] == digests[1]
+    assert len(read_conversations(".", "data.path", tokenizer)) == 5
+
+
+def test_a_truncated_gzip_file_is_one_sentence(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(written(tmp_path / "a", CHAT).read_bytes())[:-9])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or no gzip file"):
+        read_conversations(str(tmp_path / "a.jsonl.gz"), "data.path", tokenizer)
 
 
 def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
