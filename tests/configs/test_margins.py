@@ -39,12 +39,12 @@ def test_first_steps_have_no_loss_spike(margins: ModuleType, config: str, tmp_pa
     # Compiled as for a user: unoptimised code, as other tests run it, takes minutes.
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     subprocess.run(
-        [sys.executable, "benchmarks/margins.py", "--out", str(tmp_path), "--only", config, "--seeds", "2",
+        [sys.executable, "benchmarks/margins.py", "--out", str(tmp_path), "--only", config, "--seeds", "1",
          "--devices", "2", "--steps", str(STEPS)],
         cwd=ROOT, env=env, check=True, capture_output=True, timeout=400,
     )  # fmt: skip
     pieces = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
-    assert sorted((p["seed"], p["factor"]) for p in pieces) == [(0, 1.0), (0, 2.0), (1, 1.0), (1, 2.0)]
+    assert sorted((p["seed"], p["factor"]) for p in pieces) == [(0, 1.0), (0, 2.0)]
     for piece in pieces:
         assert (piece["config"], piece["devices"], piece["of"], piece["status"]) == (config, 2, 1200, "interrupted")
         assert STEPS <= piece["steps"] <= STEPS + 2
