@@ -27,6 +27,7 @@ def project_frames(frame: FrameType | None) -> list[tuple[str, str]]:
     return frames[::-1]
 
 
+@pytest.mark.slow
 def test_few_frames_lead_to_the_first_matrix_product(monkeypatch, tmp_path):
     frames: list[tuple[str, str]] = []
 

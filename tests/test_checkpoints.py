@@ -127,6 +127,7 @@ def test_orbax_reads_a_checkpoint(folder):
     assert restored["position"] == {"step": 15}
 
 
+@pytest.mark.slow
 def test_last_two_and_best_checkpoints_are_preserved(tmp_path):
     write(tmp_path, 5, 10, 15, 20, 25, losses={5: 3.0, 10: 1.0, 15: 2.0})
     stored = CheckpointReader(tmp_path)

@@ -74,6 +74,7 @@ def test_a_model_is_one_file(package):
     assert np.concatenate([piece.tokens_BN for piece in pieces], axis=1).shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_a_sampler_is_one_class(package):
     sampler = importlib.import_module("top_a").TopASampling(temperature=1.0, top_a=1.0)
     logits_V = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))

@@ -114,6 +114,7 @@ def test_named_files_exist(page):
         assert any((ROOT / folder / file).exists() for folder in ("", "jaxformer", "configs", page.parent)), file
 
 
+@pytest.mark.slow
 def test_inline_options_exist():
     defaults = [
         train.Arguments(load_config(f"{ROOT}/configs/{spec}")) for spec in ("quick.py", "vision.py:vit", "clip.py")
@@ -241,6 +242,7 @@ def test_commands_run(here, monkeypatch, capsys, command):
             assert result.stdout
 
 
+@pytest.mark.slow
 def test_named_configs_and_rungs_exist():
     training = PAGES[Path("docs/training.md")]
     rungs = re.findall(r"`(\w+)`", training.split("The ladder is")[1].split(".")[0])

@@ -65,6 +65,7 @@ def test_tests_come_with_every_extra_but_wandb():
     assert set(EXTRAS.values()) - set(listed) == {"wandb"}  # else CI would skip their tests
 
 
+@pytest.mark.slow
 def test_optional_packages_are_imported_by_the_helper_alone():
     for path in (ROOT / "jaxformer").rglob("*.py"):
         tree = ast.parse(path.read_text())

@@ -34,6 +34,7 @@ BELOW = {"jaxformer", "jaxformer.errors", "jaxformer.invocation", "jaxformer.laz
 """Modules that all parts to reuse may import; a name covers those below it, but for the package's own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "base", "allowed"),
     [

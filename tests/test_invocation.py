@@ -43,6 +43,7 @@ def test_a_path_with_spaces_is_quoted(monkeypatch, tmp_path):
     assert command("sample") == f"python '{tmp_path}/my code/sample.py'"
 
 
+@pytest.mark.slow
 def test_no_text_for_users_spells_a_command_out():
     for path in sorted((ROOT / "jaxformer").rglob("*.py")):
         if path.name == "invocation.py":

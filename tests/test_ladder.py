@@ -24,6 +24,7 @@ def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = No
         (run / f"autopsy/step-{broken}").mkdir(parents=True)
 
 
+@pytest.mark.slow
 def test_results_are_those_of_the_logs(tmp_path):
     final = {
         "step": 10_644,
@@ -71,6 +72,7 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert text[-1] == "four_blocks  - 1 | NaN before step 100"
 
 
+@pytest.mark.slow
 def test_a_diverged_rung_ended_at_the_step_where_divergence_began(tmp_path):
     event = {"step": 130, "diverged": {"step": 130, "began": 118, "loss": 9.0, "minimum": 5.0, "minimum_step": 117}}
     rows = [{"step": 0, "val_loss": 7.0}, {"step": 100, "val_loss": 5.5, "step_ms": 1.0}, event]

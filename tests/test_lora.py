@@ -48,6 +48,7 @@ def drawn(config: LoraConfig, seed: int = 0):
     return params, jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "einsum"),
     [
@@ -67,6 +68,7 @@ def test_a_merged_matrix_is_the_formula_in_float64(name, einsum):
     np.testing.assert_allclose(flatten_dict(merge(params, adapters, config), sep=".")[name], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_new_adapters_change_no_bit_and_parameters_without_them_stay_the_same_arrays():
     config = replace(LORA, matrices=("W_V",))
     params, _ = drawn(config)
@@ -148,6 +150,7 @@ def dense_gradient():
     return jax.jit(make_gradient(setup))(merge(*drawn(LORA), LORA), BATCH, setup.example_keys(0), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "n_devices"),
     [("", 1), slow("fsdp=2", 2), exhaustive("data=2,fsdp=2,tensor=2", 8), exhaustive("expert=2", 2)],

@@ -88,6 +88,7 @@ def test_what_cannot_be_begun_with_is_one_sentence_and_leaves_no_run(run, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_corrupt_checkpoint_is_not_begun_with(tmp_path, capsys):
     run = small_run(tmp_path / "base", TEXTS)
     flip_a_bit(max((run / "checkpoints/0/params").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size))

@@ -241,6 +241,7 @@ def test_inferred_vocabulary_is_stable_on_resume(tmp_path, monkeypatch, data, mo
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_tokenizer_of_another_run_is_refused(tmp_path):
     """Check one of equal vocabulary size, with which every shape fits."""
     words = [" ".join(f"{a}{b}{c}" for a in "xyz" for b in "abc" for c in "klm")] * 2

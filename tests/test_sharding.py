@@ -227,6 +227,7 @@ def test_clip_parameters_are_sharded_as_listed():
     assert {name: where.spec for name, where in placed.items() if "_blocks_" not in name} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_matrix_of_every_config_is_split_over_both_axes(name):
     """A device holds a fourth of it, and hardly more of all parameters."""
@@ -343,6 +344,7 @@ def test_global_device_put_shards_an_array():
         np.testing.assert_array_equal(placed, array)
 
 
+@pytest.mark.slow
 def test_state_has_the_same_shapes_and_dtypes_on_every_mesh():
     """Shapes and dtypes do not depend on where the arrays lie."""
     config = replace(CONFIGS["quick.quick"], steps=2)
@@ -352,6 +354,7 @@ def test_state_has_the_same_shapes_and_dtypes_on_every_mesh():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_all_gather_by_rings_is_an_all_gather(monkeypatch, lengths, axis):

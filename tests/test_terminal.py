@@ -42,6 +42,7 @@ def test_status_is_written_to_a_terminal_only(monkeypatch):
     echo_status("loading ...")
 
 
+@pytest.mark.slow
 def test_package_prints_only_through_echo():
     for path in (ROOT / "jaxformer").rglob("*.py"):
         if path.name == "terminal.py":

@@ -131,6 +131,7 @@ def test_decoding_with_a_cache_gives_the_dtype_of_the_queries(dtype: Any, stored
     assert y.dtype == dtype and layer.v_GSK.values.dtype == stored
 
 
+@pytest.mark.slow
 def test_blockwise_attention_is_as_exact_as_attention_in_float64() -> None:
     q, k, v = (jnp.float64(normal(*shape, seed=i)) for i, shape in enumerate((Q, KV, KV)))
     for mask in (Causal(), None):
@@ -164,6 +165,7 @@ MODELS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [exhaustive(jnp.bfloat16), jnp.float32, jnp.float64])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_in_the_dtype_of_its_parameters(name: str, dtype: Any) -> None:

@@ -56,6 +56,7 @@ def test_biases_are_added_to_queries_keys_values_and_the_output(G: int) -> None:
     assert_close(apply(module, params, *INPUTS)[0], apply(flax, same, X_TD, mask=CAUSAL_TT[None]))
 
 
+@pytest.mark.slow
 def test_the_output_may_lack_the_bias_that_queries_keys_and_values_have() -> None:
     module, whole = (MultiHeadAttention(H, K, 2, bias=True, output_bias=bias) for bias in (False, None))
     params = random_params(whole, *INPUTS)
@@ -151,6 +152,7 @@ def test_cross_attention_is_four_products_and_reads_keys_and_values_made_before(
         assert cache is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("std", "wanted"), [(None, 1 / sqrt(101)), (0.3, 0.3), (0.0, 0.0)])
 def test_projections_are_drawn_with_the_standard_deviation_asked_for(std: float | None, wanted: float) -> None:
     params = first_params(MultiHeadAttention(2, 53, 1, init_std=std), normal(T, 101), POSITIONS_T, None)

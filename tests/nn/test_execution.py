@@ -60,6 +60,7 @@ def test_the_loss_and_its_gradient_are_the_same(remat, scan, keys):
     assert (keys is None) == (float(wanted[0]) == float(loss(PARAMS, PLAIN)))
 
 
+@pytest.mark.slow
 def test_parameters_have_the_same_names_and_values_whatever_the_execution():
     scanned = {"params": first_params(Stack(Execution(remat="block", scan=True)), X_TD)}
     assert sorted(scanned["params"]) == ["blocks_0", "blocks_1", "blocks_2"]

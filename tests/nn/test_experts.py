@@ -67,6 +67,7 @@ def looped(module: Experts, params: Params, x_TD: jax.Array) -> tuple[np.ndarray
     return np.stack(rows), dropped
 
 
+@pytest.mark.slow
 def test_agrees_with_a_loop_over_tokens(module: Experts) -> None:
     params = params_of(module)
     wanted, dropped = looped(module, params, X_BTD[0])

@@ -54,6 +54,7 @@ def test_agrees_with_the_formula_in_numpy(activation: str, hidden: tuple[int, ..
     assert len(params) == matrices + last * bias
 
 
+@pytest.mark.slow
 def test_first_weights_are_uniform_within_one_over_the_root_of_fan_in() -> None:
     params = first_params(MLP((211,), 101), normal(T, 307))
     for name, fan_in in {"W_1": 307, "b_1": 307, "W_2": 211, "b_2": 211}.items():

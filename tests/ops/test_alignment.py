@@ -1,5 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxformer.ops.alignment import additive_scores, alignment_weights, dot_scores
 from tests.arrays import assert_close, normal
@@ -24,6 +25,7 @@ def test_dot_scores_of_small_numbers_by_hand() -> None:
     assert_close(dot_scores(jnp.array([1.0, 1.0, 1.0, 2.0]), k_SA), [0.5, 7.0], 0)
 
 
+@pytest.mark.slow
 def test_weights_are_for_valid_places_alone() -> None:
     scores_S, valid_S = normal(S), jnp.array([True, False, True, True, False])
     weights_S = alignment_weights(scores_S, valid_S)

@@ -179,6 +179,7 @@ def test_vmap_adds_a_batch() -> None:
     assert_close(batched[1], attention(q_BHTK[1], k_BGSK[1], k_BGSK[1], scale=0.3))
 
 
+@pytest.mark.slow
 def test_masks_may_differ_per_head() -> None:
     """A key that one head sees counts, whatever the others see; what stands at one that none sees does not."""
     q, k, v = qkv(H)

@@ -20,6 +20,7 @@ def random_mask(T: int, S: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(5).random((T, S)) < 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "G", "T", "S", "K", "block", "mask"),
     [

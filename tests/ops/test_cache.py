@@ -54,6 +54,7 @@ def test_cache_bytes_follow_the_dtype(dtype: Any, size: float) -> None:
     assert jax.tree.map(jnp.result_type, written) == jax.tree.map(jnp.result_type, layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "share"), [(jnp.bfloat16, 2**-8), (jnp.int8, 0.5 / 127)], ids=["bfloat16", "int8"])
 def test_narrow_caches_are_close(dtype: Any, share: float) -> None:
     """bfloat16 keeps 8 bits, so it rounds by at most 2^-9 to 2^-8 of each number; int8 by half a 127th of the

@@ -139,6 +139,7 @@ def test_balance_of_a_batch_is_that_of_its_tokens_in_one_row() -> None:
     assert float(jax.vmap(balance_loss)(of_each).mean()) > 1.05 * float(batch)
 
 
+@pytest.mark.slow
 def test_balancing_lowers_the_probability_of_those_chosen_too_often() -> None:
     def loss(logits_TE: jax.Array) -> jax.Array:
         experts_TJ, _ = route(logits_TE, 1)
@@ -148,6 +149,7 @@ def test_balancing_lowers_the_probability_of_those_chosen_too_often() -> None:
     assert gradient_E[2] > 0 and (jnp.delete(gradient_E, 2) < 0).all()
 
 
+@pytest.mark.slow
 def test_experts_mix_no_tokens() -> None:
     """NaN in one token, and in one that found no room; output and gradient."""
     experts_TJ, weights_TJ = jnp.array([[0], [1], [0], [0]]), jnp.full((4, 1), 0.5)

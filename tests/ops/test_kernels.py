@@ -32,6 +32,7 @@ WITH_WINDOWS = ["splash", "cudnn"]
 """Those that have attention windows, and may have more keys than queries."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_WINDOWS)
 @pytest.mark.parametrize(
     ("H", "G", "T", "K", "mask"),
@@ -50,6 +51,7 @@ def test_agrees_with_the_reference_forward_and_backward(name, H, G, T, K, mask) 
     assert_all_close(value_and_gradients(HERE[name], *arrays, mask), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "G", "T", "K", "mask"),
     [
@@ -73,6 +75,7 @@ def test_triton_refuses_windows_and_more_keys_instead_of_ignoring_them(S, mask, 
         HERE["triton"](*qkv(2, 1, 128, S, 16), mask)
 
 
+@pytest.mark.slow
 def test_splash_agrees_with_jax_nn() -> None:
     length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
     q, k, v = qkv(4, 2, 200, 200, 16)
@@ -86,6 +89,7 @@ def test_more_keys_than_queries_and_no_mask(name: str) -> None:
     assert_all_close(*(value_and_gradients(f, *arrays) for f in (HERE[name], attention)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HERE)
 def test_bfloat16(name: str) -> None:
     arrays = [x.astype(jnp.bfloat16) for x in qkv(4, 2, 131, 131, 16)]
@@ -96,6 +100,7 @@ def test_bfloat16(name: str) -> None:
         assert np.linalg.norm(got.astype(jnp.float32) - want) <= 2**-6 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WITH_WINDOWS, pytest.param("triton", marks=pytest.mark.exhaustive)])
 def test_vmap_of_the_gradient_and_gradient_of_the_vmap(name: str) -> None:
     q, k, v = (jnp.stack([x, 2 * x]) for x in qkv(2, 1, 128, 128, 8))

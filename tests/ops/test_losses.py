@@ -18,6 +18,7 @@ def test_by_hand() -> None:
     assert_close(negative_log_likelihood(logits, jnp.array([1, 2])), [2 * log(2), -log(0.8)], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 1e4])
 def test_value_and_gradient_agree_with_optax(size: float) -> None:
     logits = size * LOGITS
@@ -38,6 +39,7 @@ def test_smoothing_and_the_largest_logit_by_hand() -> None:
     assert top1_correct(ties[0], jnp.array(0))  # one class, no positions
 
 
+@pytest.mark.slow
 def test_hessian_vector_product_is_the_softmax_covariance() -> None:
     direction = normal(T, V, seed=5)
     _, product = jax.jvp(jax.grad(lambda x: cross_entropy(x, TARGETS)), (LOGITS,), (direction,))
@@ -67,6 +69,7 @@ def test_bfloat16_logits_give_a_float32_loss() -> None:
     assert_close(loss, negative_log_likelihood(LOGITS, TARGETS), 2**-7)  # logits rounded to 8 bits
 
 
+@pytest.mark.slow
 def test_pair_nll_by_hand() -> None:
     """Of two images and two texts at right angles, scaled by 2: log(1 + e^-2) each way; alone, nothing."""
     one, two = jnp.eye(2)
@@ -78,6 +81,7 @@ def test_pair_nll_by_hand() -> None:
     assert_close(pair_nll(one, one, jnp.eye(2), jnp.eye(2), scale, jnp.array([True, False])), 0.0, 1e-6)
 
 
+@pytest.mark.slow
 def test_logits_of_weight_0_change_no_bit_also_where_they_are_nan() -> None:
     targets_T, weights_T = jnp.array([1, 0, 2]), jnp.array([1.0, 0.0, 3.0])
     run = jax.value_and_grad(lambda logits_TV: cross_entropy(logits_TV, targets_T, weights_T))

@@ -28,6 +28,7 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(l2_normalize(x), [0.6, 0.8], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_zero_rows_give_finite_gradients() -> None:
     for norm in (lambda x: rms_norm(x, GAMMA), lambda x: layer_norm(x, GAMMA, BETA), l2_normalize):
         assert jnp.isfinite(jax.grad(lambda x, norm=norm: norm(x).sum())(jnp.zeros((T, D)))).all()

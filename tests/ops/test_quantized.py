@@ -23,6 +23,7 @@ def test_no_number_is_off_by_more_than_half_a_step_of_its_channel():
     assert (np.abs(q.values).max(0) == 127).all()
 
 
+@pytest.mark.slow
 def test_a_channel_of_zeros_stays_zero():
     q = quantize(jnp.zeros((4, 3)), (0,))
     assert (whole(q) == 0).all()
@@ -41,6 +42,7 @@ def test_the_other_factor_has_15_bits(shape, multiply):
     assert multiply(x.astype(jnp.bfloat16), q.values, q.scale).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_cpu_multiplies_integers_also_under_vmap():
     q, x = quantize(jnp.asarray(MATRIX), (0,)), jnp.asarray(DRAW.normal(size=(2, 3, 17)), jnp.float32)
     wanted = _product_of_integers(x, q.values, q.scale)
@@ -58,6 +60,7 @@ def test_a_product_with_heads_is_that_with_all_columns(multiply):
     np.testing.assert_allclose(wanted, np.tensordot(x, whole(q), 1), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_transposed_and_reshaped_it_is_the_same_matrix():
     by_row = quantize(jnp.asarray(MATRIX), (1,))
     np.testing.assert_array_equal(whole(by_row.T), whole(by_row).T)

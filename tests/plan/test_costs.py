@@ -29,6 +29,7 @@ def parts_of(setup: TrainSetup) -> dict[str, Part]:
     return {part.name: part for part in count_parts(setup, model_flops(setup))}
 
 
+@pytest.mark.slow
 def test_parts_of_a_decoder_by_hand():
     parts = parts_of(setup_of(CONFIG))
     visible = T * (T + 1) // 2
@@ -41,6 +42,7 @@ def test_parts_of_a_decoder_by_hand():
     }
 
 
+@pytest.mark.slow
 def test_experts_are_active_where_tokens_are_routed_to_them():
     E, J = 8, 2
     part = parts_of(setup_of(CONFIG, n_experts=E, experts_per_token=J, capacity_factor=1.25))["experts"]
@@ -68,6 +70,7 @@ def test_parts_add_up_to_the_model(spec):
     assert not {"embedding", "other"} & {part.name for part in parts if part.flops > 0.05 * model.total}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n_parameters"),
     [
@@ -92,6 +95,7 @@ def test_published_models_have_their_numbers_of_parameters_and_flops(name, n_par
     assert products == pytest.approx(6 * matrices, rel=0.003)
 
 
+@pytest.mark.slow
 def test_scores_and_cache_of_gpt2():
     """Radford et al. 2019, table 2: 12 layers of width 768; 12 heads; 1024 positions."""
     setup = TrainSetup(load_config(f"{ROOT}/configs/gpt.py:gpt2_124m"), make_mesh())

@@ -111,6 +111,7 @@ def test_model_flops_by_hand():
     assert model_flops(TrainSetup(CONFIG, make_mesh())).total == 3 * (2 * T * weights + attention)
 
 
+@pytest.mark.slow
 def test_model_flops_of_experts_count_routed_tokens():
     """Two of eight experts per token, whatever their capacity."""
     T, D, L, F, V, E, J = 12, 16, 3, 32, 48, 8, 2
@@ -122,6 +123,7 @@ def test_model_flops_of_experts_count_routed_tokens():
         assert model_flops(setup).total == 3 * (2 * T * weights + attention)
 
 
+@pytest.mark.slow
 def test_minimal_bytes_sent_by_hand():
     D, L, F, V = 16, 3, 32, 48
     blocks, outside, gains = 4 * L * (4 * D * D + 2 * D * F), 4 * 2 * V * D, 4 * L * 2 * D

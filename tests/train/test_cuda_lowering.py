@@ -81,6 +81,7 @@ def test_calls_are_counted_through_functions():
     assert (count_calls(module, "kernel"), count_calls(module, "kernelBackward")) == (3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "scan"),
     [("block", False), *(slow(r, s) for s in (False, True) for r in ("none", "dots", "block") if s or r != "block")],

@@ -92,6 +92,7 @@ def test_evaluation_without_targets_is_a_user_error(monkeypatch):
         evaluate({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 3, 7])
 def test_stride_predicts_each_token_from_the_longest_context(stride):
     config = DecoderConfig(**SHAPE)

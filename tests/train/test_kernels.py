@@ -97,6 +97,7 @@ def test_kernel_that_fails_its_trial_is_not_chosen() -> None:
     assert untried == (FusedAttention("cudnn"), "attention: cudnn")
 
 
+@pytest.mark.slow
 def test_triton_is_chosen_where_cudnn_fails_its_trial(kernels_run_here, monkeypatch) -> None:
     failing = kernels.KERNELS["cudnn"]._replace(attend=lambda *_: 1 / 0)
     monkeypatch.setitem(kernels.KERNELS, "cudnn", failing)
@@ -170,6 +171,7 @@ def test_unfused_attention_is_attention(length: int, mask: Mask | str) -> None:
     assert_all_close(*(value_and_gradients(f, *arrays, given) for f in (unfused_attention, attention)))
 
 
+@pytest.mark.slow
 def test_unsupported_calls_use_unfused_attention() -> None:
     # No kernel could run here, had it been called.
     arrays, mask = qkv(2, 1, 130, 130, 8), Causal().array(130, 130)

@@ -202,12 +202,14 @@ LOST = dict.fromkeys(range(12, 31), 20.0)
 """Of the losses of steps: from step 12 on worse than knowing nothing, which is noticed at step 23."""
 
 
+@pytest.mark.slow
 def test_checkpoint_that_gave_the_first_high_loss_is_not_healthy(monkeypatch, tmp_path):
     diverging(monkeypatch, dict.fromkeys(range(11, 31), 20.0))
     outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
     assert (outcome.divergence.began, outcome.healthy) == (11, 5)  # those of checkpoint 10 are tried by step 11
 
 
+@pytest.mark.slow
 def test_divergence_stops_training_and_retains_the_checkpoint_before_it(monkeypatch, tmp_path):
     diverging(monkeypatch, LOST)
     outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")

@@ -84,6 +84,7 @@ def test_a_constant_schedule_stays_at_the_peak(warmup):
     np.testing.assert_allclose([schedule(k) for k in (warmup, 9, 1000)], 0.3, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_setup_is_that_of_its_optimizer():
     class HalvingSetup(TrainSetup):
         @cached_property
@@ -184,6 +185,7 @@ def newton_schulz(matrix: np.ndarray) -> np.ndarray:
     return x
 
 
+@pytest.mark.slow
 def test_muon_follows_its_formula():
     shapes = {"W_Q": (6, 2, 5), "W_O": (2, 5, 6), "W_1": (6, 4)}
     flat = {"W_Q": (6, 10), "W_O": (10, 6), "W_1": (6, 4)}
@@ -200,6 +202,7 @@ def test_muon_follows_its_formula():
         np.testing.assert_allclose(after[-1][name], w.reshape(shapes[name]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_moves_each_matrix_along_its_orthogonal_factor_with_the_rms_of_adamw():
     shapes = {"W_Q": (8, 3, 4), "W_1": (2, 8, 5)}  # heads together; experts apart
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
@@ -214,6 +217,7 @@ def test_muon_moves_each_matrix_along_its_orthogonal_factor_with_the_rms_of_adam
         np.testing.assert_allclose(stretch, np.diag(np.diag(stretch)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_updates_other_parameters_by_adamw():
     params = {
         "embedding": {"W_E": normal(5, 4), "W_pos": normal(3, 4)},
@@ -257,6 +261,7 @@ def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
     return after
 
 
+@pytest.mark.slow
 def test_schedule_free_is_that_of_optax_at_the_average():
     after = schedule_free_run(OptimizerConfig("schedule_free", learning_rate=0.05, weight_decay=0.1), 20)
     plain = optax.contrib.schedule_free_adamw(0.05, b1=0.9, b2=0.95, weight_decay=0.1)

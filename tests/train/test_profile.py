@@ -81,6 +81,7 @@ def traces(run: Path) -> dict[str, list[Path]]:
     return {session.name: sorted(session.iterdir()) for session in sessions}
 
 
+@pytest.mark.slow
 def test_trace_holds_a_marker_per_step_and_losses_are_bit_identical(profiled, tmp_path, capsys):
     profiled("with", "3:6")
     assert "trace of steps 3 to 5: " in capsys.readouterr().out

@@ -250,6 +250,7 @@ def test_initial_state_is_the_same_on_every_mesh():
     assert cube.failures == 0
 
 
+@pytest.mark.slow
 def test_parameter_names_and_shapes_are_independent_of_compute_options():
     for fields in ({"remat": "block"}, {"scan_blocks": True}, {"grad_accumulation_steps": 4}):
         other = setup_of("data=1", computed(TWO_BLOCKS, **fields)).abstract_state
@@ -266,6 +267,7 @@ def test_dropout_differs_between_examples():
     assert len(np.unique(nll)) == 8
 
 
+@pytest.mark.slow
 def test_the_batch_loss_is_the_mean_of_its_examples():
     model, params = MODEL.build(), first_params()
     one = jax.jit(lambda tokens: next_token_nll(model, params, tokens))
@@ -381,6 +383,7 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
     assert jax.eval_shape(call, params).shape == (B,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -481,6 +484,7 @@ def test_recompilation_for_another_batch_shape_is_reported():
     assert len(messages) == 1
 
 
+@pytest.mark.slow
 def test_step_beyond_memory_is_refused_before_it_runs(monkeypatch):
     monkeypatch.setattr(memory, "memory_capacity", lambda device: 10_000)
     with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory per device, and there are 9.77 KiB; lower"):
