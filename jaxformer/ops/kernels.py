@@ -188,7 +188,7 @@ def triton_mha(call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: j
 
 def _triton_forward(call: TritonCall, *qkv: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the output, and the residuals for `_triton_backward`."""
-    from jax.experimental.pallas.ops.gpu import attention as pallas  # takes a quarter of a second
+    from jax.experimental.pallas.ops.gpu import attention as pallas  # slow to import, for GPUs alone
 
     y_1THK, log_total_1HT = pallas.mha(
         *call.arguments(*qkv), call.scale, call.is_causal, call.blocks(pallas.BlockSizes), interpret=call.interpret,
@@ -201,7 +201,8 @@ def _triton_forward(call: TritonCall, *qkv: jax.Array) -> tuple[jax.Array, tuple
 def _triton_backward(call: TritonCall, saved: tuple[jax.Array, ...], dy_1THK: jax.Array) -> tuple[jax.Array, ...]:
     """Return the gradients with respect to queries, keys and values.
 
-    The library's own rule is private; its function of a named output and sum is what a rematerialised block can save.
+    Without the library's own rule around it, so that output and sums have a name, by which a rematerialised block
+    saves them.
     """
     from jax.experimental.pallas.ops.gpu import attention as pallas
 
