@@ -20,10 +20,16 @@ import hypothesis  # noqa: F401  # before anything is frozen: it looks for the r
 import jax
 import pytest
 
+LONGEST = (
+    "test_distributed.py", "test_docs.py", "test_end_to_end.py", "test_every_model.py", "test_generation.py",
+    "test_inspect.py", "test_margins.py", "test_published.py", "test_step.py",
+)  # fmt: skip
+"""Files whose tests start processes or compile large programs: minutes, whatever their number."""
+
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the hook that leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Mark exhaustive tests as slow, and run files of slow tests first.
+    """Mark exhaustive tests as slow, and run files that take long first.
 
     A file belongs to one worker; if a slow one came last, the other worker would idle.
     """
@@ -32,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
             item.add_marker("slow")
     yield
     slow = Counter(item.path for item in items if "slow" in item.keywords)
-    items.sort(key=lambda item: -slow[item.path])
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -slow[item.path]))
 
 
 def pytest_collection_finish() -> None:
