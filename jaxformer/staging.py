@@ -480,7 +480,7 @@ class Mirror:
 
     def _upload(self, checkpoint: str) -> None:
         """Upload the own files of a checkpoint; process 0 commits it once all processes have."""
-        path, part = self._folder / checkpoint, f"{checkpoint}/.{self._session}-{{}}.json"
+        path, parts = self._folder / checkpoint, f"{checkpoint}/.parts"
         if checkpoint not in self._sent:
             try:
                 checksums = dict(parse_json((path / CHECKSUMS).read_bytes()))
@@ -490,19 +490,20 @@ class Mirror:
             except FileNotFoundError:  # a newer one has replaced it
                 return
             own_checksums = {name: checksums[name] for name in own if name in checksums}
-            self._store.write(part.format(self._process), json.dumps(own_checksums).encode())
+            self._store.write(f"{parts}/{self._session}-{self._process}", json.dumps(own_checksums).encode())
             self._sent.add(checkpoint)
         if self._process == 0:
-            parts = [self._store.read(part.format(process)) for process in range(self._n_processes)]
-            if not all(parts):
+            complete = {f"{parts}/{self._session}-{process}" for process in range(self._n_processes)}
+            if not complete <= self._store.list(parts).keys():
                 return
             self._push_files()  # rows of the log up to the checkpoint
             self._renew()
             if self._lost:
                 return
-            merged = {name: digest for each in parts if each for name, digest in parse_json(each[0]).items()}
+            stored = [self._store.read(name) for name in sorted(complete)]
+            merged = {name: digest for part in stored if part for name, digest in parse_json(part[0]).items()}
             self._store.write(f"{checkpoint}/{CHECKSUMS}", json.dumps(merged, indent=0).encode())
-            self._store.delete(part.format(process) for process in range(self._n_processes))
+            self._store.delete(sorted(complete))
         self._done.add(checkpoint)
         if self._process == 0:
             self._prune()
