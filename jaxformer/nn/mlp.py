@@ -17,16 +17,17 @@ Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu",
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-    "gelu": jax.nn.gelu,
+    "gelu": jax.checkpoint(jax.nn.gelu),
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "swiglu": jax.nn.silu,
-    "geglu": jax.nn.gelu,
+    "geglu": jax.checkpoint(jax.nn.gelu),
     "tanh": jnp.tanh,
 }
 """Activations by name. 'swiglu' and 'geglu' gate: silu(x W_gate) · (x W), or gelu (Shazeer 2020); 'gelu' is the tanh
 approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid approximation of CLIP
-(Hendrycks and Gimpel 2016)."""
+(Hendrycks and Gimpel 2016). The backward pass computes the tanh of gelu again: its input is read there anyway, and the
+tanh would be written and read, too."""
 GATED = ("swiglu", "geglu")
 """Activations of a gate."""
 

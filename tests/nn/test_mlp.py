@@ -71,3 +71,14 @@ def test_initializer_is_centred_and_keeps_the_dtype() -> None:
     assert values.dtype == jnp.bfloat16
     # Standard error 0.5/√3/√10403 = 0.0028; this is four of those.
     assert abs(float(values.astype(jnp.float32).mean())) < 0.012
+
+
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+def test_gelu_saves_its_input_alone_for_the_backward_pass(activation: str) -> None:
+    """And not the tanh that it computes of it, which is as large."""
+    x = normal(T, D)
+    _, pullback = jax.vjp(ACTIVATIONS[activation], x)
+    saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == x.shape]
+    assert len(saved) == 1
+    np.testing.assert_array_equal(saved[0], x)
+    assert_close(pullback(jnp.ones_like(x))[0], jax.grad(lambda x: jax.nn.gelu(x).sum())(x))
