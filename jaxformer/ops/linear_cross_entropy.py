@@ -179,21 +179,21 @@ def _chunk(
     """
     V, ε = shape.n_classes, shape.smoothing
     logits_CV = Unembedding(W_DV, b_V, shape.soft_cap).logits(x_CD)
-    wide_CV, is_padded = widened(logits_CV), len(class_V) > V
-    among_CV = wide_CV + jnp.where(class_V < V, 0, -jnp.inf).astype(wide_CV.dtype) if is_padded else wide_CV
-    largest_C = jax.lax.stop_gradient(jnp.max(among_CV, axis=1))
+    wide_CV = widened(logits_CV)
+    among_CV = wide_CV
+    if len(class_V) > V:
+        among_CV += jnp.where(class_V < V, 0, -jnp.inf).astype(wide_CV.dtype)
+    largest_C, total_C = _largest_and_total(among_CV)
     # Subtracted first: the logarithm beside a large logit would lose its digits.
-    exp_CV = jnp.exp(among_CV - largest_C[:, None])
-    total_C = jnp.sum(exp_CV, axis=1)
-    of_target_C = widened(jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1)[:, 0])
-    nll_C = smoothed_C = jnp.log(total_C) - (of_target_C - largest_C)
+    of_target_C = widened(jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1)[:, 0]) - largest_C
+    nll_C = smoothed_C = jnp.log(total_C) - of_target_C
     share_V = jnp.where(class_V < V, ε / V, 0).astype(wide_CV.dtype)
     if ε:
-        smoothed_C = nll_C + ε * of_target_C - jnp.sum(share_V * wide_CV, axis=1)
+        smoothed_C = nll_C + ε * of_target_C - jnp.sum(share_V * (wide_CV - largest_C[:, None]), axis=1)
     if not any(needed):
         return _Chunk(smoothed_C, nll_C)
     one_hot_CV = (class_V == targets_C[:, None]).astype(wide_CV.dtype)
-    grad_CV = exp_CV / total_C[:, None] - (1 - ε) * one_hot_CV
+    grad_CV = jnp.exp(among_CV - largest_C[:, None]) / total_C[:, None] - (1 - ε) * one_hot_CV
     if ε:
         grad_CV -= share_V
     grad_CV *= weights_C[:, None]
@@ -208,3 +208,39 @@ def _chunk(
         jnp.einsum("cd,cv->dv", x_CD, grad_CV, preferred_element_type=sums) if needed[1] else None,
         jnp.sum(grad_CV, axis=0, dtype=sums) if needed[2] else None,
     )
+
+
+@jax.custom_jvp
+def _largest_and_total(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the largest logit of each row, and the sum of the exponentials of all less it, `(C,)`.
+
+    GPUs read the logits once for both (Milakov and Gimelshein 2018, algorithm 3).
+    """
+    return jax.lax.platform_dependent(logits_CV, cuda=_in_one_pass, default=_in_two_passes)
+
+
+@_largest_and_total.defjvp
+def _largest_and_total_jvp(primals: tuple, tangents: tuple) -> tuple:
+    """Return both, and their tangents with the largest logit held constant: no loss depends on it."""
+    (logits_CV,), (tangent_CV,) = primals, tangents
+    largest_C, total_C = _largest_and_total(logits_CV)
+    to_total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]) * tangent_CV, axis=1)
+    return (largest_C, total_C), (jnp.zeros_like(largest_C), to_total_C)
+
+
+def _in_two_passes(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    largest_C = jnp.max(logits_CV, axis=1)
+    return largest_C, jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=1)
+
+
+def _in_one_pass(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    lowest = jnp.finfo(logits_CV.dtype).min  # of finite ones: the difference of two infinities is no number
+
+    def add(a: tuple, b: tuple) -> tuple:
+        largest = jnp.maximum(a[0], b[0])
+        return largest, a[1] * jnp.exp(a[0] - largest) + b[1] * jnp.exp(b[0] - largest)
+
+    finite_CV = jnp.maximum(logits_CV, lowest)
+    # Ones that depend on the logits: JAX would move others out of the loop over chunks, which would then read them.
+    ones_CV, zero = 0 * finite_CV + 1, jnp.zeros((), logits_CV.dtype)
+    return jax.lax.reduce((finite_CV, ones_CV), (zero + lowest, zero), add, (1,))

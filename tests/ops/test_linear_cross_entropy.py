@@ -8,7 +8,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer.ops.linear_cross_entropy import ALIGNMENT, Unembedding, linear_cross_entropy, rows_per_chunk
+from jaxformer.ops.linear_cross_entropy import (
+    ALIGNMENT,
+    Unembedding,
+    _in_one_pass,
+    _in_two_passes,
+    linear_cross_entropy,
+    rows_per_chunk,
+)
 from jaxformer.ops.losses import negative_log_likelihood
 from tests.arrays import assert_close, normal, random_tokens
 
@@ -106,6 +113,15 @@ def test_padded_classes_and_rows_count_for_nothing_beside_very_negative_logits()
     np.testing.assert_allclose(losses, np.log(V), rtol=1e-6)
     to_bias = jax.grad(lambda b: linear_cross_entropy(X, layer._replace(b_V=b), TARGETS, jnp.ones(N), 10 * V)[0])
     assert_close(to_bias(layer.b_V), N / V - np.bincount(TARGETS, minlength=V))
+
+
+@pytest.mark.parametrize("function", [_in_one_pass, _in_two_passes])
+def test_largest_logit_and_sum_agree_with_float64_on_every_platform(function: Callable) -> None:
+    """GPUs read the logits once for both; some are masked, large, or all far below 0."""
+    logits = np.array([[1.0, -2, 3, -np.inf], [1e4, 9_998.3125, 0, -np.inf], [-1e4, -1e4, -9_999, -np.inf]])
+    largest, total = jax.jit(function)(jnp.asarray(logits, jnp.float32))
+    np.testing.assert_array_equal(largest, logits.max(axis=1))
+    np.testing.assert_allclose(total, np.exp(logits - logits.max(axis=1)[:, None]).sum(axis=1), rtol=1e-6)
 
 
 def products(function: Callable, *args: Any) -> int:

@@ -29,12 +29,11 @@ print(json.dumps({"traffic": program.memory_traffic(), "stored": sorted(stored)}
 """
 
 
-def test_loss_of_gpt2_moves_less_than_a_third_of_98_gigabytes_and_stores_no_float32_logits():
+def test_loss_of_gpt2_moves_a_quarter_of_98_gigabytes_and_stores_no_float32_logits():
     """98 GB were measured of logits computed twice, in chunks of 1,311 rows, with gradients in float32. Each of 33,152
-    by 50,304 logits is now written in bfloat16 once, read for the maximum, the sum and the gradient, which is written
-    once and read twice: 23 GB; seven chunks read and write the gradient of the matrix: 4.3 GB."""
+    by 50,304 logits is now written in bfloat16 once, read for the logarithm and for the gradient, which is written
+    once and read twice: 20 GB; seven chunks read and write the gradient of the matrix: 4.3 GB."""
     result = run_with_compiler(PROGRAM)
-    assert 23e9 + 4e9 < result["traffic"] < 30e9
-    of_chunk = [type_ for type_ in result["stored"] if type_.endswith(("4736,50304]", "4736,50257]"))]
-    assert of_chunk == ["bf16[4736,50304]"]
-    assert not any(",32768,50" in type_ or "[32768,50" in type_ for type_ in result["stored"])
+    assert 20e9 + 4.3e9 < result["traffic"] < 26e9
+    assert [type_ for type_ in result["stored"] if "4736,50304]" in type_] == ["bf16[4736,50304]"]
+    assert not any("4736,50257]" in type_ or "[32768,50" in type_ for type_ in result["stored"])
