@@ -18,7 +18,7 @@ import pytest
 from jaxformer import staging
 from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.cli import sample, train
-from jaxformer.errors import UserError, resume_command
+from jaxformer.errors import UserError, resume_command, run_name
 from jaxformer.object_store import ObjectStore, StoreError
 from jaxformer.runs import load_run
 from jaxformer.staging import (
@@ -277,6 +277,7 @@ def test_stored_run_is_loaded_and_follows_the_store(store, tmp_path):
     store.upload(files)
     run = load_run(URL)
     expected = load_run(original)
+    assert run_name(run.path) == URL
     assert run.step == expected.step and run.tokenizer.vocab_size == expected.tokenizer.vocab_size
     np.testing.assert_array_equal(run.params["embedding"]["W_E"], expected.params["embedding"]["W_E"])
     store.delete(sorted(store.list("checkpoints")))

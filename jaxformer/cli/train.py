@@ -157,7 +157,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
         pretrained = open_pretrained(init_from)
     config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
     if pretrained is not None:
-        config = dataclasses.replace(config, model=pretrained.model, init_from=str(pretrained.path))
+        config = dataclasses.replace(config, model=pretrained.model, init_from=run_name(pretrained.path))
     config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = parse(arguments, defaults, command("train"), DESCRIPTION)
