@@ -38,7 +38,7 @@ class Transposed:
 def store(params: Params, weights: Format, model: nn.Module, platform: str | None = None) -> Params:
     """Return a model's parameters with matrices in the given format, on the same devices.
 
-    With int8 matrices, all else is float32 on a CPU, and bfloat16 on other devices, as are activations.
+    With int8 matrices, all else is as it was on a CPU, and bfloat16 on other devices, as are activations.
 
     Args:
       platform: platform to decode on; None for that of the parameters.
@@ -46,11 +46,14 @@ def store(params: Params, weights: Format, model: nn.Module, platform: str | Non
     if weights == "float32":
         return params
     declared = parameter_axes(model)
-    dtype = jnp.float32 if weights == "int8" and (platform or _platform(params)) == "cpu" else jnp.bfloat16
+    is_rounded = weights == "bfloat16" or (platform or _platform(params)) != "cpu"
+    dtype = jnp.bfloat16 if is_rounded else jnp.float32
 
     def convert(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         summed = summed_axes(declared[_name(path)]) if weights == "int8" else ()
-        return quantize(leaf, summed, dtype) if summed else leaf.astype(dtype)
+        if summed:
+            return quantize(leaf, summed, dtype)
+        return leaf.astype(dtype) if is_rounded else leaf
 
     return jax.jit(lambda params: jax.tree_util.tree_map_with_path(convert, params))(params)
 
