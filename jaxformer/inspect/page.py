@@ -146,11 +146,13 @@ def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
     data = {key: json_data for key, section in keyed.items() if (json_data := section.data()) is not None}
     plotly = import_extra("plotly.offline", "writing a page").get_plotlyjs()
+    data_json = json.dumps(nonfinite_to_none(data), ensure_ascii=False, separators=(",", ":"))
+    data_json = data_json.replace("<", "\\u003c")  # no end of a script element
     template, css, js = ((ASSETS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     return template.format(
         title=html.escape(title), facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
         links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),
-        sections="\n".join(_section(section, key) for key, section in keyed.items()), data=_json(data), plotly=plotly,
+        sections="\n".join(_section(section, key) for key, section in keyed.items()), data=data_json, plotly=plotly,
         js=js, css=css, hashes=f"{_hash(plotly)} {_hash(js)}",
     )  # fmt: skip
 
@@ -168,8 +170,3 @@ def _section(section: Section, key: str) -> str:
 def _hash(script: str) -> str:
     """Return the hash of a script for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _json(value: Any) -> str:
-    """Return JSON that contains no end of a script element; numbers that are not finite are null."""
-    return json.dumps(nonfinite_to_none(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -19,8 +19,7 @@ from jaxformer.errors import UserError, abbreviate
 from jaxformer.extras import import_extra
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path
-from jaxformer.interop.publish import Published, publish
-from jaxformer.interop.special_tokens import SpecialTokens, special_tokens
+from jaxformer.interop.publish import Published, SpecialTokens, publish, special_tokens
 from jaxformer.runs import Run
 
 ARCHITECTURES = {"llama": ("llama", True), "qwen3": ("qwen3", False)}
@@ -37,6 +36,8 @@ CONFIG_FIELDS = {
     "rope_dimension_count": "head_dim", "layer_norm_rms_eps": "rms_norm_eps",
 }  # fmt: skip
 """Fields of a published config by their names in the `gguf` package."""
+ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""Projections to what is rotated, and the fields with their numbers of heads."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -91,8 +92,9 @@ def write_gguf(
         kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
         names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
         for their_name, tensor in published.tensors:
-            if adjacent and (heads := _rotated_heads(their_name, theirs)):
-                tensor = pairs_adjacent(tensor, heads)
+            part = their_name.split(".")[-2]
+            if adjacent and part in ROTATED:
+                tensor = pairs_adjacent(tensor, int(theirs[ROTATED[part]]))
             _add_tensor(gguf, writer, names.get_name(their_name, try_suffixes=(".weight", ".bias")), tensor, dtype)
         _add_rope_scaling(gguf, writer, theirs)
         writer.write_header_to_file()
@@ -100,13 +102,6 @@ def write_gguf(
         writer.write_tensors_to_file()
     finally:
         writer.close()
-
-
-def _rotated_heads(name: str, theirs: Mapping[str, Any]) -> int | None:
-    """Return the number of heads of a projection of queries or keys; None for other tensors."""
-    if ".q_proj." in name:
-        return int(theirs["num_attention_heads"])
-    return int(theirs["num_key_value_heads"]) if ".k_proj." in name else None
 
 
 def pairs_adjacent(tensor: np.ndarray, n_heads: int) -> np.ndarray:

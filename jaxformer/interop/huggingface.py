@@ -9,8 +9,7 @@ from typing import Any
 from jaxformer.data.tokenizer import END_IDS
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path, save_safetensors
-from jaxformer.interop.publish import publish
-from jaxformer.interop.special_tokens import special_tokens
+from jaxformer.interop.publish import publish, special_tokens
 from jaxformer.runs import TOKENIZER, Run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
 from jaxformer.interop.families import FAMILIES, Family, Weight, always, never
@@ -125,3 +127,30 @@ def published_tensors(params: Params, config: DecoderConfig, family: Family) -> 
             leaf = leaves[path][expert] if "{e}" in weight.theirs else leaves[path]
             arrays.append(np.asarray(jax.device_get(leaf)).astype(np.float32) - np.float32(weight.offset))
         yield name, Layout.parse(group[0][0].layout, sizes).to_theirs(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """Special tokens, by the names that other libraries' configs have for them."""
+
+    bos: int
+    """Id of the token that the tokenizer begins each text with or, without one, of end-of-text, which precedes each
+    document in training."""
+    eos: tuple[int, ...]
+    """Ids of the tokens that end a text, end-of-text first."""
+    adds_bos: bool
+    """True where the tokenizer begins each text with `bos`."""
+    bos_text: str
+    """Text of `bos`."""
+    eos_text: str
+    """Text of end-of-text."""
+
+
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """Return the special tokens of a tokenizer."""
+    added = {token["id"]: token["content"] for token in json.loads(tokenizer.as_json())["added_tokens"]}
+    named, begin = tokenizer.special_tokens, tokenizer.begin_of_text
+    bos, bos_text = tokenizer.end_of_text, named["eos_token"]
+    if begin is not None:
+        bos, bos_text = begin, added.get(begin) or named["bos_token"]
+    return SpecialTokens(bos, tokenizer.ends_of_text, begin is not None, bos_text, named["eos_token"])
