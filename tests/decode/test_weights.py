@@ -83,6 +83,7 @@ def test_bfloat16_halves_the_bytes_and_moves_logits_within_a_bound(built):
     assert 1e-4 < jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.03
 
 
+@pytest.mark.slow
 def test_on_other_devices_than_a_cpu_all_but_int8_matrices_is_bfloat16(built):
     """So that activations are: decoding then reads and writes half of their bytes."""
     model, params = built
@@ -95,6 +96,7 @@ def test_on_other_devices_than_a_cpu_all_but_int8_matrices_is_bfloat16(built):
     assert jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_the_layout_for_a_gpu_has_last_what_products_sum_over_and_is_undone_exactly(built, weights):
     model, params = built
@@ -132,6 +134,7 @@ def test_int8_scales_reach_over_the_axes_that_products_sum_over(axes, summed):
     assert summed_axes(ParameterAxes.parse(axes)) == summed
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_from_parameters_laid_out_for_a_gpu():
     model = MODELS["rope, tied"].build()
     params = first_params(model, TOKENS)

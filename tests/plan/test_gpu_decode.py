@@ -30,6 +30,7 @@ def test_a_decode_step_has_few_kernels_and_reads_each_weight_once(tmp_path):
         assert read < 1e6 * counts[weights]["mb_per_step"] < 1.05 * read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:2", "h100:0"])
 def test_a_topology_that_is_not_one_gpu_is_refused(topology):
     options = ["--topology", topology]
