@@ -210,7 +210,7 @@ GOOD = b'{"text": "a"}\n'
     ("a.jsonl", b'{"text": ["a"]}', r"line 1, has \['a'\] in the field 'text', which is no text; see data\.column"),
     ("a.jsonl", b'{"text": "\\ud800"}', r"line 1, has half a character, a lone surrogate, in the field 'text'; remove"),
     ("a.jsonl", GOOD + b'{"text": "\xff"}', r"a\.jsonl, line 2, is not UTF-8 \(invalid start byte\); convert it"),
-    ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-12], r"a\.jsonl\.gz is truncated or no gzip file \(Compressed file"),
+    ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-12], r"a\.jsonl\.gz is truncated or no gzip file \(Compressed"),
     ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz is truncated or no gzip file \(Not a gzipped file"),
     ("a.txt.gz", gzip.compress(bytes(999), mtime=0)[:-30] + bytes(30), r"a\.txt\.gz is truncated or no gzip file"),
     ("a.csv", b"id,body\n1,x\n", r"a\.csv has no column 'text', but id, body; name the text's with data\.column"),
