@@ -69,3 +69,7 @@ class Embedding(nn.Module):
         elif self.positions == "sinusoidal":
             x_TD = x_TD + sinusoidal(positions_T, self.d_model).astype(x_TD.dtype)
         return capture_point(self, OUTPUT, x_TD)
+
+    def unembed(self, x_TD: jax.Array) -> jax.Array:
+        """Return logits `(T, V)` from the transposed table (Press and Wolf 2017)."""
+        return x_TD @ self.W_E.T
