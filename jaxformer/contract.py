@@ -70,8 +70,8 @@ class Contract:
     """The model reads exactly `max_tokens` tokens and predicts only the one that follows."""
     has_features: bool = False
     """The call is `unembed` of `features(*inputs)`, `(T, D)` to `(T, V)`. So that logits may be computed in chunks,
-    these are `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, of `readout(features)`; where features are
-    logits, `unembedding()` is None."""
+    these are `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, of `readout(features)`; where the readout is
+    the logits, `unembedding()` is None."""
     has_cache: bool = False
     """The method `extend(tokens_T, positions_T, cache, slot)` returns features and the cache after them. A causal
     language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with

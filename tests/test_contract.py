@@ -28,7 +28,7 @@ def test_capabilities_are_methods_of_the_module(name: str) -> None:
     model, contract = MODELS[name].build(), MODELS[name].contract
     assert contract_of(model) == contract
     if contract.has_features:
-        assert callable(model.features) and callable(model.unembed)
+        assert all(callable(getattr(model, name)) for name in ("features", "unembed", "readout", "unembedding"))
     begin = "start" if contract.task is Task.SEQUENCE_TO_SEQUENCE else "init_cache"
     assert contract.has_cache == hasattr(model, "extend") == hasattr(model, begin)
 

@@ -369,7 +369,7 @@ class Decoder(nn.Module):
         return self.final_norm(x_TD) if self.config.norm != "none" and self.config.final_norm else x_TD
 
     def unembedding(self) -> Unembedding | None:
-        """Return the layer to the logits; None where the last block's MLP returns them."""
+        """Return the layer to the logits; None where the readout is the logits, from the last block's MLP."""
         c = self.config
         if c.unembedding == "mlp":
             return None

@@ -91,20 +91,21 @@ class CrossEntropy:
         """
 
         outputs_B, sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
+        x_B, layer = _last_layer(model, params, outputs_B)
         routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), sown.get(ROUTER, {})))
         targets_B, weights_B = jnp.asarray(batch.targets), batch.weights
         if weights_B is None:
             weights_B = jnp.full(targets_B.shape, 1 / (targets_B.size * across.n), jnp.float32)
-        if layer := _unembedding(model, params):
-            x_ND, targets_N = _token_rows(model, params, outputs_B, targets_B)
+        if layer is not None:
+            x_ND, targets_N = _token_rows(x_B, targets_B)
             smoothed, nll = linear_cross_entropy(
                 x_ND, layer, targets_N, jnp.reshape(weights_B, -1), _max_logits(x_ND), smoothing
             )
         else:
-            nll_B = negative_log_likelihood(outputs_B, targets_B)
+            nll_B = negative_log_likelihood(x_B, targets_B)
             nll = smoothed = jnp.sum(nll_B * weights_B)
             if smoothing:
-                uniform = jnp.sum(uniform_cross_entropy(outputs_B) * weights_B)
+                uniform = jnp.sum(uniform_cross_entropy(x_B) * weights_B)
                 smoothed = (1 - smoothing) * nll + smoothing * uniform
         return smoothed + auxiliary_loss(model, routing) / across.n, nll
 
@@ -242,28 +243,28 @@ def per_target(
       outputs_B: outputs of `batched_apply`.
       targets: int32, with B first.
     """
-    targets_B, layer = jnp.asarray(targets), _unembedding(model, params)
+    targets_B, (x_B, layer) = jnp.asarray(targets), _last_layer(model, params, outputs_B)
     if layer is None:
-        return function(outputs_B, targets_B)
-    rows_N = _token_rows(model, params, outputs_B, targets_B)
+        return function(x_B, targets_B)
+    rows_N = _token_rows(x_B, targets_B)
     chunk = rows_per_chunk(targets_B.size, layer.W_DV.shape[-1], _max_logits(rows_N[0]))
     of_row = lambda row: function(layer.logits(row[0]), row[1])  # noqa: E731
     values = jax.vmap(of_row)(rows_N) if chunk == targets_B.size else jax.lax.map(of_row, rows_N, batch_size=chunk)
     return jax.tree.map(lambda x: x.reshape(targets_B.shape), values)
 
 
-def _unembedding(model: nn.Module, params: Params) -> Unembedding | None:
-    """Return the layer from a model's readout to its logits; None where the outputs of `batched_apply` are logits."""
-    layer: Any = model.apply({"params": params}, method="unembedding") if contract_of(model).has_features else None
-    return layer
+def _last_layer(model: nn.Module, params: Params, outputs_B: Any) -> tuple[Any, Unembedding | None]:
+    """Return the readout of the outputs of `batched_apply` and the layer from there to the logits; logits and None
+    where there is no such layer."""
+    if not contract_of(model).has_features:
+        return outputs_B, None
+    apply: Callable[..., Any] = partial(model.apply, {"params": params})
+    return jax.vmap(partial(apply, method="readout"))(outputs_B), apply(method="unembedding")
 
 
-def _token_rows(
-    model: nn.Module, params: Params, outputs_B: jax.Array, targets_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the readout of the features of all tokens, `(N, D)`, and their targets `(N,)`: from here on, tokens are
-    independent of their sequence."""
-    x_BTD: Any = jax.vmap(partial(model.apply, {"params": params}, method="readout"))(outputs_B)
+def _token_rows(x_BTD: jax.Array, targets_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the readout of all tokens, `(N, D)`, and their targets `(N,)`: from here on, tokens are independent of
+    their sequence."""
     return x_BTD.reshape(targets_B.size, -1), targets_B.reshape(-1)
 
 

@@ -8,7 +8,9 @@ import optax
 import pytest
 
 from jaxformer.data.dataset import Batch
+from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
+from tests.arrays import random_params
 
 OBJECTIVE = CrossEntropy()
 B, T, D, V = 6, 5, 3, 11
@@ -73,6 +75,23 @@ def test_metrics_of_one_class_per_example_by_hand():
     summary = OBJECTIVE.summary(measures)
     np.testing.assert_allclose(summary["loss"], np.mean(total - [2, 0, 3]), rtol=1e-6)
     assert summary["accuracy"] == 1 / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unembedding", ["mlp", "linear", "tied"])
+def test_loss_and_metrics_are_those_of_the_model_s_own_logits(unembedding: str) -> None:
+    """Also where the final norm, whose gain is not 1, comes after the MLP that returns the logits."""
+    config = DecoderConfig(
+        vocab_size=V, context_length=T, d_model=4, n_blocks=1, n_heads=2, d_ff=(6,), norm="rmsnorm", final_norm=True,
+        residual=False, unembedding=unembedding,
+    )  # fmt: skip
+    model, tokens = config.build(), np.arange(B * (T + 1), dtype=np.int32).reshape(B, -1) % V
+    params = random_params(model, tokens[0, :T])
+    batch = Batch((tokens[:, :T],), tokens[:, 1:])
+    logits = jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T))(*batch.inputs)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    np.testing.assert_allclose(OBJECTIVE.loss(model, params, batch)[1], nll.mean(), rtol=1e-5)
+    np.testing.assert_allclose(OBJECTIVE.measure(model, params, batch)["nats"], nll.sum(axis=1), rtol=1e-5)
 
 
 def test_a_module_without_contract_has_the_cross_entropy():
