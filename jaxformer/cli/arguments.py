@@ -119,7 +119,7 @@ class _OneLine(logging.Formatter):
         return escape_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        if record.exc_info and record.msg.startswith("Jax plugin configuration error"):
+        if record.exc_info and str(record.msg).startswith("Jax plugin configuration error"):
             reason = f"{record.getMessage()}: {record.exc_info[1]} JAX_PLATFORMS=cpu uses no plugin."
             fields = {"levelname": "WARNING", "msg": reason, "args": None, "exc_info": None, "exc_text": None}
             record = logging.makeLogRecord(record.__dict__ | fields)

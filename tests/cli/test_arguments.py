@@ -332,6 +332,12 @@ def test_a_warning_is_one_line_above_its_traceback():
     assert formatter.format(record).split("\n") == ["WARNING: tokens in a␤b␛; again", "Traceback", "  line 1"]
 
 
+def test_an_exception_that_is_logged_as_a_message_is_printed():
+    error = ValueError("no such file")
+    record = logging.LogRecord("orbax", logging.ERROR, "", 0, error, (), (ValueError, error, None))
+    assert _OneLine("%(levelname)s: %(message)s").format(record).startswith("ERROR: no such file")
+
+
 def test_a_plugin_that_cannot_be_used_is_one_line_with_the_reason():
     """The record is that of jax, `discover_pjrt_plugins` in `jax/_src/xla_bridge.py`."""
     record = logging.makeLogRecord({"args": ("xla_cuda13",), "levelname": "ERROR", "exc_info": True})
