@@ -45,10 +45,9 @@ def main(arguments: list[str]) -> int:
     for position, token in enumerate(tokens):
         echo(f"{position:>6}  {token:>6}  {_shown(pieces[token])}")
     n_bytes = len(text.encode())
-    echo(
-        f"{len(tokens):,} tokens of {tokenizer.vocab_size:,} for {len(text):,} characters, {n_bytes:,} bytes: "
-        f"{n_bytes / len(tokens):.2f} bytes per token"
-    )
+    ratio = f": {n_bytes / len(tokens):.2f} bytes per token" if tokens else ""  # a normaliser may leave none
+    size = f"{len(text):,} characters, {n_bytes:,} bytes"
+    echo(f"{len(tokens):,} tokens of {tokenizer.vocab_size:,} for {size}{ratio}")
     return 0
 
 

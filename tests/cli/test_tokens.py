@@ -42,6 +42,14 @@ def test_lines_hold_the_tokens_and_their_bytes_are_the_text(folder, capsys, by):
     )
 
 
+def test_a_text_of_which_the_tokenizer_leaves_nothing_has_no_tokens(folder, tmp_path, capsys):
+    form = json.loads((folder / "tokenizer.json").read_text())
+    form["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form))
+    assert tokens.main([" ", "--tokenizer", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "0 tokens of 260 for 1 characters, 1 bytes\n"
+
+
 def test_standard_input_is_read_without_a_text(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(b"cat")))
     assert tokens.main(["--run", str(folder)]) == 0
