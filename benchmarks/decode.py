@@ -128,6 +128,8 @@ def main() -> int:
         return 2
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
     setting = SETTINGS["smoke" if asked.smoke else asked.device]
+    if setting.device == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"  # also where there is a GPU
     rounds, sizes = (1, asked.batch_sizes[:1]) if asked.smoke else (asked.rounds, asked.batch_sizes)
     results = asked.results or (None if asked.smoke else record.RESULTS)
     figures: dict = {

@@ -43,6 +43,8 @@ def main(folder: Path, batch_size: int, weights: Any) -> None:
     """Set up, make one text to compare, measure what is measured once, and serve."""
     job = json.loads((folder / "job.json").read_text())
     machine.set_up()
+    if job["device"] == "gpu" and jax.default_backend() != "gpu":
+        sys.exit("error: there is no GPU; --smoke runs on any device.")
     shape = job["shape"] | {"d_ff": (job["shape"]["d_ff"],)}
     config = DecoderConfig(
         **shape, output_projection=True, attention_bias=True, activation="gelu", norm="layernorm", final_norm=True,

@@ -77,6 +77,15 @@ def test_benchmark_of_a_gpu_ends_at_once_on_a_cpu(monkeypatch):
     assert started(result.stdout) == ["attention"]
 
 
+@pytest.mark.slow
+def test_decoding_on_a_cpu_is_not_taken_for_that_on_a_gpu(tmp_path):
+    (tmp_path / "job.json").write_text('{"device": "gpu"}')
+    command = [sys.executable, ROOT / "benchmarks/decode_jaxformer.py", tmp_path, "1", "bfloat16"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (result.returncode, result.stderr) == (1, "error: there is no GPU; --smoke runs on any device.\n")
+
+
 def test_parts_are_chosen_by_name(tmp_path):
     python = stand_in(tmp_path, "true")
     assert started(gpu(python, "kernels", "attention").stdout) == ["attention", "kernels"]
