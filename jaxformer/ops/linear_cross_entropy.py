@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxformer.ops.precision import wide, widened
+from jaxformer.ops.quantized import Quantized
 
 ALIGNMENT = 128
 """Rows and classes of a product's tile on GPU and TPU: chunks have a multiple of as many rows, and matrices are padded
@@ -67,11 +68,13 @@ def linear_cross_entropy(
     of the first sum; with smoothing, the second counts as a constant.
 
     Args:
-      targets_N: integers below V.
+      targets_N: integers from 0 to V - 1; any other gives NaN, unless its weight is 0.
       max_logits: most logits that are computed at once.
       smoothing: ε of label smoothing (Szegedy et al. 2016, section 7).
     """
     W_DV, b_V, soft_cap = unembedding
+    if isinstance(W_DV, Quantized):
+        W_DV = (W_DV.values * W_DV.scale).astype(x_ND.dtype)
     n_rows, n_classes = len(x_ND), W_DV.shape[-1]
     shape = _Shape(n_classes, rows_per_chunk(n_rows, n_classes, max_logits), soft_cap, smoothing)
     return _weighted_sums(shape, x_ND, W_DV, b_V, weights_N, targets_N)
@@ -185,7 +188,10 @@ def _chunk(
         among_CV += jnp.where(class_V < V, 0, -jnp.inf).astype(wide_CV.dtype)
     largest_C, total_C = _largest_and_total(among_CV)
     # Subtracted first: the logarithm beside a large logit would lose its digits.
-    of_target_C = widened(jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1)[:, 0]) - largest_C
+    of_target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1, mode="clip")[:, 0]
+    # A class of the padding has a logit, too, which must not pass for a loss.
+    is_class_C = (targets_C >= 0) & (targets_C < V) | (weights_C == 0)
+    of_target_C = jnp.where(is_class_C, widened(of_target_C), jnp.nan) - largest_C
     nll_C = smoothed_C = jnp.log(total_C) - of_target_C
     share_V = jnp.where(class_V < V, ε / V, 0).astype(wide_CV.dtype)
     if ε:

@@ -17,6 +17,7 @@ from jaxformer.ops.linear_cross_entropy import (
     rows_per_chunk,
 )
 from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.ops.quantized import quantize
 from tests.arrays import assert_close, normal, random_tokens
 
 N, D, V = 37, 5, 11
@@ -113,6 +114,25 @@ def test_padded_classes_and_rows_count_for_nothing_beside_very_negative_logits()
     np.testing.assert_allclose(losses, np.log(V), rtol=1e-6)
     to_bias = jax.grad(lambda b: linear_cross_entropy(X, layer._replace(b_V=b), TARGETS, jnp.ones(N), 10 * V)[0])
     assert_close(to_bias(layer.b_V), N / V - np.bincount(TARGETS, minlength=V))
+
+
+@pytest.mark.parametrize("target", [-1, V, V + ALIGNMENT])
+def test_a_target_that_is_no_class_gives_nan_unless_its_weight_is_0(target: int) -> None:
+    """Padded classes have logits, as of a tokenizer with more tokens than the model has rows."""
+    targets = TARGETS.at[3].set(target)
+    loss = lambda weights, targets: linear_cross_entropy(X, Unembedding(W), targets, weights, 10 * V, 0.1)  # noqa: E731
+    assert np.isnan(loss(WEIGHTS, targets)).all()
+    ignored = WEIGHTS.at[3].set(0)
+    jax.tree.map(np.testing.assert_array_equal, loss(ignored, targets), loss(ignored, TARGETS))
+
+
+def test_an_int8_matrix_counts_as_rounded() -> None:
+    matrix = quantize(W, (0,))
+    losses = [
+        linear_cross_entropy(X, Unembedding(W, BIAS), TARGETS, WEIGHTS, 10 * V)
+        for W in (matrix, matrix.values * matrix.scale)
+    ]
+    jax.tree.map(assert_close, *losses)
 
 
 @pytest.mark.parametrize("function", [_in_one_pass, _in_two_passes])
