@@ -167,7 +167,7 @@ def test_commands_run(here, monkeypatch, capsys, command):
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         elif words[:3] == ["pip", "install", "-e"]:
-            extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[3])
+            extras = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", words[3])
             assert extras and set((extras[1] or "test").split(",")) <= set(EXTRAS)
         elif "s3://" in part:  # as in tests/test_staging.py
             assert {word for word in words if word.startswith("--")} <= {"--run", "--resume", "--data.path"}
