@@ -26,7 +26,7 @@ class Arguments:
     text: Annotated[str, POSITIONAL] = ""
     """Text, in quotation marks."""
     run: str | None = None
-    """Folder of a run, whose tokenizer is used; without it, the newest below runs/ that has a checkpoint."""
+    """Folder or URL of a run, whose tokenizer is used; without it, the newest below runs/ that has a checkpoint."""
     tokenizer: str | None = None
     """File or folder of a published tokenizer.json, in place of a run's."""
 
