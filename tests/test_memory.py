@@ -88,6 +88,8 @@ def test_format_bytes_has_three_digits(n_bytes, expected):
 
 @pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
 def test_pool_of_a_gpu_is_three_quarters_unless_the_environment_says_otherwise(name, monkeypatch):
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
     assert gpu_pool_share() == 0.75
     monkeypatch.setenv(name, ".92")
     assert gpu_pool_share() == 0.92
