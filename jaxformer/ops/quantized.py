@@ -74,7 +74,7 @@ def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: Any = jnp.float3
       dtype: dtype of rows.
     """
     scale = jnp.max(jnp.abs(matrix), axis=summed, keepdims=True).astype(jnp.float32) / LARGEST
-    scale = jnp.where(scale > 0, scale, 1.0)
+    scale = jnp.where(scale == 0, 1.0, scale)
     return Quantized(jnp.round(matrix / scale).astype(jnp.int8), scale, dtype)
 
 
@@ -96,7 +96,7 @@ def _product_of_integers(x: jax.Array, values: jax.Array, scale: jax.Array) -> j
     x becomes 254 coarse + fine, each int8, which share the pass over the weights.
     """
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / LARGEST
-    size = jnp.where(size > 0, size, 1.0)
+    size = jnp.where(size == 0, 1.0, size)  # NaN stays, which no integer can be
     y = x / size
     coarse = jnp.round(y)
     parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))]).astype(jnp.int8)

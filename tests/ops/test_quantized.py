@@ -81,3 +81,14 @@ def test_rows_are_those_of_the_matrix():
     np.testing.assert_allclose(rows(by_column, index), whole(by_column)[index], rtol=1e-6)
     assert rows(quantize(jnp.asarray(MATRIX), (1,), jnp.bfloat16), index).dtype == jnp.bfloat16
     np.testing.assert_array_equal(jax.jit(lambda i: rows(MATRIX, i))(index), MATRIX[np.array(index)])
+
+
+@pytest.mark.parametrize("multiply", [_product, _product_of_integers])
+def test_nan_in_a_row_or_a_column_stays_nan_and_changes_no_other(multiply):
+    """No integer is NaN: those of a diverged model would become zeros, and its tokens look drawn from a model."""
+    matrix, x = jnp.asarray(MATRIX), jnp.asarray(DRAW.normal(size=(3, 17)), jnp.float32)
+    q, spoilt = quantize(matrix, (0,)), quantize(matrix.at[4, 2].set(jnp.nan), (0,))
+    wanted = multiply(x, q.values, q.scale)
+    rows = multiply(x.at[1, 5].set(jnp.nan), q.values, q.scale)
+    np.testing.assert_array_equal(rows, wanted.at[1].set(jnp.nan))
+    np.testing.assert_array_equal(multiply(x, spoilt.values, spoilt.scale), wanted.at[:, 2].set(jnp.nan))
