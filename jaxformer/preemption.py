@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import signal
@@ -54,12 +55,13 @@ def _watch(host: str, received: ReceivedSignal, stop: threading.Event) -> None:
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/preempted", headers={"Metadata-Flavor": "Google"}
     )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is in the machine
     seconds = 0.0
     while not stop.wait(seconds) and not received.is_set():
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:  # noqa: S310
+            with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
                 is_preempted = answer.read(16).strip() == b"TRUE"
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             seconds = UNREACHABLE_SECONDS
             continue
         seconds = POLL_SECONDS

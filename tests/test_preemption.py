@@ -49,6 +49,7 @@ def wait_until(condition) -> None:
 
 def test_preemption_is_recorded_as_sigterm(metadata_server, monkeypatch, caplog):
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.01)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for this server
     received = ReceivedSignal()
     with watch_preemption(received, {METADATA_HOST: metadata_server}):
         time.sleep(0.2)
