@@ -15,8 +15,9 @@ except ImportError:  # Windows
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Replace a file's content, so that a reader, or a crash, leaves either the old or the new one."""
-    scratch = file.with_name(f"{file.name}.new")
+    """Replace a file's content, so that a reader, a crash, or another process that replaces it, too, leaves either the
+    old or the new one."""
+    scratch = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         scratch.replace(file)

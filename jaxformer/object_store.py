@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jaxformer.errors import UserError, parse_json
@@ -23,7 +23,8 @@ CREDENTIALS = {
 }
 """Credentials by the scheme of a URL."""
 DENIED = re.compile(
-    r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|169\.254\.|metadata\.google|[Cc]redential|token"
+    r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|169\.254\.|metadata\.google|[Cc]redential"
+    r"|api/token"
 )
 """Pattern of errors of missing or wrong credentials; without any, the machine's metadata server is tried."""
 NO_BUCKET = re.compile("NoSuchBucket|bucket does not exist")
@@ -75,7 +76,9 @@ class ObjectStore:
         """Return the entity tags of the objects below a prefix, by name; only of names that can be a file's."""
         with self._explain():
             metas = self._store.list(prefix or None).collect()
-        return {meta["path"]: meta["e_tag"] or "" for meta in metas if _is_inside(meta["path"])}
+        tags = {meta["path"]: meta["e_tag"] or "" for meta in metas if _is_inside(meta["path"])}
+        folders = {parent.as_posix() for name in tags for parent in PurePosixPath(name).parents}
+        return {name: tag for name, tag in tags.items() if name not in folders}  # consoles create objects for folders
 
     def tag(self) -> str | None:
         """Return the entity tag of the object at the URL itself; None where there is none."""
@@ -130,7 +133,7 @@ class ObjectStore:
 
         def download(name: str) -> None:
             files[name].parent.mkdir(parents=True, exist_ok=True)
-            scratch = files[name].with_name(f".{files[name].name}.new")
+            scratch = files[name].with_name(f".{files[name].name}.{os.getpid()}.new")  # others may read the run, too
             try:
                 with scratch.open("wb") as file:
                     for chunk in self._store.get(name):
@@ -161,13 +164,14 @@ class ObjectStore:
         except (base, FileNotFoundError, PermissionError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the file system
                 raise
-            text = str(error)
+            prefix = self.url.split("/", 3)[3]
+            text = re.sub(rf"[^\s<>]*/{re.escape(prefix)}/[^\s<>]*", "", str(error))  # a name such as 401 is no reason
             if NO_BUCKET.search(text):
                 reason = "there is no such bucket; create it, or correct the URL"
             elif isinstance(error, PermissionError) or DENIED.search(text):
                 reason = f"access is denied; set {CREDENTIALS[self._scheme]}, with permission to list, read and write"
             else:
-                first = text.split("\n")[0].strip()[:200]
+                first = str(error).split("\n")[0].strip()[:200]
                 reason = f"it does not answer as expected ({first}); check the URL, the network and the endpoint"
             raise StoreError(f"{self.url}: {reason}.") from error
 
