@@ -84,6 +84,20 @@ class StagedRun:
         if parts:
             content = b"".join((self.folder / name).read_bytes() for name in parts)
             write_atomically(self.folder / METRICS, content)
+        else:
+            (self.folder / METRICS).unlink(missing_ok=True)
+
+    def pull_missing(self) -> None:
+        """Download the complete checkpoints that the folder misses, but for arrays: they are removed there first, and
+        this program may have been killed before it removed them from the store.
+
+        Raises:
+          StoreError: the store fails.
+        """
+        objects = self.store.list()
+        missing = {c for c in self.committed(objects) if not (self.folder / c / CHECKSUMS).is_file()}
+        matches = {name: CHECKPOINT_FILE.fullmatch(name) for name in objects if _is_pulled(name, missing)}
+        self.store.download({name: self.folder / name for name, match in matches.items() if match})
 
     def remove_incomplete(self) -> None:
         """Remove half-uploaded checkpoints from the store."""
@@ -182,8 +196,8 @@ def open_staged(url: str, process: int, resume: bool) -> Iterator[StagedRun]:
         if not resume and (others := staged.store.list().keys() - {LEASE}):  # it may not be a run
             remedy = "add --resume to continue it, or choose another --run"
             raise UserError(f"{url} exists, with {len(others):,} objects; {remedy}.")
-        lease = Lease.read(staged.store)
-        if not resume or lease is None or _session(staged.folder) != lease.session:
+        lease, last = Lease.read(staged.store), _session(staged.folder)
+        if not resume or lease is None or not last or last != lease.session:
             shutil.rmtree(staged.folder, ignore_errors=True)
             if resume:
                 staged.pull()
@@ -205,12 +219,14 @@ class Lease:
 
     store: ObjectStore
     session: str
-    """Random name of the holder."""
+    """Random name of the holder, and its number of processes."""
     holder: str
     """Host and process of the holder."""
     expires: float
     """Seconds since the epoch."""
     tag: Tag | None = None
+    before: str = ""
+    """Session that held the lease before."""
 
     @classmethod
     def read(cls, store: ObjectStore) -> Lease | None:
@@ -247,7 +263,8 @@ class Lease:
                     raise UserError(f"{now.holder} is training in {store.url}; stop it, or choose another --run.")
             last = cls.read(store)
         holder = f"{socket.gethostname()}, process {os.getpid()}"
-        lease = cls(store, secrets.token_hex(8), holder, 0.0, None if last is None else last.tag)
+        tag, before = (None, "") if last is None else (last.tag, last.session)
+        lease = cls(store, f"{secrets.token_hex(8)}-{jax.process_count()}", holder, 0.0, tag, before)
         if not lease.renew():
             raise UserError(f"another process just began to train in {store.url}; stop it, or choose another --run.")
         return lease
@@ -274,26 +291,59 @@ class Lease:
 def mirrored(staged: StagedRun) -> Iterator[Mirror]:
     """Hold the lease of a run and upload what is written to its folder, until the end; all processes enter together.
 
-    Checkpoints that are not in every process's folder are removed there, as are incomplete ones in the store.
+    The folder is brought to the state of the store again where others have written there since it was opened.
+    Checkpoints that are not in every process's folder are removed there, as are incomplete ones in the store; what is
+    staged by several processes is uploaded first, as each has only its shards.
 
     Raises:
-      UserError: another process holds the lease or has taken it, or not all could be uploaded.
+      UserError: another process holds the lease or has taken it, has changed the run meanwhile, or not all could be
+        uploaded.
     """
-    process, session = jax.process_index(), ""
-    lease = None if process else Lease.acquire(staged.store, _session(staged.folder))
+    process, last = jax.process_index(), _session(staged.folder)
+    lease = None if process else Lease.acquire(staged.store, last)
     with contextlib.ExitStack() as stack:
         if lease is not None:
-            session = lease.session
             stack.callback(_release, lease)
             staged.remove_incomplete()
-        session, local = broadcast(session), _checkpoints(staged.folder)
-        common = set.intersection(*(set(json.loads(text)) for text in all_gather(json.dumps(local))))
-        for checkpoint in set(local) - common:
-            shutil.rmtree(staged.folder / checkpoint)
+        session, before = json.loads(broadcast(json.dumps(lease and (lease.session, lease.before))))
+        _follow(staged, is_last=last != "" and last == before)
+        local = _checkpoints(staged.folder)
+        has_all_shards = last.endswith(
+            f"-{jax.process_count()}"
+        )  # else uncommitted ones lack shards of other processes
+        usable = local if has_all_shards else sorted(staged.committed() & {*local})
+        common = set.intersection(*(set(json.loads(text)) for text in all_gather(json.dumps(usable))))
+        folders = (*staged.folder.glob("checkpoints/*"), *staged.folder.glob("base/checkpoints/*"))
+        for folder in folders:
+            if folder.name.isdecimal() and folder.relative_to(staged.folder).as_posix() not in common:
+                shutil.rmtree(folder)
         if staged.folder.is_dir():
             (staged.folder / SESSION).write_text(session)
         barrier()  # what others upload is not removed
-        yield stack.enter_context(Mirror(staged, lease, session, process, jax.process_count()))
+        mirror = stack.enter_context(Mirror(staged, lease, session, process, jax.process_count()))
+        if jax.process_count() > 1:
+            mirror.wait()
+            barrier()
+        yield mirror
+
+
+def _follow(staged: StagedRun, is_last: bool) -> None:
+    """Bring the folder to the state of the store, of which this job holds the lease; `UserError` where another process
+    has created or changed the run since it was opened. That of the last session has what is newest."""
+    config = staged.folder / CONFIG
+    if not staged.folder.is_dir():
+        is_changed = staged.store.read(CONFIG) is not None
+    elif is_last:
+        staged.pull_missing()
+        is_changed = False
+    else:
+        read = config.read_bytes() if config.is_file() else b""
+        if _session(staged.folder):
+            shutil.rmtree(staged.folder)
+        staged.pull()
+        is_changed = not _has_content(config, read)
+    if is_changed:
+        raise UserError(f"another process has changed {staged.url} just now; resume it, or choose another --run.")
 
 
 def _release(lease: Lease) -> None:
@@ -459,10 +509,15 @@ class Mirror:
             with self._busy:
                 if self._abandoned or self._lost or not self._folder.is_dir():
                     return
+                self._renew()  # where this process was suspended, another may have taken over
+                if self._lost:
+                    return
                 if _session(self._folder) != self._session:
                     (self._folder / SESSION).write_text(self._session)
                 for checkpoint in self._pending():
                     self._upload(checkpoint)
+                if self._process == 0:
+                    self._prune()
                 if with_files:
                     self._push_files()
         except StoreError as error:
@@ -505,8 +560,6 @@ class Mirror:
             self._store.write(f"{checkpoint}/{CHECKSUMS}", json.dumps(merged, indent=0).encode())
             self._store.delete(sorted(complete))
         self._done.add(checkpoint)
-        if self._process == 0:
-            self._prune()
 
     def _is_own(self, name: str) -> bool:
         """Return True for a file of a checkpoint that this process uploads; others than 0 upload their shards."""

@@ -159,6 +159,68 @@ def test_half_uploaded_checkpoint_is_ignored_and_removed_on_resuming(store):
     assert not store.list("checkpoints/10") and CheckpointReader(local_folder(URL)).step() == 5
 
 
+def test_run_that_another_machine_continued_before_the_lease_was_taken_is_followed(store, monkeypatch, tmp_path):
+    train_in_store(5)
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other machine"))
+    with open_staged(URL, 0, True) as staged:
+        monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
+        train_in_store(10, resume=True)
+        with mirrored(staged), CheckpointManager(staged.folder) as checkpoints:
+            assert checkpoints.step() == 10
+            assert [row["step"] for row in read_metrics(staged.folder)] == [5, 10]
+    train_in_store(12, resume=True)
+    with open_staged(URL, 0, True) as staged:  # the folder of the last session, which is kept
+        monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other machine"))
+        train_in_store(15, resume=True)
+        with mirrored(staged), CheckpointManager(staged.folder) as checkpoints:
+            assert checkpoints.step() == 15
+
+
+def test_new_run_that_another_process_created_first_is_left_alone(store, monkeypatch, tmp_path):
+    with open_staged(URL, 0, False) as staged:
+        monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other machine"))
+        train_in_store(5)
+        with pytest.raises(UserError, match=f"another process has changed {URL} just now; resume it"), mirrored(staged):
+            pass
+    assert staged.committed() == {"checkpoints/5"}
+
+
+def test_removal_that_was_killed_before_it_reached_the_store_is_undone(store):
+    train_in_store(5, 10)
+    folder = staging.cache_folder("runs", URL) / "process-0"
+    shutil.rmtree(folder / "checkpoints/10")
+    with open_staged(URL, 0, True) as staged, mirrored(staged), CheckpointManager(staged.folder) as checkpoints:
+        assert checkpoints.step() == 10  # else a new 10 would stay behind the old one
+        assert checkpoints.remove_after(5) == [10]
+        save(checkpoints, 10)
+    assert CheckpointReader(local_folder(URL)).step() == 10
+
+
+def test_staged_shards_of_another_number_of_processes_are_not_committed(store, monkeypatch):
+    fail = False
+    upload = ObjectStore.upload
+
+    def failing(self, files):
+        if fail:
+            raise StoreError(f"{URL}: it does not answer.")
+        upload(self, files)
+
+    monkeypatch.setattr(ObjectStore, "upload", failing)
+    train_in_store(5)
+    fail = True
+    with pytest.raises(UserError, match="all is staged"):
+        train_in_store(10, resume=True)
+    fail = False
+    session = staging.cache_folder("runs", URL) / "process-0" / staging.SESSION
+    lease = json.loads(store.read(LEASE)[0])
+    assert lease["session"] == session.read_text() and lease["session"].endswith("-1")
+    of_two = lease["session"][:-1] + "2"
+    session.write_text(of_two)
+    store.write(LEASE, json.dumps(lease | {"session": of_two}).encode())
+    train_in_store(resume=True)
+    assert staged_run(local_folder(URL)).committed() == {"checkpoints/5"}
+
+
 def test_corrupt_copies_are_downloaded_again(store):
     train_in_store(5)
     folder = local_folder(URL)

@@ -188,12 +188,12 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     stack.enter_context(exit_on_lost_process("training has not begun."))
     early = stack.enter_context(contextlib.ExitStack())
     early.enter_context(raise_on_signals(*STOPPING, message=TOO_EARLY))
+    if staged is not None:
+        stack.enter_context(mirrored(staged))
     if is_main_process() and stored is None:  # before the data is read and the step is compiled
         check_writable_parent(folder)
     elif is_main_process():
         stack.enter_context(hold_run_lock(folder))
-    if staged is not None:
-        stack.enter_context(mirrored(staged))
     if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
         echo(f"{run_name(folder)} finished at step {config.steps:,}; --steps N trains further, to step N.")
         return None
