@@ -12,9 +12,7 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -27,17 +25,16 @@ from jaxformer.distributed import all_gather, barrier, broadcast
 from jaxformer.errors import STAGED_URL, UserError, parse_json, resume_command, run_name
 from jaxformer.files import try_lock, write_atomically
 from jaxformer.integrity import ARRAYS, CHECKSUMS
-from jaxformer.object_store import ObjectStore, StoreError, Tag, cache_folder, is_url, refresh
+from jaxformer.lease import LEASE, Lease
+from jaxformer.object_store import ObjectStore, StoreError, cache_folder, is_url, refresh
 
-CONFIG, METRICS, LEASE = "config.json", "metrics.jsonl", "lease.json"
+CONFIG, METRICS = "config.json", "metrics.jsonl"
 SESSION = ".session"
 """File of the session that wrote a staging folder last."""
 PART = re.compile(r"metrics/(\d{6})")
 PART_BYTES = 2**20
 """Bytes of `metrics.jsonl` in each object but the last."""
 CHECKPOINT_FILE = re.compile(r"((?:base/)?checkpoints/(?:0|[1-9]\d*))/(.+)")
-LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
-"""Time until a lease that is not renewed expires, and between two renewals."""
 POLL_SECONDS, PUSH_SECONDS = 0.5, 15.0
 """Time between two looks for checkpoints, and between two uploads of the other files."""
 UPLOAD_WAIT_SECONDS = 1800.0
@@ -213,80 +210,6 @@ def _session(folder: Path) -> str:
         return ""
 
 
-@dataclass
-class Lease:
-    """The right to write to a run, until it expires."""
-
-    store: ObjectStore
-    session: str
-    """Random name of the holder, and its number of processes."""
-    holder: str
-    """Host and process of the holder."""
-    expires: float
-    """Seconds since the epoch."""
-    tag: Tag | None = None
-    before: str = ""
-    """Session that held the lease before."""
-
-    @classmethod
-    def read(cls, store: ObjectStore) -> Lease | None:
-        """Return the lease in the store, expired or not; None where there is none."""
-        stored = store.read(LEASE)
-        if stored is None:
-            return None
-        try:
-            fields = dict(parse_json(stored[0]))
-            return cls(store, str(fields["session"]), str(fields["holder"]), float(fields["expires"]), stored[1])
-        except (ValueError, TypeError, KeyError):
-            return cls(store, "", "an unknown process", 0.0, stored[1])  # no version of this program wrote it
-
-    @classmethod
-    def acquire(cls, store: ObjectStore, own_session: str = "") -> Lease:
-        """Return a new lease. One that is not renewed is waited for until it expires.
-
-        Args:
-          own_session: the last session on this machine, which has ended.
-
-        Raises:
-          UserError: another process holds the lease and renews it, or the store fails.
-        """
-        last = cls.read(store)
-        while last is not None and last.session != own_session and (left := last.expires - time.time()) > 0:
-            warn(f"{store.url} was last written by {last.holder}; waiting up to {left:.0f} s until its lease expires")
-            until = time.time() + min(left, LEASE_SECONDS) + 0.1
-            while time.time() < until:
-                time.sleep(min(1.0, LEASE_SECONDS / 10))
-                now = cls.read(store)
-                if now is None or now.expires <= time.time():
-                    break
-                if now.tag != last.tag:
-                    raise UserError(f"{now.holder} is training in {store.url}; stop it, or choose another --run.")
-            last = cls.read(store)
-        holder = f"{socket.gethostname()}, process {os.getpid()}"
-        tag, before = (None, "") if last is None else (last.tag, last.session)
-        lease = cls(store, f"{secrets.token_hex(8)}-{jax.process_count()}", holder, 0.0, tag, before)
-        if not lease.renew():
-            raise UserError(f"another process just began to train in {store.url}; stop it, or choose another --run.")
-        return lease
-
-    def renew(self, seconds: float | None = None) -> bool:
-        """Extend the lease to `LEASE_SECONDS`, or others, from now; return False where another process has taken it."""
-        expires = time.time() + (LEASE_SECONDS if seconds is None else seconds)
-        content = json.dumps({"session": self.session, "holder": self.holder, "expires": expires})
-        if (tag := self.store.write_if(LEASE, content.encode(), self.tag)) is None:
-            # A write whose answer was lost may have been ours.
-            now = Lease.read(self.store)
-            if now is None or now.session != self.session:
-                return False
-            tag = now.tag
-        self.tag, self.expires = tag, expires
-        return True
-
-    def is_fresh(self) -> bool:
-        """Return True until it should be renewed."""
-        return self.expires - time.time() > LEASE_SECONDS - RENEW_SECONDS
-
-
 @contextlib.contextmanager
 def mirrored(staged: StagedRun) -> Iterator[Mirror]:
     """Hold the lease of a run and upload what is written to its folder, until the end; all processes enter together.
@@ -408,8 +331,9 @@ class Mirror:
 
     def __enter__(self) -> Mirror:
         _mirrors[self._folder] = self
-        loops = (self._upload_loop, *([self._lease_loop] if self._lease else []))
-        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
+        self._threads = [threading.Thread(target=self._upload_loop, daemon=True)]
+        if self._lease:
+            self._threads.append(threading.Thread(target=self._lease_loop, args=[self._lease], daemon=True))
         for thread in self._threads:
             thread.start()
         return self
@@ -479,8 +403,8 @@ class Mirror:
     def _pending(self) -> list[str]:
         return [checkpoint for checkpoint in _checkpoints(self._folder) if checkpoint not in self._done]
 
-    def _lease_loop(self) -> None:
-        while not self._stop.wait(min(1.0, RENEW_SECONDS / 4)) and self._lost is None:
+    def _lease_loop(self, lease: Lease) -> None:
+        while not self._stop.wait(lease.poll_seconds) and self._lost is None:
             try:
                 self._renew()
             except StoreError:  # the uploads say so

@@ -17,7 +17,7 @@ FLOORS = [
     {"ops"},
     {"nn"},
     {"models"},
-    {"distributed"},
+    {"distributed", "lease"},
     {"staging"},
     {"checkpoints", "memory", "parameters", "sharding", "stored_classes"},
     {"lora"},

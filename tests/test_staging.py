@@ -19,12 +19,11 @@ from jaxformer import staging
 from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.cli import sample, train
 from jaxformer.errors import UserError, resume_command, run_name
+from jaxformer.lease import LEASE, Lease
 from jaxformer.object_store import ObjectStore, StoreError
 from jaxformer.runs import load_run
 from jaxformer.staging import (
-    LEASE,
     METRICS,
-    Lease,
     Mirror,
     is_split,
     local_folder,
@@ -280,8 +279,8 @@ def test_store_that_fails_does_not_stop_training_and_gets_all_later(store, monke
 
 
 def test_lease_of_a_living_run_is_refused_and_an_expired_one_is_taken_over(store, monkeypatch):
-    monkeypatch.setattr(staging, "LEASE_SECONDS", 0.6)
-    monkeypatch.setattr(staging, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr("jaxformer.lease.LEASE_SECONDS", 0.6)
+    monkeypatch.setattr("jaxformer.lease.RENEW_SECONDS", 0.2)
     first = Lease.acquire(store)
     with (
         Mirror(staging.StagedRun(store, Path("absent")), first, "", 0, 1),  # it renews
