@@ -1,4 +1,4 @@
-.PHONY: install test test-fast lint format check
+.PHONY: install test test-fast lint format docs check
 
 install:  ## Install the package with what tests and linters need
 	pip install -e '.[dev]'
@@ -17,6 +17,9 @@ lint:  ## Check lint, format and types
 format:  ## Mend lint and format in place
 	ruff check --fix .
 	ruff format .
+
+docs:  ## Build the documentation site in build/site, warnings as errors
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
 check:  ## Run what main must pass
 	.ci/run

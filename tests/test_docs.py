@@ -37,7 +37,7 @@ from tests.arrays import first_params
 from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 
 PAGES = {
-    path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 BLOCKS = [
     (kind, text) for page in PAGES.values() for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)

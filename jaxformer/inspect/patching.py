@@ -73,7 +73,10 @@ def attribution_patching(
     a norm intervenes; see where it matters with `patch_activations`.
 
     Args:
-      inputs, source, names, metric: see `patch_activations`; activations of integers and bools have no estimate.
+      inputs: as in `patch_activations`, as are the others.
+      source: inputs of the same shapes.
+      names: patterns of activations; those of integers and bools have no estimate.
+      metric: logits to a scalar.
 
     Raises:
       UserError: the inputs are those of a batch, or differ from the source in shape; a pattern matches nothing.

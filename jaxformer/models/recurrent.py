@@ -126,7 +126,8 @@ class Recurrent(nn.Module):
         """Return logits `(T, V)` of the tokens that follow each token of the target, which begins with a start token.
 
         Args:
-          source_S, target_T: int32 tokens.
+          source_S: int32 tokens.
+          target_T: int32 tokens.
           valid_S: True for tokens, False for padding, which is on the right.
         """
         return capture_point(self, "logits", self.unembed(self.features(source_S, valid_S, target_T)))
@@ -139,7 +140,8 @@ class Recurrent(nn.Module):
         """Return the cache of a source: its annotations and the decoder's first state.
 
         Args:
-          source_S, valid_S: as in `__call__`.
+          source_S: int32 tokens.
+          valid_S: True for tokens, False for padding, which is on the right.
           n_slots: unused; the state has a fixed size.
           dtype: of the source's annotations, keys and values.
 

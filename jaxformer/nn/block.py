@@ -62,8 +62,8 @@ class Block(nn.Module):
         """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
 
         Args:
-          source, source_mask: for cross-attention: a sequence `(S, D)`, or a cache with its `keys_values`, and the
-            mask of it.
+          source: for cross-attention, a sequence `(S, D)`, or a cache with its `keys_values`.
+          source_mask: of cross-attention.
           key: dropout key; None for no dropout.
         """
         cross = self.make_cross_attention is not None

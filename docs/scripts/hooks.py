@@ -1,0 +1,41 @@
+"""Hooks of MkDocs: files of the repository's top level as pages, and links from the public names to their reference."""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+TOP_LEVEL = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(?<=\]\()(\.\./)?([\w./-]+)")
+PACKAGE_OR_NAME = re.compile(r"^## (.+)|^\| (`(\w+).*?`)", re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, and the file that the README links to."""
+    for name, page in TOP_LEVEL.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "CITATION.cff", abs_src_path=str(ROOT / "CITATION.cff")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Return a page whose links to the top level and to docs/ lead to pages of the site."""
+    markdown = LINK.sub(lambda link: TOP_LEVEL.get(link[2], link[0].removeprefix("docs/")), markdown)
+    return link_names(markdown) if page.file.src_uri == "api.md" else markdown
+
+
+def link_names(markdown: str) -> str:
+    """Return the list of public names with a link from each to its reference; one without is a warning."""
+    package = ""
+
+    def link(match: re.Match[str]) -> str:
+        nonlocal package
+        if match[1]:
+            package = match[1]
+            return match[0]
+        return f"| [{match[2]}][{package}.{match[3]}]" if match[3] != "name" else match[0]
+
+    return PACKAGE_OR_NAME.sub(link, markdown)
