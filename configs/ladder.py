@@ -36,7 +36,17 @@ rowwise = MLPConfig(vocab_size=2048, context_length=32, d_model=256, d_ff=(2048,
 mlp_rowwise = rung("mlp_rowwise", rowwise, "does not work")
 
 # An MLP on all positions, concatenated: O((nd)²).
-mlp_concat = rung("mlp_concat", replace(rowwise, concatenate=True), "hits a wall")
+mlp_concat = rung("mlp_concat", replace(rowwise, mixing="concatenate"), "hits a wall")
+
+# The derivation of attention: an MLP on A X, (X B) X, X Xᵀ X and Q Kᵀ V, with a causal mask and without a softmax.
+mix_static = rung("mix_static", replace(rowwise, mixing="static"), "no figure")
+mix_dynamic = rung("mix_dynamic", replace(rowwise, mixing="dynamic"), "no figure")
+mix_gram = rung("mix_gram", replace(rowwise, mixing="gram"), "no figure")
+qkv = replace(rowwise, mixing="qkv")
+mix_qkv = rung("mix_qkv", qkv, "no figure")
+
+# Without the mask, a position reads the token that it predicts: the loss falls, and the text is nonsense.
+mix_unmasked = rung("mix_unmasked", replace(qkv, causal=False), "cheats: its loss is of tokens that it reads")
 
 # One head, projections drawn from N(0, 1), no 1/√d, MLP straight to logits.
 first = DecoderConfig(

@@ -3,15 +3,23 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from configs import ladder
 from configs.ladder import REPORTED
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.windows import next_token_batch
 from jaxformer.ladder import as_text, has_ended, rung_result, write_results
 from jaxformer.runs import create_run
+from jaxformer.sharding import make_mesh
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_train_step
 from tests.helpers import ROOT
 
 
@@ -22,6 +30,22 @@ def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = No
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if broken is not None:
         (run / f"autopsy/step-{broken}").mkdir(parents=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in REPORTED if name.startswith("mix_")])
+def test_rungs_before_attention_learn_with_the_optimizer_of_the_ladder(name):
+    """Twenty steps at a small size of texts in which each token is one more than the one before."""
+    config = getattr(ladder, name)
+    model = replace(config.model, vocab_size=64, context_length=8, d_model=16, d_ff=(32, 32))
+    config = replace(config, model=model, train=replace(config.train, batch_size=32))
+    setup = TrainSetup(config, make_mesh("data=1", jax.devices()[:1]))
+    windows_BT = (np.random.default_rng(0).integers(64, size=(32, 1)) + np.arange(9)) % 64
+    state, step, losses = setup.init_state(), make_train_step(setup), []
+    for k in range(20):
+        state, metrics = step(state, next_token_batch(windows_BT.astype(np.int32)), np.int32(k))
+        losses.append(float(metrics.loss))
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
 
 
 @pytest.mark.slow

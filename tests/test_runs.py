@@ -37,7 +37,7 @@ from tests.data.test_tokenizer import byte_level, publish
 from tests.helpers import small_run
 
 
-@pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(concatenate=True)])
+@pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(mixing="concatenate")])
 def test_config_round_trips(tmp_path, model):
     config = Config("x", model, data=TextConfig(), steps=7)
     write_config(tmp_path, config)

@@ -1,8 +1,10 @@
-"""Language models without attention: the first two rungs of the ladder."""
+"""Language models without attention: the first rungs of the ladder, from a 1-gram model to all of attention but its
+softmax."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -10,9 +12,12 @@ import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract
+from jaxformer.errors import UserError
+from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.nn.mixing import Mixing
 from jaxformer.nn.mlp import MLP
 
 
@@ -23,16 +28,26 @@ class MLPConfig(TokenModelConfig):
     d_model: int = 256
     d_ff: tuple[int, ...] = (2048, 2048)
     """Widths of the hidden layers."""
-    concatenate: bool = False
-    """One MLP on all positions concatenated, instead of on each position."""
+    mixing: Literal["none", "concatenate", "static", "dynamic", "gram", "qkv"] = "none"
+    """Input of the MLP: each position alone (none), all positions concatenated, or weighted sums of positions, as of
+    `nn.mixing.Mixing`."""
+    causal: bool = True
+    """Mix each position with those before it only. Without it, the model reads the tokens that it predicts: its loss is
+    that of copying, and it cannot generate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.causal and self.mixing in ("none", "concatenate"):
+            raise UserError(f"causal is False, but mixing {self.mixing!r} has no mask; leave it out.")
 
     @property
     def n_predicted(self) -> int:
-        return 1 if self.concatenate else self.context_length
+        return 1 if self.mixing == "concatenate" else self.context_length
 
     @property
     def contract(self) -> Contract:
-        return replace(super().contract, max_tokens=self.context_length, fixed_length=self.concatenate)
+        is_fixed = self.mixing == "concatenate"
+        return replace(super().contract, max_tokens=self.context_length, fixed_length=is_fixed)
 
     def build(self, execution: Execution = PLAIN) -> MLPLanguageModel:
         """Return the module; without blocks and attention, `execution` changes nothing."""
@@ -40,19 +55,26 @@ class MLPConfig(TokenModelConfig):
 
 
 class MLPLanguageModel(nn.Module):
-    """Embedding, positions, MLP, logits.
+    """Embedding, positions, mixing, MLP, logits: `(T,)` to `(T, V)`.
 
-    Applied to each position, it is a 1-gram model, `(T,)` to `(T, V)`. Applied to all positions concatenated, it reads
-    a full window and predicts the next token, `(context_length,)` to `(1, V)`; its first matrix grows with the square
-    of T·D."""
+    Applied to each position alone, it is a 1-gram model. Applied to all positions concatenated, it reads a full window
+    and predicts the next token, `(context_length,)` to `(1, V)`; its first matrix grows with the square of T·D."""
 
     config: MLPConfig
 
     def setup(self) -> None:
         c = self.config
         self.embedding = Embedding(c.vocab_size, c.context_length, c.d_model)
+        if c.mixing not in ("none", "concatenate"):
+            self.mixing = Mixing(c.mixing, c.context_length, c.causal)
         self.mlp = MLP(c.d_ff, c.vocab_size)
 
     def __call__(self, tokens_T: jax.Array) -> jax.Array:
+        """Return logits; `UserError` for more tokens than there are positions, or another number than the window's."""
+        check_length(self.config.contract, len(tokens_T))
         x_TD = self.embedding(tokens_T, jnp.arange(len(tokens_T)))
-        return capture_point(self, "logits", self.mlp(x_TD.reshape(1, -1) if self.config.concatenate else x_TD))
+        if self.config.mixing == "concatenate":
+            x_TD = x_TD.reshape(1, -1)
+        elif self.config.mixing != "none":
+            x_TD = self.mixing(x_TD)
+        return capture_point(self, "logits", self.mlp(x_TD))

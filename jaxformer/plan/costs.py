@@ -19,7 +19,7 @@ EMBEDDING, ATTENTION, MLP, EXPERTS, LOGITS, OTHER = "embedding", "attention", "M
 
 PART_OF_AXIS = {
     "experts": EXPERTS, "choices": EXPERTS, "gates": "recurrent cells", "heads": ATTENTION, "head_dim": ATTENTION,
-    "alignment": ATTENTION, "hidden": MLP, "maxout": MLP,
+    "keys": ATTENTION, "alignment": ATTENTION, "hidden": MLP, "maxout": MLP,
 }  # fmt: skip
 """Part of a model that a parameter with such an axis belongs to, the first that it has."""
 

@@ -289,6 +289,12 @@ def test_a_config_file_that_fails_is_answered_with_its_line(tmp_path, monkeypatc
 def test_each_rung_changes_only_the_named_fields_of_the_one_before():
     from jaxformer.fields import differences
 
+    names = ["mlp_rowwise", "mlp_concat", "mix_static", "mix_dynamic", "mix_gram", "mix_qkv", "mix_unmasked"]
+    rungs = [load_config(f"{ROOT}/configs/ladder.py:{name}") for name in names]
+    for before, after in pairwise(rungs):
+        field = "model.causal" if after.name == "mix_unmasked" else "model.mixing"
+        assert {name for name, _, _ in differences(before, after)} == {field, "name"}
+
     names = ["attention_unscaled", "attention_scaled", "residual", "multihead_full", "multihead", "two_blocks",
              "four_blocks", "rmsnorm"]  # fmt: skip
     changes = [

@@ -83,7 +83,7 @@ def test_a_stride_changes_the_loss_and_not_the_number_of_targets(here, evaluate)
 def test_a_model_with_one_prediction_per_window_has_a_stride_of_one(here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     tokenizer = Tokenizer.train(["a b"], 257)
-    model = MLPConfig(vocab_size=257, context_length=8, d_model=4, d_ff=(4,), concatenate=True)
+    model = MLPConfig(vocab_size=257, context_length=8, d_model=4, d_ff=(4,), mixing="concatenate")
     config = Config("a", model, data=TextConfig(), steps=1)
     params = first_params(model.build(), jnp.zeros(8, jnp.int32))
     run = Run(Path("it"), config, model.build(), params, tokenizer, 0)

@@ -144,7 +144,7 @@ def test_source_is_shown_with_its_translation(tmp_path: Path):
 
 
 def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
-    model = MLPConfig(vocab_size=280, context_length=4, d_model=4, d_ff=(8,), concatenate=True)
+    model = MLPConfig(vocab_size=280, context_length=4, d_model=4, d_ff=(8,), mixing="concatenate")
     path = untrained(tmp_path, model)
     assert inspect.main([str(path), "--prompt", "abcd"]) == 2
     assert "reads full windows only, of which a page shows nothing; leave --prompt out." in capsys.readouterr().err

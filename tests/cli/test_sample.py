@@ -280,7 +280,7 @@ def test_an_option_that_does_not_fit_the_run_is_a_one_sentence_error(capsys, opt
     ids=lambda options: options[0],
 )
 def test_options_that_need_a_cache_are_refused_without_one(monkeypatch, capsys, options):
-    config = Config("a", MLPConfig(vocab_size=257, context_length=8, concatenate=True), data=TextConfig(), steps=1)
+    config = Config("a", MLPConfig(vocab_size=257, context_length=8, mixing="concatenate"), data=TextConfig(), steps=1)
     monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
     monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
     assert sample.main(["--prompt", "a", *options]) == 2

@@ -48,7 +48,7 @@ CONFIGS = {
         LEARNED, n_heads=4, n_kv_heads=2, output_projection=False, residual=False, unembedding="mlp"
     ),
 }
-MLP = MLPConfig(V, CONTEXT, d_model=5, d_ff=(13,), concatenate=True)
+MLP = MLPConfig(V, CONTEXT, d_model=5, d_ff=(13,), mixing="concatenate")
 PROMPTS = [[3], [5, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7]]
 BEYOND = 23
 """Number of new tokens that exceeds the context more than once."""

@@ -47,7 +47,7 @@ MODELS: dict[str, ModelConfig] = {
     "prefix": DecoderConfig(V, T, **BLOCKS, prefix=True),
     "experts": DecoderConfig(V, T, **BLOCKS, n_experts=4, shared_expert=True),
     "rowwise": MLPConfig(V, T, 12, (16, 17)),
-    "concatenated": MLPConfig(V, T, 12, (16, 17), concatenate=True),
+    "concatenated": MLPConfig(V, T, 12, (16, 17), mixing="concatenate"),
     "masked": EncoderConfig(V, T, **BLOCKS),
     "classifier": ClassifierConfig(V, T, **BLOCKS, n_classes=3),
     "encoder-decoder": EncoderDecoderConfig(V, T, **SMALL, n_encoder_blocks=1, n_decoder_blocks=2),

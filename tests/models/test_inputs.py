@@ -50,7 +50,11 @@ def opened(config: ModelConfig) -> Run:
         (ROTARY, [3, 1, -1], "token -1 at position 2"),
         (LEARNED, range(CONTEXT + 2), "7 tokens, but the model has 6 learned positions"),
         (MLPConfig(**SHAPE), range(CONTEXT + 2), "7 tokens, but the model has 6 learned positions"),
-        (MLPConfig(**SHAPE, concatenate=True), range(CONTEXT), "5 tokens, but this model reads a window of exactly 6"),
+        (
+            MLPConfig(**SHAPE, mixing="concatenate"),
+            range(CONTEXT),
+            "5 tokens, but this model reads a window of exactly 6",
+        ),
     ],
 )
 def test_an_invalid_sequence_is_refused_with_the_expected_shape(config: ModelConfig, tokens: Any, said: str) -> None:

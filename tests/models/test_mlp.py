@@ -8,11 +8,15 @@ import pytest
 from jaxformer.errors import UserError
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
-from tests.arrays import apply, assert_close, build, random_tokens
+from jaxformer.nn.mixing import Mixing
+from tests.arrays import apply, assert_close, build, normal, random_params, random_tokens
 
 V, T = 23, 7
 ROWWISE = MLPConfig(V, T, d_model=5, d_ff=(11, 13))
-CONCAT = replace(ROWWISE, concatenate=True)
+CONCAT = replace(ROWWISE, mixing="concatenate")
+
+
+MIXED = {kind: replace(ROWWISE, mixing=kind) for kind in ("static", "dynamic", "gram", "qkv")}
 
 
 def changed_rows(config: MLPConfig) -> np.ndarray:
@@ -21,7 +25,7 @@ def changed_rows(config: MLPConfig) -> np.ndarray:
     tokens_T = random_tokens(V, T)
     variants_ST = (tokens_T + jnp.eye(T, dtype=jnp.int32)) % V
     logits = jax.jit(jax.vmap(lambda t: model.apply({"params": params}, t)))(jnp.vstack([tokens_T[None], variants_ST]))
-    assert logits.shape == (T + 1, 1 if config.concatenate else T, V)
+    assert logits.shape == (T + 1, 1 if config.mixing == "concatenate" else T, V)
     return np.asarray((jnp.abs(logits[1:] - logits[0]) > 1e-6).any(-1))
 
 
@@ -34,12 +38,55 @@ def test_concatenated_logits_are_one_row_that_depends_on_every_token() -> None:
     np.testing.assert_array_equal(changed_rows(CONCAT), np.ones((T, 1), bool))
 
 
+@pytest.mark.parametrize("kind", [*MIXED, pytest.param("unmasked", marks=pytest.mark.slow)])
+def test_mixed_logits_depend_on_no_later_token_but_without_the_mask(kind: str) -> None:
+    config = MIXED.get(kind, replace(MIXED["qkv"], causal=False))
+    np.testing.assert_array_equal(changed_rows(config), np.triu(np.ones((T, T), bool)) | (not config.causal))
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_mixing_agrees_with_loops_over_positions(kind: str) -> None:
+    mixing = Mixing(kind, T)
+    x_TD = normal(T - 2, 5)
+    params = {} if kind == "gram" else random_params(mixing, x_TD)
+    x, p = np.asarray(x_TD, np.float64), {name: np.asarray(W, np.float64) for name, W in params.items()}
+    expected = np.zeros_like(x)
+    for i in range(len(x)):
+        for j in range(i + 1):
+            weight, value = {
+                "static": lambda i, j: (p["A"][i, j], x[j]),
+                "dynamic": lambda i, j: (x[i] @ p["B"][:, j], x[j]),
+                "gram": lambda i, j: (x[i] @ x[j] / 5**0.5, x[j]),
+                "qkv": lambda i, j: ((x[i] @ p["W_Q"]) @ (x[j] @ p["W_K"]) / 5**0.5, x[j] @ p["W_V"]),
+            }[kind](i, j)
+            expected[i] += weight / T**0.5 * value
+    assert_close(mixing.apply({"params": params}, x_TD), expected)
+
+
+@pytest.mark.parametrize("kind", ["none", "static", "gram"])
+def test_more_tokens_than_positions_are_refused(kind: str) -> None:
+    model, params = build(replace(ROWWISE, mixing=kind))
+    with pytest.raises(UserError, match=r"8 tokens, but the model has 7 learned positions; give it the last 7\."):
+        model.apply({"params": params}, random_tokens(V, T + 1))
+
+
+def test_another_length_than_the_window_is_refused() -> None:
+    model, params = build(CONCAT)
+    with pytest.raises(UserError, match=r"6 tokens, but this model reads a window of exactly 7; give it as many\."):
+        model.apply({"params": params}, random_tokens(V, T - 1))
+
+
+def test_a_mask_is_refused_where_nothing_is_mixed() -> None:
+    with pytest.raises(UserError, match=r"causal is False, but mixing 'concatenate' has no mask; leave it out\.$"):
+        replace(CONCAT, causal=False)
+
+
 @pytest.mark.parametrize("config", [ROWWISE, CONCAT], ids=["rowwise", "concat"])
 def test_agrees_with_numpy(config: MLPConfig) -> None:
     model, params = build(config)
     tokens_T = random_tokens(V, T)
     h = np.asarray(params["embedding"]["W_E"])[tokens_T] + params["embedding"]["W_pos"]
-    h = h.reshape(1, -1) if config.concatenate else h
+    h = h.reshape(1, -1) if config.mixing == "concatenate" else h
     for i in (1, 2, 3):
         h = h @ params["mlp"][f"W_{i}"] + params["mlp"][f"b_{i}"]
         h = np.maximum(h, 0) if i < 3 else h

@@ -25,7 +25,9 @@ SHAPE = {"vocab_size": 37, "context_length": 7, "d_model": 8, "d_ff": (5,)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [DecoderConfig(**SHAPE), MLPConfig(**SHAPE, concatenate=True)], ids=["all", "last"])
+@pytest.mark.parametrize(
+    "config", [DecoderConfig(**SHAPE), MLPConfig(**SHAPE, mixing="concatenate")], ids=["all", "last"]
+)
 def test_evaluation_covers_all_tokens_at_any_batch_size(config):
     model = config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
