@@ -74,7 +74,7 @@ def main() -> None:
         "training_s": total, "first_calls_s": watch.first, "later_calls_s": watch.later, "ratio": ratio,
         "ratio_without_first_calls": steady, "target": 1 + TARGET, "options": sys.argv[1:],
     }  # fmt: skip
-    software = record.versions("jax", "jaxlib", "flax", "plotly")
+    software = record.versions("jax", "jaxlib", "flax")
     print(record.write("inspection", figures, software, devices=jax.device_count(), kind=jax.devices()[0].device_kind))
 
 

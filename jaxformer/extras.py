@@ -9,14 +9,14 @@ from jaxformer.errors import UserError
 
 EXTRAS = {
     "PIL": "images", "babel": "dates", "flatbuffers": "stablehlo", "gguf": "gguf", "jinja2": "hf",
-    "matplotlib": "plots", "obstore": "store", "plotly": "pages", "pyarrow": "data", "sacrebleu": "translation",
+    "matplotlib": "plots", "obstore": "store", "pyarrow": "data", "sacrebleu": "translation",
     "safetensors": "hf", "tensorboardX": "tensorboard", "wandb": "wandb",
 }  # fmt: skip
 """Extra that installs each package."""
 
 
 def missing_extras(*packages: str) -> str:
-    """Return the extras of those packages that are not installed, such as "pages,plots"; empty if all are."""
+    """Return the extras of those packages that are not installed, such as "images,plots"; empty if all are."""
     specs = {package: importlib.util.find_spec(package) for package in packages}
     # A namespace package, any folder of that name, has no location.
     return ",".join(sorted({EXTRAS[package] for package, spec in specs.items() if not (spec and spec.has_location)}))

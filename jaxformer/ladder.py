@@ -14,7 +14,8 @@ from typing import Any
 from jaxformer.checkpoints import CheckpointReader
 from jaxformer.extras import import_extra, missing_extras
 from jaxformer.files import write_atomically
-from jaxformer.inspect.page import Figure, Table, write_page
+from jaxformer.inspect.charts import STEP, Axis, Line, Lines
+from jaxformer.inspect.page import Table, write_page
 from jaxformer.runs import abstract_params, count_parameters, read_config
 from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
@@ -108,8 +109,8 @@ def as_text(results: Sequence[RungResult]) -> str:
 
 
 def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
-    """Write ladder.csv, and, where their extras are installed, ladder.png and ladder.html below the folder that holds
-    the runs; return the names of the files."""
+    """Write ladder.csv, ladder.html and, where its extra is installed, ladder.png below the folder that holds the runs;
+    return the names of the files."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([field.name for field in fields(RungResult)])
@@ -120,11 +121,11 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
     if not missing_extras("matplotlib"):
         write_atomically(folder / "ladder.png", _picture(curves))
         written.append("ladder.png")
-    if missing_extras("plotly"):
-        return written
     note = "Losses are of held-out text; entropies of heads, separated by ; between blocks."
-    table = Table("Outcomes", HEAD, [astuple(r) for r in results], note)
-    write_page(folder / "ladder.html", "The ladder", [ABOUT], [table, _figure(curves)])
+    table = Table("Outcomes", HEAD, [astuple(r) for r in results], about=note)
+    lines = [Line(steps, losses, label, points=True) for label, steps, losses in curves]
+    chart = Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 460)
+    write_page(folder / "ladder.html", "The ladder", [ABOUT], [table, chart])
     return [*written, "ladder.html"]
 
 
@@ -150,14 +151,3 @@ def _picture(curves: Sequence[Curve]) -> bytes:
     with io.BytesIO() as file:
         picture.savefig(file, dpi=120)
         return file.getvalue()
-
-
-def _figure(curves: Sequence[Curve]) -> Figure:
-    """Return the same curves for the page."""
-    style = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 5}}
-    traces = [
-        {"x": steps, "y": losses, "name": label, "line": {"colour": number}} | style
-        for number, (label, steps, losses) in enumerate(curves)
-    ]
-    axis = {"title": {"text": LOSS_AXIS}, "type": "log"}
-    return Figure("Held-out loss", traces, {"height": 460, "xaxis": {"title": {"text": "step"}}, "yaxis": axis})

@@ -23,8 +23,8 @@ from jaxformer.models.objective import is_causal_lm
 from jaxformer.runs import Run, count_parameters, load_data
 from jaxformer.train.log import read_metrics, read_samples
 
-MAX_ATTENTION_WEIGHTS = 3_000_000
-"""Attention weights on a page, in 4 bytes per 3; with Plotly's 5 MB it stays below 10 MB."""
+MAX_ATTENTION_WEIGHTS = 600_000
+"""Attention weights on a page, in 4 bytes per 3, so that it stays below 1 MB."""
 MAX_HELD_OUT_TOKENS = 128
 """Tokens of a held-out text on a page."""
 END = "∅"

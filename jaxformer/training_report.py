@@ -60,7 +60,7 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
             f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "
             f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
         )
-    if config.train.report_every and (extras := missing_extras("plotly", "matplotlib")):
+    if config.train.report_every and (extras := missing_extras("matplotlib")):
         lines.append(f"note: what needs the extras {extras} is left out; pip install 'jaxformer[{extras}]' adds it")
     return lines
 

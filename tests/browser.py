@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,12 +48,19 @@ def complaints(browser: Any) -> list[str]:
     return [entry["message"] for entry in browser.get_log("browser")]
 
 
-def traces(browser: Any, title: str) -> list[dict[str, Any]]:
-    """Return the traces of the figure below a heading, as drawn."""
-    script = """
-        const heading = [...document.querySelectorAll("h2")].find((h) => h.textContent === arguments[0]);
-        const plain = (values) => values && Array.from(values, (v) => (ArrayBuffer.isView(v) ? Array.from(v) : v));
-        return heading.parentNode.querySelector(".figure").data.map((t) => ({ ...t, x: plain(t.x), y: plain(t.y) }));
-    """
-    found: list[dict[str, Any]] = browser.execute_script(script, title)
-    return found
+def embedded(page: str, title: str) -> list[Any]:
+    """Return the data of the elements below a heading that scripts draw, from the HTML of a page."""
+    section = page.split(f"<h2>{html.escape(title)}</h2>")[1].split("</section>")[0]
+    return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', section)]
+
+
+def told(browser: Any, title: str, *keys: str) -> list[str]:
+    """Return what the chart below a heading tells after each key, pressed from its beginning."""
+    heading = next(h for h in browser.find_elements("tag name", "h2") if h.text == title)
+    chart = heading.find_element("xpath", "..").find_element("css selector", ".chart")
+    plot, tip = chart.find_element("css selector", "[role=application]"), chart.find_element("css selector", ".tip")
+    texts = []
+    for key in keys:
+        plot.send_keys(key)
+        texts.append(tip.text)
+    return texts

@@ -13,6 +13,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
 from jaxformer.training_page import page_sink, write_training_page
+from tests.browser import embedded
 
 
 @pytest.fixture
@@ -32,18 +33,17 @@ def feed(run: Path, rows: list[dict]) -> None:
         sink(row)
 
 
-def losses(run: Path) -> list[dict]:
-    text = (run / "report.html").read_text(encoding="utf-8")
-    return json.loads(text.split('id="data">')[1].split("</script>")[0])["section-0"]["traces"]
+def losses(run: Path) -> list[tuple[list, list]]:
+    """Return the steps and losses of training and held-out data on the page."""
+    [chart] = embedded((run / "report.html").read_text(encoding="utf-8"), "Loss")
+    return [(chart["positions"][line["x"]], line["y"]) for line in chart["lines"]]
 
 
 def test_page_follows_the_log_also_after_a_resumption(run: Path):
     feed(run, [{"step": 0, "val_loss": 6.0}, {"step": 5, "loss": 5.5}])
-    assert [trace["x"] for trace in losses(run)] == [[], [0]]  # updated at evaluations
+    assert losses(run) == [([], []), ([0], [6.0])]  # updated at evaluations
     feed(run, [{"step": 10, "loss": 5.25, "val_loss": 5.0}, {"step": 20, "loss": 4.5, "val_loss": 4.0}])  # resumed
-    batch, held = losses(run)
-    assert (batch["x"], batch["y"]) == ([5, 10, 20], [5.5, 5.25, 4.5])
-    assert (held["x"], held["y"]) == ([0, 10, 20], [6.0, 5.0, 4.0])
+    assert losses(run) == [([5, 10, 20], [5.5, 5.25, 4.5]), ([0, 10, 20], [6.0, 5.0, 4.0])]
     text = (run / "report.html").read_text()
     assert "<h1>small: training</h1>" in text
     assert "<p>Decoder, step 20 of 30: held-out loss 4.0000 nats.</p>" in text
@@ -51,7 +51,7 @@ def test_page_follows_the_log_also_after_a_resumption(run: Path):
 
 def test_null_losses_leave_gaps(run: Path):
     feed(run, [{"step": 10, "loss": None, "val_loss": None}])
-    assert [trace["y"] for trace in losses(run)] == [[None], [None]]
+    assert [y for _, y in losses(run)] == [[None], [None]]
     assert "<p>Decoder, step 10 of 30.</p>" in (run / "report.html").read_text()
 
 

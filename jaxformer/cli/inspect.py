@@ -11,7 +11,6 @@ from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
-from jaxformer.extras import import_extra
 from jaxformer.fields import check_range
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
@@ -45,7 +44,6 @@ def main(arguments: list[str]) -> int:
     """Write the page; return the exit status."""
     options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
     check_range(options, "examples", least=1)
-    import_extra("plotly", "inspect")  # before the run is read
     machine.set_up()
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)
@@ -55,5 +53,5 @@ def main(arguments: list[str]) -> int:
     from jaxformer.model_page import write_model_page
 
     write_model_page(run, path, options.prompt, options.examples)
-    echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0

@@ -28,7 +28,7 @@ Train rung after rung of configs/ladder.py, each in a run of its own below the f
 --data.path, --train.batch-size and all others of train. A rung that has ended is not trained again, and one that was
 interrupted is resumed, so that the same command continues the ladder. A rung that diverges or becomes not finite has
 ended, too. The outcomes stand in one table beside the sources' figures: in the terminal, and in the folder as
-ladder.csv, ladder.png (extra plots) and ladder.html (extra pages), a page that needs no network.
+ladder.csv, ladder.html, a page that needs no network, and ladder.png (extra plots).
 
 --rungs NAME …    rungs to train, in the order of the ladder (default: all)
 

@@ -231,7 +231,6 @@ def _prepare(
 ) -> Prepared:  # fmt: skip
     """Read the data, create the folder of a new run, and print the header."""
     from jaxformer.callbacks import make_callbacks
-    from jaxformer.extras import missing_extras
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.staging import share_run
@@ -271,7 +270,7 @@ def _prepare(
     for line in header(setup, data, folder, resume):
         print_line(line)
     callbacks = make_callbacks(setup, data, folder)
-    sinks = [page_sink(folder)] if config.train.report_every and not missing_extras("plotly") else []
+    sinks = [page_sink(folder)] if config.train.report_every else []
     step = options.from_step
     arguments = {
         "callbacks": callbacks, "resume": resume, "allow_changed_data": options.allow_changed_data, "sinks": sinks,
@@ -312,8 +311,7 @@ def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) 
             if not missing_extras("matplotlib"):
                 with user_error_on_write(folder, PLOTS):
                     plot_metrics(folder)
-            if not missing_extras("plotly"):
-                write_training_page(folder, rows)
+            write_training_page(folder, rows)
         barrier()
         for line in footer(setup, data, folder, outcome, rows):
             print_line(line)

@@ -15,10 +15,13 @@ from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect.attention import CROSS
+from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction
 from jaxformer.inspect.capture import apply_and_capture, capture_shapes
+from jaxformer.inspect.charts import Axis, Heatmap, Line, Lines
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
-from jaxformer.inspect.page import AttentionLayer, AttentionSection, Figure, Section, Table, plain
+from jaxformer.inspect.labels import head_label, layer_label
+from jaxformer.inspect.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.saturation import saturation
 from jaxformer.models.objective import Params
@@ -26,9 +29,10 @@ from jaxformer.models.objective import Params
 MAPS = ("*attention.weights", "reader.weights")
 """Names of attention maps."""
 N_ALTERNATIVES = 3
+"""Tokens beside the likeliest in the logit lens."""
+N_CHANCES = 6
+"""Likeliest tokens of a prediction."""
 TEMPERATURES = tuple(2.0**power for power in range(3, -9, -1))
-POSITION_PIXELS = 46
-"""Width of a position of a text."""
 N_PREVIEW_TOKENS = 8
 """Tokens that identify an example."""
 HEAD_COLUMNS = (
@@ -41,7 +45,7 @@ ABOUT_HEADS = (
     "Then the rise of the loss under mean and zero ablation of the head, each with its estimate from one gradient."
 )
 ABOUT_SATURATION = (
-    "The scores of blocks.0.attention are divided by ever lower temperatures. Where attention is one-hot, no gradient "
+    "The attention scores of layer 0 are divided by ever lower temperatures. Where attention is one-hot, no gradient "
     "reaches the scores: ∂L/∂z = w (u - Σ w u) is 0, whatever u is. That of W_Q is the scores' times the keys over the "
     "temperature, and so can rise until rows are one-hot to rounding."
 )
@@ -63,21 +67,23 @@ def attention_section(
     texts = {name: [token_text(int(token)) for token in text] for name, text in zip(names, tokens, strict=True)}
     layers = [
         AttentionLayer(
-            name.removesuffix(".weights"), *_sides(name, names), np.reshape(weights, (-1, *weights.shape[-2:]))
+            layer_label(name.removesuffix(".weights")), *_sides(name, names),
+            np.reshape(weights, (-1, *weights.shape[-2:])),
         )
         for name, weights in maps.items()
-    ]
-    notes, prefix = {}, _prefix_length(inputs)
+    ]  # fmt: skip
+    predictions, prefix = {}, _prefix_length(inputs)
     if logits_TV.ndim == 2 and len(logits_TV) == len(tokens[-1]):
-        all_notes = _token_notes(np.asarray(logits_TV, np.float64), tokens[-1], token_text, mask_token)
-        notes = {names[-1]: ["" if i < prefix else note for i, note in enumerate(all_notes)]}
+        all_predictions = _predictions(np.asarray(logits_TV, np.float64), tokens[-1], token_text, mask_token)
+        predictions = {names[-1]: [None if i < prefix - 1 else p for i, p in enumerate(all_predictions)]}
     about = (
         "Point at a token, or tap it to pin it: the stronger the colour of another token, the larger the weight of the "
         "chosen head on it from there. Each thumbnail is the attention map of a head, a row per query."
     )
     if prefix:
         about += f" The first {prefix} tokens are the prefix, which is visible to all and not predicted."
-    return AttentionSection("Attention maps" if layers else "Tokens", texts, layers, notes, about if layers else "")
+    title = "Attention maps" if layers else "Tokens"
+    return AttentionSection(title, texts, layers, predictions, about=about if layers else "")
 
 
 def _prefix_length(inputs: tuple[Any, ...]) -> int:
@@ -97,24 +103,20 @@ def _softmax(logits_TV: np.ndarray) -> np.ndarray:
     return np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
 
 
-def _token_notes(
+def _predictions(
     logits_TV: np.ndarray, tokens_T: np.ndarray, token_text: TokenText, mask_token: int | None
-) -> Iterator[str]:
-    """Yield a sentence for each token: its probability and the likeliest alternatives."""
+) -> Iterator[Prediction | None]:
+    """Yield the prediction after each token; of a masked language model, the one in place of each mask."""
     p_TV = _softmax(logits_TV)
-
-    def likeliest(p_V: np.ndarray, except_token: int = -1) -> str:
-        top = [int(token) for token in np.argsort(-p_V)[: N_ALTERNATIVES + 1] if token != except_token]
-        return ", ".join(f"“{token_text(token)}” {p_V[token]:.1%}" for token in top[:N_ALTERNATIVES])
-
     for position, token in enumerate(tokens_T):
+        p_V = p_TV[position]
+        chances = [(token_text(int(other)), float(p_V[other])) for other in np.argsort(-p_V)[:N_CHANCES]]
         if mask_token is not None:
-            yield f"Likeliest here: {likeliest(p_TV[position])}." if token == mask_token else ""
-        elif position:
-            p_V = p_TV[position - 1]
-            yield f"Probability {p_V[token]:.1%}; alternatives: {likeliest(p_V, int(token))}."
-        else:
-            yield ""
+            yield Prediction("in place of the mask", chances) if token == mask_token else None
+            continue
+        next_token = int(tokens_T[position + 1]) if position + 1 < len(tokens_T) else None
+        actual = None if next_token is None else (token_text(next_token), float(p_V[next_token]))
+        yield Prediction(f"next token after “{token_text(int(token))}”", chances, actual)
 
 
 def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, token_text: TokenText) -> list[Section]:
@@ -134,64 +136,63 @@ def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, to
     lens = {name: x_TV[start:] for name, x_TV in lens.items()}
     attributions = {name: x[..., start:] for name, x in parts.items()}
     labels = [_label(token_text(int(token))) for token in tokens_T]
-    layout = _heatmap_layout(tickvals=list(range(len(labels))), ticktext=labels, tickangle=-45, side="top")
-    width = POSITION_PIXELS * len(labels) + 160
-    attribution = _attribution_figure(attributions, next_T, layout, width, token_text)
-    return [_lens_figure(lens, layout, width, token_text), attribution]
+    return [_lens_heatmap(lens, labels, token_text), _attribution_heatmap(attributions, labels, next_T, token_text)]
 
 
-def _heatmap(z: Sequence[Sequence[float]], y: Sequence[str], low: float, high: float, **more: Any) -> dict[str, Any]:
-    """Return a heatmap of rows `y`; its colours are sequential from 0, else diverging."""
-    colours = {"zmin": low, "zmax": high, "colorscale": "diverging" if low else "sequential"}
-    return {"type": "heatmap", "z": z, "y": list(y), "xgap": 1, "ygap": 1} | colours | more
-
-
-def _heatmap_layout(**xaxis: Any) -> dict[str, Any]:
-    return {"xaxis": {"showgrid": False, **xaxis}, "yaxis": {"autorange": "reversed", "showgrid": False}}
-
-
-def _lens_figure(lens: Mapping[str, np.ndarray], layout: dict[str, Any], width: int, token_text: TokenText) -> Figure:
-    top_p, top, hover = [], [], []
-    for logits_TV in lens.values():
+def _lens_heatmap(lens: Mapping[str, np.ndarray], labels: Sequence[str], token_text: TokenText) -> Heatmap:
+    rows, top_p, top, notes = [], [], [], []
+    for name, logits_TV in lens.items():
+        rows.append(name if name == "embedding" else f"after {layer_label(name.removesuffix('.after'))}")
         p_TV = _softmax(logits_TV)
         likeliest_TN = np.argsort(-p_TV, axis=-1)[:, :N_ALTERNATIVES]
-        top_p.append(p_TV.max(axis=-1).round(5).tolist())
+        top_p.append(p_TV.max(axis=-1))
         top.append([_label(token_text(int(row[0]))) for row in likeliest_TN])
-        hover.append([
-            ", ".join(f"“{plain(token_text(int(token)))}” {p_V[token]:.1%}" for token in row)
-            for row, p_V in zip(likeliest_TN, p_TV, strict=True)
+        notes.append([
+            f"{rows[-1]}, next after “{label}”: "
+            + ", ".join(f"“{token_text(int(token))}” {p_V[token]:.1%}" for token in row)
+            for row, p_V, label in zip(likeliest_TN, p_TV, labels, strict=True)
         ])  # fmt: skip
-    heatmap = _heatmap(
-        top_p, list(lens), 0, 1, text=top, texttemplate="%{text}", textfont={"size": 10}, customdata=hover,
-        hovertemplate="%{y}, after “%{x}”: %{customdata}<extra></extra>",
-    )  # fmt: skip
     about = (
-        "The likeliest next token per position, were the residual stream unembedded after the embedding or a block; "
+        "The likeliest next token per position, were the residual stream unembedded after the embedding or a layer; "
         "the stronger the colour, the larger its probability. The last row is the model's prediction."
     )
-    return Figure("Logit lens", [heatmap], layout | {"height": 140 + 30 * len(lens)}, about, width)
-
-
-def _attribution_figure(
-    parts: Mapping[str, jax.Array], next_T: np.ndarray, layout: dict[str, Any], width: int, token_text: TokenText
-) -> Figure:
-    rows: dict[str, list[float]] = {}
-    for name, values in parts.items():
-        if np.ndim(values) == 1:
-            rows[name] = np.asarray(values, np.float64).round(4).tolist()
-        for head, x_T in enumerate(np.asarray(values, np.float64) if np.ndim(values) == 2 else ()):
-            rows[f"{name.removesuffix('s')} {head}"] = x_T.round(4).tolist()
-    largest = float(np.abs(list(rows.values())).max())
-    heatmap = _heatmap(
-        list(rows.values()), list(rows), -largest, largest,
-        customdata=[[plain(token_text(int(token))) for token in next_T]] * len(rows),
-        hovertemplate="%{y}, after “%{x}”: %{z:+.2f} for “%{customdata}”<extra></extra>",
-    )  # fmt: skip
-    about = (
-        "What each part adds to the residual stream for or against the logit of the token that follows (at the last "
-        "position, of the likeliest one)."
+    return Heatmap(
+        "Logit lens", np.stack(top_p), rows, labels, largest=1, texts=top, notes=notes, cell=(64, 28), about=about
     )
-    return Figure("Direct logit attribution", [heatmap], layout | {"height": 140 + 22 * len(rows)}, about, width)
+
+
+def _attribution_heatmap(
+    parts: Mapping[str, jax.Array], labels: Sequence[str], next_T: np.ndarray, token_text: TokenText
+) -> Heatmap:
+    rows: dict[str, np.ndarray] = {}
+    for name, values in parts.items():
+        layer = name.rpartition(".")[0]
+        if np.ndim(values) == 2:
+            heads_HT = np.asarray(values, np.float64)
+            rows |= {head_label(layer, head): heads_HT[head] for head in range(len(heads_HT))}
+        else:
+            rows[_part_label(name)] = np.asarray(values, np.float64)
+    notes = [
+        [
+            f"{name}, after “{label}”: {x:+.2f} for “{token_text(int(token))}”"
+            for x, label, token in zip(x_T, labels, next_T, strict=True)
+        ]
+        for name, x_T in rows.items()
+    ]
+    about = (
+        "Logit that each head, MLP and the embedding adds for the token that follows (at the last position, for the "
+        "likeliest one): for it in the one colour, against it in the other."
+    )
+    logits_RT = np.stack(list(rows.values()))
+    return Heatmap(
+        "Direct logit attribution", logits_RT, list(rows), labels, "diverging", notes=notes, cell=(46, 22), about=about
+    )
+
+
+def _part_label(name: str) -> str:
+    """Return "MLP 0" for `blocks.0.mlp`; another part's name as it is."""
+    kind, _, number = name.removesuffix(".mlp").partition(".")
+    return f"MLP {number}" if name.endswith(".mlp") and kind == "blocks" else name
 
 
 def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
@@ -200,29 +201,25 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
     if not statistics:
         return []
     ablation = ablate_heads(model, params, batch)
-    layers, n_heads = list(statistics), max(len(layer.entropy) for layer in statistics.values())
-    z = [np.pad(np.asarray(ablation.mean[layer], np.float64), (0, n_heads - len(ablation.mean[layer])),
-                constant_values=np.nan) for layer in layers]  # fmt: skip
-    largest = float(np.nanmax(np.abs(z))) or 1.0
-    heatmap = _heatmap(
-        [row.tolist() for row in z], layers, -largest, largest, x=[f"head {head}" for head in range(n_heads)],
-        texttemplate="%{z:+.3f}", xgap=2, ygap=2, hovertemplate="%{x} of %{y}: %{z:+.5f} nats<extra></extra>",
+    n_heads = max(len(layer.entropy) for layer in statistics.values())
+    rises = [np.pad(np.asarray(rise_H, np.float64), (0, n_heads - len(rise_H)), constant_values=np.nan)
+             for rise_H in ablation.mean.values()]  # fmt: skip
+    texts = [["" if np.isnan(rise) else f"{rise:+.3f}" for rise in row] for row in rises]
+    heatmap = Heatmap(
+        "Head ablation", np.stack(rises), [layer_label(layer) for layer in statistics],
+        [f"head {head}" for head in range(n_heads)], "diverging", texts=texts, cell=(72, 34),
+        about=f"Rise of the loss, {ablation.loss:.4f} nats, where a head's output is replaced by its mean everywhere.",
     )  # fmt: skip
-    layout = {"height": 120 + 34 * len(layers), **_heatmap_layout()}
-    about = f"Rise of the loss, {ablation.loss:.4f} nats, where a head's output is replaced by its mean everywhere."
     effects = (ablation.mean, ablation.mean_estimate, ablation.zero, ablation.zero_estimate)
     rows: list[list[str | float]] = [
         [
-            f"{layer}, head {head}",
+            head_label(layer, head),
             *(float(x_H[head]) for x_H in (*astuple(statistics[layer]), *(e[layer] for e in effects))),
         ]
-        for layer in layers
+        for layer in statistics
         for head in range(len(statistics[layer].entropy))
     ]
-    return [
-        Figure("Head ablation", [heatmap], layout, about, 90 * n_heads + 180),
-        Table("Head statistics", HEAD_COLUMNS, rows, ABOUT_HEADS),
-    ]
+    return [heatmap, Table("Head statistics", HEAD_COLUMNS, rows, about=ABOUT_HEADS)]
 
 
 def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
@@ -235,23 +232,15 @@ def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[
     rows = [row for row in saturation(model, params, batch, TEMPERATURES, layer) if row.entropy > 0 and row.scores > 0]
     if not rows:
         return []
-    curves = (("scores", "of the scores", "solid"), ("scores_by_hand", "the same by hand", "dot"),
-              ("W_Q", "of W_Q", "solid"), ("W_K", "of W_K", "solid"))  # fmt: skip
-    traces = [
-        {
-            "type": "scatter", "mode": "lines+markers", "x": [row.entropy for row in rows], "name": label,
-            "y": [getattr(row, name) for row in rows], "line": {"colour": number, "dash": dash, "width": 2},
-            "customdata": [row.temperature for row in rows],
-            "hovertemplate": "entropy %{x:.4g}, temperature %{customdata:.4g}: %{y:.4g}<extra>%{fullData.name}</extra>",
-        }
-        for number, (name, label, dash) in enumerate(curves)
-    ]  # fmt: skip
-    axis = {"type": "log", "exponentformat": "power"}
-    layout = {
-        "xaxis": {"title": {"text": "attention entropy, nats"}, **axis, "autorange": "reversed"},
-        "yaxis": {"title": {"text": "norm of the gradient"}, **axis},
-    }
-    return [Figure("Attention saturation", traces, layout, ABOUT_SATURATION)]
+    curves = (("scores", "scores", False), ("scores_by_hand", "scores, by hand", True), ("W_Q", "W_Q", False),
+              ("W_K", "W_K", False))  # fmt: skip
+    entropies = [row.entropy for row in rows]
+    lines = [
+        Line(entropies, [getattr(row, name) for row in rows], label, points=True, dotted=dotted)
+        for name, label, dotted in curves
+    ]
+    x, y = Axis("attention entropy, nats", log=True, reverse=True), Axis("norm of the gradient", log=True)
+    return [Lines("Attention saturation", lines, x, y, about=ABOUT_SATURATION)]
 
 
 def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text: TokenText | None) -> list[Section]:
@@ -275,10 +264,10 @@ def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text
         f"{gradients.mean_norm:.3g}. The gradient noise scale, the batch size with as much signal as noise, {noise} "
         "(McCandlish et al. 2018)."
     )
-    return [Table("Per-example gradients", ("example", "loss", "gradient norm", "cosine"), rows, about)]
+    return [Table("Per-example gradients", ("example", "loss", "gradient norm", "cosine"), rows, about=about)]
 
 
 def _label(text: str) -> str:
     """Return a token's text as a label of at most 10 characters."""
     text = text.replace("\n", "⏎")
-    return plain(text if len(text) <= 10 else f"{text[:9]}…")
+    return text if len(text) <= 10 else f"{text[:9]}…"

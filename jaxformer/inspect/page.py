@@ -6,154 +6,119 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxformer.extras import import_extra
 from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
-"""Folder of the page's HTML, style and script. The HTML's content security policy allows the page's two scripts alone
+"""Folder of the page's HTML, styles and scripts. The HTML's content security policy allows the page's own scripts alone
 and forbids every request, whatever the texts of a page contain."""
+COMMON_ASSETS = ("page.css", "page.js")
+"""Assets of every page."""
+SIGNIFICANT_DIGITS = 4
+"""Most digits of a number that is no integer."""
+MAX_ROWS = 20
+"""Rows of a table that are shown at first; a button shows the others."""
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A Plotly figure as JSON: dicts of traces and of the layout, which the page's script completes with its colours. A
-    colour scale is named `sequential` or `diverging`. Texts of Plotly are HTML: see `plain`."""
+class Section(ABC):
+    """A part of a page with a heading and a link."""
 
     title: str
-    traces: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    about: str = ""
-    width: int = 0
-    """Least width in pixels; a narrower screen scrolls."""
+    about: str = field(default="", kw_only=True)
+    """Sentences below the heading."""
 
-    def body(self, key: str) -> str:
-        """Return the HTML that the page's script draws into."""
-        return f'<div class="wide"><div class="figure" data-of="{key}" style="min-width: {self.width}px"></div></div>'
+    assets: ClassVar[Sequence[str]] = ()
+    """Scripts and styles in `ASSETS`, or paths of others, in the order that they need; a page holds each once."""
 
-    def data(self) -> dict[str, Any]:
-        """Return the JSON for the page's script."""
-        return {"traces": list(self.traces), "layout": dict(self.layout)}
+    @abstractmethod
+    def body(self) -> str:
+        """Return the HTML below the heading; see `embed` for what a script draws."""
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Section):
     """Rows of texts and numbers; a click on a column's heading sorts by it."""
 
-    title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str | float]]
-    """Numbers are shown with four digits; a missing one is NaN."""
-    about: str = ""
+    """Numbers are shown with the digits that suit their column; a missing one is NaN."""
 
-    def body(self, key: str) -> str:
+    def body(self) -> str:
         """Return the table's HTML."""
-        numeric = [any(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.head))]
+        columns = list(zip(*self.rows, strict=True)) or [() for _ in self.head]
+        numeric = [any(not isinstance(value, str) for value in column) for column in columns]
+        shown = [_column_texts(column) for column in columns]
 
-        def cell(value: str | float, i: int) -> str:
-            if isinstance(value, str):
-                return f"<td{' class=number' if numeric[i] else ''}>{html.escape(value)}</td>"
-            text = "-" if np.isnan(value) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-            return f'<td class=number data-value="{value!r}">{text}</td>'
+        def cell(row: int, column: int) -> str:
+            value, number = self.rows[row][column], " class=number" if numeric[column] else ""
+            exact = "" if isinstance(value, str) else f' data-value="{value!r}"'
+            return f"<td{number}{exact}>{html.escape(shown[column][row])}</td>"
 
         head = "".join(
             f"<th{' class=number' if right else ''}><button>{html.escape(name)}</button></th>"
             for name, right in zip(self.head, numeric, strict=True)
         )
-        rows = "\n".join(f"<tr>{''.join(cell(value, i) for i, value in enumerate(row))}</tr>" for row in self.rows)
-        return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
-
-    def data(self) -> None:
-        """Return None: the page's script needs no data."""
+        cells = ((cell(row, column) for column in range(len(self.head))) for row in range(len(self.rows)))
+        rows = "\n".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+        table = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
+        name = html.escape(self.title, quote=True)
+        if len(self.rows) <= MAX_ROWS:
+            return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{table}</div>'
+        return (
+            f'<div class="wide folded" tabindex="0" role="region" aria-label="{name}">{table}</div>'
+            f'<button class="unfold" aria-expanded="false">Show all {len(self.rows):,} rows</button>'
+        )
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(Section):
     """Preformatted texts."""
 
-    title: str
     texts: Sequence[str]
-    about: str = ""
 
-    def body(self, key: str) -> str:
+    def body(self) -> str:
         """Return the HTML of all texts."""
         return "\n".join(f"<pre>{html.escape(text)}</pre>" for text in self.texts)
 
-    def data(self) -> None:
-        """Return None: the page's script needs no data."""
+
+def embed(kind: str, data: Any) -> str:
+    """Return an element of a class that a script completes from the JSON within it."""
+    text = json.dumps(nonfinite_to_none(data), ensure_ascii=False, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # no end of a script element
+    return f'<div class="{kind}"><script type="application/json">{text}</script></div>'
 
 
-@dataclass(frozen=True)
-class AttentionLayer:
-    """Attention map of one layer over the texts of an `AttentionSection`."""
-
-    name: str
-    rows: str
-    """Name of the text of the queries."""
-    columns: str
-    """Name of the text of the keys."""
-    weights_HTS: np.ndarray
-    """Rows that sum to 1."""
-
-
-@dataclass(frozen=True)
-class AttentionSection:
-    """Texts as tokens to point at, each of which shows the attention of a head from it."""
-
-    title: str
-    texts: Mapping[str, Sequence[str]]
-    """Tokens by the text's name."""
-    layers: Sequence[AttentionLayer]
-    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """A sentence for each token, by the text's name."""
-    about: str = ""
-
-    def body(self, key: str) -> str:
-        """Return the HTML that the page's script draws into."""
-        return f'<div class="attention" data-of="{key}"></div>'
-
-    def data(self) -> dict[str, Any]:
-        """Return the JSON for the page's script, weights as base64 bytes round(255·√w), which keep small ones."""
-        layers = [
-            {
-                "name": layer.name, "rows": layer.rows, "columns": layer.columns, "heads": len(layer.weights_HTS),
-                "weights": base64.b64encode(np.rint(255 * np.sqrt(layer.weights_HTS)).astype(np.uint8)).decode(),
-            }
-            for layer in self.layers
-        ]  # fmt: skip
-        notes = {name: list(notes) for name, notes in self.notes.items()}
-        return {"texts": {name: list(tokens) for name, tokens in self.texts.items()}, "notes": notes, "layers": layers}
-
-
-Section = Figure | Table | Texts | AttentionSection
-
-
-def plain(text: str) -> str:
-    """Return a text escaped for Plotly, whose titles and labels are HTML."""
-    return html.escape(text, quote=False)
+def rounded(values: Any, digits: int = SIGNIFICANT_DIGITS + 1) -> Any:
+    """Return numbers, nested in sequences and arrays, with few significant digits, as lists for JSON."""
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if isinstance(values, (list, tuple)):
+        return [rounded(value, digits) for value in values]
+    return float(f"{values:.{digits}g}") if isinstance(values, float) and math.isfinite(values) else values
 
 
 def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return the HTML of a page: its heading, sentences below it, and sections, each with a heading and a link;
-    `UserError` if plotly is not installed."""
+    """Return the HTML of a page: its heading, sentences below it, and sections, each with a heading and a link."""
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
-    data = {key: json_data for key, section in keyed.items() if (json_data := section.data()) is not None}
-    plotly = import_extra("plotly.offline", "writing a page").get_plotlyjs()
-    data_json = json.dumps(nonfinite_to_none(data), ensure_ascii=False, separators=(",", ":"))
-    data_json = data_json.replace("<", "\\u003c")  # no end of a script element
-    template, css, js = ((ASSETS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    return template.format(
+    names = dict.fromkeys([*COMMON_ASSETS, *(name for section in sections for name in section.assets)])
+    assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
+    scripts = [text for name, text in assets.items() if name.endswith(".js")]
+    return (ASSETS / "page.html").read_text(encoding="utf-8").format(
         title=html.escape(title), facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
         links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),
-        sections="\n".join(_section(section, key) for key, section in keyed.items()), data=data_json, plotly=plotly,
-        js=js, css=css, hashes=f"{_hash(plotly)} {_hash(js)}",
+        sections="\n".join(_section(section, key) for key, section in keyed.items()),
+        css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts), hashes=" ".join(map(_hash, scripts)),
     )  # fmt: skip
 
 
@@ -164,9 +129,29 @@ def write_page(file: Path, title: str, facts: Sequence[str], sections: Sequence[
 
 def _section(section: Section, key: str) -> str:
     about = f"<p>{html.escape(section.about)}</p>\n" if section.about else ""
-    return f'<section id="{key}">\n<h2>{html.escape(section.title)}</h2>\n{about}{section.body(key)}\n</section>'
+    return f'<section id="{key}">\n<h2>{html.escape(section.title)}</h2>\n{about}{section.body()}\n</section>'
 
 
 def _hash(script: str) -> str:
     """Return the hash of a script for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _column_texts(values: Sequence[str | float]) -> list[str]:
+    """Return the cells of a column as texts: numbers with equally many decimals, unless most would have fewer than two
+    digits left."""
+    sizes = [abs(x) for x in values if isinstance(x, float) and math.isfinite(x) and x]
+    largest = math.floor(math.log10(max(sizes))) if sizes else 0
+    decimals = SIGNIFICANT_DIGITS - 1 - largest - (largest < 0)
+    are_small = sum(x < 10 ** (1 - decimals) for x in sizes) > len(sizes) / 2
+
+    def text(value: str | float) -> str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int):
+            return f"{value:,}"
+        if math.isnan(value):
+            return "-"
+        return f"{value:.3g}" if are_small or decimals < 0 else f"{value:,.{decimals}f}"
+
+    return [text(value) for value in values]

@@ -15,6 +15,7 @@ from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
+from jaxformer.inspect.page import rounded
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
@@ -22,7 +23,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import create_run
 from jaxformer.train.log import read_metrics
 from tests.arrays import random_params
-from tests.browser import browsing, complaints, traces
+from tests.browser import browsing, complaints, embedded
 from tests.helpers import small_run, tiny, write_books
 
 pytestmark = pytest.mark.slow
@@ -40,30 +41,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "run"
 
 
-def data_of(page: Path) -> dict:
-    text = page.read_text(encoding="utf-8")
-    return json.loads(text.split('id="data">')[1].split("</script>")[0])
-
-
 def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     page = tmp_path / "page.html"
     assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "2"]) == 0
-    assert capsys.readouterr().out.startswith(f"{page}: ") and page.stat().st_size < 10e6
+    assert capsys.readouterr().out.startswith(f"{page}: ") and page.stat().st_size < 1e6
+    text, rows = page.read_text(encoding="utf-8"), read_metrics(run)
+
+    def lines(title: str) -> list[tuple[str, list, list]]:
+        [chart] = embedded(text, title)
+        return [(line["member"], chart["positions"][line["x"]], line["y"]) for line in chart["lines"]]
+
+    (_, steps, batch), (_, evaluated, held) = lines("Loss")
+    assert held == rounded([row["val_loss"] for row in rows if "val_loss" in row])
+    assert evaluated == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 12]
+    assert batch == rounded([row["loss"] for row in rows if "loss" in row])
+    assert steps == [row["step"] for row in rows if "loss" in row]
+    heads = [[row["entropy"][0][head] for row in rows if "entropy" in row] for head in range(2)]
+    assert [y for *_, y in lines("Attention entropy")] == rounded(heads)
+    updates = {name: y for name, _, y in lines("Update ratios")}
+    tables = [row["gradients"] for row in rows if "gradients" in row]
+    assert {p["name"] for p in tables[0]} == set(updates)
+    expected = [p["update"] for table in tables for p in table if p["name"] == "embedding.W_E"]
+    assert updates["embedding.W_E"] == rounded(expected)
     with browsing(page) as browser:
         tokens = browser.find_elements("css selector", ".tokens button")
         assert "".join(token.get_property("textContent") for token in tokens) == EVIL
-        rows = read_metrics(run)
-        batch, held = traces(browser, "Loss")
-        assert held["y"] == [row["val_loss"] for row in rows if "val_loss" in row]
-        assert held["x"] == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 12]
-        assert batch["y"] == [row["loss"] for row in rows if "loss" in row]
-        heads = [[row["entropy"][0][head] for row in rows if "entropy" in row] for head in range(2)]
-        assert [trace["y"] for trace in traces(browser, "Attention entropy")] == heads
-        updates = {trace["hovertemplate"].split("<br>")[0]: trace for trace in traces(browser, "Update ratios")}
-        tables = [(row["step"], row["gradients"]) for row in rows if "gradients" in row]
-        assert {p["name"] for p in tables[0][1]} == set(updates)
-        expected = [p["update"] for _, table in tables for p in table if p["name"] == "embedding.W_E"]
-        assert updates["embedding.W_E"]["y"] == expected
         titles = [heading.text for heading in browser.find_elements("tag name", "h2")]
         assert titles[:7] == [
             "Attention maps", "Logit lens", "Direct logit attribution", "Head ablation",
@@ -76,9 +78,10 @@ def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest
 def test_page_without_a_prompt_shows_a_held_out_text(run: Path, capsys: pytest.CaptureFixture):
     assert inspect.main([str(run), "--examples", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
-    shown = data_of(run / "inspect.html")["section-0"]
+    text = (run / "inspect.html").read_text()
+    [shown] = embedded(text, "Attention maps")
     assert len(shown["texts"]["text"]) == 32  # a full window
-    assert "Heads and gradients are measured on held-out data: 2 examples." in (run / "inspect.html").read_text()
+    assert "Heads and gradients are measured on held-out data: 2 examples." in text
 
 
 def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -114,32 +117,32 @@ SMALL: dict = {"vocab_size": 280, "context_length": 16, "d_model": 8, "n_heads":
 def test_prefix_has_no_predictions(tmp_path: Path):
     path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True, prefix=True))
     assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
-    shown = data_of(path / "inspect.html")
-    notes = shown["section-0"]["notes"]["text"]
-    prefix = len(notes) // 2
-    assert notes[:prefix] == [""] * prefix and all(note.startswith("Probability ") for note in notes[prefix:])
-    lens = shown["section-1"]["traces"][0]
-    assert len(lens["z"][0]) == len(notes) - prefix + 1  # and the prediction at the prefix's last token
-    weights = shown["section-0"]["layers"][0]
+    text = (path / "inspect.html").read_text()
+    [shown] = embedded(text, "Attention maps")
+    predictions = shown["predictions"]["text"]
+    prefix = len(predictions) // 2
+    assert [prediction is None for prediction in predictions] == [i < prefix - 1 for i in range(len(predictions))]
+    [lens] = embedded(text, "Logit lens")
+    assert len(lens["values"][0]) == len(predictions) - prefix + 1  # and the prediction at the prefix's last token
+    weights = shown["layers"][0]
     assert (weights["rows"], weights["columns"], weights["heads"]) == ("text", "text", 2)
 
 
 def test_masked_tokens_have_predictions(tmp_path: Path):
     path = untrained(tmp_path, EncoderConfig(**SMALL | {"vocab_size": 281}, n_blocks=1))
     assert inspect.main([str(path), "--prompt", "ai [MASK] ck"]) == 0
-    shown = data_of(path / "inspect.html")["section-0"]
-    at = shown["texts"]["text"].index("[MASK]")
-    assert [bool(note) for note in shown["notes"]["text"]] == [i == at for i in range(len(shown["notes"]["text"]))]
-    assert shown["notes"]["text"][at].startswith("Likeliest here: “")
+    [shown] = embedded((path / "inspect.html").read_text(), "Attention maps")
+    tokens, predictions = shown["texts"]["text"], shown["predictions"]["text"]
+    assert [prediction is not None for prediction in predictions] == [token == "[MASK]" for token in tokens]
 
 
 def test_source_is_shown_with_its_translation(tmp_path: Path):
     path = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
     assert inspect.main([str(path), "--prompt", "ai bj"]) == 0
-    shown = data_of(path / "inspect.html")["section-0"]
+    [shown] = embedded((path / "inspect.html").read_text(), "Attention maps")
     assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == model_page.END
     assert [layer["name"] for layer in shown["layers"]] == [
-        "encoder_blocks.0.attention", "decoder_blocks.0.attention", "decoder_blocks.0.cross_attention",
+        "encoder layer 0", "decoder layer 0", "decoder layer 0, cross-attention"
     ]  # fmt: skip
 
 

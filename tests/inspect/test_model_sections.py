@@ -18,14 +18,16 @@ from jaxformer.inspect import (
     logit_lens,
     saturation,
 )
+from jaxformer.inspect.charts import Heatmap, Lines
 from jaxformer.inspect.model_sections import (
+    N_CHANCES,
     TEMPERATURES,
     attention_section,
     head_sections,
     residual_stream_sections,
     saturation_sections,
 )
-from jaxformer.inspect.page import Figure, Table
+from jaxformer.inspect.page import Table
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
@@ -61,15 +63,20 @@ def test_attention_section_has_maps_and_token_probabilities(decoder):
     assert result.texts == {"text": ["three", "one", "four", "one", "five", "nine"]}
     expected = capture(model, params, jnp.array(TOKENS_T), names="*.weights")
     assert [(layer.name, layer.rows, layer.columns) for layer in result.layers] == [
-        (f"blocks.{i}.attention", "text", "text") for i in range(2)
+        (f"layer {i}", "text", "text") for i in range(2)
     ]
-    for layer in result.layers:
-        np.testing.assert_allclose(layer.weights_HTS, expected[f"{layer.name}.weights"], atol=1e-5)
+    for layer, weights_HTS in zip(result.layers, expected.values(), strict=True):
+        np.testing.assert_allclose(layer.weights_HTS, weights_HTS, atol=1e-5)
     explanations = explain(model, params, TOKENS_T.tolist(), 1)
-    assert result.notes["text"][0] == ""
-    for note, token in zip(result.notes["text"][1:], explanations, strict=True):
-        others = ", ".join(f"“{WORDS[other]}” {p:.1%}" for other, p in token.alternatives)
-        assert note == f"Probability {token.probability:.1%}; alternatives: {others}."
+    *predictions, last = result.predictions["text"]
+    for prediction, before, token in zip(predictions, TOKENS_T, explanations, strict=False):
+        assert prediction is not None and prediction.actual is not None
+        assert prediction.heading == f"next token after “{WORDS[before]}”"
+        assert prediction.actual == (WORDS[token.token], pytest.approx(token.probability, rel=1e-4))
+        others = [(word, p) for word, p in prediction.chances if word != prediction.actual[0]]
+        expected_others = [(WORDS[other], pytest.approx(p, rel=1e-4)) for other, p in token.alternatives]
+        assert others[: len(expected_others)] == expected_others
+    assert last is not None and last.actual is None and len(last.chances) == N_CHANCES
 
 
 def test_attention_section_has_cross_attention():
@@ -82,16 +89,20 @@ def test_attention_section_has_cross_attention():
     assert result.texts["target"] == ["zero", "two", "seven"]
     sides = {layer.name: (layer.rows, layer.columns, layer.weights_HTS.shape) for layer in result.layers}
     assert sides == {
-        "encoder_blocks.0.attention": ("source", "source", (2, 6, 6)),
-        "decoder_blocks.0.attention": ("target", "target", (2, 3, 3)),
-        "decoder_blocks.0.cross_attention": ("target", "source", (2, 3, 6)),
+        "encoder layer 0": ("source", "source", (2, 6, 6)),
+        "decoder layer 0": ("target", "target", (2, 3, 3)),
+        "decoder layer 0, cross-attention": ("target", "source", (2, 3, 6)),
     }
     logits_TV = model.apply({"params": params}, *inputs)
-    assert result.notes["target"][1].startswith(f"Probability {jax.nn.softmax(logits_TV[0])[2]:.1%};")
-    assert "source" not in result.notes
+    first = result.predictions["target"][0]
+    assert first is not None and first.actual == (
+        "two",
+        pytest.approx(float(jax.nn.softmax(logits_TV[0])[2]), rel=1e-4),
+    )
+    assert "source" not in result.predictions
 
 
-@pytest.mark.parametrize(("attention", "layers"), [("additive", ["reader"]), ("none", [])])
+@pytest.mark.parametrize(("attention", "layers"), [("additive", ["attention to the source"]), ("none", [])])
 def test_recurrent_attention_is_one_head(attention, layers):
     model, params = random_model(
         RecurrentConfig(vocab_size=11, context_length=8, d_embedding=4, d_model=4, attention=attention)
@@ -110,31 +121,32 @@ def test_masked_tokens_have_likeliest_tokens():
     result = attention_section(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask_token=10)
     p_V = jax.nn.softmax(model.apply({"params": params}, tokens_T, jnp.ones(3, bool))[1])
     first, *_ = np.argsort(-np.asarray(p_V))
-    assert result.notes["text"][1].startswith(f"Likeliest here: “{WORDS[first]}” {p_V[first]:.1%}, ")
-    assert result.notes["text"][0] == result.notes["text"][2] == ""
+    before, masked, after = result.predictions["text"]
+    assert before is after is None and masked is not None and masked.actual is None
+    assert masked.chances[0] == (WORDS[first], pytest.approx(float(p_V[first]), rel=1e-4))
 
 
 def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
     model, params = decoder
     inputs = (jnp.array(TOKENS_T),)
     lens, spoke = residual_stream_sections(model, params, inputs, WORDS.__getitem__)
-    assert isinstance(lens, Figure) and isinstance(spoke, Figure)
+    assert isinstance(lens, Heatmap) and isinstance(spoke, Heatmap) and lens.texts and spoke.notes
     logits = logit_lens(model, params, *inputs)
-    [shown] = lens.traces
-    assert shown["y"] == list(logits) == ["embedding", "blocks.0.after", "blocks.1.after"]
-    for chances, words, logits_TV in zip(shown["z"], shown["text"], logits.values(), strict=True):
+    assert lens.rows == ["embedding", "after layer 0", "after layer 1"]
+    for chances, words, logits_TV in zip(lens.values, lens.texts, logits.values(), strict=True):
         p_TV = jax.nn.softmax(logits_TV)
         np.testing.assert_allclose(chances, p_TV.max(-1), atol=1e-5)
         assert words == [WORDS[token] for token in p_TV.argmax(-1)]
-    [parts] = spoke.traces
     last_TV = np.asarray(list(logits.values())[-1])
     next_T = np.append(TOKENS_T[1:], last_TV[-1].argmax())
-    assert parts["customdata"][0] == [WORDS[token] for token in next_T]
-    np.testing.assert_allclose(np.sum(parts["z"], axis=0), last_TV[np.arange(6), next_T], atol=1e-3)  # rounded to 1e-4
+    for note, value, token in zip(spoke.notes[0], spoke.values[0], next_T, strict=True):
+        assert note.endswith(f": {value:+.2f} for “{WORDS[token]}”")
+    np.testing.assert_allclose(np.sum(spoke.values, axis=0), last_TV[np.arange(6), next_T], atol=1e-4)
     rows = logit_attribution(model, params, *inputs, target_T=jnp.array(next_T))
-    assert len(parts["y"]) == len(parts["z"]) == 1 + 2 * (2 + 1)
+    names = [name for i in range(2) for name in (f"head {i}.0", f"head {i}.1", f"MLP {i}")]
+    assert spoke.rows == ["embedding", *names]
     np.testing.assert_allclose(
-        parts["z"][parts["y"].index("blocks.1.attention.head 1")], rows["blocks.1.attention.heads"][1], atol=1e-4
+        spoke.values[spoke.rows.index("head 1.1")], rows["blocks.1.attention.heads"][1], atol=1e-4
     )
 
 
@@ -148,10 +160,10 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
     batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
     figure, table = head_sections(model, params, batch)
-    assert isinstance(figure, Figure) and isinstance(table, Table)
+    assert isinstance(figure, Heatmap) and isinstance(table, Table)
     statistics, without = head_statistics(model, params, *batch.inputs), ablate_heads(model, params, batch)
-    np.testing.assert_allclose(figure.traces[0]["z"], list(without.mean.values()), atol=1e-6)
-    row = next(row for row in table.rows if row[0] == "blocks.1.attention, head 0")
+    np.testing.assert_allclose(figure.values, list(without.mean.values()), atol=1e-6)
+    row = next(row for row in table.rows if row[0] == "head 1.0")
     heads = statistics["blocks.1.attention"]
     name = "blocks.1.attention"
     np.testing.assert_allclose(
@@ -170,9 +182,9 @@ def test_saturation_section_draws_gradients_over_entropy(decoder):
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
     batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
     [figure] = saturation_sections(model, params, batch)
-    assert isinstance(figure, Figure)
+    assert isinstance(figure, Lines)
     rows = [row for row in saturation(model, params, batch, TEMPERATURES) if row.entropy > 0 and row.scores > 0]
     assert len(rows) >= 5
     for number, name in enumerate(("scores", "scores_by_hand", "W_Q", "W_K")):
-        np.testing.assert_allclose(figure.traces[number]["y"], [getattr(row, name) for row in rows], rtol=1e-5)
-        np.testing.assert_allclose(figure.traces[number]["x"], [row.entropy for row in rows], rtol=1e-5)
+        np.testing.assert_allclose(figure.lines[number].y, [getattr(row, name) for row in rows], rtol=1e-5)
+        np.testing.assert_allclose(figure.lines[number].x, [row.entropy for row in rows], rtol=1e-5)

@@ -1,7 +1,6 @@
 """HTML pages: their data, and how a browser shows them."""
 
 import base64
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,33 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxformer.inspect.page import (
-    AttentionLayer,
-    AttentionSection,
-    Figure,
-    Table,
-    Texts,
-    plain,
-    render_page,
-    write_page,
-)
-from tests.browser import browsing, complaints, traces
+from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction
+from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
+from jaxformer.inspect.page import Table, Texts, render_page, write_page
+from tests.browser import browsing, complaints, embedded, told
 
 EVIL = "<script>alert(1)</script>"
 WEIGHTS_HTS = np.array([[[1, 0, 0], [0.25, 0.75, 0], [0, 0.5, 0.5]], [[1, 0, 0], [1, 0, 0], [0.2, 0.2, 0.6]]])
 ATTENTION = AttentionSection(
-    "Heads", {"text": ["The", f" {EVIL}", "⏎"]}, [AttentionLayer("blocks.0.attention", "text", "text", WEIGHTS_HTS)],
-    {"text": ["", f"Probability 5 %; alternatives: “{EVIL}” 3 %.", "end"]},
+    "Heads", {"text": ["The", f" {EVIL}", "⏎"]}, [AttentionLayer("layer 0", "text", "text", WEIGHTS_HTS)],
+    {"text": [None, Prediction(f"next token after “{EVIL}”", [(EVIL, 0.6), ("b", 0.3)], ("⏎", 0.05)), None]},
 )  # fmt: skip
-LINE = {"type": "scatter", "x": [0, 1, 2], "y": [2.5, float("nan"), 1.25], "name": plain(EVIL), "line": {"colour": 1}}
-CURVE = Figure("Curve", [LINE, {"type": "scatter", "x": [0], "y": [1.0], "name": "held-out"}])
-CELLS = {
-    "type": "heatmap", "z": [[0, 1], [1, 0]], "colorscale": "sequential", "customdata": [[plain(EVIL)] * 2] * 2,
-    "hovertemplate": "%{customdata}<extra></extra>",
-}  # fmt: skip
-HEATMAP = Figure("Map", [CELLS], width=900)
-TABLE = Table("Numbers", [EVIL, "n", "x"], [["b", 1000, 0.5], ["a", 20, float("nan")], [EVIL, 3, 1e-7]])
-SECTIONS = [ATTENTION, CURVE, HEATMAP, TABLE, Texts("Samples", [EVIL, "two\nlines"])]
+LINE = Line([0, 10, 20], [2.5, None, 1.25], EVIL, "head 0")
+CURVE = Lines("Curve", [LINE, Line([0, 10], [1.0, 0.00064532], "held-out", points=True)], STEP, Axis("loss"))
+CELLS = [[0.5, -1.0], [float("nan"), 0.25]]
+HEATMAP = Heatmap("Map", CELLS, [EVIL, "b"], ["first", "second"], "diverging", texts=[["", "-1"], ["", "0"]])
+GRID = Grid("Grid", [Lines(f"panel {i}", [LINE], STEP, Axis("loss", log=True), 160, about=EVIL) for i in range(3)])
+TABLE = Table("Numbers", [EVIL, "n", "x"], [["b", 1000, 0.5], ["a", 20, float("nan")], [EVIL, 3, 0.015]])
+SECTIONS = [ATTENTION, CURVE, HEATMAP, GRID, TABLE, Texts("Samples", [EVIL, "two\nlines"])]
 
 
 class Reader(HTMLParser):
@@ -50,40 +40,56 @@ class Reader(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def data_of(text: str) -> dict:
-    """Return the data of the page's script."""
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert match is not None
-    return json.loads(match[1])
-
-
 def test_page_makes_no_request_and_escapes_all_texts():
     text = render_page(EVIL, [EVIL], SECTIONS)
     tags = Reader(text).tags
-    assert [attributes for tag, attributes in tags if tag == "script"] == [
-        {"type": "application/json", "id": "data"}, {}, {}
-    ]  # fmt: skip
+    scripts = [attributes for tag, attributes in tags if tag == "script"]
+    assert scripts == [{"type": "application/json"}] * 6 + [{}] * 3  # of each section, and page, charts, attention
     assert not [a for tag, a in tags if {"src", "href"} & set(a) and not (a.get("href") or "").startswith("#")]
     policy = next(a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
-    assert "'unsafe-inline'" not in policy.split(";")[1]
+    assert "'unsafe-inline'" not in policy.split(";")[1] and policy.count("'sha256-") == 3
+    assert len(text) < 60_000
+    assert [tag for tag, _ in Reader(render_page("t", [], [TABLE])).tags].count("script") == 1
 
 
-def test_data_hold_texts_weights_and_traces():
-    data = data_of(render_page("t", [], SECTIONS))
-    assert data["section-0"]["texts"] == {"text": ["The", f" {EVIL}", "⏎"]}
-    layer = data["section-0"]["layers"][0]
-    assert (layer["name"], layer["rows"], layer["columns"], layer["heads"]) == ("blocks.0.attention", "text", "text", 2)
+def test_data_hold_texts_weights_and_lines():
+    page = render_page("t", [], SECTIONS)
+    [heads] = embedded(page, "Heads")
+    assert heads["texts"] == {"text": ["The", f" {EVIL}", "⏎"]}
+    [layer] = heads["layers"]
+    assert (layer["name"], layer["rows"], layer["columns"], layer["heads"]) == ("layer 0", "text", "text", 2)
     stored = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(2, 3, 3)
     assert np.abs(np.sqrt(WEIGHTS_HTS) - stored / 255).max() <= 0.5 / 255
-    assert data["section-1"]["traces"][0]["y"] == [2.5, None, 1.25]  # JSON has no NaN
-    assert "section-3" not in data  # a table is HTML
+    bars = [[EVIL, 0.6, False], ["b", 0.3, False], ["⏎", 0.05, True]]
+    assert heads["predictions"]["text"] == [None, [f"next token after “{EVIL}”", bars], None]
+    [curve] = embedded(page, "Curve")
+    assert curve["positions"] == [[0, 10, 20], [0, 10]] and curve["lines"][0]["y"] == [2.5, None, 1.25]
+    [cells] = embedded(page, "Map")
+    assert cells["values"] == [[0.5, -1.0], [None, 0.25]] and cells["largest"] == 1  # JSON has no NaN
+    assert len(embedded(page, "Grid")) == 3 and not embedded(page, "Numbers")
 
 
-def test_table_cells_hold_exact_values():
-    body = TABLE.body("k")
-    assert '<td class=number data-value="0.5">0.5</td>' in body and 'data-value="1e-07">1e-07<' in body
+def test_lines_over_the_same_positions_share_them_and_numbers_are_short():
+    lines = [Line([0, 1], [1 / 3, 2 / 3], "a", str(i)) for i in range(2)]
+    [data] = embedded(render_page("t", [], [Lines("L", lines, STEP, Axis("y"))]), "L")
+    assert data["positions"] == [[0, 1]] and [line["x"] for line in data["lines"]] == [0, 0]
+    assert data["lines"][0]["y"] == [0.33333, 0.66667]
+
+
+def test_table_cells_hold_exact_values_and_show_the_digits_of_their_column():
+    body = TABLE.body()
+    assert '<td class=number data-value="0.5">0.500</td>' in body and 'data-value="0.015">0.015<' in body
     assert 'data-value="1000">1,000<' in body and 'data-value="nan">-<' in body
+    tiny = Table("t", ["x"], [[1e-7], [0.5], [2.5e-3], [1.5e-6]]).body()  # spans magnitudes
+    assert ">1e-07<" in tiny and ">0.0025<" in tiny
+    assert ">123,456.0<" not in Table("t", ["x"], [[123456.0]]).body()
+
+
+def test_long_table_says_how_many_rows_it_has():
+    rows = [[f"row {i}", i] for i in range(82)]
+    assert "Show all 82 rows</button>" in Table("t", ["a", "n"], rows).body()
+    assert "<button class" not in Table("t", ["a", "n"], rows[:20]).body()
 
 
 def test_page_is_written_atomically(tmp_path: Path):
@@ -93,61 +99,77 @@ def test_page_is_written_atomically(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_browser_shows_escaped_texts_and_attention(tmp_path: Path):
-    from selenium.webdriver import ActionChains
-    from selenium.webdriver.support.wait import WebDriverWait
+def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
+    from selenium.webdriver import ActionChains, Keys
 
-    write_page(tmp_path / "p.html", EVIL, [EVIL], SECTIONS)
+    long = Table("Long", ["a"], [[f"row {i}"] for i in range(82)])
+    write_page(tmp_path / "p.html", EVIL, [EVIL], [*SECTIONS, long])
     with browsing(tmp_path / "p.html") as browser:
         find = lambda css: browser.find_elements("css selector", css)  # noqa: E731
         assert browser.find_element("tag name", "h1").text == EVIL
         tokens = find(".tokens button")
         assert [token.get_property("textContent") for token in tokens] == ["The", f" {EVIL}", "⏎"]
         assert [pre.text for pre in find("pre")] == [EVIL, "two\nlines"]
-        trace, _ = traces(browser, "Curve")
-        assert trace["y"] == [2.5, None, 1.25]
-        assert [text.text for text in find(".legendtext")] == [EVIL, "held-out"]
-        assert f"1  {EVIL}" in [text.text for text in find(".map .xtick text")]
-        cell = find(".heatmaplayer")[1]  # that of the second figure
-        ActionChains(browser).move_to_element(cell).perform()
-        WebDriverWait(browser, 10).until(lambda _: EVIL in "".join(text.text for text in find(".hoverlayer text")))
+        assert [text.text for text in find(".legend button")] == [EVIL, "held-out"]
 
-        note = browser.find_element("css selector", ".note")
+        keys = Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.HOME
+        end, low, held = f"{EVIL}, head 0\nstep 20: 1.25", "held-out\nstep 10: 6.45·10⁻⁴", "held-out\nstep 0: 1"
+        assert told(browser, "Curve", *keys) == [f"{EVIL}, head 0\nstep 0: 2.5", end, low, held]
+        keys = Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN
+        assert told(browser, "Map", *keys) == [f"{EVIL}, first: 0.5", f"{EVIL}, second: -1", "b, second: 0.25"]
+        path = lambda: len(find(".lines")[0].find_elements("css selector", "path.line"))  # noqa: E731
+        assert path() == 2
+        find(".legend button")[0].click()
+        assert path() == 1 and find(".legend button")[0].get_attribute("aria-pressed") == "false"
+        ActionChains(browser).move_to_element(find(".heatmap .area svg")[0]).perform()
+        told_cell = find(".heatmap .tip")[0].text
+        assert told_cell in (f"{EVIL}, first: 0.5", f"{EVIL}, second: -1", "b, first: -", "b, second: 0.25")
+
+        note, predicted = find(".note")[0], find(".predicted")[0]
         shades = lambda: [token.value_of_css_property("background-color") for token in tokens]  # noqa: E731
         ActionChains(browser).move_to_element(tokens[1]).perform()
-        assert f"alternatives: “{EVIL}” 3 %." in note.text
-        assert f"head 0 of blocks.0.attention attends to “ {EVIL}” 75 %, “The” 25 %." in note.text
+        assert note.text == f"position 1: “ {EVIL}”. Head 0 of layer 0 attends to “ {EVIL}” 75 %, “The” 25 %."
+        assert predicted.text.splitlines()[0] == f"next token after “{EVIL}”"
+        assert [value.text for value in predicted.find_elements("css selector", ".value")] == ["60 %", "30 %", "5.0 %"]
+        assert predicted.find_element("css selector", ".marked").text.split() == ["⏎", "5.0", "%", "in", "the", "text"]
         # Darkness is the root of the weight.
         alpha = lambda shade: float(shade.split(",")[3].strip(" )"))  # noqa: E731
         assert [alpha(shade) for shade in shades()] == pytest.approx([0.5 * 0.25**0.5, 0.5 * 0.75**0.5, 0], abs=0.01)
-        find(".layer button")[1].click()  # the other head, from the same token
-        assert "head 1 of blocks.0.attention attends to “The” 100 %." in note.text
+        find(".layers button")[1].click()  # the other head, from the same token
+        assert "Head 1 of layer 0 attends to “The” 100 %." in note.text
+        find(".map .area svg")[0].send_keys(Keys.END, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+        assert find(".map .tip")[0].text == "“⏎” (2) to “⏎” (2): 60 %" and note.text.startswith("position 2")
         tokens[2].click()  # pin it
         ActionChains(browser).move_to_element(tokens[0]).perform()
         assert "“⏎”" in note.text and "60 %" in note.text
 
         def column() -> list[str]:
-            return [row.find_elements("tag name", "td")[1].text for row in find("tbody tr")]
+            return [row.find_elements("tag name", "td")[1].text for row in find("#section-4 tbody tr")]
 
         header = find("th button")[1]
         header.click()
         assert column() == ["1,000", "20", "3"]
         header.click()
         assert column() == ["3", "20", "1,000"]
+        shown = lambda: sum(row.is_displayed() for row in find("#section-6 tbody tr"))  # noqa: E731
+        assert shown() < 20
+        find(".unfold")[0].click()
+        assert shown() == 82
         assert complaints(browser) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1200, "dark")])
 def test_page_fits_the_screen_and_colour_scheme(tmp_path: Path, width: int, scheme: str):
-    write_page(tmp_path / "p.html", "t", ["a fact"], SECTIONS)
+    wide = Table("Wide", [f"column {i}" for i in range(30)], [["value"] * 30])
+    write_page(tmp_path / "p.html", "t", ["a fact"], [*SECTIONS, wide])
     with browsing(tmp_path / "p.html", width, scheme) as browser:
         browser.find_element("css selector", ".tokens button").click()  # its first row attends to itself alone
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         result = browser.execute_script("""
             const style = (css) => getComputedStyle(document.querySelector(css));
             return [style("body").color, style("body").backgroundColor, style("section").backgroundColor,
-                    style(".xtitle, .xtick text").fill, style(".tokens button").backgroundColor];
+                    style(".lines .labels text").fill, style(".tokens button").backgroundColor];
         """)
         text, behind, card, label, shade = (np.array(re.findall(r"[\d.]+", colour), float) for colour in result)
         assert (text[:3].mean() > behind[:3].mean()) == (scheme == "dark")
@@ -155,19 +177,28 @@ def test_page_fits_the_screen_and_colour_scheme(tmp_path: Path, width: int, sche
         assert shade[3] == 0.5  # a token of weight 1
         shaded = shade[3] * shade[:3] + (1 - shade[3]) * card[:3]
         assert contrast(text, shaded) >= 4.5  # level AA
+        side, inside, classes = browser.execute_script("""
+            const [cell] = document.querySelectorAll(".map .frame"), box = document.querySelector(".layers");
+            const size = [cell.getAttribute("width"), cell.getAttribute("height")];
+            const edges = [...box.children].map((child) => child.getBoundingClientRect().right);
+            const wide = document.querySelector("#section-6 .wide");
+            return [size, Math.max(...edges) <= box.parentNode.getBoundingClientRect().right + 1, wide.className];
+        """)
+        assert side[0] == side[1] and inside  # square cells, no thumbnail cut off
+        assert classes == "wide more-right"  # shows that it scrolls
         assert complaints(browser) == []
 
 
 @pytest.mark.slow
 def test_thumbnail_shows_one_hot_attention(tmp_path: Path):
     """With more tokens than pixels, each pixel shows its largest weight."""
-    previous_TS = np.eye(128, k=-1)
+    previous_TS = np.eye(256, k=-1)
     previous_TS[0, 0] = 1
-    layer = AttentionLayer("blocks.0.attention", "text", "text", np.stack([previous_TS, np.full((128, 128), 1 / 128)]))
-    write_page(tmp_path / "p.html", "t", [], [AttentionSection("Heads", {"text": ["a"] * 128}, [layer])])
+    layer = AttentionLayer("layer 0", "text", "text", np.stack([previous_TS, np.full((256, 256), 1 / 256)]))
+    write_page(tmp_path / "p.html", "t", [], [AttentionSection("Heads", {"text": ["a"] * 256}, [layer])])
     with browsing(tmp_path / "p.html") as browser:
         first, second = browser.execute_script("""
-            return [...document.querySelectorAll(".layer canvas")].map((canvas) => {
+            return [...document.querySelectorAll(".layers canvas")].map((canvas) => {
                 const { width, height } = canvas;
                 const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
                 return Array.from({ length: height }, (_, y) =>
@@ -175,12 +206,12 @@ def test_thumbnail_shows_one_hot_attention(tmp_path: Path):
             });
         """)
         first, second = np.array(first), np.array(second)
-        assert first.shape == (56, 56) and (np.diag(first) == 255).all()
-        assert (first[~(np.eye(56, dtype=bool) | np.eye(56, k=-1, dtype=bool))] == 0).all()
-        assert (second == round(255 * 128**-0.5)).all()
+        assert first.shape == (112, 112) and (np.diag(first) == 255).all()
+        assert (first[~(np.eye(112, dtype=bool) | np.eye(112, k=-1, dtype=bool))] == 0).all()
+        assert (second == round(255 * 256**-0.5)).all()
         note = browser.find_element("css selector", ".note")
-        browser.find_elements("css selector", ".layer button")[1].click()
-        assert "“a” 0.8 %" in note.text
+        browser.find_elements("css selector", ".layers button")[1].click()
+        assert "“a” 0.4 %" in note.text
         assert complaints(browser) == []
 
 

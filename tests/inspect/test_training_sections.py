@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from jaxformer.inspect.page import Figure, Section, Table, Texts
-from jaxformer.inspect.training_sections import MAX_POINTS, N_SAMPLES, training_sections
+from jaxformer.inspect.charts import Line, Lines
+from jaxformer.inspect.page import Section, Table, Texts
+from jaxformer.inspect.training_sections import MAX_CHART_POINTS, MAX_POINTS, N_SAMPLES, training_sections
 
 
 def gradient(name: str, update: float | None) -> dict:
@@ -39,42 +40,41 @@ def by_title(rows: list[dict], samples: list[str] | None = None) -> dict[str, Se
     return {section.title: section for section in training_sections(rows, samples or [])}
 
 
-def figure(title: str) -> Figure:
-    section = by_title(ROWS)[title]
-    assert isinstance(section, Figure)
-    return section
+def lines(title: str, rows: list[dict] = ROWS) -> list[Line]:
+    section = by_title(rows)[title]
+    assert isinstance(section, Lines)
+    return list(section.lines)
 
 
-def test_loss_figure_shows_training_and_held_out_losses():
-    batch, held = figure("Loss").traces
-    assert (batch["x"], batch["y"]) == ([10, 20, 30], [5.5, 5.0, None])
-    assert (held["x"], held["y"]) == ([0, 20, 30], [6.0, 5.25, 4.0])
+def test_loss_chart_shows_training_and_held_out_losses():
+    batch, held = lines("Loss")
+    assert (batch.x, batch.y) == ([10, 20, 30], [5.5, 5.0, None])
+    assert (held.x, held.y) == ([0, 20, 30], [6.0, 5.25, 4.0])
 
 
-def test_entropy_figure_has_a_line_per_head_and_a_colour_per_layer():
-    traces = figure("Attention entropy").traces
-    assert [trace["y"] for trace in traces] == [[2.0, 1.75], [1.5, None], [1.0, 0.5]]
-    assert [trace["line"]["colour"] for trace in traces] == [0, 0, 1]
-    assert [trace["name"] for trace in traces if trace["showlegend"]] == ["layer 0", "layer 1"]
+def test_entropy_chart_has_a_line_per_head_and_a_name_per_layer():
+    shown = [(line.name, line.member, line.y) for line in lines("Attention entropy")]
+    assert shown == [
+        ("layer 0", "head 0", [2.0, 1.75]), ("layer 0", "head 1", [1.5, None]), ("layer 1", "head 0", [1.0, 0.5])
+    ]  # fmt: skip
 
 
 def test_update_ratios_have_a_line_per_parameter():
-    traces = {trace["hovertemplate"].split("<br>")[0]: trace for trace in figure("Update ratios").traces}
-    assert (traces["W_out"]["x"], traces["W_out"]["y"]) == ([20, 30], [None, 0.0625])
-    assert traces["blocks.0.attention.heads.1.W_Q"]["y"] == [0.5]
-    kinds = [(trace["name"], trace["line"]["colour"], trace["showlegend"]) for trace in traces.values()]
-    assert kinds == [("W_Q", 0, True), ("W_Q", 0, False), ("W_out", 1, True)]
+    by_member = {line.member: line for line in lines("Update ratios")}
+    assert (by_member["W_out"].x, by_member["W_out"].y) == ([20, 30], [None, 0.0625])
+    assert by_member["blocks.0.attention.heads.1.W_Q"].y == [0.5]
+    assert [line.name for line in by_member.values()] == ["W_Q", "W_Q", "W_out"]
     table = by_title(ROWS)["Gradients at step 30"]
     assert isinstance(table, Table) and list(table.rows) == [["W_out", 0.5, 2.0, 0.25, 0.0625]]
 
 
 def test_experts_learning_rate_and_initialisation_check_are_shown():
-    assert [trace["y"] for trace in figure("Tokens per expert").traces] == [[0.25, 0.5], [0.75, 0.5]]
-    assert figure("Learning rate").traces[0]["y"] == [0.1, 0.05, 0.0]
+    assert [line.y for line in lines("Tokens per expert")] == [[0.25, 0.5], [0.75, 0.5]]
+    assert lines("Learning rate")[0].y == [0.1, 0.05, 0.0]
     table = by_title(ROWS)["Initialisation check"]
     assert isinstance(table, Table)
     [[name, stream, stream_expected, scores, scores_expected, entropy, *rest]] = table.rows
-    assert (name, stream, stream_expected, scores, scores_expected) == ("blocks.0", 1.1, 1.0, 4.4, 4.0)
+    assert (name, stream, stream_expected, scores, scores_expected) == ("layer 0", 1.1, 1.0, 4.4, 4.0)
     assert isinstance(entropy, float) and math.isnan(entropy) and rest == [1.5, 2.2, 2.0]
 
 
@@ -85,11 +85,17 @@ def test_latest_samples_come_first():
 
 
 def test_long_log_is_thinned_and_keeps_its_ends():
-    section = by_title([{"step": step, "loss": 1 / (1 + step)} for step in range(5 * MAX_POINTS)])["Loss"]
-    assert isinstance(section, Figure)
-    batch, _ = section.traces
-    assert len(batch["x"]) == MAX_POINTS and (batch["x"][0], batch["x"][-1]) == (0, 5 * MAX_POINTS - 1)
-    assert batch["y"] == [1 / (1 + step) for step in batch["x"]]
+    rows = [{"step": step, "loss": 1 / (1 + step)} for step in range(5 * MAX_POINTS)]
+    batch, _ = lines("Loss", rows)
+    assert len(batch.x) == MAX_POINTS and (batch.x[0], batch.x[-1]) == (0, 5 * MAX_POINTS - 1)
+    assert batch.y == [1 / (1 + step) for step in batch.x]
+
+
+def test_chart_of_many_lines_has_fewer_points_of_each():
+    table = [gradient(f"blocks.{i}.W", 0.5) for i in range(100)]
+    updates = lines("Update ratios", [{"step": step, "gradients": table} for step in range(1000)])
+    assert len(updates) == 100 and sum(len(line.x) for line in updates) <= MAX_CHART_POINTS
+    assert all((line.x[0], line.x[-1]) == (0, 999) for line in updates)
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 0, "note": "nothing"}]])

@@ -1,0 +1,132 @@
+"use strict";
+
+// Most pixels of a thumbnail's side, opacity of the colour behind a token of weight 1, largest cell of the map, smallest
+// cell with room for a label, and most letters of one.
+const [THUMBNAIL_PIXELS, MAX_OPACITY, LARGEST_CELL, LABELLED_CELL, LABEL_LETTERS] = [112, 0.5, 28, 11, 12];
+
+function attention(container, { texts, predictions, layers }) {
+  for (const layer of layers) {
+    layer.bytes = Uint8Array.from(atob(layer.weights), (letter) => letter.charCodeAt(0));
+    [layer.T, layer.S] = [texts[layer.rows].length, texts[layer.columns].length];
+  }
+  const byte = (layer, head, row, column) => layer.bytes[(head * layer.T + row) * layer.S + column];
+  const weight = (...at) => (byte(...at) / 255) ** 2;
+  const ink = () => colour("--look").split(",").map(Number);
+  const several = Object.keys(texts).length > 1;
+
+  const strips = {};
+  const box = make("div", container, "", "strips");
+  for (const [name, tokens] of Object.entries(texts)) {
+    if (several) make("p", box, name, "name");
+    const strip = make("div", box, "", "tokens");
+    strips[name] = tokens.map((token, at) => {
+      const button = make("button", strip, token);
+      if (token.endsWith("⏎")) strip.append("\n");
+      for (const event of ["pointerenter", "focus"]) button.addEventListener(event, () => select(name, at));
+      button.addEventListener("click", () => { pinned = pinned === button ? null : button; select(name, at, true); });
+      return button;
+    });
+  }
+  const note = make("p", container, "", "note");
+  note.setAttribute("aria-live", "polite");
+  const predicted = make("div", container, "", "predicted");
+  const thumbnails = layers.length ? make("div", container, "", "layers") : null;
+  const map = layers.length ? make("div", container, "", "map") : null;
+  let [chosen, pinned, current, drawn, width] = [null, null, null, null, 0];
+
+  function select(name, at, force = false) {
+    if (pinned && !force) return;
+    current = [name, at];
+    for (const strip of Object.values(strips)) for (const token of strip) { token.style.background = ""; token.className = ""; }
+    strips[name][at].className = "from";
+    const about = [`${several ? `${name} ` : "position "}${at}: “${texts[name][at]}”.`];
+    if (chosen && chosen.layer.rows === name) {
+      const { layer, head } = chosen;
+      const shares = texts[layer.columns].map((_, column) => weight(layer, head, at, column));
+      shares.forEach((share, column) => {
+        strips[layer.columns][column].style.background = `rgba(${colour("--look")}, ${Math.sqrt(share) * MAX_OPACITY})`;
+      });
+      const most = shares.map((share, column) => [share, column]).sort((a, b) => b[0] - a[0]).slice(0, 4);
+      const named = most.filter(([share]) => share > 0).map(([share, column]) => `“${texts[layer.columns][column]}” ${percent(share)}`);
+      about.push(`Head ${head} of ${layer.name} attends to ${named.join(", ")}.`);
+    }
+    note.textContent = about.join(" ");
+    predicted.replaceChildren();
+    const prediction = predictions[name]?.[at];
+    if (!prediction) return;
+    make("p", predicted, prediction[0], "name");
+    bars(predicted, prediction[1], "in the text");
+  }
+
+  function choose(layer, head, button) {
+    for (const other of thumbnails.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button);
+    chosen = { layer, head };
+    drawMap();
+    if (current && current[0] !== layer.rows) pinned = null;
+    select(layer.rows, current && current[0] === layer.rows ? current[1] : layer.T - 1, true);
+  }
+
+  function drawMap() {
+    if (!chosen || !map.clientWidth) return;
+    const { layer, head } = chosen;
+    drawn?.remove();
+    map.replaceChildren();
+    make("p", map, `Head ${head} of ${layer.name}: queries are rows, keys are columns.`, "name");
+    const short = (text) => (text.length > LABEL_LETTERS ? `${text.slice(0, LABEL_LETTERS - 1)}…` : text);
+    const [rows, columns] = [layer.rows, layer.columns].map((name) => texts[name].map(short));
+    const labels = 20 + CHARACTER_PIXELS * Math.max(...rows.map((text) => text.length));
+    const room = (map.clientWidth - labels - (several ? 20 : 0)) / layer.S;
+    const side = clamp(room, 3, LARGEST_CELL);
+    const labelled = side >= LABELLED_CELL;
+    drawn = cells(map, {
+      title: `attention map of head ${head} of ${layer.name}`, cell: [side, side], gap: side > 7, columnLabels: labelled,
+      rows: labelled ? rows : rows.map(() => ""), columns: labelled ? columns : columns.map(() => ""),
+      colours: () => {
+        const [r, g, b] = ink();
+        return (row, column) => [r, g, b, byte(layer, head, row, column)];
+      },
+      told: (row, column) => `“${texts[layer.rows][row]}” (${row}) to “${texts[layer.columns][column]}” (${column}): ${percent(weight(layer, head, row, column))}`,
+      chosen: (row) => select(layer.rows, row),
+    });
+  }
+
+  const painted = [];
+  if (layers.length) {
+    const most = Math.max(...layers.map((layer) => layer.heads));
+    thumbnails.style.gridTemplateColumns = `${matchMedia("(max-width: 50rem)").matches ? "" : "max-content "}repeat(${most}, minmax(0, 7rem))`;
+    for (const layer of layers) {
+      make("span", thumbnails, layer.name);
+      for (let head = 0; head < layer.heads; head++) {
+        const button = make("button", thumbnails);
+        button.title = `head ${head} of ${layer.name}`;
+        button.setAttribute("aria-label", button.title);
+        if (head === 0) button.style.gridColumnStart = matchMedia("(max-width: 50rem)").matches ? 1 : 2;
+        const canvas = make("canvas", button);
+        painted.push(() => paintThumbnail(canvas, layer, head));
+        button.addEventListener("click", () => choose(layer, head, button));
+      }
+    }
+  }
+
+  function paintThumbnail(canvas, layer, head) {
+    // With more tokens than pixels, a pixel shows the largest of the weights that share it.
+    const [columns, rows] = [Math.min(layer.S, THUMBNAIL_PIXELS), Math.min(layer.T, THUMBNAIL_PIXELS)];
+    const largest = new Uint8Array(columns * rows);
+    for (let row = 0; row < layer.T; row++) {
+      for (let column = 0; column < layer.S; column++) {
+        const at = Math.floor((row * rows) / layer.T) * columns + Math.floor((column * columns) / layer.S);
+        largest[at] = Math.max(largest[at], byte(layer, head, row, column));
+      }
+    }
+    const [r, g, b] = ink();
+    paint(canvas, columns, rows, (row, column) => [r, g, b, largest[row * columns + column]]);
+  }
+
+  const repaint = () => painted.forEach((again) => again());
+  repaint();
+  dark.addEventListener("change", () => { repaint(); if (current) select(...current, true); });
+  if (map) new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; drawMap(); } }).observe(map);
+  thumbnails?.querySelector("button")?.click();
+}
+
+drawEach("attention", attention);

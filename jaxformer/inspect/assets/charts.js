@@ -1,0 +1,344 @@
+"use strict";
+
+/** Return a new SVG element below a parent. */
+function draw(tag, parent, attributes = {}, text = "") {
+  const element = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", tag));
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text) element.textContent = text;
+  return element;
+}
+
+const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
+const CHARACTER_PIXELS = 7;
+const COLOURS = 8; // --line-0 to --line-7 of charts.css
+const DASHES = ["", "5 3", "1.5 3", "8 3 2 3"];
+
+/** Return a box that tells what is pointed at, next to it, and tells it to screen readers. */
+function makeTip(container) {
+  const tip = make("div", container, "", "tip");
+  tip.setAttribute("role", "status");
+  return {
+    show(text, x, y) {
+      tip.textContent = text;
+      tip.classList.add("shown");
+      const [width, height] = [tip.offsetWidth, tip.offsetHeight];
+      tip.style.left = `${clamp(x + 12, 0, Math.max(0, container.clientWidth - width))}px`;
+      tip.style.top = `${y - height - 10 < 0 ? y + 16 : y - height - 10}px`;
+    },
+    hide: () => tip.classList.remove("shown"),
+  };
+}
+
+/** Call `move(columns, rows)` for arrow keys, Home and End. */
+function onArrows(element, move) {
+  const moves = {
+    ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-Infinity, 0], End: [Infinity, 0],
+  };
+  element.addEventListener("keydown", (event) => {
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    move(...moves[event.key]);
+  });
+}
+
+/** Return the scale of an axis: `at(value)` in pixels, and ticks as [value, label]. */
+function makeScale(axis, values, from, to, maxTicks) {
+  const usable = values.filter((value) => value !== null && Number.isFinite(value) && (!axis.log || value > 0));
+  let low = usable.reduce((a, b) => Math.min(a, b), axis.from_zero ? 0 : Infinity);
+  let high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (!usable.length) [low, high] = axis.log ? [1, 10] : [0, 1];
+  const map = axis.log ? Math.log10 : (value) => value;
+  [low, high] = [map(low), map(high)];
+  if (high - low < 1e-12 * Math.max(1, Math.abs(high))) [low, high] = axis.from_zero ? [0, high || 1] : [low - 0.5, high + 0.5];
+  const ticks = axis.log ? logTicks(low, high, maxTicks) : linearTicks(low, high, maxTicks);
+  const [start, end] = axis.reverse ? [to, from] : [from, to];
+  const at = (value) => start + ((map(value) - low) / (high - low)) * (end - start);
+  const label = (value) => (axis.percent ? `${Number((100 * value).toPrecision(3))} %` : format(value));
+  return { at, ticks: ticks.map((value) => [value, axis.log && Number.isInteger(Math.log10(value)) && (value < 1e-3 || value >= 1e4) ? power(Math.log10(value)) : label(value)]) };
+}
+
+function linearTicks(low, high, maxTicks) {
+  const rough = (high - low) / Math.max(1, maxTicks);
+  const unit = 10 ** Math.floor(Math.log10(rough));
+  const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough * 0.999);
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(Number((i * step).toPrecision(12)));
+  return ticks;
+}
+
+function logTicks(low, high, maxTicks) {
+  const within = (values) => values.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
+  const powers = (factors, every) => {
+    const values = [];
+    for (let p = Math.floor(low); p <= Math.ceil(high); p++) if (p % every === 0) values.push(...factors.map((f) => Number(`${f}e${p}`)));
+    return within(values);
+  };
+  for (const factors of [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 5], [1, 3]]) {
+    const ticks = powers(factors, 1);
+    if (ticks.length <= maxTicks) return ticks.length > 1 ? ticks : linearTicks(10 ** low, 10 ** high, maxTicks).filter((v) => v > 0);
+  }
+  for (let every = 1; ; every++) {
+    const ticks = powers([1], every);
+    if (ticks.length <= maxTicks) return ticks;
+  }
+}
+
+function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, height, marks }) {
+  const names = [...new Set(all.map((line) => line.name))];
+  const hidden = new Set();
+  const look = (name) => {
+    const number = names.indexOf(name);
+    return { stroke: `var(--line-${number % COLOURS})`, "stroke-dasharray": DASHES[Math.floor(number / COLOURS) % DASHES.length] };
+  };
+  const plot = draw("svg", container, { tabindex: 0, role: "application", "aria-roledescription": "chart", height });
+  plot.setAttribute("aria-label", `${title}: ${yAxis.label} over ${xAxis.label}. Arrow keys move along a line and between lines.`);
+  const tip = makeTip(container);
+  let [shown, near, marker] = [[], null, null];
+
+  function render() {
+    const width = container.clientWidth;
+    if (!width) return;
+    plot.replaceChildren();
+    plot.setAttribute("width", width);
+    const visible = all.filter((line) => !hidden.has(line.name));
+    const yValues = visible.flatMap((line) => line.y.filter((_, i) => !xAxis.log || positions[line.x][i] > 0));
+    const [top, bottom] = [10, height - 42];
+    const y = makeScale(yAxis, yValues, bottom, top, Math.floor(height / 45));
+    const left = 26 + CHARACTER_PIXELS * Math.max(3, ...y.ticks.map(([, label]) => label.length));
+    const xValues = visible.flatMap((line) => positions[line.x].filter((_, i) => line.y[i] !== null));
+    const x = makeScale(xAxis, [...xValues, ...(visible.length ? marks.map(([at]) => at) : [])], left, width - 14, Math.floor(width / 90));
+    const grid = draw("g", plot, { class: "gridlines" });
+    const labels = draw("g", plot, { class: "labels" });
+    for (const [value, label] of y.ticks) {
+      draw("line", grid, { x1: left, x2: width - 14, y1: y.at(value), y2: y.at(value) });
+      draw("text", labels, { x: left - 8, y: y.at(value) + 4, "text-anchor": "end" }, label);
+    }
+    for (const [value, label] of x.ticks) {
+      draw("line", grid, { x1: x.at(value), x2: x.at(value), y1: top, y2: bottom });
+      draw("text", labels, { x: x.at(value), y: bottom + 18, "text-anchor": x.at(value) > width - 30 ? "end" : "middle" }, label);
+    }
+    draw("text", labels, { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, xAxis.label);
+    draw("text", labels, { transform: `translate(12 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, yAxis.label);
+    for (const [value, label] of marks) {
+      draw("line", plot, { class: "mark", x1: x.at(value), x2: x.at(value), y1: top, y2: bottom });
+      const end = x.at(value) > width / 2;
+      draw("text", plot, { class: "mark", x: x.at(value) + (end ? -5 : 5), y: top + 12, "text-anchor": end ? "end" : "start" }, label);
+    }
+    shown = visible.map((line) => {
+      const points = [];
+      let path = "";
+      let pen = "M";
+      line.y.forEach((value, i) => {
+        const position = positions[line.x][i];
+        if (value === null || (yAxis.log && value <= 0) || (xAxis.log && position <= 0)) { pen = "M"; return; }
+        const point = { x: x.at(position), y: y.at(value), position, value };
+        const lonely = pen === "M" && (i + 1 === line.y.length || line.y[i + 1] === null);
+        path += `${pen}${point.x.toFixed(1)} ${point.y.toFixed(1)}${lonely ? "h.01" : ""}`;
+        pen = "L";
+        points.push(point);
+      });
+      const style = line.dotted ? { ...look(line.name), "stroke-dasharray": "2 4" } : look(line.name);
+      const element = draw("path", plot, { d: path, class: "line", ...style });
+      if (line.points) for (const point of points) draw("circle", plot, { cx: point.x, cy: point.y, r: 2.5, fill: style.stroke });
+      return { line, points, element };
+    });
+    marker = draw("circle", plot, { class: "marker", r: 5, visibility: "hidden" });
+    near = null;
+  }
+
+  function tell(row, column) {
+    const { line, points, element } = shown[row];
+    const point = points[column];
+    for (const other of shown) other.element.classList.toggle("near", other.element === element);
+    marker.setAttribute("visibility", "visible");
+    marker.setAttribute("cx", point.x);
+    marker.setAttribute("cy", point.y);
+    marker.setAttribute("fill", look(line.name).stroke);
+    const name = [line.name, line.member].filter(Boolean).join(", ");
+    const value = yAxis.percent ? percent(point.value) : format(point.value);
+    tip.show(`${name}\n${xAxis.label} ${format(point.position)}: ${value}`, plot.offsetLeft + point.x, plot.offsetTop + point.y);
+    near = [row, column];
+  }
+
+  function hide() {
+    near = null;
+    marker?.setAttribute("visibility", "hidden");
+    for (const { element } of shown) element.classList.remove("near");
+    tip.hide();
+  }
+
+  plot.addEventListener("pointermove", (event) => {
+    const box = plot.getBoundingClientRect();
+    let [best, row, column] = [Infinity, -1, -1];
+    shown.forEach(({ points }, i) => points.forEach((point, j) => {
+      const distance = (point.x - event.clientX + box.left) ** 2 + (point.y - event.clientY + box.top) ** 2;
+      if (distance < best) [best, row, column] = [distance, i, j];
+    }));
+    if (row >= 0) tell(row, column);
+  });
+  plot.addEventListener("pointerleave", hide);
+  plot.addEventListener("blur", hide);
+  const first = () => shown.findIndex(({ points }) => points.length);
+  plot.addEventListener("focus", () => { if (!near && first() >= 0 && plot.matches(":focus-visible")) tell(first(), shown[first()].points.length - 1); });
+  onArrows(plot, (right, down) => {
+    if (first() < 0) return;
+    let [row, column] = near ?? [first(), 0];
+    const { x } = shown[row].points[column];
+    if (down) {
+      do row = (row + down + shown.length) % shown.length; while (!shown[row].points.length);
+      column = shown[row].points.reduce((best, point, i, points) => (Math.abs(point.x - x) < Math.abs(points[best].x - x) ? i : best), 0);
+    }
+    tell(row, clamp(column + right, 0, shown[row].points.length - 1));
+  });
+
+  if (names.length > 1) {
+    const legend = make("div", container, "", "legend");
+    for (const name of names) {
+      const entry = make("button", legend);
+      entry.setAttribute("aria-pressed", true);
+      entry.title = "show or hide";
+      draw("line", draw("svg", entry, { width: 24, height: 10, "aria-hidden": true }), { x1: 0, x2: 24, y1: 5, y2: 5, ...look(name) });
+      make("span", entry, name);
+      entry.addEventListener("click", () => {
+        if (!hidden.delete(name)) hidden.add(name);
+        entry.setAttribute("aria-pressed", !hidden.has(name));
+        render();
+      });
+    }
+  }
+  new ResizeObserver(render).observe(container);
+}
+
+/** Paint a canvas, one pixel a cell, in the colour `[r, g, b, a]` of each. */
+function paint(canvas, width, height, colourAt) {
+  [canvas.width, canvas.height] = [width, height];
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(width, height);
+  for (let row = 0; row < height; row++) {
+    for (let column = 0; column < width; column++) image.data.set(colourAt(row, column), 4 * (row * width + column));
+  }
+  context.putImageData(image, 0, 0);
+}
+
+const rgb = (name) => [1, 3, 5].map((at) => parseInt(colour(name).slice(at, at + 2), 16));
+const mix = (a, b, share) => [0, 1, 2].map((i) => a[i] + (b[i] - a[i]) * share).concat(255);
+
+/** Return a function from a value to its colour, `[r, g, b, a]`; no value is transparent. */
+function colourScale(largest, diverging) {
+  const [low, middle, high] = diverging ? [rgb("--minus"), rgb("--middle"), rgb("--plus")] : [null, rgb("--low"), rgb("--high")];
+  return (value) => {
+    if (value === null) return [0, 0, 0, 0];
+    const share = clamp(value / largest, -1, 1);
+    return mix(middle, share < 0 && low ? low : high, Math.abs(share));
+  };
+}
+
+/**
+ * Draw a matrix of cells: labels, a canvas of colours, and a frame around the cell that is pointed at.
+ * `colours()` returns a function of (row, column); `told(row, column)` the text of a cell; `chosen` is called with it.
+ */
+function cells(container, { title, rows, columns, cell, colours, told, gap = true, columnLabels = true, axes = null, chosen = null }) {
+  const [width, height] = [cell[0] * columns.length, cell[1] * rows.length];
+  const wide = make("div", container, "", "wide");
+  const table = make("div", wide, "", "cells");
+  const letters = (texts) => Math.max(0, ...texts.map((text) => text.length));
+  const slanted = columnLabels && CHARACTER_PIXELS * letters(columns) > cell[0] - 6;
+  const above = !columnLabels ? 0 : slanted ? 14 + Math.ceil(0.72 * CHARACTER_PIXELS * letters(columns)) : 20;
+  const beyond = slanted ? above : 0; // room for the last slanted label
+  make("div", table);
+  const heads = draw("svg", table, { width: width + beyond, height: above, class: "labels", "aria-hidden": true });
+  if (columnLabels) {
+    columns.forEach((name, i) => {
+      const at = [(i + 0.5) * cell[0], above - 6];
+      draw("text", heads, slanted ? { transform: `translate(${at[0]} ${at[1]}) rotate(-45)` } : { x: at[0], y: at[1], "text-anchor": "middle" }, name);
+    });
+  }
+  const names = make("div", table, "", "rows");
+  names.setAttribute("aria-hidden", true);
+  for (const name of rows) make("span", names, name).style.height = names.lastChild.style.lineHeight = `${cell[1]}px`;
+  const area = make("div", table, "", "area");
+  [area.style.width, area.style.height] = [`${width}px`, `${height}px`];
+  const canvas = make("canvas", area);
+  const overlay = draw("svg", area, { width, height, tabindex: 0, role: "application", "aria-roledescription": "matrix" });
+  overlay.setAttribute("aria-label", `${title}: ${rows.length} rows, ${columns.length} columns. Arrow keys move from cell to cell.`);
+  if (gap) {
+    let path = "";
+    for (let i = 1; i < columns.length; i++) path += `M${i * cell[0]} 0V${height}`;
+    for (let i = 1; i < rows.length; i++) path += `M0 ${i * cell[1]}H${width}`;
+    draw("path", overlay, { class: "gaps", d: path });
+  }
+  const frame = draw("rect", overlay, { class: "frame", width: cell[0], height: cell[1], visibility: "hidden" });
+  const tip = makeTip(container);
+  let at = null;
+
+  function tell(row, column, scroll = false) {
+    at = [row, column];
+    frame.setAttribute("visibility", "visible");
+    frame.setAttribute("x", column * cell[0]);
+    frame.setAttribute("y", row * cell[1]);
+    if (scroll) {
+      const x = names.offsetWidth + column * cell[0];
+      wide.scrollLeft = clamp(wide.scrollLeft, x + cell[0] - wide.clientWidth, x - names.offsetWidth);
+    }
+    const [box, outer] = [area.getBoundingClientRect(), container.getBoundingClientRect()];
+    tip.show(told(row, column), box.left - outer.left + (column + 0.5) * cell[0], box.top - outer.top + row * cell[1]);
+    chosen?.(row, column);
+  }
+  function hide() {
+    frame.setAttribute("visibility", "hidden");
+    tip.hide();
+  }
+  const within = (event) => {
+    const box = overlay.getBoundingClientRect();
+    return [clamp(Math.floor((event.clientY - box.top) / cell[1]), 0, rows.length - 1), clamp(Math.floor((event.clientX - box.left) / cell[0]), 0, columns.length - 1)];
+  };
+  overlay.addEventListener("pointermove", (event) => tell(...within(event)));
+  overlay.addEventListener("pointerleave", hide);
+  overlay.addEventListener("blur", hide);
+  overlay.addEventListener("focus", () => { if (overlay.matches(":focus-visible")) tell(...(at ?? [0, 0]), true); });
+  onArrows(overlay, (right, down) => {
+    const [row, column] = at ?? [0, 0];
+    tell(clamp(row + down, 0, rows.length - 1), clamp(column + right, 0, columns.length - 1), true);
+  });
+  const repaint = () => {
+    const colourAt = colours();
+    paint(canvas, columns.length, rows.length, colourAt);
+  };
+  repaint();
+  dark.addEventListener("change", repaint);
+  showScroll(wide);
+  if (axes) make("p", container, axes, "name");
+  return { overlay, repaint, remove: () => dark.removeEventListener("change", repaint) };
+}
+
+function heatmap(container, { title, values, rows, columns, diverging, largest, texts, notes, cell }) {
+  const { overlay } = cells(container, {
+    title, rows, columns, cell,
+    colours: () => {
+      const scale = colourScale(largest, diverging);
+      return (row, column) => scale(values[row][column]);
+    },
+    told: (row, column) => notes?.[row][column] ?? `${rows[row]}, ${columns[column]}: ${format(values[row][column])}`,
+  });
+  texts?.forEach((line, row) => line.forEach((text, column) => {
+    const strong = Math.abs(values[row][column]) > 0.55 * largest;
+    const at = { x: (column + 0.5) * cell[0], y: (row + 0.5) * cell[1] + 4, "text-anchor": "middle", class: strong ? "on" : "" };
+    if (text) draw("text", overlay, at, text);
+  }));
+}
+
+/** Draw horizontal bars of `[label, share, is marked]`. */
+function bars(container, rows, mark = "") {
+  const list = make("ul", container, "", "bars");
+  for (const [label, share, marked] of rows) {
+    const row = make("li", list, "", marked ? "marked" : "");
+    make("span", row, label, "label");
+    make("span", make("span", row, "", "track"), "", "bar").style.width = `${100 * share}%`;
+    make("span", row, percent(share), "value");
+    if (marked && mark) make("span", row, mark, "mark");
+  }
+}
+
+drawEach("lines", lines);
+drawEach("heatmap", heatmap);
+document.querySelectorAll(".wide").forEach(showScroll);

@@ -1,0 +1,74 @@
+"""Section of a page that shows the attention of every head from each token of a text, and the next-token chances."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from jaxformer.inspect.page import Section, embed, rounded
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """Attention map of one layer over the texts of an `AttentionSection`."""
+
+    name: str
+    rows: str
+    """Name of the text of the queries."""
+    columns: str
+    """Name of the text of the keys."""
+    weights_HTS: np.ndarray
+    """Rows that sum to 1."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A model's prediction after a token, or in its place."""
+
+    heading: str
+    """Subject of the prediction, such as 'next token after “the”'."""
+    chances: Sequence[tuple[str, float]]
+    """Likeliest tokens and their probabilities."""
+    actual: tuple[str, float] | None = None
+    """The token that the text has there, and its probability; None without one."""
+
+
+@dataclass(frozen=True)
+class AttentionSection(Section):
+    """Texts as tokens to point at, each of which shows the attention of a head from it."""
+
+    texts: Mapping[str, Sequence[str]]
+    """Tokens by the text's name."""
+    layers: Sequence[AttentionLayer]
+    predictions: Mapping[str, Sequence[Prediction | None]] = field(default_factory=dict)
+    """A prediction for each token, by the text's name."""
+
+    assets: ClassVar[Sequence[str]] = ("charts.css", "charts.js", "attention.css", "attention.js")
+
+    def body(self) -> str:
+        """Return the element, weights as base64 bytes round(255·√w), which keep small ones."""
+        layers = [
+            {
+                "name": layer.name, "rows": layer.rows, "columns": layer.columns, "heads": len(layer.weights_HTS),
+                "weights": base64.b64encode(np.rint(255 * np.sqrt(layer.weights_HTS)).astype(np.uint8)).decode(),
+            }
+            for layer in self.layers
+        ]  # fmt: skip
+        predictions = {name: [_as_json(each) for each in row] for name, row in self.predictions.items()}
+        texts = {name: list(tokens) for name, tokens in self.texts.items()}
+        return embed("attention", {"texts": texts, "predictions": predictions, "layers": layers})
+
+
+def _as_json(prediction: Prediction | None) -> list | None:
+    """Return the heading, bars as `[token, probability, is actual]`, likeliest first."""
+    if prediction is None:
+        return None
+    actual = prediction.actual
+    bars = [[token, rounded(p, 4), actual is not None and token == actual[0]] for token, p in prediction.chances]
+    if actual is not None and not any(is_actual for *_, is_actual in bars):
+        bars.append([actual[0], rounded(actual[1], 4), True])
+    return [prediction.heading, bars]
