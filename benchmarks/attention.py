@@ -1,90 +1,102 @@
-"""Attention of `configs/gpt.py:gpt2_124m` on this device: the fused kernel, or the reason why it is none.
+"""Causal attention forward and backward: jaxformer, Flax and torch. Each function imports its own library alone."""
 
-    python benchmarks/attention.py [--smoke] [--results FOLDER]
-
-It compiles and tries the kernel as training does at its start, and times it forward and backward beside the one that is
-not fused. The status is 0 where attention is fused, 1 where it is not, and 2 without an accelerator; with `--smoke`,
-which runs at a tiny shape anywhere, 0.
-"""
-
-from __future__ import annotations
-
-import argparse
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import record
+import numpy as np
 
-from configs.gpt import gpt2_124m
-from jaxformer.cli import machine
-from jaxformer.ops.masks import Causal
-from jaxformer.sharding import make_mesh
-from jaxformer.train.kernels import FusedAttention, unfused_attention
-from jaxformer.train.setup import TrainSetup
-
-REPEATS = 10
+from benchmarks import record
+from benchmarks.harness import Figures
 
 
-def milliseconds(attend: Callable[..., jax.Array], shape_BHTK: tuple[int, ...], dtype: jnp.dtype) -> float:
-    """Return the median time of attention and its gradient, on random numbers, under the causal mask."""
-    q, k, v = (jax.random.normal(jax.random.key(i), shape_BHTK, dtype) for i in range(3))
-
-    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        y = jax.vmap(lambda q, k, v: attend(q, k, v, Causal(), shape_BHTK[-1] ** -0.5))(q, k, v)
-        return jnp.sum(y.astype(jnp.float32))
-
-    step = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
-    jax.block_until_ready(step(q, k, v))
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        jax.block_until_ready(step(q, k, v))
-        seconds.append(time.perf_counter() - began)
-    return round(1e3 * median(seconds), 3)
+def inputs(B: int, H: int, T: int, K: int) -> list[np.ndarray]:
+    """Return queries, keys, values and the gradient to the output, each `(B, H, T, K)` float32."""
+    return list(np.random.default_rng(0).standard_normal((4, B, H, T, K), np.float32))
 
 
-def main() -> int:
-    """Print and store the attention; return the exit status."""
-    parser = argparse.ArgumentParser(description="Attention of gpt2_124m on this device.")
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape, any device")
-    parser.add_argument("--results", type=Path, help="where to write the result (default: benchmarks/results)")
-    options = parser.parse_args()
-    machine.set_up()
-    device, config, B = jax.devices()[0], gpt2_124m, 16
-    if device.platform == "cpu" and not options.smoke:
-        print("error: there is no GPU; --smoke runs on any device.", file=sys.stderr)
-        return 2
-    if options.smoke:
-        tiny = {"vocab_size": 211, "context_length": 32, "d_model": 32, "n_blocks": 2, "n_heads": 2, "d_ff": (128,)}
-        config, B = replace(config, model=replace(config.model, **tiny)), 2
-    setup = TrainSetup(config, make_mesh(devices=[device]))
-    is_fused = isinstance(setup.attention, FusedAttention)
-    print(f"{device.device_kind}: {setup.attention_line}: {'fused' if is_fused else 'NOT FUSED'}", flush=True)
-    model: Any = config.model
-    shape = (B, model.n_heads, model.context_length, model.width_of_head)
-    implementations = {"chosen": setup.attention, "unfused": unfused_attention}
-    ms = {name: milliseconds(attend, shape, setup.compute_dtype) for name, attend in implementations.items()}
-    print(f"forward and backward at {shape}: {ms['chosen']} ms, unfused {ms['unfused']} ms")
-    results = options.results or (None if options.smoke else record.RESULTS)
-    if results:
-        figures = {
-            "attention": setup.attention_line, "fused": is_fused, "shape_BHTK": shape,
-            "dtype": setup.compute_dtype.name, "median_ms": ms,
-        }  # fmt: skip
-        versions = record.versions("jax", "jaxlib", "flax")
-        print(f"written: {record.write('gpu_attention', figures, versions, results, gpu=device.device_kind)}")
-    if is_fused or options.smoke:
-        return 0
-    print("error: attention is not fused; docs/accelerators.md lists remedies.", file=sys.stderr)
-    return 1
+def norms(results: Any) -> list[float]:
+    """Return the norm of the output and of each gradient."""
+    return [float(np.linalg.norm(np.asarray(x, np.float32))) for x in results]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def with_jax(attend_BHTK: Any, dtype: Any, B: int, H: int, T: int, K: int) -> tuple[Any, list[float]]:
+    """Return the step of a function of `(B, H, T, K)` arrays, the batch split over the devices, and its values."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard
+
+    mesh = make_mesh()
+    arrays = jax.device_put([jnp.asarray(x, dtype) for x in inputs(B, H, T, K)], batch_sharding(mesh))
+
+    def forward_backward(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(attend_BHTK, q, k, v)
+        return y, *pullback(dy)
+
+    split = PartitionSpec(BATCH)
+    step = jax.jit(on_each_shard(forward_backward, mesh, (split,) * 4, (split,) * 4))
+    return lambda _: step(*arrays)[0][0, 0, 0, 0], norms(step(*arrays))
+
+
+def jaxformer(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
+    """Attend as training does on this device."""
+    import jax
+
+    from jaxformer.cli import machine
+    from jaxformer.config import ComputeConfig
+    from jaxformer.ops.masks import Causal
+    from jaxformer.sharding import make_mesh
+    from jaxformer.train.kernels import FusedAttention, make_attention
+    from jaxformer.train.setup import resolve_precision
+
+    machine.set_up(B)
+    dtype = resolve_precision(ComputeConfig(), make_mesh())
+    q_HTK = jax.ShapeDtypeStruct((H, T, K), dtype)
+    attention, line = make_attention("auto", jax.default_backend(), q_HTK, q_HTK, Causal())
+
+    def attend(*qkv_BHTK: jax.Array) -> jax.Array:
+        return jax.vmap(lambda q, k, v: attention(q, k, v, Causal(), K**-0.5))(*qkv_BHTK)
+
+    step, values = with_jax(attend, dtype, B, H, T, K)
+    is_fused = isinstance(attention, FusedAttention)
+    return step, {"values": values, "dtype": dtype.name, "attention": line, "is_fused": is_fused}
+
+
+def flax(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
+    """Attend with `flax.linen.dot_product_attention`."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+
+    from jaxformer.cli import machine
+
+    machine.set_up(B)
+    dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+    def attend(*qkv_BHTK: jax.Array) -> jax.Array:
+        q, k, v = (x.swapaxes(1, 2) for x in qkv_BHTK)
+        return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(jnp.ones((len(q), T)))).swapaxes(1, 2)
+
+    step, values = with_jax(attend, dtype, B, H, T, K)
+    return step, {"values": values, "dtype": dtype.name}
+
+
+def torch(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
+    """Attend with `torch.nn.functional.scaled_dot_product_attention`, in bfloat16 on a GPU."""
+    import torch
+
+    torch.set_num_threads(record.cores())
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    q, k, v, dy = (torch.from_numpy(x).to(device, dtype) for x in inputs(B, H, T, K))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def forward_backward() -> tuple[torch.Tensor, ...]:
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y, *torch.autograd.grad(y, (q, k, v), dy)
+
+    results = [x.detach().float().cpu().numpy() for x in forward_backward()]
+    values = {"values": norms(results), "dtype": str(dtype).removeprefix("torch.")}
+    return lambda _: forward_backward()[0][0, 0, 0, 0].detach(), values

@@ -1,6 +1,6 @@
 """Kernels and memory traffic of one decode step of `configs/gpt.py:gpt2_124m` on a GPU, read from the compiled program.
 
-    python benchmarks/decode_kernels.py [--topology h100:1] [--batch-sizes 1 8] [--n-blocks 12] [--results FOLDER]
+    python -m benchmarks.decode_kernels [--topology h100:1] [--batch-sizes 1 8] [--n-blocks 12] [--results FOLDER]
 
 XLA compiles for the GPU without one (`pip install -e '.[plan-gpu]'`). It does not tune products of several rows then,
 nor does anything run: these are counts, not times. A step reads a KV cache of 1024 slots in bfloat16. Kernels are
@@ -22,9 +22,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
-import record
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks import record
 from configs.gpt import gpt2_124m
 from jaxformer.decode import programs
 from jaxformer.decode.samplers import Sampling, init_history

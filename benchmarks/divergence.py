@@ -1,6 +1,6 @@
 """Is a divergence noticed, and is a healthy run left alone? Runs that diverge, and twenty that do not.
 
-    JAX_PLATFORMS=cpu python benchmarks/divergence.py [--jobs N] [--steps 300] [--only WORD] --out FOLDER
+    JAX_PLATFORMS=cpu python -m benchmarks.divergence [--jobs N] [--steps 300] [--only WORD] --out FOLDER
 
 Each piece is a process of its own: it trains by the full schedule, cut short, feeds the `DivergenceMonitor` as the
 training loop does, and writes loss, gradient norm and update norm of each step to a file of its own below the folder.
@@ -24,8 +24,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import record
-
+from benchmarks import record
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
@@ -166,9 +165,10 @@ def run(piece: Piece, steps: int, out: Path) -> None:
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(piece.devices)}
     if piece.diverges:  # rounding as on a machine without AVX-512
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX2".strip()
-    command = [sys.executable, __file__, "--out", str(out), "--steps", str(steps), "--piece", piece.name]
+    options = ["--out", str(out.absolute()), "--steps", str(steps), "--piece", piece.name]
+    command = [sys.executable, "-m", "benchmarks.divergence", *options]
     began = time.monotonic()
-    status = subprocess.run(command, env=environment, check=False).returncode
+    status = subprocess.run(command, cwd=record.ROOT, env=environment, check=False).returncode
     print(f"{piece.name}: status {status}, {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -10,16 +10,16 @@
 # where there is no git.
 set -uo pipefail
 
-#      part       seconds  script         arguments
-parts='attention       60  attention.py
-       training       230  train_gpu.py   gpt2_124m
-       decoding       150  decode.py      --device gpu --batch-sizes 1 64 --rounds 5
-       kernels         60  train_gpu.py   kernels'
+#      part       seconds
+parts='attention       60
+       training       230
+       decoding       150
+       kernels         60'
 
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # jaxformer would use all, torch and the products one
-options=() chosen=() failed=() child=
+size=--quick options=() chosen=() failed=() child=
 names=$(awk '{print $1}' <<<"$parts" | xargs)
 
 fail() {
@@ -29,7 +29,7 @@ fail() {
 
 while (($#)); do
   case $1 in
-    --smoke) options+=("$1") ;;
+    --smoke) size=$1 ;;
     --results)
       [[ -n ${2-} ]] || fail "--results needs a folder."
       options+=("$1" "$2")
@@ -44,11 +44,10 @@ while (($#)); do
 done
 
 trap 'kill $child; exit 130' INT TERM
-while read -r part seconds script arguments; do
+while read -r part seconds; do
   [[ ${#chosen[@]} == 0 || " ${chosen[*]} " == *" $part "* ]] || continue
   echo "== $part, at most $seconds s"
-  # shellcheck disable=SC2086 # arguments are words
-  timeout --kill-after=5 "$seconds" "${PYTHON:-python3}" "$here/$script" $arguments "${options[@]}" </dev/null &
+  timeout --kill-after=5 "$seconds" "${PYTHON:-python3}" -m benchmarks "$part" --gpu $size "${options[@]}" </dev/null &
   child=$!
   status=0
   wait $child || status=$?

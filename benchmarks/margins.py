@@ -1,8 +1,8 @@
 """Margin of every committed recipe: does it train without a loss spike, whatever the seed, the number of devices, and
 at twice its learning rate?
 
-    python benchmarks/margins.py --out runs/margins --data DATA    # train what --out does not hold yet, print the table
-    python benchmarks/margins.py --out runs/margins --write        # and write benchmarks/results/margins.json
+    python -m benchmarks.margins --out runs/margins --data DATA    # train what --out does not hold yet, print the table
+    python -m benchmarks.margins --out runs/margins --write        # and write benchmarks/results/margins.json
 
 A piece is one training: a config, a seed, a number of virtual CPU devices, a factor on the learning rate. Each writes
 one JSON file below --out when it is done, so that the benchmark can be killed and started again, or its pieces spread
@@ -34,7 +34,8 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-import record
+
+from benchmarks import record
 
 SMOOTHED = 10
 SPIKE_NATS = 0.5
@@ -224,8 +225,10 @@ def measure(pieces: list[Piece], out: Path, jobs: int, seconds: float) -> None:
 def start(piece: Piece, out: Path, cores: list[int]) -> subprocess.Popen:
     """Start a process for one training, on its own cores."""
     fields = json.dumps([piece.config, piece.seed, piece.devices, piece.factor, piece.steps, piece.path])
+    command = [sys.executable, "-m", "benchmarks.margins", "--out", str(out), "--piece", fields]
     return subprocess.Popen(
-        ["taskset", "-c", ",".join(map(str, cores)), sys.executable, __file__, "--out", str(out), "--piece", fields],
+        ["taskset", "-c", ",".join(map(str, cores)), *command],
+        cwd=record.ROOT,
         env={"JAX_PLATFORMS": "cpu", **os.environ},
     )
 

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def cores() -> int:
 def cpu() -> str:
     """Return the model of the CPU, as the system names it."""
     if platform.system() == "Darwin":
-        return _said("sysctl", "-n", "machdep.cpu.brand_string")
+        return output_of("sysctl", "-n", "machdep.cpu.brand_string")
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -35,16 +35,20 @@ def cpu() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of this Python and of the named packages."""
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    """Return the versions of this Python and of those of the named packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def commit() -> str:
     """Return the commit that is checked out, `-dirty` where more than results differs; in a copy without git,
     what the variable COMMIT says."""
     try:
-        changed = _said("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
-        return _said("git", "rev-parse", "HEAD") + ("-dirty" if changed else "")
+        changed = output_of("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+        return output_of("git", "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("COMMIT", "unknown")
 
@@ -75,6 +79,6 @@ def write(
     return scratch.replace(path)
 
 
-def _said(*command: str) -> str:
-    """What a command prints."""
+def output_of(*command: str) -> str:
+    """Return the output of a command."""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,6 +1,6 @@
 """The ladder at the sources' own size, in pieces of nine minutes, and the table of their outcomes.
 
-    python benchmarks/sources.py --data.path books/train --data.val-path books/val [--seconds 540] [--folder FOLDER]
+    python -m benchmarks.sources --data.path books/train --data.val-path books/val [--seconds 540] [--folder FOLDER]
         [--results FOLDER] [OPTIONS OF ladder]
 
 Each call trains `configs/ladder.py` from where the last one stopped, and saves and stops in time. Then it stores the
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import record
 
+from benchmarks import record
 from jaxformer.cli.arguments import load_config, parse, peek
 from jaxformer.cli.train import Arguments
 from jaxformer.config import Config

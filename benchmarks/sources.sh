@@ -5,4 +5,4 @@
 #
 # The same command continues. The status is 0 when all rungs have ended, and 3 when the time was over before.
 here=$(cd "$(dirname "$0")" && pwd)
-PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} exec "${PYTHON:-python3}" "$here/sources.py" "$@"
+PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} exec "${PYTHON:-python3}" -m benchmarks.sources "$@"

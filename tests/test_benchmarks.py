@@ -1,17 +1,20 @@
-"""The shell scripts of benchmarks/."""
+"""Benchmarks: the harness, the report and the shell scripts."""
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import report, sources
+from benchmarks.cases import CASES
+from benchmarks.harness import Case, MeasurementError, Side, measure
 from jaxformer.errors import UserError
 from jaxformer.train.log import read_metrics
 from tests.helpers import ROOT, write_books
@@ -20,10 +23,98 @@ GPU = ROOT / "benchmarks/gpu.sh"
 PARTS = ["attention", "training", "decoding", "kernels"]
 
 
+SIDES = """
+from benchmarks.harness import Milliseconds
+
+
+def make(folder, who, ms, value):
+    def note(what):
+        with (folder.parent / "log").open("a") as log:
+            print(who, what, file=log)
+
+    def step(number):
+        note(number)
+        return Milliseconds(ms + number)
+
+    note("prepares")
+    value / 1
+    return step, {"values": [1.0, value], "_hidden": 1}
+"""
+
+
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float = 1.0, **changes: Any) -> dict[str, Any]:
+    """Measure a case whose sides need no library; they take 2 and 6 ms, and 1 more at each step."""
+    (tmp_path / "sides.py").write_text(SIDES)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sides = {
+        "ours": Side("sides:make", {"who": "ours", "ms": 2, "value": 1.0}, role="ours"),
+        "peer": Side("sides:make", {"who": "peer", "ms": 6, "value": value}),
+        "absent": Side("sides:make", needs=("no_such_package",)),
+    }
+    case = Case("About.", sides, {}, smoke={"both": {}, "one": {"skip": ["peer"]}}, **changes)
+    return measure(case, "smoke", False, tmp_path / "scratch", lambda _: None)
+
+
+def test_sides_take_turns_and_medians_and_ratios_are_of_the_rounds(tmp_path, monkeypatch):
+    figures = measured(tmp_path, monkeypatch, derive=lambda settings, facts, ms: {"sum": sum(ms.values())})
+    # Two steps before the rounds, to compile and to count the steps of a turn.
+    turns = ["prepares", 0, 1, 2, 3]
+    both = ["ours prepares", "peer prepares", *(f"{who} {n}" for n in turns[1:] for who in ("ours", "peer"))]
+    log = (tmp_path / "log").read_text().splitlines()
+    assert log == [*both, *(f"ours {n}" for n in turns)]
+    point = figures["points"]["both"]
+    assert point["ms"]["ours"] == {"min": 4.0, "q1": 4.25, "median": 4.5, "q3": 4.75, "steps": 1}
+    assert point["ratio"] == {"ours": {"peer": {"min": 1.8, "q1": 1.85, "median": 1.9, "q3": 1.95}}}  # 8 / 4, 9 / 5
+    assert point["derived"] == {"sum": 13.0} and point["facts"]["ours"] == {"values": [1.0, 1.0]}
+    assert figures["points"]["one"]["ratio"] == {"ours": {}} and figures["left_out"] == {"absent": ["no_such_package"]}
+    page = report.table(figures)
+    assert page.splitlines()[0] == "| ms per step | ours | peer | ours over peer | sum |"
+    assert page.splitlines()[2] == "| both | 4.5 (4.25 to 4.75) | 8.5 (8.25 to 8.75) | 1.90 (1.85 to 1.95) | 13 |"
+
+
+def test_sides_that_compute_different_things_are_not_compared(tmp_path, monkeypatch):
+    with pytest.raises(MeasurementError, match=r"peer computes something else than ours: values 1.0e-02 apart"):
+        measured(tmp_path, monkeypatch, value=1.01)
+
+
+def test_side_that_ends_is_named(tmp_path, monkeypatch, capfd):
+    with pytest.raises(MeasurementError, match="the process of peer ended; what it printed stands above"):
+        measured(tmp_path, monkeypatch, value="not a number")
+    assert "TypeError" in capfd.readouterr().err
+
+
+def test_report_shows_the_stored_results():
+    begin, end = report.BEGIN, report.END
+    page = report.README.read_text()
+    assert page.split(begin)[1].split(end)[0] == f"\n{report.report(ROOT / 'benchmarks/results')}\n"
+
+
+def test_mistyped_case_is_refused_with_those_there_are():
+    command = [sys.executable, "-m", "benchmarks", "trainnig"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2 and "no case 'trainnig'; there are training, attention" in result.stderr
+
+
+@pytest.mark.slow
+def test_attention_of_all_libraries_agrees_and_is_stored(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "attention", "--smoke", "--results", str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    stored = json.loads((tmp_path / "attention.json").read_text())
+    assert stored["commit"] and stored["hardware"]["cpu"] and stored["versions"]["flax"]
+    point = stored["figures"]["points"]["T 16"]
+    assert point["ratio"]["jaxformer"]["flax"]["median"] > 0
+    assert stored["figures"]["left_out"] == {} or not find_spec("torch")
+
+
 def stand_in(folder: Path, body: str) -> Path:
-    """Write an interpreter for `gpu.sh` that runs shell code with the name of the script as `$script`."""
+    """Write an interpreter for `gpu.sh` that runs shell code with the name of the case as `$script`."""
     file = folder / "python"
-    file.write_text(f'#!/bin/bash\nscript=$(basename "$1")\necho "ran $script ${{*:2}}"\n{body}\n')
+    file.write_text(f'#!/bin/bash\nscript=$3\necho "ran $*"\n{body}\n')
     file.chmod(0o755)
     return file
 
@@ -43,8 +134,7 @@ def test_attention_comes_first_and_all_parts_fit_into_nine_minutes(tmp_path):
     result = gpu(stand_in(tmp_path, "true"), "--results", "somewhere")
     assert result.returncode == 0, result.stderr
     assert started(result.stdout) == PARTS and result.stdout.endswith("== all parts succeeded\n")
-    assert "ran train_gpu.py gpt2_124m --results somewhere\n" in result.stdout
-    assert "ran decode.py --device gpu --batch-sizes 1 64 --rounds 5 --results somewhere\n" in result.stdout
+    assert "ran -m benchmarks training --gpu --quick --results somewhere\n" in result.stdout
     limits = [int(line.split()[-2]) + 5 for line in result.stdout.splitlines() if line.endswith(" s")]  # and to kill it
     assert len(limits) == 4 and sum(limits) < 9 * 60
 
@@ -58,7 +148,7 @@ def test_all_parts_measure_the_same_single_gpu(tmp_path, monkeypatch):
 
 
 def test_failing_part_leaves_the_others_and_is_named_in_the_end(tmp_path):
-    python = stand_in(tmp_path, "case $script in attention*) exit 1 ;; decode*) exit 124 ;; esac")
+    python = stand_in(tmp_path, "case $script in attention) exit 1 ;; decoding) exit 124 ;; esac")
     result = gpu(python)
     assert result.returncode == 1 and started(result.stdout) == PARTS
     assert result.stderr == "== failed: attention (status 1) decoding (out of time)\n"
@@ -77,19 +167,10 @@ def test_benchmark_of_a_gpu_ends_at_once_on_a_cpu(monkeypatch):
     assert started(result.stdout) == ["attention"]
 
 
-@pytest.mark.slow
-def test_decoding_on_a_cpu_is_not_taken_for_that_on_a_gpu(tmp_path):
-    (tmp_path / "job.json").write_text('{"device": "gpu"}')
-    command = [sys.executable, ROOT / "benchmarks/decode_jaxformer.py", tmp_path, "1", "bfloat16"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (result.returncode, result.stderr) == (1, "error: there is no GPU; --smoke runs on any device.\n")
-
-
 def test_parts_are_chosen_by_name(tmp_path):
     python = stand_in(tmp_path, "true")
     assert started(gpu(python, "kernels", "attention").stdout) == ["attention", "kernels"]
-    for wrong in ("decode", "60", "train_gpu.py", ".*", ""):
+    for wrong in ("decode", "60", ".*", ""):
         result = gpu(python, wrong)
         assert (result.returncode, result.stdout) == (2, "")
         assert result.stderr == f"error: there is no part '{wrong}'; there are {' '.join(PARTS)}.\n"
@@ -116,13 +197,6 @@ SOURCES = ROOT / "benchmarks/sources.sh"
 MARKS = "<!-- outcomes of benchmarks/sources.py -->\n", "<!-- end of outcomes -->\n"
 
 
-@pytest.fixture
-def sources(monkeypatch):
-    """Return the module `benchmarks/sources.py`."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("sources")
-
-
 def outcome(rung: str, steps: int, **changes: Any) -> dict[str, Any]:
     """Return the outcome of a rung as `sources.json` holds it."""
     return {
@@ -132,7 +206,7 @@ def outcome(rung: str, steps: int, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def test_table_shows_what_is_stored(sources):
+def test_table_shows_what_is_stored():
     rungs = {
         "residual": outcome("residual", 10_644),
         "two_blocks": outcome("two_blocks", 3_400, perplexity=None, bits_per_byte=None, entropy=""),
@@ -145,13 +219,13 @@ def test_table_shows_what_is_stored(sources):
     assert lines[2].startswith("| `four_blocks` | 6,500,000 | not finite at step 6 |")
 
 
-def test_page_of_the_ladder_shows_the_stored_outcomes_of_the_sources_size(sources):
+def test_page_of_the_ladder_shows_the_stored_outcomes_of_the_sources_size():
     page = (ROOT / "docs/ladder.md").read_text()
     shown = page.split(MARKS[0])[1].split(MARKS[1])[0]
     assert shown == f"\n{sources.table(sources.read_outcomes(ROOT / 'benchmarks/results/sources.json'))}\n"
 
 
-def test_rung_that_has_not_gone_on_keeps_its_outcome(sources):
+def test_rung_that_has_not_gone_on_keeps_its_outcome():
     stored = {"residual": outcome("residual", 10_644), "multihead": outcome("multihead", 50)}
     new = {
         "mlp_concat": outcome("mlp_concat", 3, device="cpu"),
@@ -185,7 +259,7 @@ def ladder(folder: Path, *options: str) -> subprocess.Popen:
         (["--data.path", "books", "--results", "wrong"], "sources.json holds no outcomes of the ladder"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_trained(tmp_path, monkeypatch, capsys, sources, options, message):
+def test_mistakes_are_named_before_anything_is_trained(tmp_path, monkeypatch, capsys, options, message):
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong/sources.json").write_text('{"figures": {"rungs": {"residual": {"ru')
     monkeypatch.chdir(tmp_path)
@@ -200,7 +274,7 @@ def test_mistakes_are_named_before_anything_is_trained(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("text", ["", "before", MARKS[0], MARKS[1] + MARKS[0]])
-def test_page_without_its_marks_is_left_alone(tmp_path, sources, text):
+def test_page_without_its_marks_is_left_alone(tmp_path, text):
     page = tmp_path / "ladder.md"
     page.write_text(text)
     with pytest.raises(UserError, match=r"ladder\.md lacks the lines"):
@@ -209,7 +283,7 @@ def test_page_without_its_marks_is_left_alone(tmp_path, sources, text):
 
 
 @pytest.mark.exhaustive
-def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path, sources):
+def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path):
     page = tmp_path / "ladder.md"
     page.write_text(f"before\n{''.join(MARKS)}after\n")
     options = [
@@ -246,17 +320,31 @@ def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path
 
 
 @pytest.mark.exhaustive
+def test_all_cases_run_at_tiny_points(tmp_path):
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "benchmarks", "--smoke", "--results", str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    expected = {name for name, case in CASES.items() if case.smoke}
+    assert {file.stem for file in tmp_path.glob("*.json")} == expected
+    scaling = json.loads((tmp_path / "scaling.json").read_text())["figures"]["summary"]
+    assert 1 < scaling["T"]["theory"] < 2
+
+
+@pytest.mark.exhaustive
 def test_all_parts_run_at_tiny_shapes_on_a_cpu(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     result = gpu(Path(sys.executable), "--smoke", "--results", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
-    names = ("gpu_attention", "gpu_gpt2_124m", "decode_gpu", "gpu_kernels")
-    figures = [json.loads((tmp_path / f"{name}.json").read_text())["figures"] for name in names]
-    attention, training, decoding, kernels = figures
-    assert attention["attention"] == "attention: xla (cpu has no fused kernel)" and attention["fused"] is False
-    assert result.stdout.splitlines()[1] == "cpu: attention: xla (cpu has no fused kernel): NOT FUSED"
-    assert training["share_of_matmul_rate"]["jaxformer"] > 0
-    assert set(training["median_ms_a_step"]) == {"jaxformer", "torch_compiled"}
-    assert decoding["batch_1"]["same_text_as_transformers"]["jaxformer float32"] == 1
-    assert kernels["kernels_ms_a_step"]["total"] > 0
+    attention, training, decoding, kernels = (
+        json.loads((tmp_path / f"gpu_{part}.json").read_text())["figures"]["points"] for part in PARTS
+    )
+    facts = attention["T 16"]["facts"]["jaxformer"]
+    assert facts["attention"] == "attention: xla (cpu has no fused kernel)" and facts["is_fused"] is False
+    assert training["tiny"]["derived"]["of the rate of large products"] > 0
+    assert set(decoding["tiny"]["ms"]) == {"float32", "int8", "speculative", "transformers", "memory"}
+    assert kernels["tiny"]["facts"]["jaxformer"]["total, ms per step"] > 0

@@ -217,8 +217,8 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "verify"]:
             assert verify.main(words[4:]) == 0
             assert capsys.readouterr().out.endswith("all invariants hold\n")
-        elif words[1].startswith("benchmarks/"):
-            script = (ROOT / words[1]).read_text()
+        elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks"):
+            script = (ROOT / words[2].replace(".", "/")).with_suffix(".py").read_text()
             assert all(f'"{word}"' in script for word in words if word.startswith("--"))
         elif words[:2] == ["python", "sample.py"]:
             assert sample.main(words[2:]) == 0

@@ -1,29 +1,21 @@
 """Stability margins of `configs/quick.py`; `benchmarks/margins.py` measures more of them."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from benchmarks import margins
 from tests.helpers import ROOT
 
 STEPS = 120
 
 
-@pytest.fixture
-def margins(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the benchmark as a module."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("margins")
-
-
-def test_excursion_is_measured_from_the_smallest_mean_before_it(margins: ModuleType) -> None:
+def test_excursion_is_measured_from_the_smallest_mean_before_it() -> None:
     excursion = margins.excursion
     losses = np.array([9.0, 5.0, 8.0, 4.0, 4.5, 3.0, 3.75])
     assert excursion(losses, 1, 0) == 3.0  # 8 after 5
@@ -35,11 +27,11 @@ def test_excursion_is_measured_from_the_smallest_mean_before_it(margins: ModuleT
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("config", ["quick.py:quick", "quick.py:modern"])
-def test_first_steps_have_no_loss_spike(margins: ModuleType, config: str, tmp_path: Path) -> None:
+def test_first_steps_have_no_loss_spike(config: str, tmp_path: Path) -> None:
     # Compiled as for a user: unoptimised code, as other tests run it, takes minutes.
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     subprocess.run(
-        [sys.executable, "benchmarks/margins.py", "--out", str(tmp_path), "--only", config, "--seeds", "1",
+        [sys.executable, "-m", "benchmarks.margins", "--out", str(tmp_path), "--only", config, "--seeds", "1",
          "--devices", "2", "--steps", str(STEPS)],
         cwd=ROOT, env=env, check=True, capture_output=True, timeout=400,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from jaxformer.plan.topology import GPU
 from tests.helpers import ROOT
 
-SCRIPT = [sys.executable, "benchmarks/decode_kernels.py"]
+SCRIPT = [sys.executable, "-m", "benchmarks.decode_kernels"]
 KERNELS = 40
 """Of two blocks; jax 0.10 makes 35, and 50 where norms and matrices are as in training."""
 

@@ -1,6 +1,5 @@
 """A divergence is told from a spike, and what moved first is named."""
 
-import importlib
 import json
 from dataclasses import replace
 from math import exp, inf, log, nan
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.divergence import judge
 from jaxformer.config import Config, OptimizerConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.clip import CLIPConfig
@@ -29,7 +29,6 @@ from jaxformer.train.divergence import (
     head_entropy,
 )
 from jaxformer.train.remedies import optimizer_remedies, remedies
-from tests.helpers import ROOT
 
 CHANCE = log(2048)
 FALLING = [CHANCE + 0.1 - 0.03 * step for step in range(80)]
@@ -200,11 +199,7 @@ def test_recorded_runs_are_classified_correctly(name):
         (False, [5.0, 9.0, 4.9], 2, "WRONG"),
     ],
 )
-def test_a_benchmarked_run_that_never_diverged_is_not_counted_as_noticed(
-    monkeypatch, diverges, losses, noticed, outcome
-):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    judge = importlib.import_module("divergence").judge
+def test_a_benchmarked_run_that_never_diverged_is_not_counted_as_noticed(diverges, losses, noticed, outcome):
     notices = [] if noticed is None else [{"step": noticed, "reason": ""}]
     piece = {"rows": [[x, 1.0, 1.0] for x in losses], "not_finite": None, "noticed": notices, "diverges": diverges}
     assert judge(piece)["outcome"] == outcome

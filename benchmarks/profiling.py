@@ -1,14 +1,26 @@
-"""Device time by kernel, from a profile that `jax.profiler` wrote.
-
-python benchmarks/kernel_times.py FOLDER [STEPS]
-"""
+"""Device time of a training step by kernel, from a profile that `jax.profiler` writes."""
 
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+import jax
 from jax.profiler import ProfileData
+
+from benchmarks.harness import Figures
+from benchmarks.training import jaxformer
+
+STEPS = 5
+
+
+def kernels(folder: Path, **job: Any) -> tuple[None, Figures]:
+    """Train some steps and return the milliseconds per step of the longest kernels."""
+    step, _ = jaxformer(folder, **job)
+    with jax.profiler.trace(str(folder / "profile")):
+        results = [step(number) for number in range(STEPS)]
+        jax.block_until_ready(results)
+    return None, {f"{name}, ms per step": ms for name, ms in busiest(folder / "profile", STEPS).items()}
 
 
 def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
@@ -28,13 +40,3 @@ def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
             ms[re.sub(r"([._]\d+)+$", "", event.name)] += event.duration_ns / 1e6 / steps
     longest = sorted(ms, key=lambda name: -ms[name])[:most]
     return {"total": round(sum(ms.values()), 3), **{name: round(ms[name], 3) for name in longest}}
-
-
-def table(found: dict[str, float]) -> str:
-    """Return a table with one row per kernel."""
-    whole = found["total"] or 1.0  # nothing was seen where the profiler may not look at the device
-    return "\n".join(f"{ms:10.3f} ms  {ms / whole:6.1%}  {name[:90]}" for name, ms in found.items())
-
-
-if __name__ == "__main__":
-    print(table(busiest(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)))

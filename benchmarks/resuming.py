@@ -1,25 +1,20 @@
-"""Kill a training run again and again, and show that it ends as if nothing had happened.
+"""A training run that is killed again and again, and ends as if nothing had happened.
 
-    python benchmarks/kill_resume.py [--kills 50] [--in-a-write 10]
-
-A small model is trained undisturbed, and once more with `kill -9` at random moments, so many of them while a
-checkpoint was being written; after each the run is resumed. In the end every metric that does not measure time, the
-generated samples, and every bit of parameters and optimizer state have to be the same.
+A small model is trained undisturbed, and once more with `kill -9` at random moments, some while a checkpoint was being
+written; after each the run is resumed. In the end every metric that does not measure time, the generated samples,
+and every bit of parameters and optimizer state have to be the same.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import record
-
+from benchmarks import record
+from benchmarks.harness import Figures
 from jaxformer.checkpoints import CHECKPOINTS, TEMPORARY, CheckpointReader
 from jaxformer.comparison import exact_differences
 from jaxformer.runs import SAMPLES
@@ -27,7 +22,7 @@ from jaxformer.train.log import read_metrics
 
 LONGEST = 0.6
 """Seconds of training before a kill, at most; a few dozen steps, and several checkpoints."""
-STEPS_A_KILL = 150
+STEPS_PER_KILL = 150
 """So that there is something left to train after the last one."""
 OPTIONS = (
     "--config configs/quick.py --model.vocab-size 280 --model.context-length 16 --model.d-model 32 --model.n-blocks 2 "
@@ -63,38 +58,29 @@ def wait_and_kill(process: subprocess.Popen, folder: Path, delay: float, in_a_wr
     return process.wait() < 0
 
 
-def main() -> int:
-    """Kill, resume, compare, and write the result; 0 if nothing was lost."""
-    parser = argparse.ArgumentParser(description="Kill a training run again and again, and compare its end.")
-    parser.add_argument("--kills", type=int, default=50, help="how often in all")
-    parser.add_argument("--in-a-write", type=int, default=10, help="of these, while a checkpoint is being written")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    asked = parser.parse_args()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        straight, killed, log = (Path(name) / part for part in ("straight", "killed", "log.txt"))
-        steps = STEPS_A_KILL * asked.kills
-        if train(straight, steps, log, resume=False).wait():
-            sys.exit(log.read_text())
-        found = kill_and_resume(killed, steps, log, asked.kills, asked.in_a_write, random.Random(asked.seed))
-        apart = exact_differences(straight, killed)
-        if (straight / SAMPLES).read_text() != (killed / SAMPLES).read_text():
-            apart.append("the samples are not the same")
-        stored = CheckpointReader(killed)
-        numbers = sum(array.size for array in stored.arrays(stored.step()).values())
-        figures = {
-            **found, "steps": steps, "rows_compared": len(read_metrics(straight)), "numbers_compared": numbers,
-            "identical_to_the_last_bit": not apart, "minutes": round((time.monotonic() - began) / 60, 1),
-        }  # fmt: skip
-    print(*apart, *(f"{key:<30}{value}" for key, value in figures.items()), sep="\n")
-    file = record.write("kill_resume", figures, record.versions("jax", "orbax-checkpoint"))
-    print(f"written: {file.relative_to(record.ROOT)}")
-    return bool(apart)
+def kill_and_compare(scratch: Path, kills: int, in_a_write: int) -> tuple[None, Figures]:
+    """Kill, resume and compare with a run that was left alone.
+
+    Raises:
+      SystemExit: something was lost.
+    """
+    straight, killed, log = (scratch / part for part in ("straight", "killed", "log.txt"))
+    steps = STEPS_PER_KILL * kills
+    if train(straight, steps, log, resume=False).wait():
+        sys.exit(log.read_text())
+    figures = kill_and_resume(killed, steps, log, kills, in_a_write, random.Random(0))
+    differences = exact_differences(straight, killed)
+    if (straight / SAMPLES).read_text() != (killed / SAMPLES).read_text():
+        differences.append("the samples are not the same")
+    if differences:
+        sys.exit("\n".join(differences))
+    stored = CheckpointReader(killed)
+    numbers = sum(array.size for array in stored.arrays(stored.step()).values())
+    rows = len(read_metrics(straight))
+    return None, figures | {"steps": steps, "rows_compared": rows, "numbers_compared": numbers, "identical": True}
 
 
-def kill_and_resume(
-    folder: Path, steps: int, log: Path, kills: int, in_a_write: int, draw: random.Random
-) -> dict[str, Any]:
+def kill_and_resume(folder: Path, steps: int, log: Path, kills: int, in_a_write: int, draw: random.Random) -> Figures:
     """Train with so many kills, so many of them at least in a write; what happened, in figures."""
     done = halves = 0
     while done < kills or halves < in_a_write:
@@ -110,7 +96,3 @@ def kill_and_resume(
     if train(folder, steps, log, resume=True).wait():
         sys.exit(log.read_text())
     return {"kills": done, "kills_in_a_write": halves, "checkpoints_found_corrupt": log.read_text().count("is corrupt")}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

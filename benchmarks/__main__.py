@@ -1,0 +1,97 @@
+"""Measure jaxformer beside its peers: `python -m benchmarks --help`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import record
+from benchmarks.cases import CASES
+from benchmarks.harness import MeasurementError, Size, measure
+from benchmarks.report import README, write_report
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "torch", "transformers")
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure jaxformer beside its peers.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to measure (default: all; see --list)")
+    parser.add_argument("--list", action="store_true", help="print the cases and their points")
+    parser.add_argument("--report", action="store_true", help="write the report from the results, measuring nothing")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="fewer points and rounds: all in ten minutes on two cores")
+    size.add_argument("--smoke", action="store_true", help="tiny points on any device, in seconds each")
+    parser.add_argument("--gpu", action="store_true", help="the points for a GPU, which must be there")
+    parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
+    options = parser.parse_args()
+    if unknown := [name for name in options.cases if name not in CASES]:
+        parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}.")
+    if options.gpu and (without := [name for name in options.cases if not CASES[name].gpu]):
+        parser.error(f"case {without[0]!r} has no points for a GPU; leave out --gpu.")
+    return options
+
+
+def main() -> int:
+    """Return the exit status: 0, 1 if a case failed, 2 for wrong input."""
+    options = parse()
+    if options.list:
+        for name, case in CASES.items():
+            print(f"{name:<14}{', '.join(case.points)}")
+        return 0
+    if options.report:
+        write_report(README, record.RESULTS)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a case end with this one
+    if options.gpu and not options.smoke and (reason := missing_gpu()):
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    size: Size = "quick" if options.quick else "smoke" if options.smoke else "full"
+    folder = options.results or (None if options.smoke else record.RESULTS)
+    failed = [name for name in options.cases or CASES if not run(name, size, options.gpu, folder)]
+    if folder == record.RESULTS:
+        write_report(README, folder)
+    if failed:
+        print(f"error: failed: {', '.join(failed)}.", file=sys.stderr)
+    return int(bool(failed))
+
+
+def run(name: str, size: Size, gpu: bool, folder: Path | None) -> bool:
+    """Measure one case and store it; return False if that failed."""
+    case, began = CASES[name], time.monotonic()
+    if not case.choose(size, gpu):
+        return True
+    print(f"{name}:", flush=True)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            figures = measure(case, size, gpu, Path(scratch), lambda line: print(line, flush=True))
+    except MeasurementError as error:
+        print(f"error: {name}: {error}", file=sys.stderr)
+        return False
+    figures["seconds"] = round(time.monotonic() - began)
+    if folder is not None:
+        hardware = {"gpu": gpu_name()} if gpu else {}
+        path = record.write(f"gpu_{name}" if gpu else name, figures, record.versions(*PACKAGES), folder, **hardware)
+        print(f"  written: {path}")
+    return True
+
+
+def missing_gpu() -> str:
+    """Return the reason why nothing can be measured on a GPU; empty if it can."""
+    return "" if gpu_name() else "there is no GPU; --smoke runs on any device."
+
+
+def gpu_name() -> str:
+    """Return the name of the first GPU, from a process of its own, as a GPU has memory for few; empty without one."""
+    return record.output_of(
+        sys.executable, "-c",
+        "import jax; print(next((d.device_kind for d in jax.devices() if d.platform == 'gpu'), ''))",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""The table of cases: `CASES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log
+from statistics import linear_regression
+from typing import Any
+
+from benchmarks.decoding import check_texts
+from benchmarks.harness import Case, Figures, MeasurementError, Side
+
+TORCH = ("torch",)
+EXACT: dict[str, Any] = {"weight_format": "float32"}
+
+
+def derive_training(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
+    """Return tokens per second, and the rate of the model's matrix products over the fastest that was measured."""
+    ours = facts["jaxformer"]
+    rate = 1e3 * ours["tokens_per_step"] / ms["jaxformer"]
+    ceiling = max(1e3 * each["flops"] / ms[name] for name, each in facts.items() if "flops" in each)
+    return {
+        "tokens/s": rate, "GFLOP/s": rate * ours["flops_per_token"] / 1e9,
+        "of the rate of large products": rate * ours["flops_per_token"] / ceiling,
+    }  # fmt: skip
+
+
+TINY_DECODER = {"vocab_size": 211, "context_length": 16, "d_model": 32, "n_blocks": 1, "n_heads": 2, "d_ff": [64]}
+GPT2_SMALL = {
+    "shape": {"n_blocks": 4, "n_heads": 4, "d_model": 256, "d_ff": 2048, "context_length": 512, "vocab_size": 2048},
+    "prompt": 32, "new": 256,
+}  # fmt: skip
+GPT2 = {"n_blocks": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072, "context_length": 1024, "vocab_size": 50257}
+TINY_GPT2 = {"n_blocks": 2, "n_heads": 2, "d_model": 32, "d_ff": 64, "context_length": 64, "vocab_size": 211}
+
+
+def check_fused(facts: dict[str, Figures]) -> None:
+    """Raise `MeasurementError` where an accelerator's attention is not fused."""
+    ours = facts["jaxformer"]
+    if ours["dtype"] == "bfloat16" and not ours["is_fused"]:
+        raise MeasurementError(f"{ours['attention']}: NOT FUSED; docs/accelerators.md lists remedies.")
+
+
+def derive_decoding(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
+    """Return tokens per second of float32, and the share of bandwidth of each format."""
+    n_bytes_per_ms = facts["memory"]["bytes"] / ms["memory"]
+    shares = {
+        f"{name}, of bandwidth": facts[name]["bytes_per_step"] * settings["new"] / ms[name] / n_bytes_per_ms
+        for name in ("float32", "int8") if name in ms
+    }  # fmt: skip
+    return {"tokens/s": 1e3 * facts["float32"]["tokens"] / ms["float32"], "GB/s": n_bytes_per_ms / 1e6, **shares}
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the exponent of a power law, fitted by least squares of the logarithms."""
+    return linear_regression([log(x) for x in sizes], [log(x) for x in values]).slope
+
+
+def summarize_recurrence(points: dict[str, Figures]) -> Figures:
+    """Return the exponent of the time of each side in T."""
+    sizes = {name: int(name.split()[1].replace(",", "")) for name in points}
+    long = [name for name in points if sizes[name] >= 512] or list(points)
+    sides = points[long[0]]["ms"]
+    fits = {side: exponent([sizes[n] for n in long], [points[n]["ms"][side]["median"] for n in long]) for side in sides}
+    return {"exponent in T": fits}
+
+
+def summarize_scaling(points: dict[str, Figures]) -> Figures:
+    """Return the exponents of time and FLOPs along each size."""
+    groups: dict[str, list[str]] = {}
+    for name in points:
+        groups.setdefault(name.split()[0], []).append(name)
+    fits = {}
+    for size, names in groups.items():
+        sizes = [float(name.split()[1]) for name in names]
+        facts = [points[name]["facts"]["jaxformer"] for name in names]
+        measured = exponent(sizes, [points[name]["ms"]["jaxformer"]["median"] for name in names])
+        theory = exponent(sizes, [each["flops_per_token"] * each["tokens_per_step"] for each in facts])
+        fits[size] = {"measured": measured, "theory": theory, "difference": measured - theory}
+    return fits
+
+
+TRAINING = Case(
+    about="A training step, from a batch in NumPy to its loss: the same model, weights, batches and optimizer, and the "
+    "same losses in the first five steps. Products are those of square matrices of 1,024 rows.",
+    sides={
+        "jaxformer": Side("benchmarks.training:jaxformer", role="ours"),
+        "torch compiled": Side("benchmarks.training_torch:train", {"is_compiled": True}, needs=TORCH),
+        "torch eager": Side("benchmarks.training_torch:train", {"is_compiled": False}, needs=TORCH),
+        "products, XLA": Side("benchmarks.training:products", role="reference"),
+        "products, torch": Side("benchmarks.training_torch:products", role="reference", needs=TORCH),
+    },
+    points={
+        "quick:modern": {"config": "quick:modern", "changes": {}},
+        "ladder:rmsnorm, batch 128": {"config": "ladder:rmsnorm", "changes": {"train": {"batch_size": 128}}},
+    },
+    smoke={
+        "tiny": {
+            "config": "quick:modern", "changes": {"model": TINY_DECODER, "train": {"batch_size": 4}}, "size": 64,
+            "skip": ["torch compiled"],  # compiles for a minute
+        }
+    },
+    gpu={
+        "gpt2_124m": {
+            "config": "gpt:gpt2_124m", "size": 8192, "skip": ["torch eager", "products, torch"],
+            # Without a warm-up, so that the first steps learn something by which to tell two models apart.
+            "changes": {"train": {"batch_size": 64}, "optimizer": {"warmup_steps": 0}},
+        }
+    },
+    tolerance=3e-6,
+    derive=derive_training,
+)  # fmt: skip
+
+ATTENTION = Case(
+    about="Causal attention of float32 heads of width 64, output and gradients of queries, keys and values, which must "
+    "agree: as training does it, by `flax.linen.dot_product_attention`, which stores the scores, and by torch's "
+    "`scaled_dot_product_attention`. Batch 16 at 128 positions, 2 from 1,024 on; 4 heads.",
+    sides={
+        "jaxformer": Side("benchmarks.attention:jaxformer", role="ours"),
+        "torch": Side("benchmarks.attention:torch", needs=TORCH),
+        "flax": Side("benchmarks.attention:flax"),
+    },
+    points={
+        f"T {T:,}": {"B": max(2, 2048 // T), "H": 4, "T": T, "K": 64, "skip": ["flax"] if T > 4096 else []}
+        for T in (128, 256, 512, 1024, 2048, 4096, 8192)
+    },
+    quick=["T 128", "T 512", "T 2,048"],
+    smoke={"T 16": {"B": 2, "H": 2, "T": 16, "K": 8}},
+    gpu={"gpt2_124m": {"B": 16, "H": 12, "T": 1024, "K": 64}},
+    check=check_fused,
+)  # fmt: skip
+
+DECODING = Case(
+    about="256 tokens after prompts of 32 random ones, greedily, with a GPT-2 of 4 blocks of width 256, MLP 2,048, "
+    "vocabulary 2,048, drawn at random (on a GPU GPT-2's shape); texts must begin as transformers' do. A step has to "
+    "read all weights and the keys and values so far: the share of bandwidth is the rate of that, over the rate at "
+    "which memory was read in the same run. Speculation drafts by prompt lookup, one text after another.",
+    unit="ms per batch",
+    sides={
+        "float32": Side("benchmarks.decoding:jaxformer", EXACT, role="ours"),
+        "int8": Side("benchmarks.decoding:jaxformer", {"weight_format": "int8"}, role="ours"),
+        "speculative": Side("benchmarks.decoding:jaxformer", EXACT | {"is_speculative": True}, role="ours"),
+        "transformers": Side("benchmarks.decoding:transformers", needs=("torch", "transformers")),
+        "memory": Side("benchmarks.decoding:memory", role="reference"),
+    },
+    points={f"batch {B}": {"B": B, **GPT2_SMALL, "skip": ["speculative"] if B == 64 else []} for B in (1, 8, 64)},
+    smoke={"tiny": {"B": 2, "shape": TINY_GPT2, "prompt": 8, "new": 8}},
+    gpu={f"batch {B}": {"B": B, "shape": GPT2, "prompt": 32, "new": 256, "skip": ["speculative"]} for B in (1, 64)},
+    check=check_texts,
+    derive=derive_decoding,
+)  # fmt: skip
+
+RECURRENCE = Case(
+    about="One layer of width 256, forward and backward, on two sequences: causal attention with 4 heads, and a GRU. "
+    "Exponents are those of the time in T from 512 positions on; in theory 1 for a GRU, and from 1 to 2 for attention.",
+    sides={
+        "attention": Side("benchmarks.recurrence:jaxformer", {"layer": "attention"}, role="ours"),
+        "gru": Side("benchmarks.recurrence:jaxformer", {"layer": "gru"}, role="ours"),
+        "torch attention": Side("benchmarks.recurrence:torch", {"layer": "attention"}, needs=TORCH),
+        "torch GRU": Side("benchmarks.recurrence:torch", {"layer": "gru"}, needs=TORCH),
+    },
+    points={f"T {T:,}": {"B": 2, "T": T, "D": 256, "H": 4} for T in (128, 512, 1024, 2048, 4096)},
+    quick=["T 128", "T 512", "T 2,048"],
+    smoke={f"T {T}": {"B": 2, "T": T, "D": 16, "H": 2} for T in (8, 16)},
+    summarize=summarize_recurrence,
+)  # fmt: skip
+
+IMPORTS = Case(
+    about="Processor time of importing a part with all its modules, and what it is built on.",
+    unit="ms of processor time",
+    sides={
+        "jaxformer": Side("benchmarks.startup:imports", {"is_base": False}, role="ours"),
+        "what it is built on": Side("benchmarks.startup:imports", {"is_base": True}),
+    },
+    points={
+        "jaxformer.ops": {"part": "jaxformer.ops", "base": "jax, jax.numpy"},
+        "jaxformer.nn": {"part": "jaxformer.nn", "base": "flax.linen"},
+        "jaxformer.decode.samplers": {"part": "jaxformer.decode.samplers", "base": "jax, jax.numpy"},
+    },
+    smoke={"jaxformer.errors": {"part": "jaxformer.errors", "base": "json"}},
+)  # fmt: skip
+
+FIRST_STEP = Case(
+    about="From the start of `python train.py` to the first step in its log, with caches of programs and tokens empty "
+    "(cold) or filled (warm).",
+    unit="ms",
+    sides={"jaxformer": Side("benchmarks.startup:first_step", role="ours")},
+    points={
+        "quick, cold": {"options": [], "is_cold": True}, "quick, warm": {"options": [], "is_cold": False},
+        "quick:modern, warm": {"options": ["--config", "quick:modern"], "is_cold": False},
+    },
+    quick=["quick, cold", "quick, warm"],
+)  # fmt: skip
+
+INPUT = Case(
+    about="A batch of shuffled windows of 33 tokens at stride 1, without replacement, beside grain's usual way of one "
+    "record per example; the ladder's batch has 4,096.",
+    unit="ms per batch",
+    sides={"jaxformer": Side("benchmarks.pipeline:jaxformer", role="ours"), "grain": Side("pipeline:grain")},
+    points={"batch 4,096": {"n_tokens": 15_000_000, "length": 33, "batch_size": 4096}},
+    smoke={"batch 8": {"n_tokens": 1000, "length": 33, "batch_size": 8}},
+    derive=lambda _, facts, ms: {
+        f"{name}, tokens/s": 1e3 * facts[name]["tokens"] / each for name, each in ms.items()
+    },
+)  # fmt: skip
+
+CHECKPOINT = Case(
+    about="Parameters and momentum, saved until they are written, and restored. Ours adds SHA-256 checksums and "
+    "verifies them; `torch.save` has none.",
+    unit="ms",
+    sides={"jaxformer": Side("benchmarks.saving:jaxformer", role="ours"), "torch": Side("saving:torch", needs=TORCH)},
+    points={
+        f"{action}, {n / 1e6:g} million parameters": {"parameters": n, "action": action}
+        for n in (1_000_000, 25_000_000) for action in ("save", "restore")
+    },
+    smoke={f"{action}": {"parameters": 8192, "action": action} for action in ("save", "restore")},
+)  # fmt: skip
+
+INSPECTION = Case(
+    about="Time of a training by the default config with its reports (attention entropy, gradient table, samples, "
+    "initialisation, page) over that without; the target is 1.03, without the first calls, which compile.",
+    sides={"jaxformer": Side("benchmarks.inspection:overhead", role="ours")},
+    points={"quick": {"options": []}, "quick, 300 steps": {"options": ["--steps", "300"]}},
+    quick=[],
+)  # fmt: skip
+
+SCALED = {"vocab_size": 512, "context_length": 256, "d_model": 256, "n_blocks": 4, "n_heads": 4, "d_ff": [1024]}
+
+
+def scaled(batch_size: int = 8, **model: Any) -> dict[str, Any]:
+    """Return the settings of a training of a decoder with one size changed."""
+    model = SCALED | model | ({"d_ff": [4 * model["d_model"]]} if "d_model" in model else {})
+    return {"config": "quick:modern", "changes": {"model": model, "train": {"batch_size": batch_size}}}
+
+
+SCALING = Case(
+    about="Training steps of a decoder (width 256, 4 blocks, 256 positions, batch 8, vocabulary 512) along one size at "
+    "a time: the exponent of the time, fitted by least squares, beside that of the model's FLOPs at the same points.",
+    sides={"jaxformer": Side("benchmarks.training:jaxformer", role="ours")},
+    points={
+        **{f"T {T}": scaled(context_length=T) for T in (128, 256, 512, 1024)},
+        **{f"D {D}": scaled(d_model=D) for D in (128, 256, 512)},
+        **{f"L {L}": scaled(n_blocks=L) for L in (2, 4, 8)},
+        **{f"batch {B}": scaled(B) for B in (4, 8, 16, 32)},
+    },
+    quick=["T 128", "T 512", "D 128", "D 512", "L 2", "L 8", "batch 4", "batch 16"],
+    smoke={f"T {T}": scaled(2, **TINY_DECODER | {"context_length": T}) for T in (8, 16)},
+    summarize=summarize_scaling,
+)  # fmt: skip
+
+KERNELS = Case(
+    about="Time of a training step by kernel, or on a CPU by XLA's operation, from a profile.",
+    sides={"jaxformer": Side("benchmarks.profiling:kernels", role="ours")},
+    points=TRAINING.points,
+    quick=[],
+    smoke={"tiny": {"config": "quick:modern", "changes": {"model": TINY_DECODER, "train": {"batch_size": 4}}}},
+    gpu=TRAINING.gpu,
+)  # fmt: skip
+
+PRETRAINED = Case(
+    about="Begin a training with adapters on a model of 1.24 billion random parameters in bfloat16, in the shapes of "
+    "Llama 3.2 1B: targets are 60 s for loading, and 1.2 times the parameters' bytes of memory until the optimizer's "
+    "state is there. Needs 8 GB of disk and 12 GB of memory.",
+    sides={"jaxformer": Side("benchmarks.pretrained:begin", role="ours")},
+    points={"1.24 billion": {}},
+    quick=[],
+)  # fmt: skip
+
+RESUMING = Case(
+    about="A small run that `kill -9` ends again and again, at random moments and while a checkpoint is written, and "
+    "that resumes: metrics, samples, parameters and optimizer state are those of a run that was left alone.",
+    sides={"jaxformer": Side("benchmarks.resuming:kill_and_compare", role="ours")},
+    points={"50 kills": {"kills": 50, "in_a_write": 10}},
+    quick=[],
+)  # fmt: skip
+
+CASES = {
+    "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "recurrence": RECURRENCE, "imports": IMPORTS,
+    "first_step": FIRST_STEP, "input": INPUT, "checkpoint": CHECKPOINT, "inspection": INSPECTION, "scaling": SCALING,
+    "kernels": KERNELS, "pretrained": PRETRAINED, "resuming": RESUMING,
+}  # fmt: skip

@@ -1,0 +1,242 @@
+"""Measurements of a case: ours and its peers in processes that take turns, so that whatever else the machine does falls
+on all of them alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Literal
+
+from benchmarks import record
+
+Size = Literal["full", "quick", "smoke"]
+ROUNDS: dict[Size, int] = {"full": 11, "quick": 5, "smoke": 2}
+TURN_MS: dict[Size, float] = {"full": 500, "quick": 250, "smoke": 0}
+"""Least time of a turn, which sets the number of steps in it."""
+MAX_STEPS = 500
+"""Most steps in a turn."""
+ROUNDED = 2e-3
+"""Relative difference that products in bfloat16 or TF32 may make."""
+
+
+class MeasurementError(RuntimeError):
+    """A measurement cannot be made; says why."""
+
+
+class Milliseconds(float):
+    """Result of a step that counts in place of the wall-clock time that the step took."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One implementation of a case."""
+
+    make: str
+    """MODULE:FUNCTION. In a process of its own for each point, the function is called with a folder, which all sides
+    of a case share, and the options and the settings of a point. It returns a step and facts in JSON types. A step is a
+    function of its number; `float` of its result waits for it. None for facts that need no timing. The fact `values`
+    must agree between sides; those whose names begin with an underscore are not stored."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    role: Literal["ours", "peer", "reference"] = "peer"
+    """'reference' for what is in no ratio, such as the rate of matrix products."""
+    needs: tuple[str, ...] = ()
+    """Packages without which the side is left out."""
+
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: every point with every side."""
+
+    about: str
+    """Markdown above the table of the report."""
+    sides: Mapping[str, Side]
+    points: Mapping[str, Mapping[str, Any]]
+    """Settings of each point by its name; those of the key `skip` name sides that it has not."""
+    quick: Sequence[str] | None = None
+    """Points of `--quick`; None for all, an empty sequence for no measurement there."""
+    smoke: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Points of `--smoke`, in seconds on any device."""
+    gpu: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Points of `--gpu`."""
+    unit: str = "ms per step"
+    tolerance: float = 1e-3
+    """Relative difference of `values` that rounding may make."""
+    check: Callable[[dict[str, Figures]], None] | None = None
+    """Raises `MeasurementError` where the facts of the sides differ otherwise."""
+    derive: Callable[[Mapping[str, Any], dict[str, Figures], dict[str, float]], Figures] | None = None
+    """Further columns of a point, from its settings, the facts and the median milliseconds of each side."""
+    summarize: Callable[[dict[str, Figures]], Figures] | None = None
+    """Figures of all points together."""
+
+    def choose(self, size: Size, gpu: bool) -> Mapping[str, Mapping[str, Any]]:
+        """Return the points to measure."""
+        if size == "smoke":
+            return self.smoke
+        if gpu:
+            return self.gpu
+        return self.points if size == "full" or self.quick is None else {name: self.points[name] for name in self.quick}
+
+
+class Worker:
+    """Process of one side, which starts and works when asked, and waits meanwhile; it ends with this one."""
+
+    def __init__(self, name: str, side: Side, folder: Path, environment: Mapping[str, str]) -> None:
+        self.name, self.side, self._folder, self._environment = name, side, folder, environment
+        self._process: subprocess.Popen[str] | None = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        paths = [str(record.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker", self.side.make, str(self._folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Return the answer to a request of `benchmarks.worker`."""
+        self._process = self._process or self._start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise MeasurementError(f"the process of {self.name} ended; what it printed stands above.")
+        return json.loads(line)
+
+    def turn(self, steps: int) -> float:
+        """Return the milliseconds per step of so many steps."""
+        return float(self.ask({"steps": steps}))
+
+
+def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callable[[str], None] = print) -> Figures:
+    """Return the figures of a case as its JSON file holds them.
+
+    Raises:
+      MeasurementError: a process ended, or the sides compute different things.
+    """
+    missing = {name: missing_packages(side) for name, side in case.sides.items()}
+    missing = {name: packages for name, packages in missing.items() if packages}
+    for name, packages in missing.items():
+        print_line(f"  {name} is left out: {' and '.join(packages)} not installed")
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share a GPU
+    if not gpu and size != "smoke":
+        environment["JAX_PLATFORMS"] = "cpu"  # also where there is a GPU
+    figures: Figures = {
+        "size": size, "rounds": ROUNDS[size], "unit": case.unit,
+        "roles": {name: side.role for name, side in case.sides.items() if name not in missing},
+        "left_out": missing, "points": {},
+    }  # fmt: skip
+    for name, settings in case.choose(size, gpu).items():
+        sides = {side: case.sides[side] for side in figures["roles"] if side not in settings.get("skip", ())}
+        with ExitStack() as stack:  # processes of their own for each point: memory and devices are as in a fresh start
+            workers = [stack.enter_context(Worker(side, sides[side], folder, environment)) for side in sides]
+            figures["points"][name] = point = measure_point(case, settings, workers, size)
+        print_line(f"  {name}: {describe(point)}")
+    if case.summarize is not None:
+        figures["summary"] = case.summarize(figures["points"])
+    return figures
+
+
+def measure_point(case: Case, settings: Mapping[str, Any], workers: Sequence[Worker], size: Size) -> Figures:
+    """Return times, ratios, facts and derived figures of one point."""
+    arguments = {name: value for name, value in settings.items() if name != "skip"}
+    # One after another, as the first leaves in the folder what the others read.
+    facts = {worker.name: worker.ask({"prepare": arguments | dict(worker.side.options)}) for worker in workers}
+    check_agreement(facts, case.tolerance)
+    if case.check is not None:
+        case.check(facts)
+    stored = {name: {k: v for k, v in each.items() if not k.startswith("_")} for name, each in facts.items()}
+    timed = [worker for worker in workers if not facts[worker.name].get("_untimed")]
+    if not timed:
+        return {"facts": stored}
+    for worker in timed:
+        worker.turn(1)  # what is still to be compiled or allocated
+    steps = {worker.name: steps_per_turn(worker.turn(1), TURN_MS[size]) for worker in timed}
+    rounds = [{worker.name: worker.turn(steps[worker.name]) for worker in timed} for _ in range(ROUNDS[size])]
+    medians = {name: median(each[name] for each in rounds) for name in rounds[0]}
+    roles = {worker.name: worker.side.role for worker in timed}
+    peers = [name for name in medians if roles[name] == "peer"]
+    derived = {} if case.derive is None else case.derive(settings, facts, medians)
+    return {
+        "ms": {name: {**spread([each[name] for each in rounds]), "steps": steps[name]} for name in medians},
+        "ratio": {
+            ours: {peer: spread([each[peer] / each[ours] for each in rounds]) for peer in peers}
+            for ours in medians if roles[ours] == "ours"
+        },
+        "facts": stored,
+        "derived": {name: rounded(value) for name, value in derived.items()},
+    }  # fmt: skip
+
+
+def steps_per_turn(ms: float, turn_ms: float) -> int:
+    """Return the number of steps of `ms` milliseconds that take at least `turn_ms`."""
+    return max(1, min(MAX_STEPS, round(turn_ms / max(ms, 1e-3))))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return minimum, quartiles and median."""
+    q1, middle, q3 = map(rounded, quantiles(values, n=4, method="inclusive"))
+    return {"min": rounded(min(values)), "q1": q1, "median": middle, "q3": q3}
+
+
+def rounded(value: Any) -> Any:
+    """Return a number to four significant digits; anything else as it is."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def check_agreement(facts: dict[str, Figures], tolerance: float) -> None:
+    """Raise `MeasurementError` unless all sides computed the same `values`, of those that have any, to the tolerance,
+    or to `ROUNDED` where one of them says that it computed in another dtype than float32."""
+    if {each.get("dtype", "float32") for each in facts.values()} != {"float32"}:
+        tolerance = max(tolerance, ROUNDED)
+    given = {name: each["values"] for name, each in facts.items() if "values" in each}
+    for name, values in given.items():
+        first, expected = next(iter(given.items()))
+        pairs = list(zip(expected, values, strict=True))
+        apart = max(abs(a - b) / max(abs(a), 1e-30) for a, b in pairs)
+        if not apart <= tolerance:
+            raise MeasurementError(f"{name} computes something else than {first}: values {apart:.1e} apart.")
+
+
+def missing_packages(side: Side) -> list[str]:
+    """Return the packages that a side needs and that are not installed."""
+    return [name for name in side.needs if importlib.util.find_spec(name) is None]
+
+
+def describe(point: Figures) -> str:
+    """Return a line for the terminal."""
+    if "ms" not in point:
+        return json.dumps(point["facts"])
+    times = ", ".join(f"{name} {each['median']:.4g} ms" for name, each in point["ms"].items())
+    ratios = "; ".join(
+        f"{ours} is " + ", ".join(f"{each['median']:.2f} x as fast as {peer}" for peer, each in peers.items())
+        for ours, peers in point["ratio"].items() if peers
+    )  # fmt: skip
+    return "; ".join(filter(None, [times, ratios, ", ".join(f"{k} {v}" for k, v in point["derived"].items())]))

@@ -1,0 +1,68 @@
+"""Start-up: imports, and the time to the first step of a training."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from benchmarks import record
+from benchmarks.harness import Figures, Milliseconds
+
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT)}
+
+
+def imports(folder: Path, part: str, base: str, is_base: bool) -> tuple[Any, Figures]:
+    """Import a part of jaxformer with all modules in it, or what it is built on, in a process of its own. It counts in
+    processor time (user and system), which waits for nobody."""
+    modules = [base]
+    if not is_base:
+        path = getattr(import_module(part), "__path__", ())
+        modules = [part, *(f"{part}.{module.name}" for module in iter_modules(path))]
+
+    def step(_: int) -> Milliseconds:
+        began = processor_seconds()
+        subprocess.run([sys.executable, "-c", f"import {', '.join(modules)}"], env=os.environ | ENVIRONMENT, check=True)
+        return Milliseconds(1e3 * (processor_seconds() - began))
+
+    return step, {}
+
+
+def processor_seconds() -> float:
+    """Return the processor time of all processes that ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def first_step(folder: Path, options: list[str], is_cold: bool) -> tuple[Any, Figures]:
+    """Start `train.py` and wait until the first step is in its log: with the caches of programs and tokens empty, or
+    with those of a run before."""
+    cache = folder / "cache"
+
+    def step(number: int) -> Milliseconds:
+        run = folder / f"run{number}"
+        if is_cold:
+            shutil.rmtree(cache, ignore_errors=True)
+        command = [sys.executable, "train.py", "--run", str(run), "--train.log-every", "1", *options]
+        began = time.perf_counter()
+        with subprocess.Popen(
+            command, cwd=record.ROOT, env=os.environ | ENVIRONMENT | {"JAXFORMER_CACHE": str(cache)},
+            stdout=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            log = run / "metrics.jsonl"
+            while '"loss"' not in (log.read_text() if log.exists() else ""):
+                if process.poll() is not None:
+                    raise RuntimeError(f"train.py ended with status {process.returncode} before its first step.")
+                time.sleep(0.005)
+            ms = Milliseconds(1e3 * (time.perf_counter() - began))
+            process.kill()
+        shutil.rmtree(run)
+        return ms
+
+    step(0)
+    return step, {}
