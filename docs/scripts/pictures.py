@@ -1,0 +1,124 @@
+"""Draw the pictures of docs/story as SVG.
+
+python docs/scripts/pictures.py
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+STORY = ROOT / "docs/story"
+INK, BLUE, RED = "#808080", "#4c78c8", "#d2603a"
+"""Colours that stand out from a light and from a dark page."""
+
+
+def svg(width: int, height: int, parts: Sequence[str]) -> str:
+    """Return a drawing of a size in pixels."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+    return "\n".join([f'{head}font-family="sans-serif" font-size="13" fill="{INK}">', *parts, "</svg>", ""])
+
+
+def text(x: float, y: float, label: str, anchor: str = "start") -> str:
+    """Return a label at a point of its baseline."""
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(label)}</text>'
+
+
+def heatmap(x: float, y: float, weights_TS: np.ndarray, title: str, cell: int = 30) -> list[str]:
+    """Return the squares of a matrix with entries from 0 to 1, and its title above."""
+    T, S = weights_TS.shape
+    squares = [
+        f'<rect x="{x + s * cell:.0f}" y="{y + t * cell:.0f}" width="{cell - 2}" height="{cell - 2}" '
+        f'fill="{BLUE}" fill-opacity="{0.06 + 0.94 * weights_TS[t, s]:.2f}"/>'
+        for t in range(T)
+        for s in range(S)
+    ]
+    return [text(x, y - 10, title), *squares]
+
+
+def mixing() -> str:
+    """Return who reads whom: rows are positions that read, columns positions that are read."""
+    T, x = 6, np.random.default_rng(2).normal(size=(2, 6, 6))
+    past = np.tril(np.ones((T, T)))
+    means = past / past.sum(axis=1, keepdims=True)
+    maps = [("row-wise MLP", np.eye(T)), ("static A, every text", means)]
+    for i, name in enumerate(("attention, one text", "attention, another")):
+        weights = np.exp(1.5 * x[i]) * past
+        maps.append((name, weights / weights.sum(axis=1, keepdims=True)))
+    return svg(860, 230, [part for i, (name, w) in enumerate(maps) for part in heatmap(10 + 215 * i, 40, w, name)])
+
+
+def scale() -> str:
+    """Return the entropy of attention to 32 positions by the width of a head, with and without the division by √d."""
+    rng, widths = np.random.default_rng(0), [2**i for i in range(1, 10)]
+    left, top, width, height = 60, 20, 560, 220
+    parts = []
+    for name, divide, colour in (("divided by √d", True, BLUE), ("undivided", False, RED)):
+        points = []
+        for i, d in enumerate(widths):
+            scores = rng.normal(size=(200, d)) @ rng.normal(size=(d, 32)) / (d**0.5 if divide else 1)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            entropy = -(weights * np.log(np.maximum(weights, 1e-30))).sum(axis=1).mean()
+            points.append((left + width * i / (len(widths) - 1), top + height * (1 - entropy / math.log(32))))
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        parts.append(text(points[-1][0] + 8, points[-1][1] + 4, name))
+    for label, y in (("ln 32", top), ("0", top + height)):
+        parts.append(f'<path d="M{left} {y}h{width}" stroke="{INK}" stroke-opacity="0.4"/>')
+        parts.append(text(left - 8, y + 4, label, "end"))
+    parts += [text(left + width * i / 8, top + height + 20, str(d), "middle") for i, d in enumerate(widths)]
+    parts.append(text(left + width / 2, top + height + 42, "width d of the head", "middle"))
+    return svg(740, 300, [*parts, text(left, top - 6, "entropy, nats")])
+
+
+def ladder() -> str:
+    """Return the perplexity of each rung of the ladder as points on a logarithmic scale."""
+    rungs = json.loads((ROOT / "benchmarks/results/ladder.json").read_text())["figures"]["rungs"]
+    low, high, left, width = 20.0, 220.0, 160, 480
+    parts = []
+    for i, (name, figures) in enumerate(rungs.items()):
+        y, value = 12 + 28 * i, figures["perplexity"]
+        parts.append(text(left - 10, y + 14, name, "end"))
+        if value is None:
+            parts.append(text(left, y + 14, figures["ended_early"]))
+            continue
+        x = left + width * math.log(value / low) / math.log(high / low)
+        parts.append(f'<path d="M{left} {y + 10}H{x:.1f}" stroke="{INK}" stroke-opacity="0.3"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y + 10}" r="6" fill="{BLUE}"/>')
+        parts.append(text(x + 12, y + 14, f"{value:.1f}"))
+    note = f"held-out perplexity, from {low:.0f}, logarithmic"
+    return svg(740, 48 + 28 * len(rungs), [*parts, text(left, 36 + 28 * len(rungs), note)])
+
+
+def cache() -> str:
+    """Return the slots of a KV cache after the prefill and after each of three decode steps."""
+    left, size, n_slots, prompt = 130, 34, 10, 5
+    parts = []
+    for step in range(4):
+        y, n = 14 + 48 * step, prompt + step
+        label = "prefill" if step == 0 else f"decode step {step}"
+        parts.append(text(left - 12, y + 21, label, "end"))
+        for slot in range(n_slots):
+            is_new = slot < prompt if step == 0 else slot == n - 1
+            colour, opacity = (RED if is_new else BLUE, 0.9 if is_new else 0.5) if slot < n else (INK, 0.12)
+            parts.append(
+                f'<rect x="{left + slot * size}" y="{y}" width="{size - 3}" height="{size - 3}" rx="3" '
+                f'fill="{colour}" fill-opacity="{opacity}"/>'
+            )
+    note = "red: keys and values computed now; blue: read from the cache; grey: empty slots"
+    return svg(620, 230, [*parts, text(left, 222, note)])
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache,
+}  # fmt: skip
+"""Functions that draw, by the file of docs/story that they draw."""
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (STORY / name).write_text(draw(), encoding="utf-8")

@@ -1,0 +1,58 @@
+"""The chapters of docs/story show what their code prints, the stored figures, and the pictures as they are drawn."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from docs.scripts import pictures, story
+from tests.helpers import ROOT, exhaustive
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
+DEAR = {"decoding", "training"}
+"""Chapters whose Python takes more than three seconds of CPU."""
+CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in sorted(story.STORY.glob("*.md"))]
+
+
+def assert_same_but_for_rounding(shown: str, expected: str) -> None:
+    """Compare texts: words are equal, and numbers differ by 3 % or one unit of their last digit at most; those
+    with an exponent, such as gradients at the end of a training, by half."""
+    assert NUMBER.sub("#", " ".join(shown.split())) == NUMBER.sub("#", " ".join(expected.split()))
+    for a, b in zip(NUMBER.findall(shown), NUMBER.findall(expected), strict=True):
+        rtol, unit = (0.5, 0) if "e" in a else (0.03, 10.0 ** -len(a.partition(".")[2]))
+        np.testing.assert_allclose(*(float(x.replace(",", "")) for x in (a, b)), rtol=rtol, atol=1.01 * unit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_chapter_shows_what_its_code_prints(chapter):
+    assert_same_but_for_rounding(chapter.read_text(), story.fill(chapter.read_text()))
+
+
+def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypatch):
+    figures = {"a": {"parameters": 1200, "loss": 2.0, "perplexity": None, "bits_per_byte": 1.5, "ended_early": "x"}}
+    monkeypatch.setattr(story, "ladder", lambda: figures)
+    page = "```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\nold\n```\n\n<!-- a loss -->0<!-- -->\n"
+    page += "<!-- rungs a -->\n<!-- end -->\n"
+    filled = story.fill(page)
+    assert filled.startswith("```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\n3\n```\n")
+    assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | x | 1.500 |" in filled
+    assert story.fill(filled) == filled
+
+
+def test_pictures_are_those_that_the_script_draws():
+    used = set(re.findall(r"\((\w+\.svg)\)", "".join(path.read_text() for path in story.STORY.glob("*.md"))))
+    assert used == pictures.PICTURES.keys()
+    for name, draw in pictures.PICTURES.items():
+        shown = (story.STORY / name).read_text()
+        assert_same_but_for_rounding(shown, draw())
+        assert len(shown) < 20_000
+
+
+def test_perplexity_and_loss_of_each_rung_agree():
+    rungs = json.loads((ROOT / "benchmarks/results/ladder.json").read_text())["figures"]["rungs"]
+    for figures in rungs.values():
+        assert (figures["loss"] is None) == bool(figures["ended_early"])
+        if figures["loss"]:
+            np.testing.assert_allclose(np.exp(figures["loss"]), figures["perplexity"], rtol=1e-3)
