@@ -37,7 +37,7 @@ def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypa
     page += "<!-- rungs a -->\n<!-- end -->\n"
     filled = story.fill(page)
     assert filled.startswith("```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\n3\n```\n")
-    assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | x | 1.500 |" in filled
+    assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | - | 1.500 |" in filled
     assert story.fill(filled) == filled
 
 

@@ -34,10 +34,10 @@ def ladder() -> dict[str, dict[str, Any]]:
 
 
 def cell(figures: dict[str, Any], field: str) -> str:
-    """Return a figure of a rung as text; of one that a diverged rung lacks, the cause."""
+    """Return a figure of a rung as text; in place of the loss of one that ended early, the cause."""
     value = figures[field]
     if value is None:
-        return str(figures["ended_early"])
+        return str(figures["ended_early"]) if field == "loss" else "-"
     return f"{value:,.{DIGITS.get(field, 0)}f}" if isinstance(value, int | float) else str(value)
 
 
