@@ -1,33 +1,46 @@
-"""The ladder's outcomes: one rung per run, beside the sources' figures, as a table, a picture and a page."""
+"""The ladder's outcomes: one rung per run, beside the sources' figures, as a table, a picture and a page, with the same
+held-out prompts continued by each rung."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxformer.checkpoints import CheckpointReader
+from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.data.dataset import evenly_spaced
+from jaxformer.decode.generation import generate
+from jaxformer.decode.samplers import Sampling
 from jaxformer.extras import import_extra, missing_extras
 from jaxformer.files import write_atomically
 from jaxformer.inspect.charts import STEP, Axis, Line, Lines
 from jaxformer.inspect.page import Table, write_page
-from jaxformer.runs import abstract_params, count_parameters, read_config
+from jaxformer.runs import Run, abstract_params, count_parameters, load_run, read_config
 from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
 
 ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
 LOSS_AXIS = "held-out loss, nats per token"
 HEAD = (
-    "rung", "parameters", "steps", "loss", "perplexity", "bits/byte", "minutes", "ended early", "entropy",
-    "the sources",
+    "rung", "parameters", "steps", "targets", "loss", "perplexity", "bpb", "minutes", "ended early", "entropy",
+    "share of the largest", "positions", "the sources",
 )  # fmt: skip
-SIDES = "<>>>>>><"
+SIDES = "<>>>>>>><"
 """Alignment of the first columns, which a terminal has room for side by side; see `terminal.align`."""
+
+
+CONTINUATIONS = "continuations.json"
+"""File in a rung's folder."""
+N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 32
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,8 @@ class RungResult:
     rung: str
     parameters: int
     steps: int
+    targets: int
+    """Predicted tokens in training: of each window, the last `n_predicted`."""
     loss: float
     """Held-out loss in nats per token, as are perplexity and bits per byte; NaN without a finite one."""
     perplexity: float
@@ -46,7 +61,12 @@ class RungResult:
     ended_early: str
     """Cause and step, such as 'diverged at step 118' or 'not finite at step 6'; empty after the last step."""
     entropy: str
-    """Attention entropy at the last evaluation in nats: heads separated by spaces, blocks by semicolons."""
+    """Attention entropy at the last evaluation in nats: heads separated by spaces, blocks by semicolons; with its step
+    where training ended early."""
+    entropy_share: str
+    """The same as a share of the largest, log(T!) / T: the mean over positions t of a causal row, uniform over t."""
+    entropy_positions: str
+    """The same as a number of positions, e^H: those of a uniform row of this entropy."""
     sources: str
 
 
@@ -79,14 +99,68 @@ def rung_result(run: Path, sources: str) -> RungResult:
         # Evaluations before a run ended early are not its outcome; JSON has null for what is not finite.
         return math.nan if cause or last.get(name) is None else float(last[name])
 
-    entropy = [" ".join("-" if x is None else f"{x:.3g}" for x in heads) for heads in last.get("entropy", [])]
+    blocks, length, predicted = last.get("entropy", []), *_window(config.model)
+    at = f" (at step {last['step']})" if cause and blocks else ""
+    uniform = math.lgamma(length + 1) / length
     timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
     minutes = sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed)) / 60_000
-    n_parameters, steps = count_parameters(abstract_params(config.model.build(), config.model)), rows[-1:]
+    n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
+    n_steps = rows[-1]["step"] if rows else 0
     return RungResult(
-        run.name, n_parameters, steps[0]["step"] if steps else 0, metric("val_loss"), metric("val_ppl"),
-        metric("val_bpb"), minutes, cause, "; ".join(entropy), sources,
+        run.name, n_parameters, n_steps, n_steps * config.train.batch_size * predicted, metric("val_loss"),
+        metric("val_ppl"), metric("val_bpb"), minutes, cause, _by_head(blocks, "{:.3g}") + at,
+        _by_head(blocks, "{:.0%}", lambda x: x / uniform), _by_head(blocks, "{:.1f}", math.exp), sources,
     )  # fmt: skip
+
+
+def _window(model: ModelConfig) -> tuple[int, int]:
+    """Return the tokens of a window, and how many of them are predicted."""
+    assert isinstance(model, TokenModelConfig)  # as all rungs are
+    return model.context_length, model.n_predicted
+
+
+def _by_head(blocks: Sequence[Sequence[float | None]], form: str, of: Callable[[float], float] = float) -> str:
+    return "; ".join(" ".join("-" if x is None else form.format(of(x)) for x in heads) for heads in blocks)
+
+
+def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]:
+    """Return rung, prompt, temperature and continuation of the same held-out prompts by each run, at temperature 0.5
+    and greedy; none for a run that ended early. They are stored in the run's folder, and read from there the next
+    time."""
+    rows, prompts = [], list[str]()
+    for run in runs:
+        file = run / CONTINUATIONS
+        if not file.exists() and not ended_early(run) and CheckpointReader(run).steps():
+            opened = load_run(run)
+            prompts = prompts or held_out_prompts(opened)
+            stored = [{"prompt": p, "temperature": t, "text": x} for p, t, x in _continuations(opened, prompts)]
+            write_atomically(file, json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+        if file.exists():
+            rows += [(run.name, *row.values()) for row in json.loads(file.read_text(encoding="utf-8"))]
+    return rows
+
+
+def held_out_prompts(run: Run) -> list[str]:
+    """Return a few words each, at evenly spaced positions of a run's held-out text."""
+    (model, tokenizer), config = run.text_model(), run.config
+    tokens = config.data.load(model, config.train.batch_size, config.seed, tokenizer).corpus.val.tokens
+    starts = evenly_spaced(max(1, len(tokens) - PROMPT_TOKENS), N_PROMPTS)
+    texts = [tokenizer.decode(tokens[start : start + PROMPT_TOKENS].tolist()) for start in starts.tolist()]
+    return [" ".join(text.split()[1:]) or text for text in texts]  # the first word may be a part
+
+
+def _continuations(run: Run, prompts: Sequence[str]) -> Iterator[tuple[str, float, str]]:
+    """Yield prompt, temperature and continuation."""
+    model, tokenizer = run.text_model()
+    encoded = [tokenizer.encode_prompt(prompt)[-model.n_positions :] for prompt in prompts]
+    n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < model.vocab_size else None
+    for temperature in (0.5, 0.0):
+        pieces = generate(
+            run.model, run.params, encoded, Sampling(temperature, n_tokens=n_tokens), range(len(prompts)),
+            max_new_tokens=NEW_TOKENS, context_length=model.n_positions, fill_token=tokenizer.end_of_text,
+        )  # fmt: skip
+        texts = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
+        yield from zip(prompts, repeat(temperature), map(tokenizer.decode, texts))
 
 
 def as_text(results: Sequence[RungResult]) -> str:
@@ -97,7 +171,7 @@ def as_text(results: Sequence[RungResult]) -> str:
 
     cells = [
         (
-            r.rung, f"{r.parameters:,}", f"{r.steps:,}", number(r.loss, 4), number(r.perplexity, 2),
+            r.rung, f"{r.parameters:,}", f"{r.steps:,}", f"{r.targets:.2g}", number(r.loss, 4), number(r.perplexity, 2),
             number(r.bits_per_byte, 4), f"{r.minutes:.1f}", r.ended_early,
         )
         for r in results
@@ -109,14 +183,15 @@ def as_text(results: Sequence[RungResult]) -> str:
 
 
 def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
-    """Write ladder.csv, ladder.html and, where its extra is installed, ladder.png below the folder that holds the runs;
-    return the names of the files."""
+    """Write ladder.csv, ladder.html and, where its extra is installed, ladder.png below the folder that holds the runs,
+    and `CONTINUATIONS` below each run; return the names of the files."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([field.name for field in fields(RungResult)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
     write_atomically(folder / "ladder.csv", text.getvalue())
     curves = [_loss_curve(folder / r.rung, r.ended_early) for r in results]
+    continuations = continue_held_out([folder / r.rung for r in results])
     written = ["ladder.csv"]
     if not missing_extras("matplotlib"):
         write_atomically(folder / "ladder.png", _picture(curves))
@@ -125,7 +200,8 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
     table = Table("Outcomes", HEAD, [astuple(r) for r in results], about=note)
     lines = [Line(steps, losses, label, points=True) for label, steps, losses in curves]
     chart = Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 460)
-    write_page(folder / "ladder.html", "The ladder", [ABOUT], [table, chart])
+    texts = Table("Continuations of held-out text", ("rung", "prompt", "temperature", "continuation"), continuations)
+    write_page(folder / "ladder.html", "The ladder", [ABOUT], [table, chart, texts])
     return [*written, "ladder.html"]
 
 

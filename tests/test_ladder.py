@@ -73,12 +73,16 @@ def test_results_are_those_of_the_logs(tmp_path):
     residual, four = results
     assert (residual.parameters, residual.steps, residual.loss, residual.ended_early) == (6_500_608, 10_644, 4.0, "")
     assert residual.entropy == "1.23 0.5; 0.25" and residual.sources.startswith("68.284")
+    assert residual.targets == 10_644 * 4096 * 32
+    uniform = sum(math.log(t) for t in range(1, 33)) / 32  # each row of a causal map over all positions before it
+    assert residual.entropy_share == "48% 20%; 10%" and round(1.2345 / uniform, 2) == 0.48
+    assert residual.entropy_positions == "3.4 1.6; 1.3"
     assert residual.minutes == pytest.approx(10_644 * 2 / 60_000)
     assert (
         four.ended_early == "not finite at step 6"
         and math.isnan(four.loss)
         and four.steps == 5
-        and four.entropy == "- 1"
+        and four.entropy == "- 1 (at step 5)"
     )
     assert four.minutes == pytest.approx(50 / 60_000)
     assert has_ended(tmp_path / "four_blocks") and not has_ended(tmp_path / "residual")  # nothing is saved
@@ -94,8 +98,8 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     text = as_text(results).splitlines()
     assert max(map(len, text)) <= 100 and [line.split()[0] for line in text[:3]] == ["rung", "residual", "four_blocks"]
-    assert text[-2] == "residual     1.23 0.5; 0.25 | 68.284; entropy 1.16 to 1.18"
-    assert text[-1] == "four_blocks  - 1 | NaN before step 100"
+    assert text[-2] == f"residual     1.23 0.5; 0.25 | {REPORTED['residual']}"
+    assert text[-1] == "four_blocks  - 1 (at step 5) | NaN before step 100"
 
 
 @pytest.mark.slow

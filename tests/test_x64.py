@@ -18,7 +18,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.models.recurrent import RecurrentConfig, RecurrentLMConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.execution import Execution
@@ -151,6 +151,7 @@ MODELS: dict[str, ModelConfig] = {
     "experts": DecoderConfig(**TEXT, **BLOCKS, n_experts=3, capacity_factor=1.0, norm="layernorm",
                              positions="sinusoidal", unembedding="tied"),
     "mlp": MLPConfig(**TEXT, d_model=8, d_ff=(12,)),
+    "recurrent LM": RecurrentLMConfig(**TEXT, cell="tanh", d_model=8),
     "encoder": EncoderConfig(**TEXT, **BLOCKS, n_blocks=1, n_segments=2),
     "classifier": ClassifierConfig(**TEXT, **BLOCKS, n_blocks=1, pooling="mean"),
     "encoder-decoder": EncoderDecoderConfig(**TEXT, **BLOCKS, n_encoder_blocks=1, n_decoder_blocks=1),

@@ -14,6 +14,8 @@ from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxformer.data.pairs import PairDataset
     from jaxformer.models.objective import Params
     from jaxformer.runs import Run
@@ -54,6 +56,8 @@ class Arguments:
     data: TextOptions = field(default_factory=TextOptions)
     stride: int | None = None
     """Tokens between the starts of two windows; at most, and without it, as many as a window predicts."""
+    by_position: bool = False
+    """Loss at each position of the windows, too: what a language model gains from more context."""
     batch_size: int = 16
     """Examples per batch, over all devices together; changes the speed, not the result."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -75,7 +79,7 @@ def main(arguments: list[str]) -> int:
     from jaxformer.runs import load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.evaluate import HeldOut
-    from jaxformer.train.run_evaluation import evaluate_run, load_held_out_text
+    from jaxformer.train.run_evaluation import evaluate_run, load_held_out_text, loss_by_position
 
     mesh = make_mesh(options.opening.mesh)
     if path is not None:
@@ -94,10 +98,23 @@ def main(arguments: list[str]) -> int:
     row = {name.removeprefix("val_"): value for name, value in evaluation.as_row().items()}
     metrics = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
     echo(" ".join([*metrics[:-1], f"targets={evaluation.targets}"]))
+    if options.by_position:
+        echo(f"loss by position: {_by_position(loss_by_position(run, params, data, options.batch_size))}")
     if isinstance(data, PairDataset):
         scores = _translation_scores(run, params, data, options.batch_size)
         echo(" ".join(f"{name}={value:.4f}" for name, value in scores.items()))
     return 0
+
+
+def _by_position(loss_T: np.ndarray) -> str:
+    """Return means over positions 1, 2, 3-4, 5-8 and so on, counted from 1."""
+    parts, first = [], 0
+    while first < len(loss_T):
+        last = min(2 * first or 1, len(loss_T))
+        mean = f"{loss_T[first:last].mean():.4f}"
+        parts.append(f"{first + 1}={mean}" if last - first == 1 else f"{first + 1}-{last}={mean}")
+        first = last
+    return " ".join(parts)
 
 
 def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:

@@ -51,8 +51,9 @@ document (the end-of-text token), at a stop token or stop string, which are not 
 --max-new-tokens.
 
 A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
-sequence-to-sequence model translates each prompt, greedily or with --num-beams. A model of images classifies those of
---images, and one of images and texts ranks the texts of --prompt for each of them."""
+sequence-to-sequence model translates each prompt, greedily or with --num-beams. A classifier of texts gives the
+likeliest labels of each prompt. A model of images classifies those of --images, and one of images and texts ranks the
+texts of --prompt for each of them."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{run_folder(options.opening)} holds a {kind}, which has no image input; leave out --images.")
     if task is Task.SEQUENCE_TO_SEQUENCE:
         return _translate(options, given, prompts)
+    if task is Task.TEXT_CLASSIFICATION:
+        return _label(options, given, prompts)
     completer = make_completer(options, given)
     if options.interactive:
         return _converse(completer, options)
@@ -263,6 +266,25 @@ def _classify(options: Arguments, given: set[str], prompts: Prompts) -> int:
         else:
             echo(f"{image}: " + ", ".join(f"{name} {p:.3f}" for name, p in ranking[:N_CANDIDATES]))
     return 2 if n_valid < len(prompts) else 0
+
+
+def _label(options: Arguments, given: set[str], prompts: Prompts) -> int:
+    """Show the likeliest labels of each prompt."""
+    from jaxformer.decode.classify import classify_text, encode_labelled
+
+    _check_task(options, given, COMMON | TEXTS, "text classification")
+    if not TEXTS & given:
+        raise UserError("there is no text to classify; give it with --prompt or --prompts-file.")
+    run = _open_restored(options)
+    fitting = _encode(options, prompts, lambda prompt: encode_labelled(prompt, run))
+    for prompt, tokens in fitting:
+        ranking = classify_text(run, tokens)
+        if options.jsonl:
+            labels = [(name, float(f"{p:.4g}")) for name, p in ranking]
+            echo(json.dumps({"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "labels": labels}))
+        else:
+            echo(f"{prompt.text}: " + ", ".join(f"{name} {p:.3f}" for name, p in ranking[:N_CANDIDATES]))
+    return 2 if len(fitting) < len(prompts) else 0
 
 
 def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:

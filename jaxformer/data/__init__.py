@@ -4,6 +4,7 @@ from jaxformer.data.captions import CaptionsConfig
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.images import ImagesConfig
+from jaxformer.data.labelled import LabelledTextConfig
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.pairs import PairsConfig
 from jaxformer.data.prefix import PrefixTextConfig
@@ -12,6 +13,6 @@ from jaxformer.data.videos import MovingImagesConfig
 from jaxformer.data.windows import TextConfig, next_token_batch
 
 __all__ = [
-    "Batch", "CaptionsConfig", "Dataset", "DatesConfig", "ImagesConfig", "MaskedTextConfig", "MovingImagesConfig",
-    "PairsConfig", "PrefixTextConfig", "TextConfig", "Tokenizer", "next_token_batch",
+    "Batch", "CaptionsConfig", "Dataset", "DatesConfig", "ImagesConfig", "LabelledTextConfig", "MaskedTextConfig",
+    "MovingImagesConfig", "PairsConfig", "PrefixTextConfig", "TextConfig", "Tokenizer", "next_token_batch",
 ]  # fmt: skip

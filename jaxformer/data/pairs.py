@@ -49,28 +49,30 @@ class PairsConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> PairDataset:  # fmt: skip
         model = check_seq2seq(model)
-        train, val = (read_pairs(file) for file in self._files())
+        train, val = (read_pairs(file) for file in find_splits(self.path, self.val_path))
         if self.reverse:
             train, val = ([Pair(target, source) for source, target in pairs] for pairs in (train, val))
         texts = [text for pair in train for text in pair]
         return build_pair_dataset(self.path, train, val, texts, tokenizer, model, batch_size, seed)
 
-    def _files(self) -> tuple[Path, Path]:
-        if not self.path:
-            raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
-        path = Path(self.path).expanduser()
-        names = ("train.tsv", "val.tsv")
-        train, val = (path / x if path.is_dir() else path.with_name(f"{path.name}.{x}") for x in names)
-        if path.is_file():
-            if self.val_path is None:
-                raise UserError(f"data.path is the file {path}, and no pairs are held out; give data.val_path.")
-            train = path
-        elif not train.is_file():
-            raise UserError(f"there are no pairs at {path}: neither it nor {train} is a file; give data.path.")
-        val = val if self.val_path is None else Path(self.val_path).expanduser()
-        if not val.is_file():
-            raise UserError(f"there are no held-out pairs at {val}, which is no file; give data.val_path.")
-        return train, val
+
+def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
+    """Return the files of the training and of the held-out pairs; see `PairsConfig`; `UserError` if one is missing."""
+    if not folder:
+        raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
+    path = Path(folder).expanduser()
+    names = ("train.tsv", "val.tsv")
+    train, val = (path / x if path.is_dir() else path.with_name(f"{path.name}.{x}") for x in names)
+    if path.is_file():
+        if val_path is None:
+            raise UserError(f"data.path is the file {path}, and no pairs are held out; give data.val_path.")
+        train = path
+    elif not train.is_file():
+        raise UserError(f"there are no pairs at {path}: neither it nor {train} is a file; give data.path.")
+    val = val if val_path is None else Path(val_path).expanduser()
+    if not val.is_file():
+        raise UserError(f"there are no held-out pairs at {val}, which is no file; give data.val_path.")
+    return train, val
 
 
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
@@ -81,21 +83,21 @@ def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     return model
 
 
-def read_pairs(path: Path) -> list[Pair]:
+def read_pairs(path: Path, names: tuple[str, str] = Pair._fields) -> list[Pair]:
     """Return the pairs of a file, one per line; empty lines are skipped; `UserError` if it cannot be read, has no pair,
-    or a line that is none."""
-    pairs = []
+    or a line that is none. `names` are those of both sides."""
+    pairs, form = [], "<TAB>".join(names).upper()
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line:
             continue
         sides = line.split("\t")
         if len(sides) != 2:
-            raise UserError(f"{path}, line {number}, has {len(sides) - 1} tabs; it must be SOURCE<TAB>TARGET.")
-        if empty := [name for name, side in zip(Pair._fields, sides, strict=True) if not side.strip()]:
+            raise UserError(f"{path}, line {number}, has {len(sides) - 1} tabs; it must be {form}.")
+        if empty := [name for name, side in zip(names, sides, strict=True) if not side.strip()]:
             raise UserError(f"{path}, line {number}, has an empty {empty[0]}; leave the line out.")
         pairs.append(Pair(*sides))
     if not pairs:
-        raise UserError(f"{path} holds no pairs; give it one per line, SOURCE<TAB>TARGET.")
+        raise UserError(f"{path} holds no pairs; give it one per line, {form}.")
     return pairs
 
 

@@ -1,4 +1,4 @@
-"""Image and video classification, and zero-shot classification by texts."""
+"""Classification of images, videos and texts, and zero-shot classification by texts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxformer.data.captions import tokenize_captions
 from jaxformer.data.image_io import read_model_input
+from jaxformer.data.labelled import pad_texts, tokenize_text
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
@@ -20,9 +21,10 @@ from jaxformer.runs import CLASSES, Run
 
 
 @partial(jax.jit, static_argnames=("model",))
-def classify(model: nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
-    """Return the class probabilities, `(n_classes,)` float32, of an image `(height, width, C)` or a video, uint8."""
-    logits: Any = model.apply({"params": params}, pixels)
+def classify(model: nn.Module, params: Params, *inputs: jax.Array) -> jax.Array:
+    """Return the class probabilities, `(n_classes,)` float32, of an image `(height, width, C)` or a video, uint8, or of
+    the tokens of a text and their mask."""
+    logits: Any = model.apply({"params": params}, *inputs)
     return jax.nn.softmax(logits.astype(jnp.float32))
 
 
@@ -45,11 +47,32 @@ def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, floa
     """Return, per image, the names of all classes with their probabilities, the likeliest first; `UserError` if an
     image cannot be read, or the number of class names is not that of the model's classes."""
     probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
-    n = len(probs[0])
+    return _ranked(_class_names(run, len(probs[0])), probs)
+
+
+def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
+    """Return the tokens of a text to classify; `UserError` if the prompt has a seed or too many tokens."""
+    prompt.check_no_seed("nothing is drawn")
+    model, tokenizer = run.text_model()
+    tokens = tokenize_text(prompt.text, tokenizer)
+    limit = model.context_length
+    prompt.check_length(len(tokens), limit, f"{limit}, one before the text included")
+    return tokens
+
+
+def classify_text(run: Run, tokens: Sequence[int]) -> list[tuple[str, float]]:
+    """Return the labels of a text with their probabilities, the likeliest first."""
+    tokens_BT, valid_BT = pad_texts([tokens], run.text_model()[0].context_length)
+    probs = classify(run.model, run.params, tokens_BT[0], valid_BT[0]).tolist()
+    return _ranked(_class_names(run, len(probs)), [probs])[0]
+
+
+def _class_names(run: Run, n: int) -> Sequence[str]:
+    """Return the names of n classes, or their numbers; `UserError` if there are names for another number."""
     if run.classes and len(run.classes) != n:
         remedy = "remove it for numbers"
         raise UserError(f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; {remedy}.")
-    return _ranked(run.classes or [str(number) for number in range(n)], probs)
+    return run.classes or [str(number) for number in range(n)]
 
 
 def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[list[tuple[str, float]]]:

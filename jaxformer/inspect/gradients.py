@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.capture import Activations, capture_gradients
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.parameters import Norms, Row, norm_rows, parameter_norms, row_names, row_norms
 from jaxformer.terminal import WIDTH, align, wrap_columns
@@ -147,6 +149,30 @@ def per_example_gradients(model: nn.Module, params: Params, batch: Batch) -> Per
     mean_norm = float(total(mean_norms))
     with np.errstate(invalid="ignore", divide="ignore"):  # of a gradient that is 0
         return PerExampleGradients(loss_B, norm_B, dot_B / (norm_B * mean_norm), norms, mean_norm)
+
+
+@partial(jax.jit, static_argnames=("model", "names"))
+def gradients_by_position(
+    model: nn.Module, params: Params, example: Batch, names: str | tuple[str, ...] = "embedding"
+) -> Activations:
+    """Return the norm of the gradient of an example's loss with respect to activations at each position, `(T,)`
+    float32: what an earlier position can teach a model (Bengio et al. 1994).
+
+    Args:
+      example: with weights, the loss is that of the targets whose weight is not 0.
+      names: activations `(T, …)`, as of `capture`: the embedding, or `blocks.*.before` for each depth.
+
+    Raises:
+      UserError: a pattern matches nothing.
+    """
+    _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), names)
+    return OrderedDict((name, _position_norms(g.reshape(len(g), -1).astype(jnp.float32))) for name, g in grads.items())
+
+
+def _position_norms(x_TD: jax.Array) -> jax.Array:
+    """Return the norms of rows, `(T,)`, without squares of numbers below 1e-19, which float32 does not hold."""
+    largest_T1 = jnp.max(jnp.abs(x_TD), axis=-1, keepdims=True)
+    return largest_T1[:, 0] * jnp.linalg.norm(x_TD / jnp.where(largest_T1 > 0, largest_T1, 1), axis=-1)
 
 
 def noise_scale(norm_B: np.ndarray, mean_norm: float) -> float:

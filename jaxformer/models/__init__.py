@@ -9,13 +9,13 @@ from jaxformer.models.encoder import Classifier, ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig, MLPLanguageModel
 from jaxformer.models.objective import mean_loss, next_token_nll, objective_of
-from jaxformer.models.recurrent import Recurrent, RecurrentConfig
+from jaxformer.models.recurrent import Recurrent, RecurrentConfig, RecurrentLM, RecurrentLMConfig
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.models.vivit import FactorisedViViT, ViViT, ViViTConfig
 
 __all__ = [
     "CLIP", "CLIPConfig", "Classifier", "ClassifierConfig", "Decoder", "DecoderConfig", "EncoderConfig",
     "EncoderDecoder", "EncoderDecoderConfig", "FactorisedViViT", "ImageTowerConfig", "MLPConfig", "MLPLanguageModel",
-    "MaskedLanguageModel", "Recurrent", "RecurrentConfig", "TextTowerConfig", "ViT", "ViTConfig", "ViViT",
-    "ViViTConfig", "mean_loss", "next_token_nll", "objective_of",
+    "MaskedLanguageModel", "Recurrent", "RecurrentConfig", "RecurrentLM", "RecurrentLMConfig",
+    "TextTowerConfig", "ViT", "ViTConfig", "ViViT", "ViViTConfig", "mean_loss", "next_token_nll", "objective_of",
 ]  # fmt: skip

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
-from jaxformer.ops.alignment import additive_scores, alignment_weights, dot_scores
+from jaxformer.ops.alignment import additive_scores, alignment_weights, dot_scores, linear_scores
 from jaxformer.ops.masks import zero_padding
-from jaxformer.ops.recurrent import State, Step, gru_step, lstm_step, recur
+from jaxformer.ops.recurrent import State, Step, gru_step, lstm_step, recur, tanh_step
 
 
 class Cell(NamedTuple):
@@ -27,6 +27,10 @@ class Cell(NamedTuple):
     step: Step
 
 
+def _tanh(state: State, x_1D: jax.Array, u_1D: jax.Array, _: None) -> tuple[State, None]:
+    return tanh_step(state, x_1D, u_1D), None
+
+
 def _gru(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> tuple[State, None]:
     return gru_step(state, x_3D, u_3D, b_D), None
 
@@ -35,7 +39,7 @@ def _lstm(state: State, x_4D: jax.Array, u_4D: jax.Array, _: None) -> tuple[Stat
     return lstm_step(state, x_4D, u_4D), None
 
 
-CELLS = {"gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, _lstm)}
+CELLS = {"tanh": Cell(1, 1, _tanh), "gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, _lstm)}
 """Cells by the names that configs use. Gates are in the order of their steps: r, z, n and i, f, g, o."""
 
 
@@ -155,6 +159,7 @@ class AttentiveRecurrence(nn.Module):
       cell, d_input, d_model: see `Recurrence`.
       d_source: width E of the annotations.
       d_attention: width A of the alignment model; None for scores that are dot products, where it is D.
+      linear: an alignment model without its tanh, see `ops.alignment.linear_scores`.
     """
 
     cell: str
@@ -162,6 +167,7 @@ class AttentiveRecurrence(nn.Module):
     d_model: int
     d_source: int
     d_attention: int | None
+    linear: bool = False
 
     def setup(self) -> None:
         self.recurrence = Recurrence(self.cell, self.d_input, self.d_model)
@@ -192,14 +198,18 @@ class AttentiveRecurrence(nn.Module):
         if self.d_attention is not None:
             weights["W_a"] = self.W_a
             fixed["v_a"] = self.v_a[:, 0]
-        step = _ADDITIVE_STEPS if self.d_attention is not None else _DOT_STEPS
+        steps = _DOT_STEPS if self.d_attention is None else _LINEAR_STEPS if self.linear else _ADDITIVE_STEPS
         x_TCD = self.recurrence.project(x_TI)
-        state, h_TD, weights_TS = recur(step[self.cell], state, x_TCD, valid_T, weights, fixed)
+        state, h_TD, weights_TS = recur(steps[self.cell], state, x_TCD, valid_T, weights, fixed)
         return capture_point(self, OUTPUT, h_TD), capture_point(self, "weights", weights_TS), state
 
 
 def _additive(state: State, u: dict, fixed: dict) -> jax.Array:
     return additive_scores(u["W_a"], fixed["keys"], fixed["v_a"])
+
+
+def _linear(state: State, u: dict, fixed: dict) -> jax.Array:
+    return linear_scores(u["W_a"], fixed["keys"], fixed["v_a"])
 
 
 def _dot(state: State, u: dict, fixed: dict) -> jax.Array:
@@ -214,4 +224,5 @@ def _attending_step(step: Step, score: Any, state: State, x_CD: jax.Array, u: di
 
 
 _ADDITIVE_STEPS = {name: partial(_attending_step, cell.step, _additive) for name, cell in CELLS.items()}
+_LINEAR_STEPS = {name: partial(_attending_step, cell.step, _linear) for name, cell in CELLS.items()}
 _DOT_STEPS = {name: partial(_attending_step, cell.step, _dot) for name, cell in CELLS.items()}

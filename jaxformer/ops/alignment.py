@@ -18,6 +18,12 @@ def additive_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Arra
     return jnp.tanh(q_A + k_SA) @ v_A
 
 
+def linear_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Array:
+    """Return vᵀ (q + k), `(S,)`: additive scores without the tanh. vᵀ q is the same for all positions and cancels in
+    the softmax, so that the weights do not depend on the query."""
+    return (q_A + k_SA) @ v_A
+
+
 def dot_scores(q_A: jax.Array, k_SA: jax.Array) -> jax.Array:
     """Return qᵀ k / √A, `(S,)`: 'general' in Luong et al. 2015, section 3.1, where k = W_a h; scaled as in Vaswani et
     al. 2017."""

@@ -1,6 +1,6 @@
-"""Recurrent networks on one sequence: gated cells, and the loop over steps.
+"""Recurrent networks on one sequence: cells, and the loop over steps.
 
-C is the number of gates of a cell, three or four, and D the width of its state.
+C is the number of gates of a cell, none counted as one, and D the width of its state.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,23 @@ import jax
 import jax.numpy as jnp
 
 State = tuple[jax.Array, ...]
-"""State between steps: `(h_D,)` of a GRU, `(h_D, c_D)` of an LSTM. The first is also the step's output."""
+"""State between steps: `(h_D,)` of a plain cell or a GRU, `(h_D, c_D)` of an LSTM. The first is also the step's
+output."""
 
 Step = Callable[[State, jax.Array, Any, Any], tuple[State, Any]]
 """Function of `(state, x, u, fixed)` that returns the next state and a record of the step, where u is the last output
 times each of the weights; see `recur`."""
+
+
+def tanh_step(state: State, x_1D: jax.Array, u_1D: jax.Array) -> State:
+    """Return the next state of a plain cell: h ← tanh(x + u) (Elman 1990).
+
+    Args:
+      state: `(h_D,)`.
+      x_1D: W x + b.
+      u_1D: U h.
+    """
+    return (jnp.tanh(x_1D[0] + u_1D[0]),)
 
 
 def gru_step(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> State:

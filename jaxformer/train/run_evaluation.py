@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig
 from jaxformer.data.corpus import text_lengths, tokenize
+from jaxformer.data.dataset import Batch
 from jaxformer.data.documents import read_documents
 from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
 from jaxformer.errors import UserError
-from jaxformer.models.objective import Params, is_causal_lm
+from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_target
+from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.runs import Run
 from jaxformer.sharding import batch_shards
 from jaxformer.train.evaluate import Evaluation, Evaluator, HeldOut
@@ -30,6 +37,38 @@ def evaluate_run(
     return Evaluator(TrainSetup(config, mesh), data)(params)
 
 
+def loss_by_position(run: Run, params: Params, data: HeldOut, batch_size: int) -> np.ndarray:
+    """Return the mean loss of a run's language model at each position of the windows, `(T,)` float64 in nats per token,
+    NaN at positions that nothing is predicted from: how much a model gains from more context.
+
+    Raises:
+      UserError: the run's model predicts no next token.
+    """
+    check_causal_lm(run, "--by-position")
+    sums, counts = np.zeros(()), np.zeros(())
+    for batch in data.held_out(batch_size):
+        nats_T, weights_T = _position_sums(run.model, params, batch)
+        sums, counts = sums + np.asarray(nats_T, np.float64), counts + np.asarray(weights_T, np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.divide(sums, counts))
+
+
+@partial(jax.jit, static_argnames="model")
+def _position_sums(model: nn.Module, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sum of nats and the sum of weights at each position, `(T,)`, over a batch."""
+    outputs_B, _ = batched_apply(model, params)(*batch.inputs)
+    nll_BT = per_target(negative_log_likelihood, model, params, outputs_B, batch.targets)
+    weights_BT = jnp.ones(nll_BT.shape) if batch.weights is None else batch.weights
+    return jnp.sum(nll_BT * weights_BT, axis=0), jnp.sum(weights_BT, axis=0)
+
+
+def check_causal_lm(run: Run, option: str) -> None:
+    """Raise `UserError` where a run's model predicts no next token, which an option needs."""
+    if not is_causal_lm(run.model):
+        kind = type(run.model).__name__
+        raise UserError(f"{run.path} holds a {kind}, which predicts no next token; leave {option} out.")
+
+
 def load_held_out_text(
     run: Run, path: str, stride: int | None = None, unwrap: bool | None = None, column: str | None = None
 ) -> tuple[HeldOut, str]:
@@ -44,9 +83,7 @@ def load_held_out_text(
         be read.
     """
     model, tokenizer = run.text_model()
-    if not is_causal_lm(run.model):
-        kind = type(run.model).__name__
-        raise UserError(f"{run.path} holds a {kind}, which predicts no next token; leave --data.path out.")
+    check_causal_lm(run, "--data.path")
     length, limit = model.context_length, model.n_predicted
     if stride is not None and stride > limit:
         raise UserError(

@@ -72,6 +72,18 @@ def test_the_default_equals_the_final_validation_of_training_on_any_batch_and_me
 
 
 @pytest.mark.slow
+def test_the_losses_by_position_average_to_the_loss(here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    assert command.main(["--data.path", "books", "--by-position"]) == 0
+    metrics, by_position = capsys.readouterr().out.splitlines()[1:]
+    means = dict(part.split("=") for part in by_position.removeprefix("loss by position: ").split())
+    assert list(means) == ["1", "2", "3-4", "5-8", "9-16"]
+    loss = float(metrics.split("=")[1].split()[0])
+    np.testing.assert_allclose(np.dot([1, 1, 2, 4, 8], [float(x) for x in means.values()]) / 16, loss, rtol=2e-3)
+    assert float(means["1"]) > float(means["9-16"])
+
+
+@pytest.mark.slow
 def test_a_stride_changes_the_loss_and_not_the_number_of_targets(here, evaluate):
     plain, wide = evaluate("--data.path", "books"), evaluate("--data.path", "books", "--stride", "4")
     assert plain["targets"] == wide["targets"]

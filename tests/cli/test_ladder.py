@@ -1,6 +1,8 @@
 """Training the ladder from the command line."""
 
 import csv
+import html
+import json
 import os
 import shutil
 import signal
@@ -35,6 +37,12 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     table = {row["rung"]: row for row in csv.DictReader(Path("runs/ladder/ladder.csv").read_text().splitlines())}
     assert set(table) == {"mlp_rowwise", "residual"} and all(row["steps"] == "4" for row in table.values())
     assert 2 < float(table["residual"]["loss"]) < 7
+    texts = [json.loads(Path("runs/ladder", rung, "continuations.json").read_text()) for rung in sorted(table)]
+    prompts = [[(row["prompt"], row["temperature"]) for row in rows] for rows in texts]
+    assert prompts[0] == prompts[1] and [t for _, t in prompts[0]] == [0.5] * 3 + [0.0] * 3
+    books = " ".join(" ".join(file.read_text() for file in Path("books").iterdir()).split())
+    assert all(prompt in books for prompt, _ in prompts[0]) and all(row["text"] for rows in texts for row in rows)
+    assert html.escape(texts[1][0]["text"]) in Path("runs/ladder/ladder.html").read_text()
 
     assert ladder.main(options) == 0
     again = capfd.readouterr().out

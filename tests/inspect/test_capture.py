@@ -25,7 +25,7 @@ from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import objective_of
-from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.models.recurrent import RecurrentConfig, RecurrentLMConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point
@@ -48,6 +48,8 @@ MODELS: dict[str, ModelConfig] = {
     "experts": DecoderConfig(V, T, **BLOCKS, n_experts=4, shared_expert=True),
     "rowwise": MLPConfig(V, T, 12, (16, 17)),
     "concatenated": MLPConfig(V, T, 12, (16, 17), mixing="concatenate"),
+    "mixed": MLPConfig(V, T, 12, (16, 17), mixing="qkv"),
+    "recurrent": RecurrentLMConfig(V, T, "tanh", d_model=8, n_layers=2),
     "masked": EncoderConfig(V, T, **BLOCKS),
     "classifier": ClassifierConfig(V, T, **BLOCKS, n_classes=3),
     "encoder-decoder": EncoderDecoderConfig(V, T, **SMALL, n_encoder_blocks=1, n_decoder_blocks=2),

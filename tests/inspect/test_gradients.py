@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import gradient_report, per_example_gradients
+from jaxformer.inspect import gradient_report, gradients_by_position, per_example_gradients
 from jaxformer.inspect.gradients import EXAMPLES_PER_CHUNK, Row, noise_scale, update_grid
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
+from jaxformer.models.recurrent import RecurrentLMConfig
 from jaxformer.runs import parameter_order
-from tests.arrays import build, normal
+from tests.arrays import build, normal, random_tokens
 from tests.helpers import exhaustive
 from tests.inspect.test_capture import MODELS, T, V, random_model
 
@@ -167,3 +168,28 @@ def test_noise_scale_by_hand() -> None:
     assert noise_scale(np.sqrt([1.0, 2.0]), 1.25**0.5) == pytest.approx(0.5)
     assert noise_scale(np.array([1.0, 1.0]), 0.5**0.5 * (1 - 1e-12)) == inf
     assert np.isnan(noise_scale(np.array([1.0]), 1.0))
+
+
+def test_gradients_by_position_are_those_of_backpropagation_through_time():
+    """In float64 by hand, of a plain recurrent network that forgets: squares of the first norms are below float32's
+    smallest number."""
+    model, params = build(RecurrentLMConfig(V, T, "tanh", d_model=5))
+    layer = params["layers_0"] = params["layers_0"] | {"U": params["layers_0"]["U"] * 1e-4}
+    tokens_T = random_tokens(V, T + 1)
+    norms = gradients_by_position(model, params, Batch((tokens_T[:-1],), tokens_T[1:], jnp.eye(T)[-1]))
+
+    x_TD, W, U, b = (
+        np.asarray(x, np.float64) for x in (params["embedding"]["W_E"], layer["W"], layer["U"], layer["b_W"])
+    )
+    h_TD = [np.zeros(5)]
+    for x_D in x_TD[np.asarray(tokens_T[:-1])]:
+        h_TD.append(np.tanh(x_D @ W[0] + b[0] + h_TD[-1] @ U[0]))
+    W_out = np.asarray(params["W_out"], np.float64)
+    p_V = np.exp(h_TD[-1] @ W_out)
+    d_h, expected = W_out @ (p_V / p_V.sum() - np.eye(V)[tokens_T[-1]]), []
+    for h_D in h_TD[:0:-1]:
+        d_D = d_h * (1 - h_D**2)
+        expected.insert(0, np.linalg.norm(W[0] @ d_D))
+        d_h = U[0] @ d_D
+    assert list(norms) == ["embedding"] and expected[0] < 1e-22
+    np.testing.assert_allclose(norms["embedding"], expected, rtol=1e-3)

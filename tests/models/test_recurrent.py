@@ -14,10 +14,10 @@ from jaxformer.decode.weights import store
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture
 from jaxformer.models.objective import Params
-from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig
+from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig, RecurrentLMConfig
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.ops.masks import EMPTY
-from tests.arrays import apply, assert_close, first_params, normal, random_tokens
+from tests.arrays import apply, assert_close, first_params, normal, random_params, random_tokens
 from tests.fixtures.recurrent_weights import LENGTHS, A, D, I, recurrence_of, torch_says
 from tests.helpers import exhaustive, slow
 
@@ -268,7 +268,7 @@ def test_bfloat16_is_close(case: Small) -> None:
     ("fields", "said"),
     [
         ({"cell": "rnn"}, ["cell", "rnn", "gru, lstm"]),
-        ({"attention": "fixed", "d_attention": None}, ["attention", "fixed", "none, additive, dot"]),
+        ({"attention": "fixed", "d_attention": None}, ["attention", "fixed", "none, additive, linear, dot"]),
         ({"attention": "dot"}, ["d_attention", "3", "dot"]),
         ({"d_attention": 0}, ["d_attention", "0"]),
         ({"n_layers": 0}, ["n_layers", "0"]),
@@ -282,3 +282,51 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
     with pytest.raises(UserError) as error:
         replace(BAHDANAU, **fields)
     assert all(word in str(error.value) for word in said)
+
+
+def test_linear_attention_is_one_average_of_the_source_for_all_states() -> None:
+    """The state's part of the score is the same for all source positions, and the softmax does not see it."""
+
+    def weights_and_slope(attention: str) -> tuple[jax.Array, jax.Array]:
+        small = drawn(replace(BAHDANAU, attention=attention))
+        weights = lambda params: capture(  # noqa: E731
+            small.model, params, SOURCE_S, VALID_S, TARGET_T, names=("reader.weights",)
+        )["reader.weights"]
+        loss = lambda params: jnp.sum(weights(params) * normal(T, S))  # noqa: E731
+        return weights(small.params), jax.grad(loss)(small.params)["reader"]["W_a"]
+
+    weights_TS, slope_DA = weights_and_slope("linear")
+    assert_close(weights_TS, jnp.broadcast_to(weights_TS[0], (T, S)))
+    assert jnp.ptp(weights_TS[0, :4]) > 0.05  # it is no uniform average
+    assert jnp.abs(slope_DA).max() < 1e-6
+    weights_TS, slope_DA = weights_and_slope("additive")
+    assert jnp.ptp(weights_TS, axis=0).max() > 0.01 and jnp.abs(slope_DA).max() > 1e-3
+
+
+def test_a_plain_recurrent_language_model_is_elmans_network() -> None:
+    """In float64, one step at a time."""
+    model = RecurrentLMConfig(V, T, "tanh", d_model=D, n_layers=2).build()
+    params = random_params(model, TARGET_T)
+    x_TD = np.asarray(params["embedding"]["W_E"], np.float64)[TARGET_T]
+    for i in range(2):
+        p, h_D, h_TD = params[f"layers_{i}"], np.zeros(D), []
+        for x_D in x_TD:
+            h_D = np.tanh(x_D @ p["W"][0] + p["b_W"][0] + h_D @ p["U"][0])
+            h_TD.append(h_D)
+        x_TD = np.stack(h_TD)
+    assert_close(apply(model, params, TARGET_T), x_TD @ params["W_out"])
+
+
+@pytest.mark.slow
+def test_a_recurrent_language_model_reads_on_from_its_state_past_padding() -> None:
+    model = RecurrentLMConfig(V, T, "lstm", d_model=D, n_layers=2).build()
+    params = random_params(model, TARGET_T)
+    expected_TV = apply(model, params, TARGET_T)
+    cache = model.apply({"params": params}, 1, method="init_cache")
+    with pytest.raises(UserError, match="the cache's dtype is int8; use float32 or bfloat16 for a recurrent model"):
+        model.apply({"params": params}, 1, jnp.int8, method="init_cache")
+    tokens, positions = jnp.array([7, TARGET_T[0], TARGET_T[1]]), jnp.array([EMPTY, 0, 1])
+    x_TD, cache = apply(model, params, tokens, positions, cache, 0, method="extend")
+    assert_close(apply(model, params, x_TD[1:], method="unembed"), expected_TV[:2])
+    x_TD, _ = apply(model, params, TARGET_T[2:], jnp.arange(2, T), cache, 0, method="extend")
+    assert_close(apply(model, params, x_TD, method="unembed"), expected_TV[2:])

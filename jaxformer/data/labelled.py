@@ -1,0 +1,139 @@
+"""Texts with labels, for classifiers of texts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.contract import Task
+from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
+from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size, is_fixed
+from jaxformer.data.pairs import Pair, find_splits, read_pairs
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+
+FORMAT = 1
+"""Version of the batches; to be raised when the same texts and settings yield other batches."""
+
+
+@dataclass(frozen=True)
+class LabelledTextConfig(DataConfig):
+    """Texts with labels. A text of more tokens than the model reads is cut."""
+
+    path: str = ""
+    """Files of lines TEXT<TAB>LABEL, UTF-8: a folder with train.tsv and val.tsv; a prefix such as 'data/reviews' for
+    data/reviews.train.tsv and data/reviews.val.tsv; or one file, with val_path."""
+    val_path: str | None = None
+    """File of the validation texts, where path does not give it."""
+
+    def load(
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
+        fixed: Container[str] | None = None,
+    ) -> LabelledTextDataset:  # fmt: skip
+        if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.TEXT_CLASSIFICATION:
+            problem = f"the data is texts with labels, but {type(model).__name__} describes no classifier of texts"
+            raise UserError(f"{problem}; change one.")
+        train, val = (read_pairs(file, ("text", "label")) for file in find_splits(self.path, self.val_path))
+        classes = find_classes(self.path, train, val)
+        inferred: Any = model
+        if not is_fixed("n_classes", fixed):
+            inferred = replace(inferred, n_classes=len(classes))
+        if (n := inferred.contract.n_classes) != len(classes):
+            problem = f"{self.path} has {len(classes)} labels, but model.n_classes is {n}"
+            raise UserError(f"{problem}; set --model.n-classes {len(classes)}.")
+        given = tokenizer is not None
+        tokenizer = tokenizer or Tokenizer.train((text for text, _ in train), model.vocab_size)
+        inferred = inferred if given else infer_vocab_size(inferred, tokenizer)
+        data = LabelledTextDataset(self.path, train, val, classes, tokenizer, inferred, batch_size, seed)
+        reason = f"{self.path} has {len(classes)} labels and supports {tokenizer.vocab_size:,} tokens"
+        data.notes = (*describe_changes(model, inferred, reason), *describe_tokenizer_sample(tokenizer, self.path))
+        return data
+
+
+def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple[str, ...]:
+    """Return the labels of the training texts, sorted; `UserError` where there is one, or a held-out text has
+    another."""
+    classes = sorted({label for _, label in train})
+    if len(classes) < 2:
+        raise UserError(f"all training texts of {name} have the label {classes[0]!r}; give texts of two or more.")
+    if unknown := sorted({label for _, label in val} - {*classes}):
+        raise UserError(f"{name} has held-out texts of {unknown[0]!r}, which no training text has; leave them out.")
+    return tuple(classes)
+
+
+def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a text as a classifier reads it: first the end-of-text token, whose features are those of
+    the text."""
+    return [tokenizer.end_of_text, *tokenizer.encode(text)]
+
+
+def pad_texts(texts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens, int32, and True where there is one, both `(B, length)`; longer texts are cut."""
+    tokens_BT = np.zeros((len(texts), length), np.int32)
+    valid_BT = np.zeros((len(texts), length), bool)
+    for i, tokens in enumerate(texts):
+        cut = tokens[:length]
+        tokens_BT[i, : len(cut)], valid_BT[i, : len(cut)] = cut, True
+    return tokens_BT, valid_BT
+
+
+class LabelledTextDataset(Dataset):
+    """Texts as tokens `(B, T)`, a mask of their padding, at the right, and labels `(B,)` as targets."""
+
+    tokenizer: Tokenizer
+    model: TokenModelConfig
+
+    def __init__(
+        self, name: str, train: Sequence[Pair], val: Sequence[Pair], classes: Sequence[str], tokenizer: Tokenizer,
+        model: TokenModelConfig, batch_size: int, seed: int,
+    ) -> None:  # fmt: skip
+        """Tokenize the texts; `UserError` where there are fewer than in a batch."""
+        if len(train) < batch_size:
+            problem = f"{name} has {len(train)} training texts, fewer than train.batch_size {batch_size}"
+            raise UserError(f"{problem}; lower it.")
+        self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, classes
+        self.per_step, self.steps_per_epoch = batch_size, len(train) // batch_size
+        self._batch_size, self._seed = batch_size, seed
+        self._train, self._val = (self._encode(split) for split in (train, val))
+        digest = hashlib.sha256(f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}".encode())
+        for split in (train, val):
+            digest.update(f"split {len(split)}".encode())
+            for text in (text for pair in split for text in pair):
+                digest.update(f"{len(text)} {text}".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def _encode(self, split: Sequence[Pair]) -> tuple[list[list[int]], np.ndarray]:
+        """Return the tokens of each text, and the numbers of their labels, `(N,)`."""
+        number = {label: i for i, label in enumerate(self.classes)}
+        texts = [tokenize_text(text, self.tokenizer) for text, _ in split]
+        return texts, np.array([number[label] for _, label in split], np.int32)
+
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+        texts, labels_N = self._train
+        _, indices_B = batch_indices(len(texts), self._batch_size, self._seed, step)
+        return self._pad(texts, labels_N, indices_B[rows])
+
+    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        texts, labels_N = self._val
+        for indices_B, weights_B in padded_batches(evenly_spaced(len(texts), n), batch_size):
+            yield self._pad(texts, labels_N, indices_B)._replace(weights=weights_B)
+
+    def _pad(self, texts: Sequence[list[int]], labels_N: np.ndarray, indices_B: np.ndarray) -> Batch:
+        inputs = pad_texts([texts[i] for i in indices_B], self.model.context_length)
+        return Batch(inputs, labels_N[indices_B])
+
+    def describe(self) -> str:
+        (train, _), (val, labels_N) = self._train, self._val
+        n_cut = sum(len(text) > self.model.context_length for text in (*train, *val))
+        ((majority, count),) = Counter(labels_N.tolist()).most_common(1)
+        return (
+            f"{self.name}: {len(train):,} texts of {len(self.classes)} labels; held out: {len(val):,} texts, "
+            f"{count / len(val):.1%} of them {self.classes[majority]!r}"
+            + (f"; {n_cut:,} are cut to {self.model.context_length} tokens" if n_cut else "")
+        )
