@@ -1,6 +1,6 @@
 """Which president's address is this? The classifier of configs/classify.py, a bag of words and the majority class.
 
-    python benchmarks/classification.py --folder runs/presidents [OPTIONS OF train]
+    python -m benchmarks.classification --folder runs/presidents [OPTIONS OF train]
 
 Passages of the State of the Union addresses (the default corpus) become presidents.train.tsv and presidents.val.tsv
 below the folder: of the presidents with at least `MIN_ADDRESSES` addresses, every `HELD_OUT`th address is held out, so
@@ -19,8 +19,7 @@ from collections import Counter, defaultdict
 from importlib import import_module
 from pathlib import Path
 
-import record
-
+from benchmarks import record
 from jaxformer.data.pairs import Pair, read_pairs
 from jaxformer.data.sources import SOTU, find_files
 from jaxformer.files import write_atomically
