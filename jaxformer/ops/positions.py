@@ -58,8 +58,9 @@ def rope(
     else:
         angles_TK = positions_T[:, None] / scaling * base ** (-jnp.arange(half) / half)[None, :]
     cos, sin = jnp.cos(angles_TK).astype(x_HTK.dtype), jnp.sin(angles_TK).astype(x_HTK.dtype)
-    a, b = x_HTK[..., :half], x_HTK[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    # Of concatenated rotated halves, XLA's CPU compiler would compute sine and cosine again for every head and example.
+    cos_TK, sin_TK = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return x_HTK * cos_TK + jnp.roll(x_HTK, half, axis=-1) * sin_TK
 
 
 def positions_in_segments(segments_T: jax.Array) -> jax.Array:
