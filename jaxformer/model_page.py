@@ -17,6 +17,7 @@ from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture_shapes, model_sections
+from jaxformer.inspect.live import live_section
 from jaxformer.inspect.page import Section, write_page
 from jaxformer.inspect.training_sections import training_sections
 from jaxformer.models.objective import is_causal_lm
@@ -27,6 +28,8 @@ MAX_ATTENTION_WEIGHTS = 600_000
 """Attention weights on a page, in 4 bytes per 3, so that it stays below 1 MB."""
 MAX_HELD_OUT_TOKENS = 128
 """Tokens of a held-out text on a page."""
+N_LIVE_TOKENS = 24
+"""Tokens of a held-out text that the section with the model begins with."""
 END = "∅"
 """Symbol of the end-of-text token."""
 SYMBOLS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
@@ -34,16 +37,26 @@ DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 """Targets, and most examples, that heads are measured on by default."""
 
 
-def write_model_page(run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None) -> None:
+def write_model_page(
+    run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None, max_live_parameters: int = 0
+) -> None:
     """Write the page of a run with a checkpoint to an HTML file, with a prompt in place of a held-out text, and heads
-    and gradients measured on `n_examples` held-out examples. Raises `UserError` if the prompt does not suit the model
-    or the page, or there is neither data nor a prompt."""
+    and gradients measured on `n_examples` held-out examples. A causal decoder of at most `max_live_parameters`
+    parameters runs in the page; 0 for no such section. Raises `UserError` if the prompt does not suit the model or the
+    page, or there is neither data nor a prompt."""
     batch, reason = _held_out(run, n_examples)
     example = _example(run, prompt, batch)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
     sections: list[Section] = []
     token_text = lambda token: _token_text(run, token)  # noqa: E731
     if example is not None:
+        if max_live_parameters and is_causal_lm(run.model):
+            text_T = example[0] if prompt else example[0][:N_LIVE_TOKENS]
+            try:
+                tokenizer = run.text_model()[1]
+                sections.append(live_section(run.model, run.params, tokenizer, text_T, max_live_parameters))
+            except UserError as error:
+                facts.append(f"The model does not run in this page: {error}")
         mask = run.text_model()[0].vocab_size - 1 if contract_of(run.model).task is Task.MASKED_LM else None
         sections.append(model_sections.attention_section(run.model, run.params, example, token_text, mask))
         sections += model_sections.residual_stream_sections(run.model, run.params, example, token_text)

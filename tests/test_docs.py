@@ -127,6 +127,7 @@ def test_inline_options_exist():
         export.Arguments(),
         import_model.Arguments(),
         evaluate.Arguments(),
+        inspect.Arguments(),
         verify_resume.Arguments(load_config(f"{ROOT}/configs/quick.py")),
     ]
     known = {flag for d in defaults for group in option_groups(d) for o in group.options for flag in o.flags}

@@ -15,10 +15,10 @@ from jaxformer.fields import check_range
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. It has the
-attention maps of a text and the probability of each token; logit lens and direct logit attribution; head statistics and
-head ablation; attention saturation; per-example gradients; and the training: losses, attention entropy, update ratios,
-samples. A model shows what it has of these."""
+DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. In it, a
+decoder runs on the text that one types. It has the attention maps of a text and the probability of each token; logit
+lens and direct logit attribution; head statistics and head ablation; attention saturation; per-example gradients; and
+the training: losses, attention entropy, update ratios, samples. A model shows what it has of these."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Arguments:
     examples: int | None = None
     """Held-out examples that heads and gradients are measured on; by default those of some 1,000 targets, at most 256.
     Without the run's data, the prompt alone."""
+    max_live_parameters: int = 5_000_000
+    """Most parameters of a decoder that runs in the page on a text of your own, at 2.7 bytes each; 0 for none."""
 
 
 @as_command()
@@ -44,6 +46,7 @@ def main(arguments: list[str]) -> int:
     """Write the page; return the exit status."""
     options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
     check_range(options, "examples", least=1)
+    check_range(options, "max_live_parameters", least=0)
     machine.set_up()
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)
@@ -52,6 +55,6 @@ def main(arguments: list[str]) -> int:
 
     from jaxformer.model_page import write_model_page
 
-    write_model_page(run, path, options.prompt, options.examples)
+    write_model_page(run, path, options.prompt, options.examples, options.max_live_parameters)
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0

@@ -1,0 +1,229 @@
+"""Section of a page in which a decoder runs on the reader's own text: weights and tokenizer for `assets/live.js`."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.data.tokenizer import BYTE_OF, Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.inspect.page import Section, embed
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.nn.norms import epsilon
+from jaxformer.ops.positions import Llama3Scaling
+
+BYTES_PER_PARAMETER = 8 / 3
+"""Size of a float16 in base64."""
+SCRIPT = "the page's script"
+MAX_TOKENS = 256
+"""Most tokens of a text on the page, by which the memory for attention maps is bounded."""
+CONFIG_FIELDS = (
+    "vocab_size", "d_model", "n_blocks", "n_heads", "activation", "norm_placement", "residual", "positions",
+    "embedding_scale", "unembedding", "logit_soft_cap",
+)  # fmt: skip
+"""Fields of `DecoderConfig` that the script reads as they are."""
+ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
+ENDINGS_OF_ANY_CASE = "'[sS\u017f]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+"""The same without regard to case, as Unicode has it, by which the long s is an s."""
+GPT2_SPLIT = rf"{ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+"""Pattern of the words that byte-level tokenizers split a text into (Radford et al. 2019)."""
+KNOWN_SPLITS = (
+    GPT2_SPLIT,
+    *(
+        rf"(?i:{ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        for digits in (r"\p{N}{1,3}", r"\p{N}")  # Llama 3; Qwen
+    ),
+)
+"""Patterns of tokenizers that mean the same in JavaScript, once translated."""
+
+
+@dataclass(frozen=True)
+class LiveSection(Section):
+    """A text to type, and what a decoder computes for it in the page."""
+
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer
+    text: str
+    """Text to begin with."""
+
+    assets: ClassVar = ("charts.css", "charts.js", "attention.css", "live.css", "live.js")
+
+    def body(self) -> str:
+        """Return the element with the packed run."""
+        data = pack_model(self.config, self.params) | {"tokenizer": pack_tokenizer(self.tokenizer), "text": self.text}
+        return embed("live", data)
+
+
+def live_section(
+    model: nn.Module, params: Params, tokenizer: Tokenizer, tokens_T: jax.Array, max_parameters: int
+) -> LiveSection:
+    """Return the section of a causal decoder that begins with the text of some tokens.
+
+    Args:
+      params: the page holds them as float16.
+      max_parameters: most parameters of a model that is packed.
+
+    Raises:
+      UserError: the page's script cannot run the model or its tokenizer, or the model is too large.
+    """
+    config, n_parameters = getattr(model, "config", None), sum(x.size for x in jax.tree.leaves(params))
+    if type(config) is not DecoderConfig:  # a subclass may compute something else
+        raise UserError(f"{SCRIPT} runs decoders, and it is a {type(model).__name__}.")
+    if config.n_experts is not None:
+        raise UserError(f"{SCRIPT} has no mixture of experts.")
+    if config.prefix:
+        raise UserError(f"{SCRIPT} has causal attention alone, and no prefix.")
+    size = f"{BYTES_PER_PARAMETER * n_parameters / 1e6:.1f} MB"
+    if n_parameters > max_parameters:
+        problem = f"it has {n_parameters:,} parameters, which take {size}, and the limit is {max_parameters:,}"
+        raise UserError(f"{problem}; raise it with --max-live-parameters.")
+    pack_tokenizer(tokenizer)  # raises for what the script does not do
+    rounded_params, text = round_params(params), tokenizer.decode(np.asarray(tokens_T).tolist())
+    text_T = jnp.array(tokenizer.encode_prompt(text)[: min(config.n_positions, MAX_TOKENS)] or [tokenizer.end_of_text])
+    logits_TV = jax.jit(lambda params: model.apply({"params": params}, text_T))
+    difference = float(jnp.abs(logits_TV(params) - logits_TV(rounded_params)).max())
+    about = (
+        f"The model itself, with its {n_parameters:,} parameters, runs in this page, offline: type a text, point at "
+        "its tokens, switch heads off, or let the model continue it token by token. The parameters are stored as "
+        f"float16 ({size}), which changes the logits of the text below by at most {difference:.2g}."
+    )
+    return LiveSection("Your own text", config, rounded_params, tokenizer, text, about=about)
+
+
+def round_params(params: Params) -> Params:
+    """Return the parameters rounded to float16, as float32 NumPy arrays; `UserError` where one is not finite then."""
+    with np.errstate(over="ignore"):
+        rounded = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), params)
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(rounded)):
+        raise UserError("a parameter is not finite, or beyond 65,504, the largest number of float16.")
+    return rounded
+
+
+def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
+    """Return a decoder as JSON for the script: its settings, the names and sizes of its parameters, and these in order
+    as float16, little-endian, in base64; of a matrix, the row of each output."""
+    c = config
+    arrays = {".".join(str(key.key) for key in path): _flat(path[-1].key, np.asarray(x))
+              for path, x in jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
+    numbers = np.concatenate(list(arrays.values())).astype("<f2")
+    scale = (c.width_of_head**-0.5 if c.scaled else 1.0) if c.score_scale is None else c.score_scale
+    settings = {
+        **{name: getattr(c, name) for name in CONFIG_FIELDS},
+        "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "scale": scale, "windows": c.block_windows,
+        "norm_eps": None if c.norm == "none" else epsilon(c.norm, c.norm_eps), "qk_eps": epsilon("rmsnorm", c.norm_eps),
+        "frequencies": [_frequencies(c, i) for i in range(c.n_blocks)],
+        "has_lens": c.residual and (c.norm == "none" or c.norm_placement != "post"),
+    }  # fmt: skip
+    return {
+        "config": settings, "arrays": [[name, x.size] for name, x in arrays.items()],
+        "weights": base64.b64encode(numbers.tobytes()).decode(), "max_tokens": min(c.n_positions, MAX_TOKENS),
+    }  # fmt: skip
+
+
+def _flat(name: str, x: np.ndarray) -> np.ndarray:
+    """Return a parameter as one row of numbers, a matrix output by output."""
+    if not name.startswith("W_") or name in ("W_E", "W_pos"):  # tables have a row per token or position
+        return x.ravel()
+    return x.reshape((-1, x.shape[-1]) if name == "W_O" else (len(x), -1)).T.ravel()
+
+
+def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
+    """Return the frequencies of RoPE in a block in radians per position, K/2; None without it."""
+    if c.positions != "rope":
+        return None
+    base, scaling = c.rope_base, c.rope_scale
+    if c.local_rope_base is not None and block not in c.global_blocks:
+        base, scaling = c.local_rope_base, 1.0
+    half = c.width_of_head // 2
+    if isinstance(scaling, Llama3Scaling):
+        return scaling.frequencies(half, base).tolist()
+    return (base ** (-np.arange(half) / half) / scaling).tolist()
+
+
+def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a tokenizer of byte-pair encoding as JSON for the script; `UserError` for what the script does not do."""
+    form = json.loads(tokenizer.as_json())
+    model, splits = form["model"], list(_splits(form["pre_tokenizer"]))
+    unknown = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    if model["type"] != "BPE" or unknown:
+        raise UserError(f"{SCRIPT} has no {' or '.join([model['type'], *unknown])} of tokenizers.")
+    if any(not token["special"] for token in form["added_tokens"]):
+        raise UserError(f"{SCRIPT} has no added tokens of tokenizers that are not special.")
+    vocab, is_byte_level = model["vocab"], {"kind": "bytes"} in splits
+    if is_byte_level:
+        symbols: Any = [vocab[character] for _, character in sorted((byte, c) for c, byte in BYTE_OF.items())]
+    else:
+        symbols = {piece: i for piece, i in vocab.items() if len(piece) == 1}
+    fallback = [vocab.get(f"<0x{byte:02X}>") for byte in range(256)]
+    if not is_byte_level and None in fallback:
+        raise UserError(f"{SCRIPT} has no tokenizers of characters without a fallback to bytes.")
+    pieces = tokenizer.token_bytes
+    return {
+        "normalizers": list(_normalizers(form["normalizer"])), "splits": [s for s in splits if s["kind"] != "bytes"],
+        "symbols": symbols, "fallback": fallback,
+        "merges": [[vocab[left], vocab[right], vocab[left + right]] for left, right in model["merges"]],
+        "words": _unsplit_words(tokenizer, vocab) if model.get("ignore_merges") else {},
+        "lengths": [len(piece) for piece in pieces], "bytes": base64.b64encode(b"".join(pieces)).decode(),
+        "begin": [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text], "end": tokenizer.end_of_text,
+    }  # fmt: skip
+
+
+def _unsplit_words(tokenizer: Tokenizer, vocab: dict[str, int]) -> dict[str, list[int]]:
+    """Return the tokens of texts that are one, whatever the merges."""
+    texts = {i: tokenizer.token_bytes[i].decode("utf-8", "replace") for i in vocab.values()}
+    return {text: [i] for i, text in texts.items() if text and "\ufffd" not in text}
+
+
+def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
+    """Return the steps of a normaliser or pre-tokenizer, those of sequences one by one."""
+    if step is None:
+        return []
+    return [inner for part in step[parts] for inner in _steps(part, parts)] if step["type"] == "Sequence" else [step]
+
+
+def _normalizers(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    for s in _steps(step, "normalizers"):
+        if s["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
+            yield {"kind": "unicode", "form": s["type"]}
+        elif s["type"] == "Prepend":
+            yield {"kind": "prepend", "start": s["prepend"]}
+        elif s["type"] == "Replace" and "String" in s["pattern"]:
+            yield {"kind": "replace", "pattern": s["pattern"]["String"], "by": s["content"]}
+        else:
+            raise UserError(f"{SCRIPT} has no normaliser {s['type']} of tokenizers.")
+
+
+def _splits(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    for s in _steps(step, "pretokenizers"):
+        if s["type"] == "ByteLevel":
+            if s["add_prefix_space"]:
+                yield {"kind": "space"}
+            if s["use_regex"]:
+                yield {"kind": "regex", "pattern": _javascript(GPT2_SPLIT)}
+            yield {"kind": "bytes"}
+        elif s["type"] == "Metaspace":
+            settings = {"replacement": s["replacement"], "prepend": s["prepend_scheme"], "split": s["split"]}
+            yield {"kind": "metaspace", **settings}
+        elif s["type"] == "Digits":
+            yield {"kind": "regex", "pattern": r"\p{N}" if s["individual_digits"] else r"\p{N}+"}
+        elif s["type"] == "Split" and s["pattern"].get("Regex") in KNOWN_SPLITS and s["behavior"] == "Isolated":
+            yield {"kind": "regex", "pattern": _javascript(s["pattern"]["Regex"])}
+        else:
+            raise UserError(f"{SCRIPT} has no pre-tokenizer {s['type']} such as that of the run's tokenizer.")
+
+
+def _javascript(pattern: str) -> str:
+    """Return a known pattern for JavaScript, whose space is another and whose groups have no flags everywhere."""
+    pattern = pattern.replace(f"(?i:{ENDINGS})", ENDINGS_OF_ANY_CASE)
+    return pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")

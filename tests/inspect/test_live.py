@@ -1,0 +1,307 @@
+"""A decoder in the page: its logits, tokens, cache and head switches against the model's own, in one browser."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.inspect import intervene
+from jaxformer.inspect.live import KNOWN_SPLITS, live_section, pack_tokenizer, round_params
+from jaxformer.inspect.page import write_page
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.nn.mlp import ACTIVATIONS
+from tests.arrays import assert_close, build
+from tests.browser import browsing, complaints, embedded
+
+VOCAB, CONTEXT, TOLERANCE = 600, 24, 1e-4
+QUICK = DecoderConfig(
+    vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_blocks=2, n_heads=2, output_projection=True, qk_norm=True,
+    d_ff=(31,), norm="rmsnorm", final_norm=True, positions="rope",
+)  # fmt: skip
+CONFIGS = {
+    "quick": QUICK,
+    "llama": replace(
+        QUICK, d_model=24, n_heads=6, n_kv_heads=2, head_dim=8, activation="swiglu", bias=False, qk_norm=False,
+        unembedding="tied", rope_scaling=8.0, rope_original_context=12, rope_base=100.0,
+    ),
+    "gemma": replace(
+        QUICK, n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3, window=5,
+        global_blocks=(1,), local_rope_base=50.0, rope_scaling=2.0, embedding_scale=4.0, logit_soft_cap=3.0,
+        score_scale=0.3,
+    ),
+    "post": replace(
+        QUICK, attention_bias=True, d_ff=(32, 24), activation="gelu", norm="layernorm", norm_placement="post",
+        qk_norm=False, positions="learned", max_context=30,
+    ),
+    "rung": DecoderConfig(
+        vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=1, scaled=False, residual=False,
+        unembedding="mlp", d_ff=(32,), positions="sinusoidal",
+    ),
+}  # fmt: skip
+CORPUS = [
+    "The state of the Union is strong.\n", "We don't know  what they've seen; 1,234 of 5,678 did.\n",
+    "café, naïve, 日本語 and 🙂 in one line\n",
+]  # fmt: skip
+TEXTS = [
+    "", "a", " The  Union\n\n is   strong. ", "\t\tI'm you'LL '\u017f don't", "cafe\u0301 café",
+    "👩\u200d👧 🇩🇪🙂 日本語", "\ufeff x\u0085y\u00a0z\u2028", "<|endoftext|> </s>",
+    "12,345.67 ½²!!\r\n", "\x00\x7f\ufffd\U0010ffff", "▁▁a ▁b",
+]  # fmt: skip
+
+
+def byte_level(pattern: str, **model: Any) -> Tokenizer:
+    """Return a tokenizer of published byte-level models, which split a text by a pattern, with the merges of ours."""
+    form = json.loads(Tokenizer.train(CORPUS, 330).as_json())
+    inner = tokenizers.Tokenizer.from_str(json.dumps(form | {"model": form["model"] | model}))
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    levels = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.normalizer, inner.pre_tokenizer = normalizers.NFC(), pre_tokenizers.Sequence([split, levels])
+    return Tokenizer(inner)
+
+
+def character_level(normalizer: Any, pre_tokenizer: Any) -> Tokenizer:
+    """Return a tokenizer as SentencePiece's: merges of characters, others as bytes."""
+    words = ["▁", "T", "h", "e", "s", "t", "a", "o", "n", "▁t", "he", "▁the", "st", "sta", "▁▁", "é"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("s", "t"), ("st", "a"), ("▁", "▁")]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    inner.normalizer, inner.pre_tokenizer = normalizer, pre_tokenizer
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(inner, config={"bos_token": "<s>", "add_bos_token": True})
+
+
+PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+TOKENIZERS = {
+    "quick": lambda: Tokenizer.train(CORPUS, 400),
+    "llama": lambda: byte_level(KNOWN_SPLITS[1], ignore_merges=True),
+    "gemma": lambda: character_level(PREPENDED, None),
+    "post": lambda: character_level(None, pre_tokenizers.Metaspace("▁", "first", True)),
+    "rung": lambda: byte_level(KNOWN_SPLITS[2]),
+}
+LOGITS = """
+    const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
+    const [model, tokens, off] = [new Model(data), arguments[1], new Set([arguments[2]])];
+    const rows = (pass) => tokens.map((_, t) => Array.from(pass.logits(t)));
+    const [full, cached, ablated] = [new Pass(model), new Pass(model), new Pass(model)];
+    full.read(tokens);
+    const computed = tokens.map((_, t) => cached.read(tokens.slice(0, t + 1)));
+    ablated.read(tokens.slice(0, 9));
+    ablated.read(tokens, off);
+    const maps = Array.from({ length: data.config.n_heads }, (_, h) => Array.from(full.row(0, h, tokens.length - 1)));
+    const result = [rows(full), rows(cached), rows(ablated), maps, [full.loss(), ablated.loss()]];
+    full.read(tokens.with(3, 0), off); // another token and another head at once, and back
+    full.read(tokens);
+    return [...result, rows(full), computed];
+"""
+TOKENS = """
+    const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
+    const tokenizer = new Tokenizer(data.tokenizer);
+    return arguments[1].map((text) => [tokenizer.encode(text), tokenizer.decode(tokenizer.encode(text))]);
+"""
+
+
+@dataclass
+class Case:
+    """A model, and its place on the page."""
+
+    index: int
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case]]:
+    """Return a page with a section per model, and the models."""
+    cases, sections = {}, []
+    for index, (name, config) in enumerate(CONFIGS.items()):
+        (model, params), tokenizer = build(config), TOKENIZERS[name]()
+        tokens_T = jnp.array(tokenizer.encode("The state  of the Union"))[:CONTEXT]
+        sections.append(live_section(model, params, tokenizer, tokens_T, 100_000))
+        cases[name] = Case(index, config, round_params(params), tokenizer)
+    path = tmp_path_factory.mktemp("live") / "page.html"
+    write_page(path, "live", [], sections)
+    return path, cases
+
+
+@pytest.fixture(scope="module")
+def browser(page: tuple[Path, dict[str, Case]]) -> Iterator[Any]:
+    with browsing(page[0]) as driver:
+        yield driver
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_the_models(page, browser, name: str):
+    case = page[1][name]
+    model, head = case.config.build(), case.config.n_heads - 1
+    tokens_T = np.random.default_rng(0).integers(VOCAB, size=21)
+
+    @jax.jit
+    def apply(params: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
+        weights = []
+        keep = lambda name, x: weights.append(x) or x  # noqa: E731
+        with intervene("blocks.0.attention.weights", keep):
+            logits_TV = model.apply({"params": params}, jnp.array(tokens_T))
+        with intervene("blocks.0.attention.heads", lambda name, x: x.at[head].set(0)):
+            return logits_TV, model.apply({"params": params}, jnp.array(tokens_T)), weights[0]
+
+    logits_TV, ablated_TV, weights_HTT = apply(case.params)
+    full, cached, ablated, maps, losses, again, computed = browser.execute_script(
+        LOGITS, case.index, tokens_T.tolist(), f"0.{head}"
+    )
+    assert_close(full, logits_TV, TOLERANCE)
+    assert cached == again == full  # to the last bit
+    assert computed == [1] * len(tokens_T)
+    assert_close(ablated, ablated_TV, TOLERANCE)
+    assert_close(maps, weights_HTT[:, -1], TOLERANCE)
+    for loss, x_TV in zip(losses, (logits_TV, ablated_TV), strict=True):
+        nll_T = -jax.nn.log_softmax(x_TV)[np.arange(20), tokens_T[1:]]
+        assert loss == pytest.approx(float(nll_T.mean()), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_equal_the_tokenizers(page, browser, name: str):
+    case = page[1][name]
+    for text, (tokens, decoded) in zip(TEXTS, browser.execute_script(TOKENS, case.index, TEXTS), strict=True):
+        assert tokens == case.tokenizer.encode_prompt(text), text
+        assert decoded == case.tokenizer.decode(tokens), text
+
+
+@pytest.mark.slow
+def test_activations_equal_the_models(browser):
+    x = np.linspace(-6, 6, 97, dtype=np.float32)
+    names = list(ACTIVATIONS)
+    script = "return arguments[0].map((name) => arguments[1].map(ACTIVATIONS[name]))"
+    got = browser.execute_script(script, names, x.tolist())
+    for name, y in zip(names, got, strict=True):
+        np.testing.assert_allclose(y, ACTIVATIONS[name](x), rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
+    path, cases = page
+    case = cases["quick"]
+    live = browser.find_elements("css selector", ".live")[case.index]
+    find = lambda css: live.find_elements("css selector", css)  # noqa: E731
+    [area], [status] = find("textarea"), find(".status")
+    labels = lambda: [button.get_property("textContent") for button in find(".tokens button")]  # noqa: E731
+    shown = lambda: [value.text for value in find(".bars .value")]  # noqa: E731
+
+    def p_V(text: str, off: bool = False) -> np.ndarray:
+        edit = lambda name, x: x.at[1].set(0) if off else x  # noqa: E731
+        with intervene("blocks.1.attention.heads", edit):
+            logits_TV = case.config.build().apply({"params": case.params}, jnp.array(case.tokenizer.encode(text)))
+        return np.asarray(jax.nn.softmax(logits_TV[-1]))
+
+    assert area.get_property("value") == "The state  of the Union"
+    area.send_keys(" is")
+    text = "The state  of the Union is"
+    tokens = case.tokenizer.encode(text)
+    assert labels() == [case.tokenizer.decode([token]) for token in tokens]
+    assert f"{len(tokens)} of at most 24 tokens; 1 computed in" in status.text
+    percent = lambda p: f"{100 * p:.{1 if p < 0.1 else 0}f} %"  # noqa: E731
+    expected_V = np.sort(p_V(text))[::-1]
+    assert shown() == [percent(p) for p in expected_V[:7]]
+    assert len(find(".bars .bar")) == 7
+
+    [box] = find('input[aria-label="head 1 of layer 1"]')
+    box.click()
+    assert "without the head switched off" in status.text
+    before_V, after_V = p_V(text), p_V(text, off=True)
+    likeliest = int(before_V.argmax())
+    assert shown()[0] == f"{percent(before_V[likeliest])} → {percent(after_V[likeliest])}"
+    box.click()
+
+    find(".controls button")[0].click()  # the likeliest token
+    piece = case.tokenizer.decode([likeliest])
+    assert area.get_property("value") == text + piece and labels()[-1] == piece
+    assert "; 1 computed in" in status.text
+    assert f"{len(tokens) + 1} of 24 slots hold a token" in find(".cache p")[0].text
+
+    find(".tokens button")[2].click()
+    assert find(".tokens .from")[0].text == labels()[2] and "Position 2, " in find(".note")[0].text
+    assert [mark.text for mark in find(".bars .mark")] == ["in the text"]  # the token that follows
+    find(".heads button")[3].click()
+    assert "head 1 of layer 1 attends to" in find(".note")[0].text
+
+    area.clear()
+    area.send_keys("x" * 40)
+    tokens = case.tokenizer.encode("x" * 40)
+    assert f"{len(tokens)} tokens, of which the model reads the first 24" in status.text
+    assert not find(".controls button")[0].is_enabled()
+    area.clear()
+    area.send_keys("a\b")
+    assert status.text == "0 of at most 24 tokens."
+    assert not find(".columns")[0].is_displayed()
+    find(".controls button")[2].click()  # start again
+    assert area.get_property("value") == "The state  of the Union" and find(".columns")[0].is_displayed()
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    assert complaints(browser) == []
+    policy = path.read_text().split("Content-Security-Policy")[1].split(">")[0]
+    assert "default-src 'none'; script-src 'sha256-" in policy and "unsafe-eval" not in policy
+
+
+def test_section_says_how_weights_are_stored(page):
+    text = page[0].read_text()
+    assert (
+        "parameters are stored as float16 (0.1 MB), which changes the logits of the text below by at most 0.0" in text
+    )
+    assert embedded(text, "Your own text")[0]["max_tokens"] == CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n_experts": 2}, "no mixture of experts"),
+        ({"prefix": True}, "causal attention alone"),
+        (
+            {"d_ff": (4096,)},
+            "it has 291,728 parameters, which take 0.8 MB, and the limit is 100,000; raise it with --max",
+        ),
+    ],
+)
+def test_model_that_the_script_does_not_run_is_a_reason(changes: dict, reason: str):
+    model, params = build(replace(QUICK, **changes))
+    with pytest.raises(UserError, match=reason):
+        live_section(model, params, Tokenizer.train(CORPUS, 300), jnp.zeros(3, jnp.int32), 100_000)
+
+
+def test_parameter_beyond_float16_is_a_reason():
+    with pytest.raises(UserError, match="65,504"):
+        round_params({"W": np.array([1.0, 70_000.0], np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "reason"),
+    [
+        ("pre_tokenizer", {"type": "Whitespace"}, "no pre-tokenizer Whitespace"),
+        ("normalizer", {"type": "Lowercase"}, "no normaliser Lowercase"),
+        ("added_tokens", True, "not special"),
+    ],
+)
+def test_tokenizer_that_the_script_does_not_run_is_a_reason(part: str, value: Any, reason: str):
+    form = json.loads(Tokenizer.train(CORPUS, 300).as_json())
+    if part == "added_tokens":
+        form[part].append(form[part][0] | {"id": 300, "content": "<x>", "special": False})
+    else:
+        form[part] = value
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), config={"eos_token": END_OF_TEXT})
+    with pytest.raises(UserError, match=reason):
+        pack_tokenizer(tokenizer)
