@@ -1,6 +1,7 @@
 """Dotted names of parameters, and their norms for each head."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.nn.attention import AXES
+from jaxformer.ops import workarounds
 
 HEAD_AXIS = {
     name: axes.names.index("heads")
@@ -17,6 +19,10 @@ HEAD_AXIS = {
     if axes.role is Role.MATRIX
 }
 """Axis of the heads in the matrices that have them."""
+
+MAX_STACKED_NUMBERS = 2**14
+"""Size of an array up to which its square is summed together with those of its shape: XLA sums as long a row in one
+kernel, and a longer one in two."""
 
 Norms = dict[str, jax.Array]
 
@@ -63,13 +69,26 @@ def global_norm(norms_R: jax.Array) -> jax.Array:
 
 
 def _squares(tree: Any) -> Norms:
-    squares = {}
+    """Return the float32 sum of squares of each parameter by its dotted name: a scalar, or `(H,)` with heads.
+
+    The rows of a large array are summed where it is computed; then these sums, and small arrays, all of a shape at
+    once: a GPU needs as many kernels for three numbers as for three hundred.
+    """
+    stacks: dict[tuple[bool, bool, tuple[int, ...]], Norms] = defaultdict(dict)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = dotted(path)
-        head = HEAD_AXIS.get(name.rpartition(".")[2])
-        others = None if head is None or leaf.ndim != 3 else tuple(a for a in range(3) if a != head)
-        squares[name] = jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=others)
-    return squares
+        head = HEAD_AXIS.get(name.rpartition(".")[2]) if leaf.ndim == 3 else None
+        is_small = leaf.size <= MAX_STACKED_NUMBERS
+        squares = jnp.square((workarounds.stored(leaf) if is_small else leaf).astype(jnp.float32))
+        sums = squares if is_small else jnp.sum(squares, axis=-1)
+        rows = sums.reshape(1, -1) if head is None else jnp.moveaxis(sums, head, 0).reshape(leaf.shape[head], -1)
+        # Row sums may be split over devices, which must not spread to small arrays.
+        stacks[is_small, head is None, rows.shape][name] = rows
+    totals: Norms = {}
+    for (_, is_headless, _), stack in stacks.items():
+        totals_NH = jnp.sum(jnp.stack(list(stack.values())), axis=-1)
+        totals |= zip(stack, totals_NH[:, 0] if is_headless else totals_NH, strict=True)
+    return totals
 
 
 def row_names(shapes: Any) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +121,23 @@ def kth_largest(x: jax.Array, k: int) -> jax.Array:
     XLA's CPU compiler turns the last of the k largest, a slice, into a sort of all. Seen with jax 0.10.
     """
     return jax.lax.top_k(x, k)[0].min()
+
+
+def stored(x: jax.Array) -> jax.Array:
+    """Return an array that is read from memory where it is used.
+
+    XLA's GPU compiler would compute updates of parameters a second time to sum their squares, and keep a copy of the
+    optimizer's old state for that. Gain: with `in_order`, a step of GPT-2 of two blocks copies 1 array in place of 68.
+    Seen with jax 0.10.
+    """
+    return jax.lax.optimization_barrier(x)
+
+
+def in_order(first: Any, then: Any) -> tuple[Any, Any]:
+    """Return two trees of arrays, the second to be used once the first is computed.
+
+    XLA's GPU compiler sums the squares of parameters while it updates them, and then cannot write the new ones over the
+    old ones, but copies them. Computed first, the sums come with the conversion to bfloat16. Gain: 1 copy in place of
+    196 in a step of gpt2_124m. Seen with jax 0.10.
+    """
+    return jax.lax.optimization_barrier((first, then))

@@ -16,6 +16,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.memory import REMEDY, check_memory
 from jaxformer.models.objective import BatchReduction, Params, objective_of
+from jaxformer.ops import workarounds
 from jaxformer.parameters import global_norm, row_norms
 from jaxformer.sharding import (
     BATCH,
@@ -105,8 +106,10 @@ def make_train_step(setup: TrainSetup) -> Any:
         point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
         loss, grads = sharded_grads(point, batch, setup.example_keys(step), state.frozen)
         learning_rate = jnp.float32(schedule(updates_taken(state.opt_state)))
+        weights_R, params = workarounds.in_order(row_norms(state.params), state.params)
+        state = state._replace(params=params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        grads_R, updates_R, weights_R = (row_norms(tree) for tree in (grads, updates, state.params))
+        grads_R, updates_R = row_norms(grads), row_norms(updates)
         grad_norm, update_norm = global_norm(grads_R), global_norm(updates_R)
         # An update beyond float32 can only come of a network that is lost; testing each number costs another pass.
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.failures <= allowed)

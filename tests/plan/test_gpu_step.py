@@ -17,7 +17,7 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.plan.hlo import parse
+from jaxformer.plan.hlo import FREE, parse
 from jaxformer.plan.topology import topology_devices
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
@@ -41,7 +41,13 @@ products = [
     for name, body in program.computations.items() for i in body
     if i.opcode == "dot" or re.search('custom_call_target="(__cublas|__triton_gemm)', i.attributes)
 ]
+kernels = [
+    i.opcode for name, body in program.computations.items() if name not in program.fused
+    for i in body if i.opcode not in FREE
+]
 print(json.dumps({
+    "kernels": len(kernels),
+    "copies": kernels.count("copy"),
     "attention": setup.attention_line,
     "forward": text.count('custom_call_target="__cudnn$fmhaSoftmax"'),
     "backward": text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"'),
@@ -49,6 +55,9 @@ print(json.dumps({
     "sent": {c.kind: [c.times, c.n_bytes] for c in program.collectives(setup.mesh.size)},
 }))
 """
+
+KERNELS = 1100
+"""Of gpt2_124m, for 148 parameters; jax 0.10 makes 1,063, and 1,584 where each parameter's norms are taken apart."""
 
 
 def compile_step(mesh: str, remat: str, topology: str = "h100:8", spec: str = "") -> Any:
@@ -81,7 +90,8 @@ def test_tensor_parallelism_sends_what_its_paper_says():
     assert sum(n_bytes for _, n_bytes in result["sent"].values()) == pytest.approx(sent, rel=0.25)
 
 
-def test_gpt2_attends_by_cudnn_in_every_block():
+def test_gpt2_attends_by_cudnn_in_every_block_and_takes_its_norms_in_few_kernels():
     result = compile_step("", "none", "h100:1", f"{ROOT}/configs/gpt.py:gpt2_124m")
     assert (result["forward"], result["backward"]) == (12, 12)
     assert result["sent"] == {}
+    assert result["kernels"] < KERNELS and result["copies"] < 10
