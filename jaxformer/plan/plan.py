@@ -192,12 +192,12 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
             f"fits: {1 - plan.memory / plan.capacity:.0%} of the memory stays free"
             if plan.fits
             else f"does not fit: it needs {plan.memory / 1e9:.2f} of {plan.capacity / 1e9:.1f} GB, and "
-            f"{FREE_SHARE:.0%} should stay free; try {remedies(setup)}"
+            f"{FREE_SHARE:.0%} should stay free; try {remedies(plan, setup)}"
         )
     return lines
 
 
-def remedies(setup: TrainSetup) -> str:
+def remedies(plan: Plan, setup: TrainSetup) -> str:
     """Return options that save memory, the cheapest first."""
     c, shape, options, examples = setup.config.compute, setup.mesh.shape, [], examples_per_microbatch(setup)
     if c.remat != "block":
@@ -205,9 +205,27 @@ def remedies(setup: TrainSetup) -> str:
     if not c.scan_blocks and getattr(setup.config.model, "n_blocks", 1) > 2:
         options.append("--compute.scan-blocks")
     if examples > 1 and examples % 2 == 0:
-        options.append(f"--compute.grad-accumulation-steps {2 * c.grad_accumulation_steps}")
+        options.append(f"--compute.grad-accumulation-steps {_accumulation_that_fits(plan, setup)}")
     elif examples > 1:
         options.append("a smaller --train.batch-size")
     if shape["data"] > 1:
         options.append(f"--mesh fsdp={shape['data'] * shape['fsdp']}")
     return " or ".join(", ".join([*options, "more devices"]).rsplit(", ", 1))
+
+
+def _accumulation_that_fits(plan: Plan, setup: TrainSetup) -> int:
+    """Return the least multiple of the gradient accumulation steps, by a power of 2, that seems to fit; twice as many
+    where none does.
+
+    Parameters, their gradients and the optimizer's state stay; all else shrinks with the examples of a microbatch.
+    """
+    state = setup.abstract_state
+    fixed = sum(
+        prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves((state, state.params))
+    )
+    times, examples = 2, examples_per_microbatch(setup)
+    limit = (1 - FREE_SHARE) * (plan.capacity or 0)
+    while fixed + (plan.memory - fixed) / times > limit and examples % (2 * times) == 0:
+        times *= 2
+    fits = fixed + (plan.memory - fixed) / times <= limit
+    return (times if fits else 2) * setup.config.compute.grad_accumulation_steps

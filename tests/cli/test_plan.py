@@ -4,16 +4,24 @@ import importlib.util
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from dataclasses import replace
 from importlib.metadata import version
+from math import prod
+from typing import Any
 
+import jax
 import pytest
 from jax.experimental import topologies
 
 from jaxformer.__main__ import main
+from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
-from jaxformer.plan.plan import memory_in_error
+from jaxformer.plan.plan import memory_in_error, remedies
 from jaxformer.plan.roofline import CHIPS
 from jaxformer.plan.topology import GPUS, SPECS, check_topology, rescale_mesh, topology_devices
+from jaxformer.sharding import make_mesh
+from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT, changed
 
 SMALL = [
@@ -57,6 +65,17 @@ def test_step_that_does_not_fit_names_remedies(capsys, monkeypatch):
     assert all(
         option in last for option in ("--compute.remat block", "--compute.grad-accumulation-steps 2", "--mesh fsdp=8")
     )
+
+
+@pytest.mark.parametrize(("microbatches", "steps"), [(2, 2), (3, 4), (7, 8), (9, 2)])
+def test_gradient_accumulation_is_raised_as_far_as_memory_needs(microbatches, steps):
+    """Of 8 examples per device, one microbatch in `microbatches` would fit; with more than 8, none does."""
+    config = load_config(f"{ROOT}/configs/quick.py")
+    setup = TrainSetup(replace(config, train=replace(config.train, batch_size=64)), make_mesh("fsdp=8"))
+    state = jax.tree.leaves((setup.abstract_state, setup.abstract_state.params))
+    fixed = sum(4 * prod(x.sharding.shard_shape(x.shape)) for x in state)
+    plan: Any = Namespace(memory=fixed + microbatches * 1e6, capacity=(fixed + 1e6) / 0.9 + 1)
+    assert f"--compute.grad-accumulation-steps {steps}" in remedies(plan, setup)
 
 
 def test_memory_is_read_from_out_of_memory_errors():
