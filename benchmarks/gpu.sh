@@ -54,7 +54,7 @@ while read -r part seconds; do
   if ((status)); then
     failed+=("$part ($( ((status == 124 || status == 137)) && echo "out of time" || echo "status $status"))")
   fi
-  [[ $part == attention && $status == 2 ]] && exit 2
+  ((status == 2)) && exit 2
 done <<<"$parts"
 
 if ((${#failed[@]})); then
