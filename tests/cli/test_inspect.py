@@ -96,6 +96,7 @@ def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pyt
     assert not (moved / "inspect.html").exists()
     assert inspect.main([str(moved), "--prompt", "The cat sees the dog.", "--max-live-parameters", "0"]) == 0
     text = (moved / "inspect.html").read_text()
+    assert "<h2>Your own text</h2>" not in text
     assert (
         "Heads and gradients are measured on the prompt alone." in text
         and "The data of the run cannot be read: " in text
@@ -119,6 +120,9 @@ def test_prefix_has_no_predictions(tmp_path: Path):
     path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True, prefix=True))
     assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
     text = (path / "inspect.html").read_text()
+    assert (
+        "The model does not run in this page: the page&#x27;s script has causal attention alone, and no prefix." in text
+    )
     [shown] = embedded(text, "Attention maps")
     predictions = shown["predictions"]["text"]
     prefix = len(predictions) // 2

@@ -401,7 +401,7 @@ function live(container, data) {
   const full = new Pass(model); // with all heads
   const ablated = new Pass(model); // without those in `off`
   const off = new Set();
-  let [typed, generated, tokens] = [data.text, [], []]; // the text as typed, the tokens added to it, the tokens of both
+  let [typed, generated, tokens] = ["", [], []]; // the text as typed, the tokens added to it, the tokens of both
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
   const active = () => (off.size ? ablated : full);
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
@@ -409,7 +409,7 @@ function live(container, data) {
 
   const field = make("label", container, "Your text", "field");
   const area = make("textarea", field);
-  [area.value, area.rows, area.spellcheck, area.autocapitalize] = [typed, 3, false, "off"];
+  [area.rows, area.spellcheck, area.autocapitalize] = [3, false, "off"];
   const controls = make("div", container, "", "controls");
   const add = (text, title, pick) => {
     const button = make("button", controls, text);
@@ -436,8 +436,8 @@ function live(container, data) {
   const tiles = makeTiles();
   let drawnMap = null;
 
-  // Read the text, and show all of it.
-  function update() {
+  // Read the text, and show all of it, and what follows a position.
+  function update(at = Infinity) {
     ink = colour("--look").split(",").map(Number);
     const start = performance.now();
     const all = [...tokenizer.encode(typed), ...generated];
@@ -458,12 +458,12 @@ function live(container, data) {
       if (label(token).endsWith("⏎")) strip.append("\n");
     });
     for (const part of [note, predictions, attention, cache]) part.hidden = !tokens.length;
-    pinned = false;
+    pinned &&= at < tokens.length;
     if (!tokens.length) return;
     for (const tile of tiles) tile.paint();
     drawMap();
     drawCache();
-    select(tokens.length - 1);
+    select(Math.min(at, tokens.length - 1));
   }
 
   function append(token) {
@@ -572,9 +572,7 @@ function live(container, data) {
     box.addEventListener("change", () => {
       if (box.checked) off.delete(`${block}.${head}`);
       else off.add(`${block}.${head}`);
-      const at = position;
-      update();
-      select(at);
+      update(position);
     });
     return { paint: show };
   }
@@ -636,7 +634,7 @@ function live(container, data) {
     const heads = `${G} ${G === 1 ? "head" : "heads"}${G < H ? ` (each serves ${H / G} heads of queries)` : ""}`;
     const products = (n) => `${((n * perPosition) / 1e6).toPrecision(3)} million`;
     const saved = computed < T ? `, ${products(computed)} products with weights in place of ${products(T)}` : "";
-    make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys and values of width ${K} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update computed the ${computed} that the line below marks${saved}.`);
+    make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys and values of width ${K} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update computed ${computed === 1 ? "one position" : `${computed} positions`}, marked by the line below the columns${saved}.`);
     const canvas = make("canvas", cache);
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `keys and values of head ${head} of layer ${block}, ${T} of ${N} slots filled`);
@@ -655,15 +653,17 @@ function live(container, data) {
     make("p", cache, `Keys above, values below, of head ${head} of layer ${block}; a column per slot.`, "name");
   }
 
-  area.addEventListener("input", () => {
+  function readArea() {
     [typed, generated] = [area.value, []];
     update();
-  });
-  again.addEventListener("click", () => {
-    [typed, generated, area.value] = [data.text, [], data.text];
+  }
+  function begin() {
+    area.value = data.text;
     off.clear();
-    update();
-  });
+    readArea();
+  }
+  area.addEventListener("input", readArea);
+  again.addEventListener("click", begin);
   const tokenAt = (event) => event.target.dataset.at && Number(event.target.dataset.at);
   for (const name of ["pointerover", "focusin"]) {
     strip.addEventListener(name, (event) => { if (tokenAt(event) !== undefined && !pinned) select(tokenAt(event)); });
@@ -675,13 +675,13 @@ function live(container, data) {
     select(at);
   });
   strip.addEventListener("pointerleave", () => { if (!pinned) select(tokens.length - 1); });
-  dark.addEventListener("change", () => update());
+  dark.addEventListener("change", () => update(position));
   let width = 0;
   new ResizeObserver(() => {
     if (map.clientWidth !== width && tokens.length) drawMap();
     width = map.clientWidth;
   }).observe(container);
-  update();
+  begin();
 }
 
 drawEach("live", live);
