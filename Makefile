@@ -19,7 +19,7 @@ format:  ## Mend lint and format in place
 	ruff format .
 
 docs:  ## Build the documentation site in build/site, warnings as errors
-	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 check:  ## Run what main must pass
 	.ci/run

@@ -1,4 +1,4 @@
-"""The chapters of docs/story show what their code prints, the stored figures, and the pictures as they are drawn."""
+"""Pages show what their code prints and what is stored: the chapters of docs/story, docs/ladder.md, and pictures."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.helpers import ROOT, exhaustive
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 DEAR = {"decoding", "training"}
 """Chapters whose Python takes more than three seconds of CPU."""
-CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in sorted(story.STORY.glob("*.md"))]
+CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in story.PAGES]
 
 
 def assert_same_but_for_rounding(shown: str, expected: str) -> None:
@@ -32,12 +32,13 @@ def test_chapter_shows_what_its_code_prints(chapter):
 
 def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypatch):
     figures = {"a": {"parameters": 1200, "loss": 2.0, "perplexity": None, "bits_per_byte": 1.5, "ended_early": "x"}}
-    monkeypatch.setattr(story, "ladder", lambda: figures)
+    monkeypatch.setattr(story, "ladder", lambda: {"rungs": figures, "perplexity_by_seed": {"a": [1.0, 2.5]}})
     page = "```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\nold\n```\n\n<!-- a loss -->0<!-- -->\n"
-    page += "<!-- rungs a -->\n<!-- end -->\n"
+    page += "<!-- rungs a -->\n<!-- end -->\n<!-- seeds -->\n<!-- end -->\n"
     filled = story.fill(page)
     assert filled.startswith("```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\n3\n```\n")
     assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | - | 1.500 |" in filled
+    assert "| `a` | 1.00 | 2.50 |" in filled
     assert story.fill(filled) == filled
 
 

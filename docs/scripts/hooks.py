@@ -36,6 +36,10 @@ def link_names(markdown: str) -> str:
         if match[1]:
             package = match[1]
             return match[0]
-        return f"| [{match[2]}][{package}.{match[3]}]" if match[3] != "name" else match[0]
+        if match[3] == "name":  # the head of a table
+            return match[0]
+        # A function with the name of its file hides the module, which the reference finds in its place.
+        is_hidden = "(" in match[2] and (ROOT / package.replace(".", "/") / f"{match[3]}.py").exists()
+        return f"| [{match[2]}][{package}.{match[3]}{'.' + match[3] if is_hidden else ''}]"
 
     return PACKAGE_OR_NAME.sub(link, markdown)

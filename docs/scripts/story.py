@@ -1,10 +1,11 @@
-"""Write into the chapters of docs/story what their Python prints, and the stored figures of the ladder.
+"""Write what their Python prints into the chapters of docs/story, and into them and docs/ladder.md the stored figures.
 
-    python docs/scripts/story.py [CHAPTER.md ...]
+    python docs/scripts/story.py [PAGE.md ...]
 
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Between the marks
 `<!-- RUNG FIELD -->` and `<!-- -->` stands a figure of `benchmarks/results/ladder.json`, and between
-`<!-- rungs NAMES -->` and `<!-- end -->` a table of these rungs, of all without names.
+`<!-- rungs NAMES -->` and `<!-- end -->` a table of these rungs, of all without names; `<!-- outcomes -->` has all
+fields, and `<!-- seeds -->` the perplexities by seed.
 """
 
 import io
@@ -17,20 +18,22 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY = ROOT / "docs/story"
+PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md"]
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"<!-- (\w+) (\w+) -->.*?<!-- -->")
-TABLE = re.compile(r"^<!-- rungs(.*?) -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^<!-- (rungs|outcomes|seeds)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL)
 COLUMNS = {
     "rung": "rung", "parameters": "parameters", "loss": "nats per token", "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
 }  # fmt: skip
-DIGITS = {"loss": 3, "perplexity": 2, "bits_per_byte": 3}
+ALL_COLUMNS = COLUMNS | {"entropy": "entropy by heads; blocks", "minutes": "minutes", "sources": "the sources"}
+DIGITS = {"loss": 3, "perplexity": 2, "bits_per_byte": 3, "minutes": 1}
 
 
-def ladder() -> dict[str, dict[str, Any]]:
-    """Return the stored figures of each rung, by its name."""
-    stored: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks/results/ladder.json").read_text())["figures"]
-    return stored["rungs"]
+def ladder() -> dict[str, Any]:
+    """Return the stored figures: those of each rung by its name, and the perplexities by seed."""
+    stored: dict[str, Any] = json.loads((ROOT / "benchmarks/results/ladder.json").read_text(encoding="utf-8"))
+    return stored["figures"]
 
 
 def cell(figures: dict[str, Any], field: str) -> str:
@@ -41,11 +44,17 @@ def cell(figures: dict[str, Any], field: str) -> str:
     return f"{value:,.{DIGITS.get(field, 0)}f}" if isinstance(value, int | float) else str(value)
 
 
-def table(names: list[str]) -> str:
+def table(kind: str, names: list[str]) -> str:
     """Return rungs of the ladder as a table in Markdown."""
-    rungs = {name: figures | {"rung": f"`{name}`"} for name, figures in ladder().items()}
-    rows = [list(COLUMNS.values()), ["---"] + ["---:"] * (len(COLUMNS) - 1)]
-    rows += [[cell(rungs[name], field) for field in COLUMNS] for name in names or rungs]
+    if kind == "seeds":
+        seeds = ladder()["perplexity_by_seed"]
+        rows = [["perplexity with seed", *map(str, range(len(next(iter(seeds.values())))))]]
+        rows += [[f"`{name}`", *(f"{x:.2f}" for x in values)] for name, values in seeds.items()]
+    else:
+        columns, rungs = ALL_COLUMNS if kind == "outcomes" else COLUMNS, ladder()["rungs"]
+        rows = [list(columns.values())]
+        rows += [[cell(rungs[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in names or rungs]
+    rows.insert(1, ["---:" if re.match(r"\d", x) else "---" for x in rows[1]])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -59,11 +68,13 @@ def fill(page: str) -> str:
         shown = "".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines())
         return match[1] + (f"\n```text\n{shown}```\n" if shown else "")
 
-    page = FIGURE.sub(lambda m: f"<!-- {m[1]} {m[2]} -->{cell(ladder()[m[1]], m[2])}<!-- -->", page)
-    page = TABLE.sub(lambda m: f"<!-- rungs{m[1]} -->\n\n{table(m[1].split())}\n<!-- end -->\n", page)
+    page = FIGURE.sub(lambda m: f"<!-- {m[1]} {m[2]} -->{cell(ladder()['rungs'][m[1]], m[2])}<!-- -->", page)
+    page = TABLE.sub(
+        lambda m: f"<!-- {m[1]}{m[2] or ''} -->\n\n{table(m[1], (m[2] or '').split())}\n<!-- end -->\n", page
+    )
     return BLOCK.sub(with_output, page)
 
 
 if __name__ == "__main__":
-    for path in [Path(name) for name in sys.argv[1:]] or sorted(STORY.glob("*.md")):
+    for path in [Path(name) for name in sys.argv[1:]] or PAGES:
         path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")

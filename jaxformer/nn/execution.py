@@ -61,6 +61,7 @@ class Execution:
 
 
 PLAIN = Execution()
+"""Execution on one device, every activation saved, with the attention of `ops.attention`."""
 
 
 def input_dropout(
