@@ -372,7 +372,7 @@ class Pass {
 }
 
 // Next tokens that are shown, likeliest tokens per layer, keys that the note names, and bounds of the map's cells.
-const [NEXT_TOKENS, LENS_TOKENS, NAMED_KEYS, MAP_CELLS] = [7, 3, 4, { least: 3, labelled: 11, most: 34, letters: 10 }];
+const [NEXT_TOKENS, LENS_TOKENS, NAMED_KEYS, MAP_CELLS] = [7, 3, 4, { least: 1, labelled: 11, most: 34, letters: 10 }];
 
 // The n indices of the largest values, in descending order.
 function largest(values, n) {
