@@ -94,6 +94,7 @@ TRAINING = Case(
         "quick:modern": {"config": "quick:modern", "changes": {}},
         "ladder:rmsnorm, batch 128": {"config": "ladder:rmsnorm", "changes": {"train": {"batch_size": 128}}},
     },
+    quick=["quick:modern"],
     smoke={
         "tiny": {
             "config": "quick:modern", "changes": {"model": TINY_DECODER, "train": {"batch_size": 4}}, "size": 64,
