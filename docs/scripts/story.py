@@ -5,7 +5,7 @@
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Between the marks
 `<!-- RUNG FIELD -->` and `<!-- -->` stands a figure of `benchmarks/results/ladder.json`, and between
 `<!-- rungs NAMES -->` and `<!-- end -->` a table of these rungs, of all without names; `<!-- outcomes -->` has all
-fields, and `<!-- seeds -->` the perplexities by seed.
+fields, `<!-- mixing -->` the rungs before attention, and `<!-- seeds -->` the perplexities by seed.
 """
 
 import io
@@ -21,13 +21,16 @@ STORY = ROOT / "docs/story"
 PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md"]
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"<!-- (\w+) (\w+) -->.*?<!-- -->")
-TABLE = re.compile(r"^<!-- (rungs|outcomes|seeds)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^<!-- (rungs|outcomes|mixing|seeds)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL)
 COLUMNS = {
     "rung": "rung", "parameters": "parameters", "loss": "nats per token", "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
 }  # fmt: skip
 ALL_COLUMNS = COLUMNS | {"entropy": "entropy by heads; blocks", "minutes": "minutes", "sources": "the sources"}
-DIGITS = {"loss": 3, "perplexity": 2, "bits_per_byte": 3, "minutes": 1}
+MIXING_COLUMNS = {"rung": "rung", "input": "an MLP on"} | {
+    name: COLUMNS[name] for name in ("parameters", "loss", "perplexity")
+}
+FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes": ".1f"}
 
 
 def ladder() -> dict[str, Any]:
@@ -41,7 +44,7 @@ def cell(figures: dict[str, Any], field: str) -> str:
     value = figures[field]
     if value is None:
         return str(figures["ended_early"]) if field == "loss" else "-"
-    return f"{value:,.{DIGITS.get(field, 0)}f}" if isinstance(value, int | float) else str(value)
+    return format(value, FORMATS.get(field, ",")) if isinstance(value, int | float) else str(value)
 
 
 def table(kind: str, names: list[str]) -> str:
@@ -51,7 +54,8 @@ def table(kind: str, names: list[str]) -> str:
         rows = [["perplexity with seed", *map(str, range(len(next(iter(seeds.values())))))]]
         rows += [[f"`{name}`", *(f"{x:.2f}" for x in values)] for name, values in seeds.items()]
     else:
-        columns, rungs = ALL_COLUMNS if kind == "outcomes" else COLUMNS, ladder()["rungs"]
+        columns = {"rungs": COLUMNS, "outcomes": ALL_COLUMNS, "mixing": MIXING_COLUMNS}[kind]
+        rungs = (ladder()["before_attention"] if kind == "mixing" else ladder())["rungs"]
         rows = [list(columns.values())]
         rows += [[cell(rungs[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in names or rungs]
     rows.insert(1, ["---:" if re.match(r"\d", x) else "---" for x in rows[1]])
