@@ -114,17 +114,21 @@ def table(rungs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def fill_page(page: Path, rungs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the table between the marks of a page.
+    """Write the table between the marks of a page; see `insert`."""
+    insert(page, BEGIN, table(rungs), END)
+
+
+def insert(page: Path, begin: str, text: str, end: str) -> None:
+    """Replace what stands between two lines of a page.
 
     Raises:
-      UserError: the page lacks the marks.
+      UserError: the page lacks the lines.
     """
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise UserError(f"{page} lacks the lines {BEGIN.strip()} and {END.strip()}; put them where the table goes.")
-    write_atomically(page, f"{before}{BEGIN}\n{table(rungs)}\n{END}{after}")
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise UserError(f"{page} lacks the lines {begin.strip()} and {end.strip()}; put them where the table goes.")
+    write_atomically(page, f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def chosen_configs(options: Sequence[str]) -> dict[str, Config]:

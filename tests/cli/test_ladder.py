@@ -71,6 +71,7 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
         (["--rungs"], "--rungs"),
         (["--stepps", "3"], "unknown option --stepps; did you mean --steps?"),
         (["--rungs", "residual", "--steps", "0"], "steps is 0"),
+        (["--rungs", "squared_relu", "--model.n-heads", "3"], "n_heads 3"),
     ],
 )
 def test_wrong_input_is_one_sentence(options, said, capsys, tmp_path, monkeypatch):

@@ -1,0 +1,221 @@
+"""Candidates for the recipe of the ladder: what each gains at equal tokens, over seeds, and the time that it takes.
+
+    python benchmarks/recipe.py train --data.path books/train --data.val-path books/val [--folder FOLDER] [--seeds N]
+        [--rungs NAME ...] [--long] [OPTIONS OF ladder]
+    python benchmarks/recipe.py time [--folder FOLDER] [--rungs NAME ...] [--rounds N]
+    python benchmarks/recipe.py write [--folder FOLDER]
+
+`train` trains the rungs of `RECIPE` in `configs/ladder.py`, each with every seed, and with --long the first of them for
+ten times as many tokens. It can be stopped and started again: a run that has ended is not trained again, and another is
+resumed. `time` measures training steps of all rungs, interleaved. `write` stores the outcomes of the folder as
+`recipe.json`, and writes their table, with that of `recipe_trials.json`, into `docs/ladder.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import jax
+import numpy as np
+import record
+from sources import insert
+
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import load_config
+from jaxformer.config import Config
+from jaxformer.config_files import load_module
+from jaxformer.data.windows import next_token_batch
+from jaxformer.errors import UserError
+from jaxformer.ladder import ended_early, has_ended
+from jaxformer.runs import abstract_params, count_parameters, read_config
+from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.train.log import read_metrics
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import CompiledStep
+
+BEGIN, END = "<!-- outcomes of benchmarks/recipe.py -->\n", "<!-- end of the recipe -->\n"
+LONG = 10
+"""Times as many tokens for the first rung, whose loss the others are to reach."""
+TIMED_TARGETS = 8_192
+"""Targets per rung and round of `time`, whatever the batch."""
+QUIET = ("--train.report-every", "0", "--train.gradients-every", "0")
+"""Options that leave out what is looked at while training."""
+HEAD = ("rung", "change", "parameters", "targets", "held-out loss", "gain", "ms per 1,000 targets")
+
+
+def train(folder: Path, rungs: Sequence[str], seeds: int, long: bool, options: Sequence[str]) -> int:
+    """Train all rungs with one seed after another; return the exit status of the ladder."""
+    first = next(iter(load_module("ladder").RECIPE))
+    steps = load_config(f"ladder:{first}").steps * LONG
+    for seed in range(seeds):
+        jobs = [(f"seed-{seed}", rungs, ())] + [(f"long-{seed}", [first], ("--steps", str(steps)))] * long
+        for name, names, more in jobs:
+            command = [
+                sys.executable, "-m", "jaxformer", "ladder", "--rungs", *names, "--folder", str(folder / name),
+                "--seed", str(seed), *QUIET, *more, *options,
+            ]  # fmt: skip
+            if status := subprocess.run(command).returncode:
+                return status
+    return 0
+
+
+def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what the ended runs of each rung reached: change, parameters, and by seed the targets and the held-out
+    loss in nats of each evaluation, the last of which is of the whole held-out text."""
+    recipe = load_module("ladder").RECIPE
+    long = f"{next(iter(recipe))}, {LONG} times the targets"
+    rungs: dict[str, dict[str, Any]] = {}
+    for name, change in {**recipe, long: ""}.items():
+        pattern = f"long-*/{next(iter(recipe))}" if name == long else f"seed-*/{name}"
+        for run in sorted(folder.glob(pattern)):
+            if not has_ended(run):
+                continue
+            if cause := ended_early(run):
+                raise UserError(f"{run} {cause}, which no rung of the recipe may; change its settings.")
+            config: Any = read_config(run)
+            per_step = config.train.batch_size * config.model.context_length
+            curve = [[row["step"] * per_step, row["val_loss"]] for row in read_metrics(run) if "val_loss" in row]
+            n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
+            rung = rungs.setdefault(name, {"change": change, "parameters": n_parameters, "seeds": {}})
+            rung["seeds"][str(config.seed)] = curve
+    return rungs
+
+
+def measure_time(rungs: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds per 1,000 targets of each rung and round, training steps on random tokens; every round has
+    all rungs, so that what else the machine does meets all alike."""
+    measures = {name: _timer(load_config(f"ladder:{name}")) for name in rungs}
+    for measure in measures.values():
+        measure()  # warms caches
+    times: dict[str, list[float]] = {name: [] for name in rungs}
+    for _ in range(rounds):
+        for name, measure in measures.items():
+            times[name].append(round(measure(), 3))
+    return times
+
+
+def _timer(config: Config) -> Callable[[], float]:
+    """Return a function that takes steps of a config, and returns milliseconds per 1,000 targets."""
+    model: Any = config.model
+    B, T = config.train.batch_size, model.context_length
+    setup = TrainSetup(config, make_mesh(config.mesh))
+    tokens_BT = np.random.default_rng(0).integers(model.vocab_size, size=(B, T + 1), dtype=np.int32)
+    batch = global_device_put(next_token_batch(tokens_BT), batch_sharding(setup.mesh))
+    step, state = CompiledStep(setup, print), setup.init_state()
+    step.compile(batch)
+
+    def measure() -> float:
+        nonlocal state
+        n = max(1, TIMED_TARGETS // (B * T))
+        began = time.perf_counter()
+        for i in range(n):
+            state, metrics = step(state, batch, i)
+        jax.block_until_ready(metrics)
+        return (time.perf_counter() - began) / (n * B * T) * 1e6
+
+    return measure
+
+
+def last_losses(rung: Mapping[str, Any]) -> dict[str, float]:
+    """Return the last held-out loss by seed."""
+    return {seed: curve[-1][1] for seed, curve in rung["seeds"].items()}
+
+
+def with_spread(values: Sequence[float]) -> str:
+    """Return the mean and, of several values, their standard deviation."""
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """Return the outcomes as a table in Markdown. A rung's gain is over the rung before it, seed by seed."""
+    rows, before = [HEAD], dict[str, float]()
+    for name, rung in figures["rungs"].items():
+        losses, times = last_losses(rung), figures["ms_per_1000_targets"].get(name)
+        gains = [before[seed] - losses[seed] for seed in sorted(losses.keys() & before.keys())]
+        targets = next(iter(rung["seeds"].values()))[-1][0]
+        rows.append((
+            f"`{name}`" if rung["change"] else name, rung["change"] or "-", f"{rung['parameters']:,}", f"{targets:,}",
+            with_spread([*losses.values()]), with_spread(gains) if gains and rung["change"] else "-",
+            f"{median(times):.0f}" if times else "-",
+        ))  # fmt: skip
+        before = losses
+    return markdown(rows)
+
+
+def trials_table(trials: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the trainings that chose the options as a table in Markdown; a positive gain is a lower loss."""
+    rows = [("trial", "with", "CPU s", "held-out loss", "gain")]
+    for name, x in trials.items():
+        gain = f"{trials[x['over']]['loss'] - x['loss']:+.3f} over {x['over']}" if x["over"] else "-"
+        rows.append((name, x["with"], f"{x['cpu_seconds']:.0f}", f"{x['loss']:.3f}", gain))
+    return markdown(rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, the first row its head."""
+    head, *others = (f"| {' | '.join(row)} |\n" for row in rows)
+    return "".join([head, "|---" * len(rows[0]) + "|\n", *others])
+
+
+def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what the page of the ladder shows."""
+    measured = table(figures) if figures else "No candidate of this size has been trained yet.\n"
+    return (
+        f"{measured}\nTrials of models 64 wide, one seed each, learning rates not tuned; held out are 120,000 tokens "
+        f"of three of the training books, each window of its own context:\n\n{trials_table(trials)}"
+    )
+
+
+def read(name: str) -> Any:
+    """Return the figures of a file of results, none where there is no file."""
+    path = record.RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else {}
+
+
+def main() -> int:
+    """Train, measure or write; return the exit status."""
+    recipe: dict[str, str] = load_module("ladder").RECIPE
+    parser = argparse.ArgumentParser(description="The recipe of the ladder.", allow_abbrev=False)
+    parser.add_argument("what", choices=("train", "time", "write"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="folder of the runs")
+    parser.add_argument("--rungs", nargs="+", choices=[*recipe], default=[*recipe], help="rungs (default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds per rung (default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of time (default: 5)")
+    parser.add_argument("--long", action="store_true", help=f"the first rung also with {LONG} times the tokens")
+    own, options = parser.parse_known_args()
+    times = own.folder / "times.json"
+    try:
+        if own.what == "train":
+            if not any(option.split("=")[0] == "--data.path" for option in options):
+                parser.error("--data.path is missing; name the folder of the books")
+            return train(own.folder, own.rungs, own.seeds, own.long, options)
+        if options:
+            parser.error(f"{own.what} has no option {options[0]}")
+        if own.what == "time":
+            machine.set_up(min(load_config(f"ladder:{name}").train.batch_size for name in own.rungs))
+            own.folder.mkdir(parents=True, exist_ok=True)
+            times.write_text(json.dumps(measure_time(own.rungs, own.rounds)) + "\n", encoding="utf-8")
+            return 0
+        if not (rungs := outcomes(own.folder)):
+            raise UserError(f"{own.folder} holds no run of the recipe that has ended; train them first.")
+        taken = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
+        figures = {"rungs": rungs, "ms_per_1000_targets": taken}
+        record.write("recipe", figures, record.versions("jax", "jaxlib", "flax", "optax"))
+        page = record.ROOT / "docs" / "ladder.md"
+        insert(page, BEGIN, section(figures, read("recipe_trials")), END)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
