@@ -1,9 +1,9 @@
 """Candidates for the recipe of the ladder: what each gains at equal tokens, over seeds, and the time that it takes.
 
-    python benchmarks/recipe.py train --data.path books/train --data.val-path books/val [--folder FOLDER] [--seeds N]
+    python -m benchmarks.recipe train --data.path books/train --data.val-path books/val [--folder FOLDER] [--seeds N]
         [--rungs NAME ...] [--long] [OPTIONS OF ladder]
-    python benchmarks/recipe.py time [--folder FOLDER] [--rungs NAME ...] [--rounds N]
-    python benchmarks/recipe.py write [--folder FOLDER]
+    python -m benchmarks.recipe time [--folder FOLDER] [--rungs NAME ...] [--rounds N]
+    python -m benchmarks.recipe write [--folder FOLDER]
 
 `train` trains the rungs of `RECIPE` in `configs/ladder.py`, each with every seed, and with --long the first of them for
 ten times as many tokens. It can be stopped and started again: a run that has ended is not trained again, and another is
@@ -25,9 +25,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import record
-from sources import insert
 
+from benchmarks import record
+from benchmarks.sources import insert
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config

@@ -127,7 +127,7 @@ cosine = next_rung(
     adamw, "cosine", "warm-up, then half a cosine", optimizer={"schedule": "cosine", "warmup_steps": 50},
 )  # fmt: skip
 
-# Four times as many steps, in which Adam takes as long as for a larger batch.
+# Four times as many steps; Adam takes as long for each as for one of a larger batch.
 small_batches = next_rung(cosine, "small_batches", "batches of 16", 16)
 
 # As many targets per step, most of which have more context. Windows of one text no longer overlap.

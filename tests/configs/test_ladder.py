@@ -1,17 +1,17 @@
 """Candidates for the recipe of the ladder, and the table of their outcomes."""
 
-import importlib
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from benchmarks import recipe
 from configs import ladder
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
@@ -24,13 +24,6 @@ from jaxformer.train.step import make_train_step
 from tests.helpers import ROOT, exhaustive
 
 LAST = [*ladder.RECIPE][-1]
-
-
-@pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the benchmark as a module."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("recipe")
 
 
 @pytest.mark.slow
@@ -59,7 +52,7 @@ def test_candidates_learn_a_batch_by_heart(name: str) -> None:
     assert np.isfinite(losses).all() and losses[-1] < 0.75 * losses[0]
 
 
-def test_gains_are_of_the_same_seeds(recipe: ModuleType) -> None:
+def test_gains_are_of_the_same_seeds() -> None:
     def rung(change: str, **losses: float) -> dict:
         return {"change": change, "parameters": 1000, "seeds": {s: [[400, 9.0], [800, x]] for s, x in losses.items()}}
 
@@ -78,7 +71,7 @@ def test_gains_are_of_the_same_seeds(recipe: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_outcomes_are_those_of_ended_runs(recipe: ModuleType, tmp_path: Path) -> None:
+def test_outcomes_are_those_of_ended_runs(tmp_path: Path) -> None:
     def write(seed: int, *rows: dict) -> None:
         config = replace(load_config(f"ladder:{LAST}"), seed=seed)
         run = create_run(tmp_path / f"seed-{seed}" / LAST, config, Tokenizer.train([], 257), allow_suffix=False)
@@ -96,9 +89,7 @@ def test_outcomes_are_those_of_ended_runs(recipe: ModuleType, tmp_path: Path) ->
         recipe.outcomes(tmp_path)
 
 
-def test_each_seed_trains_all_rungs_and_the_first_for_longer(
-    recipe: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_seed_trains_all_rungs_and_the_first_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[str] = []
 
     def run(command: list[str]) -> SimpleNamespace:
@@ -124,7 +115,7 @@ def test_each_seed_trains_all_rungs_and_the_first_for_longer(
     ],
 )
 def test_mistakes_of_recipe_are_named(
-    recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options: list[str], message: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options: list[str], message: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["recipe.py", *options])
     try:
@@ -134,6 +125,6 @@ def test_mistakes_of_recipe_are_named(
     assert status == 2 and message in capsys.readouterr().err
 
 
-def test_page_of_the_ladder_shows_the_stored_recipe(recipe: ModuleType) -> None:
+def test_page_of_the_ladder_shows_the_stored_recipe() -> None:
     shown = (ROOT / "docs/ladder.md").read_text().split(recipe.BEGIN)[1].split(recipe.END)[0]
     assert shown == f"\n{recipe.section(recipe.read('recipe'), recipe.read('recipe_trials'))}\n"
