@@ -197,7 +197,7 @@ INPUT = Case(
     about="A batch of shuffled windows of 33 tokens at stride 1, without replacement, beside grain's usual way of one "
     "record per example; the ladder's batch has 4,096.",
     unit="ms per batch",
-    sides={"jaxformer": Side("benchmarks.pipeline:jaxformer", role="ours"), "grain": Side("pipeline:grain")},
+    sides={"jaxformer": Side("benchmarks.pipeline:jaxformer", role="ours"), "grain": Side("benchmarks.pipeline:grain")},
     points={"batch 4,096": {"n_tokens": 15_000_000, "length": 33, "batch_size": 4096}},
     smoke={"batch 8": {"n_tokens": 1000, "length": 33, "batch_size": 8}},
     derive=lambda _, facts, ms: {
@@ -209,7 +209,10 @@ CHECKPOINT = Case(
     about="Parameters and momentum, saved until they are written, and restored. Ours adds SHA-256 checksums and "
     "verifies them; `torch.save` has none.",
     unit="ms",
-    sides={"jaxformer": Side("benchmarks.saving:jaxformer", role="ours"), "torch": Side("saving:torch", needs=TORCH)},
+    sides={
+        "jaxformer": Side("benchmarks.saving:jaxformer", role="ours"),
+        "torch": Side("benchmarks.saving:torch", needs=TORCH),
+    },
     points={
         f"{action}, {n / 1e6:g} million parameters": {"parameters": n, "action": action}
         for n in (1_000_000, 25_000_000) for action in ("save", "restore")

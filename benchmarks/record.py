@@ -60,14 +60,15 @@ def write(
 
     Args:
       name: of the benchmark.
-      figures: JSON types; units stand in the keys.
+      figures: JSON types; units stand in the keys. The load is the average number of runnable processes over five
+        minutes, of this measurement and of others.
       software: what `versions` gave in the processes that were measured.
       folder: where to.
       hardware: what there is besides the CPU, such as `gpu="…"`.
     """
     record = {
         "figures": figures,
-        "hardware": {"cpu": cpu(), "cores": cores(), **hardware},
+        "hardware": {"cpu": cpu(), "cores": cores(), "load": round(os.getloadavg()[1], 2), **hardware},
         "versions": software,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

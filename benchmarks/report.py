@@ -38,12 +38,14 @@ def section(name: str, result: dict[str, Any]) -> str:
     device = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
     versions = ", ".join(f"{key} {version}" for key, version in result["versions"].items())
     rounds = "" if "rounds" not in figures else f"; {figures['rounds']} rounds"
+    load = f", load {hardware['load']}" if "load" in hardware else ""
     title = f"{name} (GPU)" if "gpu" in hardware else name
     missing = figures["left_out"].items()
     left_out = "".join(f"\n{side} is left out: no {', '.join(names)}.\n" for side, names in missing)
     return (
         f"### {title}\n\n{CASES[name].about}\n{left_out}\n{table(figures)}\n"
-        f"{device}, {hardware['cores']} cores; {versions}; commit {result['commit'][:12]}, {result['date']}{rounds}.\n"
+        f"{device}, {hardware['cores']} cores{load}; {versions}; "
+        f"commit {result['commit'][:12]}, {result['date']}{rounds}.\n"
     )
 
 

@@ -1,5 +1,6 @@
 """Benchmarks: the harness, the report and the shell scripts."""
 
+import ast
 import json
 import os
 import signal
@@ -82,6 +83,13 @@ def test_side_that_ends_is_named(tmp_path, monkeypatch, capfd):
     with pytest.raises(MeasurementError, match="the process of peer ended; what it printed stands above"):
         measured(tmp_path, monkeypatch, value="not a number")
     assert "TypeError" in capfd.readouterr().err
+
+
+def test_sides_of_all_cases_are_functions_that_exist():
+    makes = {side.make.partition(":")[::2] for case in CASES.values() for side in case.sides.values()}
+    for module, function in makes:
+        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (module, function)
 
 
 def test_report_shows_the_stored_results():
