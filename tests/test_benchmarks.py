@@ -107,7 +107,7 @@ def test_mistyped_case_is_refused_with_those_there_are():
 @pytest.mark.slow
 def test_attention_of_all_libraries_agrees_and_is_stored(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "attention", "--smoke", "--results", str(tmp_path)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = own_devices() | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -119,6 +119,11 @@ def test_attention_of_all_libraries_agrees_and_is_stored(tmp_path):
     assert stored["figures"]["left_out"] == {} or not find_spec("torch")
 
 
+def own_devices() -> dict[str, str]:
+    """Return the environment without the number of devices of the tests."""
+    return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+
+
 def stand_in(folder: Path, body: str) -> Path:
     """Write an interpreter for `gpu.sh` that runs shell code with the name of the case as `$script`."""
     file = folder / "python"
@@ -128,8 +133,7 @@ def stand_in(folder: Path, body: str) -> Path:
 
 
 def gpu(python: Path, *options: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    environment |= {"PYTHON": str(python)}
+    environment = own_devices() | {"PYTHON": str(python)}
     return subprocess.run([GPU, *options], env=environment, capture_output=True, text=True, timeout=560, check=False)
 
 
@@ -249,8 +253,7 @@ def test_rung_that_has_not_gone_on_keeps_its_outcome():
 
 def ladder(folder: Path, *options: str) -> subprocess.Popen:
     """Start `sources.sh` with results and a page in the folder."""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    environment |= {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    environment = own_devices() | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [SOURCES, "--folder", folder / "runs", *options],
         env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -332,7 +335,7 @@ def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path
 def test_all_cases_run_at_tiny_points(tmp_path):
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "benchmarks", "--smoke", "--results", str(tmp_path)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = own_devices() | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
