@@ -22,14 +22,13 @@ from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.extras import import_extra, missing_extras
 from jaxformer.files import write_atomically
-from jaxformer.inspect.charts import STEP, Axis, Line, Lines
-from jaxformer.inspect.page import Table, write_page
+from jaxformer.inspect.page import write_page
+from jaxformer.ladder_page import LOSS_AXIS, ladder_sections
 from jaxformer.runs import Run, abstract_params, count_parameters, load_run, read_config
 from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
 
 ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
-LOSS_AXIS = "held-out loss, nats per token"
 HEAD = (
     "rung", "parameters", "steps", "targets", "loss", "perplexity", "bpb", "minutes", "ended early", "entropy",
     "share of the largest", "positions", "the sources",
@@ -196,12 +195,7 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
     if not missing_extras("matplotlib"):
         write_atomically(folder / "ladder.png", _picture(curves))
         written.append("ladder.png")
-    note = "Losses are of held-out text; entropies of heads, separated by ; between blocks."
-    table = Table("Outcomes", HEAD, [astuple(r) for r in results], about=note)
-    lines = [Line(steps, losses, label, points=True) for label, steps, losses in curves]
-    chart = Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 460)
-    texts = Table("Continuations of held-out text", ("rung", "prompt", "temperature", "continuation"), continuations)
-    write_page(folder / "ladder.html", "The ladder", [ABOUT], [table, chart, texts])
+    write_page(folder / "ladder.html", "The ladder", [ABOUT], ladder_sections(results, folder, continuations))
     return [*written, "ladder.html"]
 
 

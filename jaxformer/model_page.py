@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import numpy as np
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.decode import translate_tokens
+from jaxformer.decode.classify import classify, classify_zero_shot
 from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture_shapes, model_sections
+from jaxformer.inspect.charts import Heatmap
 from jaxformer.inspect.live import live_section
-from jaxformer.inspect.page import Section, write_page
+from jaxformer.inspect.page import Section, Table, write_page
+from jaxformer.inspect.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
 from jaxformer.inspect.training_sections import training_sections
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.runs import Run, count_parameters, load_data
@@ -33,6 +37,12 @@ N_LIVE_TOKENS = 24
 END = "∅"
 """Symbol of the end-of-text token."""
 SYMBOLS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
+N_PICTURES, N_TRANSLATIONS = 8, 6
+"""Held-out images and translations on a page."""
+N_CHANCES = 4
+"""Likeliest classes or captions of an image."""
+LONG_SOURCE = 24
+"""Tokens of the source, at most, of the pair whose attention is shown."""
 DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 """Targets, and most examples, that heads are measured on by default."""
 
@@ -60,7 +70,9 @@ def write_model_page(
         mask = run.text_model()[0].vocab_size - 1 if contract_of(run.model).task is Task.MASKED_LM else None
         sections.append(model_sections.attention_section(run.model, run.params, example, token_text, mask))
         sections += model_sections.residual_stream_sections(run.model, run.params, example, token_text)
-    if batch is None and example is not None:
+    if batch is not None:
+        sections += _task_sections(run, batch)
+    elif example is not None:
         batch = _as_batch(run, example)
     if batch is not None:
         measured = model_sections.head_sections(run.model, run.params, batch)
@@ -103,6 +115,73 @@ def _held_out(run: Run, n: int | None) -> tuple[Batch | None, str]:
     return jax.tree.map(lambda x: x[has_targets], batch), ""
 
 
+def _task_sections(run: Run, batch: Batch) -> list[Section]:
+    """Return what a page shows of held-out examples besides attention to a text: images, captions, translations."""
+    task = contract_of(run.model).task
+    if task is Task.IMAGE_CLASSIFICATION:
+        return [_classified_images(run, batch)]
+    if task is Task.CONTRASTIVE:
+        return _matched_captions(run, batch)
+    return [_translations(run, batch)] if task is Task.SEQUENCE_TO_SEQUENCE else []
+
+
+def _classified_images(run: Run, batch: Batch) -> Section:
+    """Return images with the likeliest classes and the attention over their patches."""
+    images = np.asarray(batch.inputs[0])[:N_PICTURES]
+    pictures = []
+    for number, (image_HWC, label) in enumerate(zip(images, batch.targets, strict=False)):
+        p_V = np.asarray(classify(run.model, run.params, jnp.asarray(image_HWC)))
+        names = run.classes or [str(i) for i in range(len(p_V))]
+        pictures.append(_picture(image_HWC, f"held-out image {number}", names, p_V, int(label)))
+    about = "The likeliest classes of held-out images. Point at a patch for its share of the attention."
+    maps = patch_attention(run.model, run.params, (jnp.asarray(images),))
+    return PictureSection("Images", pictures, maps, patch_grid(run.model), about=about)
+
+
+def _matched_captions(run: Run, batch: Batch) -> list[Section]:
+    """Return images with the held-out captions that match best, and the similarity of some to their captions."""
+    assert run.tokenizer is not None
+    images, tokens_BT, valid_BT = (np.asarray(x) for x in batch.inputs)
+    _, first, caption_of = np.unique(batch.targets, return_index=True, return_inverse=True)  # captions may be equal
+    captions = [run.tokenizer.decode(tokens_BT[b][valid_BT[b]][1:-1].tolist()) for b in first]
+    p_BN = np.asarray(classify_zero_shot(run.model, run.params, jnp.asarray(images), tokens_BT[first], valid_BT[first]))
+    n = min(N_PICTURES, len(images))
+    pictures = [_picture(images[b], f"held-out image {b}", captions, p_BN[b], int(caption_of[b])) for b in range(n)]
+    maps = patch_attention(run.model, run.params, tuple(jnp.asarray(x[:n]) for x in (images, tokens_BT, valid_BT)))
+    about = f"The captions that match best, of {len(captions):,} held-out ones, by zero-shot classification."
+    matches = PictureSection("Images", pictures, maps, patch_grid(run.model), "its caption", about=about)
+    shown = list(dict.fromkeys(caption_of[:n].tolist()))
+    p_of_shown = p_BN[:n, shown]
+    similarity = Heatmap(
+        "Similarity of images and captions", p_of_shown, [f"image {b}" for b in range(n)],
+        [captions[i] for i in shown], texts=[[f"{p:.0%}" for p in row] for row in p_of_shown], cell=(64, 56),
+        images=[png_uri(image) for image in images[:n]], largest=1,
+        about=f"Probability of each caption for each image, among {len(captions):,} captions.",
+    )  # fmt: skip
+    return [matches, similarity]
+
+
+def _picture(image_HWC: np.ndarray, name: str, labels: Sequence[str], p_V: np.ndarray, actual: int) -> Picture:
+    likeliest = [int(i) for i in np.argsort(-p_V)[:N_CHANCES]]
+    chances = [(labels[i], float(p_V[i])) for i in likeliest]
+    return Picture(image_HWC, name, chances, (labels[actual], float(p_V[actual])))
+
+
+def _translations(run: Run, batch: Batch) -> Section:
+    """Return held-out sources beside the model's greedy translations and the references."""
+    config, tokenizer = run.text_model()
+    sources_BS, valid_BS, references_BT = (np.asarray(x) for x in batch.inputs)
+    longest = np.argsort(-valid_BS.sum(axis=1), kind="stable")[:N_TRANSLATIONS]
+    sources = [sources_BS[b][valid_BS[b]].tolist() for b in longest]
+    references = [references_BT[b][np.asarray(batch.weights)[b] > 0][1:].tolist() for b in longest]
+    end, limit = tokenizer.end_of_text, config.context_length
+    translations = translate_tokens(run.model, run.params, sources, end_of_text=end, context_length=limit)
+    rows = [
+        [tokenizer.decode(tokens) for tokens in texts] for texts in zip(sources, translations, references, strict=True)
+    ]
+    return Table("Translations", ("source", "greedy translation", "reference"), rows, about="Held-out sentences.")
+
+
 def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ...] | None:
     """Return the inputs of the prompt or of a held-out example, without padding; None for a model without texts, or of
     full windows; `UserError` if the prompt does not suit the run's model, or the page."""
@@ -117,7 +196,7 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ..
     if prompt is not None:
         example = _encode(run, Prompt(prompt, "--prompt"))
     elif batch is not None:
-        example = _first_unpadded(batch, MAX_HELD_OUT_TOKENS)
+        example = _held_out_example(run, batch, MAX_HELD_OUT_TOKENS)
     else:
         raise UserError("the run's data is not here to take a text from; give one with --prompt.")
     maps = capture_shapes(run.model, run.params, *example, names=model_sections.MAPS, missing_ok=True)
@@ -128,7 +207,7 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ..
     max_tokens = int(n_tokens * (MAX_ATTENTION_WEIGHTS / n_weights) ** 0.5)
     if prompt is None:
         assert batch is not None
-        return _first_unpadded(batch, max_tokens)
+        return _held_out_example(run, batch, max_tokens)
     remedy = f"a page holds at most {MAX_ATTENTION_WEIGHTS:,}: shorten it to about {max_tokens} tokens"
     raise UserError(f"--prompt has {n_tokens} tokens, and so the model {n_weights:,} attention weights; {remedy}.")
 
@@ -141,14 +220,32 @@ def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
         tokens = encode_masked(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
     if contract.task is Task.SEQUENCE_TO_SEQUENCE:
-        source, end, limit = encode_source(prompt, run), tokenizer.end_of_text, config.context_length
-        [target] = translate_tokens(run.model, run.params, [source], end_of_text=end, context_length=limit)
-        return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][:limit])
+        return _with_translation(run, encode_source(prompt, run))
     tokens = tokenizer.encode_prompt(prompt.text)
     prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
     # The first half of the text is the prefix, from which the other half is predicted.
     prefix = (jnp.int32(len(tokens) // 2),) if contract.has_prefix else ()
     return jnp.array(tokens), *prefix
+
+
+def _with_translation(run: Run, source: list[int]) -> tuple[Any, ...]:
+    """Return a source with the model's own translation as the target."""
+    config, tokenizer = run.text_model()
+    end, limit = tokenizer.end_of_text, config.context_length
+    [target] = translate_tokens(run.model, run.params, [source], end_of_text=end, context_length=limit)
+    return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][:limit])
+
+
+def _held_out_example(run: Run, batch: Batch, max_tokens: int) -> tuple[Any, ...]:
+    """Return a batch's first example without padding; of translations the longest source that is not too long, with the
+    model's own translation."""
+    if contract_of(run.model).task is not Task.SEQUENCE_TO_SEQUENCE:
+        return _first_unpadded(batch, max_tokens)
+    lengths_B = np.asarray(batch.inputs[1]).sum(axis=1)
+    suitable = lengths_B <= min(LONG_SOURCE, max_tokens)
+    b = np.argmax(np.where(suitable, lengths_B, 0)) if suitable.any() else np.argmin(lengths_B)
+    source_S, _, target_T = _with_translation(run, np.asarray(batch.inputs[0])[b][: lengths_B[b]].tolist())
+    return source_S[:max_tokens], jnp.ones(min(len(source_S), max_tokens), bool), target_T[:max_tokens]
 
 
 def _first_unpadded(batch: Batch, max_tokens: int) -> tuple[Any, ...]:
@@ -159,8 +256,6 @@ def _first_unpadded(batch: Batch, max_tokens: int) -> tuple[Any, ...]:
         return (first[rest[1] == 1][:max_tokens],)
     if rest and rest[0].dtype == bool:
         first, rest[0] = first[rest[0]], rest[0][rest[0]]
-    if len(rest) == 2:  # the target of a sequence-to-sequence model
-        rest[1] = rest[1][example.weights > 0]
     return tuple(x[:max_tokens] if x.ndim else jnp.minimum(x, max_tokens // 2) for x in (first, *rest))
 
 

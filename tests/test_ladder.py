@@ -87,6 +87,8 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert four.minutes == pytest.approx(50 / 60_000)
     assert has_ended(tmp_path / "four_blocks") and not has_ended(tmp_path / "residual")  # nothing is saved
 
+    told = [{"prompt": "Call me", "temperature": 0.0, "text": " <b>"}]
+    (tmp_path / "residual/continuations.json").write_text(json.dumps(told))
     write_results(results, tmp_path)
     rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
     assert [row["rung"] for row in rows] == ["residual", "four_blocks"]
@@ -95,6 +97,15 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert f'data-value="{math.exp(4)!r}">54.60<' in page and "<td>not finite at step 6</td>" in page
     [chart] = embedded(page, "Held-out loss")
     assert chart["lines"][0]["y"] == [8.0, 4.0]
+    one, other = embedded(page, "Rung by rung")
+    assert one["y"]["limits"] == other["y"]["limits"] and not one["marks"]
+    assert other["marks"] == [[6, "not finite at step 6"]]  # the event, where it was
+    assert "n_blocks 1 → 4, n_heads 1 → 4" in page
+    [entropy] = embedded(page, "Attention entropy")
+    assert entropy["rows"] == ["residual, layer 0", "residual, layer 1", "four_blocks, layer 0"]
+    assert entropy["values"] == [[1.2345, 0.5], [0.25, None], [None, 1.0]]
+    assert entropy["notes"][0][0].endswith("1.23 nats, as if 3.4 positions")
+    assert "<b>residual</b>  <mark>Call me</mark> &lt;b&gt;</pre>" in page
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     text = as_text(results).splitlines()
     assert max(map(len, text)) <= 100 and [line.split()[0] for line in text[:3]] == ["rung", "residual", "four_blocks"]

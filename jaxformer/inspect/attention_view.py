@@ -47,28 +47,32 @@ class AttentionSection(Section):
     predictions: Mapping[str, Sequence[Prediction | None]] = field(default_factory=dict)
     """A prediction for each token, by the text's name."""
 
-    assets: ClassVar[Sequence[str]] = ("charts.css", "charts.js", "attention.css", "attention.js")
+    assets: ClassVar[Sequence[str]] = ("charts.css", "charts.js", "attention.css", "heads.js", "attention.js")
 
     def body(self) -> str:
-        """Return the element, weights as base64 bytes round(255·√w), which keep small ones."""
-        layers = [
-            {
+        """Return the element, weights as base64 bytes round(255·√w), which keep small ones; of causal attention the
+        lower triangles alone."""
+        layers = []
+        for layer in self.layers:
+            bytes_HTS = np.rint(255 * np.sqrt(layer.weights_HTS)).astype(np.uint8)
+            causal = layer.rows == layer.columns and not np.triu(bytes_HTS, 1).any()
+            stored = bytes_HTS[:, np.tri(bytes_HTS.shape[-1], dtype=bool)] if causal else bytes_HTS
+            layers.append({
                 "name": layer.name, "rows": layer.rows, "columns": layer.columns, "heads": len(layer.weights_HTS),
-                "weights": base64.b64encode(np.rint(255 * np.sqrt(layer.weights_HTS)).astype(np.uint8)).decode(),
-            }
-            for layer in self.layers
-        ]  # fmt: skip
+                "causal": causal, "weights": base64.b64encode(stored.tobytes()).decode(),
+            })  # fmt: skip
         predictions = {name: [_as_json(each) for each in row] for name, row in self.predictions.items()}
         texts = {name: list(tokens) for name, tokens in self.texts.items()}
         return embed("attention", {"texts": texts, "predictions": predictions, "layers": layers})
 
 
 def _as_json(prediction: Prediction | None) -> list | None:
-    """Return the heading, bars as `[token, probability, is actual]`, likeliest first."""
-    if prediction is None:
-        return None
-    actual = prediction.actual
-    bars = [[token, rounded(p, 4), actual is not None and token == actual[0]] for token, p in prediction.chances]
+    return None if prediction is None else [prediction.heading, as_bars(prediction.chances, prediction.actual)]
+
+
+def as_bars(chances: Sequence[tuple[str, float]], actual: tuple[str, float] | None) -> list:
+    """Return `[label, probability, is actual]` for each bar of a prediction, the actual one last unless it is there."""
+    bars = [[label, rounded(p, 4), actual is not None and label == actual[0]] for label, p in chances]
     if actual is not None and not any(is_actual for *_, is_actual in bars):
         bars.append([actual[0], rounded(actual[1], 4), True])
-    return [prediction.heading, bars]
+    return bars

@@ -24,6 +24,8 @@ class Axis:
     reverse: bool = False
     percent: bool = False
     """Labels are percentages of 1."""
+    limits: tuple[float, float] | None = None
+    """Ends of the axis; lines beyond them run along its edge. None for those of the lines."""
 
 
 STEP = Axis("step")
@@ -97,8 +99,12 @@ class Heatmap(Chart):
     """Texts in the cells; None for none."""
     notes: Sequence[Sequence[str]] | None = None
     """Sentences that tell the cells; None for row, column and value."""
+    column_notes: Sequence[str] = ()
+    """Words after the value for each column."""
     cell: tuple[int, int] = (46, 28)
     """Width and height of a cell in pixels."""
+    images: Sequence[str] = ()
+    """Data URI of an image for each row."""
 
     def body(self) -> str:
         """Return the chart's element."""
@@ -108,7 +114,8 @@ class Heatmap(Chart):
         data = {
             "title": self.title, "values": rounded(values), "rows": list(self.rows), "columns": list(self.columns),
             "diverging": self.scale == "diverging", "largest": largest or 1.0, "texts": self.texts,
-            "notes": self.notes, "cell": self.cell,
+            "notes": self.notes, "column_notes": list(self.column_notes), "cell": self.cell,
+            "images": list(self.images),
         }  # fmt: skip
         return embed("chart heatmap", data)
 

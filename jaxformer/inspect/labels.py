@@ -1,8 +1,12 @@
-"""Names of layers and their parts for readers of a page."""
+"""Words for readers of a page: names of layers and heads, and descriptions of what a head does."""
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
+
+from jaxformer.inspect.heads import HeadStatistics
 
 STACKS = {"": "", "encoder_": "encoder ", "decoder_": "decoder ", "vision_": "image ", "text_": "text "}
 """Word before "layer" for each stack of blocks."""
@@ -23,3 +27,40 @@ def head_label(layer: str, head: int) -> str:
     """Return "head 2.1" for head 1 of `blocks.2.attention`; of another stack also its name."""
     match = re.fullmatch(r"blocks\.(\d+)\.attention", layer)
     return f"head {match[1]}.{head}" if match else f"head {head} of {layer_label(layer)}"
+
+
+CLEAR, WEAK = 0.5, 0.25
+"""Mean attention weight from which a head clearly does something, or does it in part."""
+NEAR = 3
+"""Mean distance in positions below which attention is local."""
+SPREAD = 0.85
+"""Entropy as a share of its maximum from which attention is spread evenly."""
+
+
+def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") -> str:
+    """Return a head's behaviour in words, such as "looks at the previous token (83%)", by the largest of its scores; a
+    position is called `unit`."""
+
+    def score(name: str) -> float:
+        values: Any = getattr(statistics, name)
+        return float(values[head])
+
+    targets = {
+        "previous": f"the previous {unit}",
+        "induction": f"the {unit} that followed the same one before: induction",
+        "duplicate": f"earlier occurrences of the same {unit}",
+        "first": f"the first {unit}",
+    }
+    scores = {name: score(name) for name in targets}
+    strongest = max(scores, key=lambda name: -1.0 if math.isnan(scores[name]) else scores[name])
+    weight, share = scores[strongest], score("share")
+    if weight >= CLEAR:
+        return f"looks at {targets[strongest]} ({weight:.0%})"
+    if share >= SPREAD:
+        return "spreads its attention evenly"
+    if weight >= WEAK:
+        return f"looks partly at {targets[strongest]} ({weight:.0%})"
+    distance = score("distance")
+    if distance < NEAR:
+        return f"looks at {unit}{'es' if unit == 'patch' else 's'} nearby ({distance:.1f} positions away)"
+    return f"attends to some {math.exp(score('entropy')):.0f} positions"

@@ -20,7 +20,7 @@ from jaxformer.inspect.capture import apply_and_capture, capture_shapes
 from jaxformer.inspect.charts import Axis, Heatmap, Line, Lines
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
-from jaxformer.inspect.labels import head_label, layer_label
+from jaxformer.inspect.labels import describe_head, head_label, layer_label
 from jaxformer.inspect.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.saturation import saturation
@@ -36,13 +36,14 @@ TEMPERATURES = tuple(2.0**power for power in range(3, -9, -1))
 N_PREVIEW_TOKENS = 8
 """Tokens that identify an example."""
 HEAD_COLUMNS = (
-    "head", "entropy", "of its maximum", "distance", "first", "previous", "duplicate", "induction",
+    "head", "in words", "entropy", "of its maximum", "distance", "first", "previous", "duplicate", "induction",
     "mean ablation", "estimate", "zero ablation", "estimate",
 )  # fmt: skip
 ABOUT_HEADS = (
     "Means over rows: entropy in nats and as a share of its maximum; distance to the attended positions; weight on the "
-    "first token, on the previous one, on earlier ones that are the same, and on those that followed them (induction). "
-    "Then the rise of the loss under mean and zero ablation of the head, each with its estimate from one gradient."
+    "first position, on the previous one, on earlier ones with the same token, and on those that followed them "
+    "(induction). Then the rise of the loss under mean and zero ablation of the head, each with its estimate from one "
+    "gradient."
 )
 ABOUT_SATURATION = (
     "The attention scores of layer 0 are divided by ever lower temperatures. Where attention is one-hot, no gradient "
@@ -70,7 +71,7 @@ def attention_section(
             layer_label(name.removesuffix(".weights")), *_sides(name, names),
             np.reshape(weights, (-1, *weights.shape[-2:])),
         )
-        for name, weights in maps.items()
+        for name, weights in sorted(maps.items(), key=lambda item: CROSS not in item[0])  # cross-attention first
     ]  # fmt: skip
     predictions, prefix = {}, _prefix_length(inputs)
     if logits_TV.ndim == 2 and len(logits_TV) == len(tokens[-1]):
@@ -172,20 +173,21 @@ def _attribution_heatmap(
             rows |= {head_label(layer, head): heads_HT[head] for head in range(len(heads_HT))}
         else:
             rows[_part_label(name)] = np.asarray(values, np.float64)
-    notes = [
-        [
-            f"{name}, after “{label}”: {x:+.2f} for “{token_text(int(token))}”"
-            for x, label, token in zip(x_T, labels, next_T, strict=True)
-        ]
-        for name, x_T in rows.items()
-    ]
+    after = [f"for “{token_text(int(token))}”" for token in next_T]
     about = (
         "Logit that each head, MLP and the embedding adds for the token that follows (at the last position, for the "
         "likeliest one): for it in the one colour, against it in the other."
     )
     logits_RT = np.stack(list(rows.values()))
     return Heatmap(
-        "Direct logit attribution", logits_RT, list(rows), labels, "diverging", notes=notes, cell=(46, 22), about=about
+        "Direct logit attribution",
+        logits_RT,
+        list(rows),
+        labels,
+        "diverging",
+        column_notes=after,
+        cell=(46, 22),
+        about=about,
     )
 
 
@@ -211,9 +213,11 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
         about=f"Rise of the loss, {ablation.loss:.4f} nats, where a head's output is replaced by its mean everywhere.",
     )  # fmt: skip
     effects = (ablation.mean, ablation.mean_estimate, ablation.zero, ablation.zero_estimate)
+    unit = "patch" if contract_of(model).patches is not None else "token"
     rows: list[list[str | float]] = [
         [
             head_label(layer, head),
+            describe_head(statistics[layer], head, unit),
             *(float(x_H[head]) for x_H in (*astuple(statistics[layer]), *(e[layer] for e in effects))),
         ]
         for layer in statistics

@@ -25,6 +25,8 @@ COMMON_ASSETS = ("page.css", "page.js")
 """Assets of every page."""
 SIGNIFICANT_DIGITS = 4
 """Most digits of a number that is no integer."""
+MAX_DECIMALS = 5
+"""Decimals from which a column of small numbers is in scientific notation."""
 MAX_ROWS = 20
 """Rows of a table that are shown at first; a button shows the others."""
 
@@ -143,7 +145,7 @@ def _column_texts(values: Sequence[str | float]) -> list[str]:
     sizes = [abs(x) for x in values if isinstance(x, float) and math.isfinite(x) and x]
     largest = math.floor(math.log10(max(sizes))) if sizes else 0
     decimals = SIGNIFICANT_DIGITS - 1 - largest - (largest < 0)
-    are_small = sum(x < 10 ** (1 - decimals) for x in sizes) > len(sizes) / 2
+    are_small = decimals > MAX_DECIMALS or sum(x < 10 ** (1 - decimals) for x in sizes) > len(sizes) / 2
 
     def text(value: str | float) -> str:
         if isinstance(value, str):

@@ -19,6 +19,7 @@ from jaxformer.inspect import (
     saturation,
 )
 from jaxformer.inspect.charts import Heatmap, Lines
+from jaxformer.inspect.labels import describe_head
 from jaxformer.inspect.model_sections import (
     N_CHANCES,
     TEMPERATURES,
@@ -88,6 +89,7 @@ def test_attention_section_has_cross_attention():
     result = attention_section(model, params, inputs, WORDS.__getitem__)
     assert result.texts["target"] == ["zero", "two", "seven"]
     sides = {layer.name: (layer.rows, layer.columns, layer.weights_HTS.shape) for layer in result.layers}
+    assert next(iter(sides)) == "decoder layer 0, cross-attention"  # what one looks for first
     assert sides == {
         "encoder layer 0": ("source", "source", (2, 6, 6)),
         "decoder layer 0": ("target", "target", (2, 3, 3)),
@@ -130,7 +132,7 @@ def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
     model, params = decoder
     inputs = (jnp.array(TOKENS_T),)
     lens, spoke = residual_stream_sections(model, params, inputs, WORDS.__getitem__)
-    assert isinstance(lens, Heatmap) and isinstance(spoke, Heatmap) and lens.texts and spoke.notes
+    assert isinstance(lens, Heatmap) and isinstance(spoke, Heatmap) and lens.texts
     logits = logit_lens(model, params, *inputs)
     assert lens.rows == ["embedding", "after layer 0", "after layer 1"]
     for chances, words, logits_TV in zip(lens.values, lens.texts, logits.values(), strict=True):
@@ -139,8 +141,7 @@ def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
         assert words == [WORDS[token] for token in p_TV.argmax(-1)]
     last_TV = np.asarray(list(logits.values())[-1])
     next_T = np.append(TOKENS_T[1:], last_TV[-1].argmax())
-    for note, value, token in zip(spoke.notes[0], spoke.values[0], next_T, strict=True):
-        assert note.endswith(f": {value:+.2f} for “{WORDS[token]}”")
+    assert spoke.column_notes == [f"for “{WORDS[token]}”" for token in next_T]
     np.testing.assert_allclose(np.sum(spoke.values, axis=0), last_TV[np.arange(6), next_T], atol=1e-4)
     rows = logit_attribution(model, params, *inputs, target_T=jnp.array(next_T))
     names = [name for i in range(2) for name in (f"head {i}.0", f"head {i}.1", f"MLP {i}")]
@@ -167,7 +168,7 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     heads = statistics["blocks.1.attention"]
     name = "blocks.1.attention"
     np.testing.assert_allclose(
-        np.array(row[1:], float),
+        np.array(row[2:], float),
         [
             *(float(getattr(heads, field)[0]) for field in HEAD_FIELDS),
             *(float(x[name][0]) for x in (without.mean, without.mean_estimate, without.zero, without.zero_estimate)),
@@ -175,6 +176,7 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
         atol=1e-6,
     )  # fmt: skip
     assert len(table.rows) == 4 and len(row) == len(table.head)
+    assert row[1] == describe_head(heads, 0)
 
 
 def test_saturation_section_draws_gradients_over_entropy(decoder):

@@ -1,6 +1,7 @@
 """HTML pages: their data, and how a browser shows them."""
 
 import base64
+import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction
 from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
 from jaxformer.inspect.page import Table, Texts, render_page, write_page
+from jaxformer.inspect.pictures import Picture, PictureSection, png_uri
 from tests.browser import browsing, complaints, embedded, told
 
 EVIL = "<script>alert(1)</script>"
@@ -25,7 +27,12 @@ CELLS = [[0.5, -1.0], [float("nan"), 0.25]]
 HEATMAP = Heatmap("Map", CELLS, [EVIL, "b"], ["first", "second"], "diverging", texts=[["", "-1"], ["", "0"]])
 GRID = Grid("Grid", [Lines(f"panel {i}", [LINE], STEP, Axis("loss", log=True), 160, about=EVIL) for i in range(3)])
 TABLE = Table("Numbers", [EVIL, "n", "x"], [["b", 1000, 0.5], ["a", 20, float("nan")], [EVIL, 3, 0.015]])
-SECTIONS = [ATTENTION, CURVE, HEATMAP, GRID, TABLE, Texts("Samples", [EVIL, "two\nlines"])]
+IMAGE_HWC = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+PICTURES = PictureSection(
+    "Pictures", [Picture(IMAGE_HWC, EVIL, [("boot", 0.75), ("bag", 0.125)], ("shirt", 0.0625))],
+    {"layer 0": np.array([[[0.1, 0.4, 0.1, 0.1, 0.1, 0.2], [0.0, 0, 0, 0, 0, 0]]])}, (2, 3),
+)  # fmt: skip
+SECTIONS = [ATTENTION, CURVE, HEATMAP, GRID, TABLE, Texts("Samples", [EVIL, "two\nlines"]), PICTURES]
 
 
 class Reader(HTMLParser):
@@ -44,11 +51,11 @@ def test_page_makes_no_request_and_escapes_all_texts():
     text = render_page(EVIL, [EVIL], SECTIONS)
     tags = Reader(text).tags
     scripts = [attributes for tag, attributes in tags if tag == "script"]
-    assert scripts == [{"type": "application/json"}] * 6 + [{}] * 3  # of each section, and page, charts, attention
+    assert scripts == [{"type": "application/json"}] * 7 + [{}] * 5  # data; page, charts, heads, attention, pictures
     assert not [a for tag, a in tags if {"src", "href"} & set(a) and not (a.get("href") or "").startswith("#")]
     policy = next(a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
-    assert "'unsafe-inline'" not in policy.split(";")[1] and policy.count("'sha256-") == 3
+    assert "'unsafe-inline'" not in policy.split(";")[1] and policy.count("'sha256-") == 5
     assert len(text) < 60_000
     assert [tag for tag, _ in Reader(render_page("t", [], [TABLE])).tags].count("script") == 1
 
@@ -59,8 +66,8 @@ def test_data_hold_texts_weights_and_lines():
     assert heads["texts"] == {"text": ["The", f" {EVIL}", "⏎"]}
     [layer] = heads["layers"]
     assert (layer["name"], layer["rows"], layer["columns"], layer["heads"]) == ("layer 0", "text", "text", 2)
-    stored = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(2, 3, 3)
-    assert np.abs(np.sqrt(WEIGHTS_HTS) - stored / 255).max() <= 0.5 / 255
+    stored = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(2, 6)  # the lower triangles
+    assert np.abs(np.sqrt(WEIGHTS_HTS[:, np.tri(3, dtype=bool)]) - stored / 255).max() <= 0.5 / 255
     bars = [[EVIL, 0.6, False], ["b", 0.3, False], ["⏎", 0.05, True]]
     assert heads["predictions"]["text"] == [None, [f"next token after “{EVIL}”", bars], None]
     [curve] = embedded(page, "Curve")
@@ -68,6 +75,16 @@ def test_data_hold_texts_weights_and_lines():
     [cells] = embedded(page, "Map")
     assert cells["values"] == [[0.5, -1.0], [None, 0.25]] and cells["largest"] == 1  # JSON has no NaN
     assert len(embedded(page, "Grid")) == 3 and not embedded(page, "Numbers")
+
+
+def test_png_has_the_pixels_of_the_image():
+    image = pytest.importorskip("PIL.Image")
+    for channels in (1, 2, 3, 4):
+        pixels = np.random.default_rng(channels).integers(0, 256, (5, 7, channels), np.uint8)
+        content = base64.b64decode(png_uri(pixels).removeprefix("data:image/png;base64,"))
+        decoded = np.asarray(image.open(io.BytesIO(content))).reshape(5, 7, -1)
+        expected = pixels.mean(axis=-1, keepdims=True).astype(np.uint8) if channels == 2 else pixels
+        np.testing.assert_array_equal(decoded, expected)
 
 
 def test_lines_over_the_same_positions_share_them_and_numbers_are_short():
@@ -139,6 +156,16 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
         assert "Head 1 of layer 0 attends to “The” 100 %." in note.text
         find(".map .area svg")[0].send_keys(Keys.END, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
         assert find(".map .tip")[0].text == "“⏎” (2) to “⏎” (2): 60 %" and note.text.startswith("position 2")
+        dimmed = """
+            const { data } = document.querySelector(".picture canvas").getContext("2d").getImageData(0, 0, 3, 2);
+            return [...data].filter((_, i) => i % 4 === 3);
+        """
+        share = 1 - np.sqrt([0.25, 1, 0.25, 0.25, 0.25, 0.5])  # the brighter, the more attention
+        assert browser.execute_script(dimmed) == pytest.approx(list(255 * 0.8 * share), abs=1)
+        assert find(".picture img")[0].get_property("naturalWidth") == 6
+        assert [bar.text.split() for bar in find(".pictures .marked")] == [["shirt", "6.3", "%", "true", "class"]]
+        find(".pictures .layers button")[0].click()  # released
+        assert find(".picture canvas")[0].get_property("width") == 1  # and empty
         tokens[2].click()  # pin it
         ActionChains(browser).move_to_element(tokens[0]).perform()
         assert "“⏎”" in note.text and "60 %" in note.text
@@ -151,7 +178,7 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
         assert column() == ["1,000", "20", "3"]
         header.click()
         assert column() == ["3", "20", "1,000"]
-        shown = lambda: sum(row.is_displayed() for row in find("#section-6 tbody tr"))  # noqa: E731
+        shown = lambda: sum(row.is_displayed() for row in find("#section-7 tbody tr"))  # noqa: E731
         assert shown() < 20
         find(".unfold")[0].click()
         assert shown() == 82
@@ -181,7 +208,7 @@ def test_page_fits_the_screen_and_colour_scheme(tmp_path: Path, width: int, sche
             const [cell] = document.querySelectorAll(".map .frame"), box = document.querySelector(".layers");
             const size = [cell.getAttribute("width"), cell.getAttribute("height")];
             const edges = [...box.children].map((child) => child.getBoundingClientRect().right);
-            const wide = document.querySelector("#section-6 .wide");
+            const wide = document.querySelector("#section-7 .wide");
             return [size, Math.max(...edges) <= box.parentNode.getBoundingClientRect().right + 1, wide.className];
         """)
         assert side[0] == side[1] and inside  # square cells, no thumbnail cut off

@@ -6,12 +6,14 @@ const [THUMBNAIL_PIXELS, MAX_OPACITY, LARGEST_CELL, LABELLED_CELL, LABEL_LETTERS
 
 function attention(container, { texts, predictions, layers }) {
   for (const layer of layers) {
-    layer.bytes = Uint8Array.from(atob(layer.weights), (letter) => letter.charCodeAt(0));
+    layer.bytes = bytesOf(layer.weights);
     [layer.T, layer.S] = [texts[layer.rows].length, texts[layer.columns].length];
   }
-  const byte = (layer, head, row, column) => layer.bytes[(head * layer.T + row) * layer.S + column];
+  const byte = ({ bytes, causal, T, S }, head, row, column) => {
+    if (!causal) return bytes[(head * T + row) * S + column];
+    return column > row ? 0 : bytes[((head * T * (T + 1)) + row * (row + 1)) / 2 + column];
+  };
   const weight = (...at) => (byte(...at) / 255) ** 2;
-  const ink = () => colour("--look").split(",").map(Number);
   const several = Object.keys(texts).length > 1;
 
   const strips = {};
@@ -30,9 +32,7 @@ function attention(container, { texts, predictions, layers }) {
   const note = make("p", container, "", "note");
   note.setAttribute("aria-live", "polite");
   const predicted = make("div", container, "", "predicted");
-  const thumbnails = layers.length ? make("div", container, "", "layers") : null;
-  const map = layers.length ? make("div", container, "", "map") : null;
-  let [chosen, pinned, current, drawn, width] = [null, null, null, null, 0];
+  let [chosen, pinned, current, map, drawn, width] = [null, null, null, null, null, 0];
 
   function select(name, at, force = false) {
     if (pinned && !force) return;
@@ -58,8 +58,7 @@ function attention(container, { texts, predictions, layers }) {
     bars(predicted, prediction[1], "in the text");
   }
 
-  function choose(layer, head, button) {
-    for (const other of thumbnails.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button);
+  function choose(layer, head) {
     chosen = { layer, head };
     drawMap();
     if (current && current[0] !== layer.rows) pinned = null;
@@ -67,7 +66,8 @@ function attention(container, { texts, predictions, layers }) {
   }
 
   function drawMap() {
-    if (!chosen || !map.clientWidth) return;
+    if (!map?.clientWidth) return;
+    width = map.clientWidth;
     const { layer, head } = chosen;
     drawn?.remove();
     map.replaceChildren();
@@ -76,7 +76,7 @@ function attention(container, { texts, predictions, layers }) {
     const [rows, columns] = [layer.rows, layer.columns].map((name) => texts[name].map(short));
     const labels = 20 + CHARACTER_PIXELS * Math.max(...rows.map((text) => text.length));
     const room = (map.clientWidth - labels - (several ? 20 : 0)) / layer.S;
-    const side = clamp(room, 3, LARGEST_CELL);
+    const side = clamp(room, 2, LARGEST_CELL);
     const labelled = side >= LABELLED_CELL;
     drawn = cells(map, {
       title: `attention map of head ${head} of ${layer.name}`, cell: [side, side], gap: side > 7, columnLabels: labelled,
@@ -90,25 +90,7 @@ function attention(container, { texts, predictions, layers }) {
     });
   }
 
-  const painted = [];
-  if (layers.length) {
-    const most = Math.max(...layers.map((layer) => layer.heads));
-    thumbnails.style.gridTemplateColumns = `${matchMedia("(max-width: 50rem)").matches ? "" : "max-content "}repeat(${most}, minmax(0, 7rem))`;
-    for (const layer of layers) {
-      make("span", thumbnails, layer.name);
-      for (let head = 0; head < layer.heads; head++) {
-        const button = make("button", thumbnails);
-        button.title = `head ${head} of ${layer.name}`;
-        button.setAttribute("aria-label", button.title);
-        if (head === 0) button.style.gridColumnStart = matchMedia("(max-width: 50rem)").matches ? 1 : 2;
-        const canvas = make("canvas", button);
-        painted.push(() => paintThumbnail(canvas, layer, head));
-        button.addEventListener("click", () => choose(layer, head, button));
-      }
-    }
-  }
-
-  function paintThumbnail(canvas, layer, head) {
+  function paintHead(canvas, layer, head) {
     // With more tokens than pixels, a pixel shows the largest of the weights that share it.
     const [columns, rows] = [Math.min(layer.S, THUMBNAIL_PIXELS), Math.min(layer.T, THUMBNAIL_PIXELS)];
     const largest = new Uint8Array(columns * rows);
@@ -122,11 +104,12 @@ function attention(container, { texts, predictions, layers }) {
     paint(canvas, columns, rows, (row, column) => [r, g, b, largest[row * columns + column]]);
   }
 
-  const repaint = () => painted.forEach((again) => again());
-  repaint();
-  dark.addEventListener("change", () => { repaint(); if (current) select(...current, true); });
-  if (map) new ResizeObserver(() => { if (map.clientWidth !== width) { width = map.clientWidth; drawMap(); } }).observe(map);
-  thumbnails?.querySelector("button")?.click();
+  dark.addEventListener("change", () => { if (current) select(...current, true); });
+  if (!layers.length) return;
+  const thumbnails = headGrid(container, layers, { paintHead, choose });
+  map = make("div", container, "", "map");
+  new ResizeObserver(() => { if (map.clientWidth !== width) drawMap(); }).observe(map);
+  thumbnails.querySelector("button").click();
 }
 
 drawEach("attention", attention);

@@ -47,12 +47,13 @@ function makeScale(axis, values, from, to, maxTicks) {
   let low = usable.reduce((a, b) => Math.min(a, b), axis.from_zero ? 0 : Infinity);
   let high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
   if (!usable.length) [low, high] = axis.log ? [1, 10] : [0, 1];
+  if (axis.limits) [low, high] = axis.limits;
   const map = axis.log ? Math.log10 : (value) => value;
   [low, high] = [map(low), map(high)];
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) [low, high] = axis.from_zero ? [0, high || 1] : [low - 0.5, high + 0.5];
   const ticks = axis.log ? logTicks(low, high, maxTicks) : linearTicks(low, high, maxTicks);
   const [start, end] = axis.reverse ? [to, from] : [from, to];
-  const at = (value) => start + ((map(value) - low) / (high - low)) * (end - start);
+  const at = (value) => start + ((clamp(map(value), low, high) - low) / (high - low)) * (end - start);
   const label = (value) => (axis.percent ? `${Number((100 * value).toPrecision(3))} %` : format(value));
   return { at, ticks: ticks.map((value) => [value, axis.log && Number.isInteger(Math.log10(value)) && (value < 1e-3 || value >= 1e4) ? power(Math.log10(value)) : label(value)]) };
 }
@@ -237,7 +238,7 @@ function colourScale(largest, diverging) {
  * Draw a matrix of cells: labels, a canvas of colours, and a frame around the cell that is pointed at.
  * `colours()` returns a function of (row, column); `told(row, column)` the text of a cell; `chosen` is called with it.
  */
-function cells(container, { title, rows, columns, cell, colours, told, gap = true, columnLabels = true, axes = null, chosen = null }) {
+function cells(container, { title, rows, columns, cell, colours, told, gap = true, columnLabels = true, images = [], chosen = null }) {
   const [width, height] = [cell[0] * columns.length, cell[1] * rows.length];
   const wide = make("div", container, "", "wide");
   const table = make("div", wide, "", "cells");
@@ -255,7 +256,11 @@ function cells(container, { title, rows, columns, cell, colours, told, gap = tru
   }
   const names = make("div", table, "", "rows");
   names.setAttribute("aria-hidden", true);
-  for (const name of rows) make("span", names, name).style.height = names.lastChild.style.lineHeight = `${cell[1]}px`;
+  rows.forEach((name, i) => {
+    const label = make("span", names, name);
+    label.style.height = label.style.lineHeight = `${cell[1]}px`;
+    if (images[i]) make("img", label).src = images[i];
+  });
   const area = make("div", table, "", "area");
   [area.style.width, area.style.height] = [`${width}px`, `${height}px`];
   const canvas = make("canvas", area);
@@ -307,18 +312,17 @@ function cells(container, { title, rows, columns, cell, colours, told, gap = tru
   repaint();
   dark.addEventListener("change", repaint);
   showScroll(wide);
-  if (axes) make("p", container, axes, "name");
   return { overlay, repaint, remove: () => dark.removeEventListener("change", repaint) };
 }
 
-function heatmap(container, { title, values, rows, columns, diverging, largest, texts, notes, cell }) {
+function heatmap(container, { title, values, rows, columns, diverging, largest, texts, notes, column_notes: after, cell, images }) {
   const { overlay } = cells(container, {
-    title, rows, columns, cell,
+    title, rows, columns, cell, images,
     colours: () => {
       const scale = colourScale(largest, diverging);
       return (row, column) => scale(values[row][column]);
     },
-    told: (row, column) => notes?.[row][column] ?? `${rows[row]}, ${columns[column]}: ${format(values[row][column])}`,
+    told: (row, column) => notes?.[row][column] ?? `${rows[row]}, ${columns[column]}: ${format(values[row][column])} ${after[column] ?? ""}`.trim(),
   });
   texts?.forEach((line, row) => line.forEach((text, column) => {
     const strong = Math.abs(values[row][column]) > 0.55 * largest;

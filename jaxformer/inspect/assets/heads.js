@@ -1,0 +1,38 @@
+"use strict";
+
+const ink = () => colour("--look").split(",").map(Number);
+
+/**
+ * Show a button with a thumbnail for each head, a row per layer. `paintHead(canvas, layer, head)` draws a thumbnail;
+ * `choose(layer, head)` is called where one is pressed, and without arguments where it is released.
+ */
+function headGrid(container, layers, { paintHead, choose, canRelease = false }) {
+  const grid = make("div", container, "", "layers");
+  const most = Math.max(...layers.map((layer) => layer.heads));
+  grid.style.setProperty("--heads", most);
+  const painted = [];
+  for (const layer of layers) {
+    make("span", grid, layer.name);
+    for (let head = 0; head < layer.heads; head++) {
+      const button = make("button", grid, "", head === 0 ? "first" : "");
+      button.title = `head ${head} of ${layer.name}`;
+      button.setAttribute("aria-label", button.title);
+      button.setAttribute("aria-pressed", false);
+      const canvas = make("canvas", button);
+      painted.push(() => paintHead(canvas, layer, head));
+      button.addEventListener("click", () => {
+        const released = canRelease && button.getAttribute("aria-pressed") === "true";
+        for (const other of grid.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button && !released);
+        if (released) choose();
+        else choose(layer, head);
+      });
+    }
+  }
+  const repaint = () => painted.forEach((again) => again());
+  repaint();
+  dark.addEventListener("change", repaint);
+  return grid;
+}
+
+/** Return the bytes of a text in base64. */
+const bytesOf = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));

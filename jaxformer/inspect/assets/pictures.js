@@ -1,0 +1,54 @@
+"use strict";
+
+const MAX_DIMMING = 0.8; // of patches without attention
+
+function pictures(container, { pictures: all, layers, grid: [rows, columns], mark }) {
+  for (const layer of layers) layer.bytes = bytesOf(layer.weights);
+  const byte = (layer, picture, head, patch) => layer.bytes[(picture * layer.heads + head) * rows * columns + patch];
+  let chosen = null;
+  const note = layers.length ? make("p", container, "", "note") : null;
+  note?.setAttribute("aria-live", "polite");
+  const place = make("div", container);
+  const cards = make("div", container, "", "cards");
+  const drawn = all.map(({ source, name, bars: chances }, index) => {
+    const card = make("figure", cards);
+    const frame = make("div", card, "", "picture");
+    const image = make("img", frame);
+    [image.src, image.alt] = [source, name];
+    const canvas = make("canvas", frame);
+    make("figcaption", card, name);
+    bars(card, chances, mark);
+    const tip = makeTip(card);
+    frame.addEventListener("pointermove", (event) => {
+      if (!chosen) return;
+      const box = frame.getBoundingClientRect();
+      const row = clamp(Math.floor((rows * (event.clientY - box.top)) / box.height), 0, rows - 1);
+      const column = clamp(Math.floor((columns * (event.clientX - box.left)) / box.width), 0, columns - 1);
+      const { layer, head } = chosen;
+      const weight = (byte(layer, index, head, row * columns + column) / 255) ** 2 * layer.largest[index][head];
+      tip.show(`patch in row ${row}, column ${column}: ${percent(weight)}`, event.clientX - box.left, event.clientY - box.top);
+    });
+    frame.addEventListener("pointerleave", tip.hide);
+    return () => {
+      if (!chosen) return paint(canvas, 1, 1, () => [0, 0, 0, 0]);
+      const dimming = (patch) => 255 * MAX_DIMMING * (1 - byte(chosen.layer, index, chosen.head, patch) / 255);
+      return paint(canvas, columns, rows, (row, column) => [0, 0, 0, dimming(row * columns + column)]);
+    };
+  });
+  if (!layers.length) return;
+  const grid = headGrid(place, layers, {
+    canRelease: true,
+    paintHead(canvas, layer, head) {
+      const [r, g, b] = ink();
+      paint(canvas, columns, rows, (row, column) => [r, g, b, byte(layer, 0, head, row * columns + column)]);
+    },
+    choose(layer, head) {
+      chosen = layer ? { layer, head } : null;
+      note.textContent = layer ? `Patches are the brighter the more head ${head} of ${layer.name} attends to them.` : "The images as they are.";
+      drawn.forEach((again) => again());
+    },
+  });
+  grid.querySelectorAll("button")[grid.querySelectorAll("button").length - layers.at(-1).heads].click();
+}
+
+drawEach("pictures", pictures);

@@ -1,0 +1,171 @@
+"""Page of the ladder: outcomes and changes of its rungs, their losses and attention entropies, and their texts."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxformer.config import Config
+from jaxformer.data.dataset import evenly_spaced
+from jaxformer.fields import flatten, to_dict
+from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
+from jaxformer.inspect.page import Section, Table
+from jaxformer.runs import read_config
+from jaxformer.train.log import read_metrics
+
+if TYPE_CHECKING:
+    from jaxformer.ladder import RungResult
+
+LOSS_AXIS = "held-out loss, nats per token"
+CONTINUATIONS = "continuations.json"
+"""File in a rung's folder with what the rung makes of held-out prompts."""
+MAX_POINTS = 300
+"""Points of a line in a small chart."""
+HEAD = (
+    "rung", "change", "perplexity", "loss", "bits/byte", "ended early", "the sources", "parameters", "steps", "minutes"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Continuations(Section):
+    """Texts of each rung after the same prompts, which are marked."""
+
+    texts: Sequence[tuple[str, Sequence[tuple[str, str, str]]]]
+    """Heading, such as "temperature 0", and rungs with their prompts and texts."""
+
+    def body(self) -> str:
+        """Return the HTML."""
+        parts = []
+        for heading, rows in self.texts:
+            parts.append(f'<p class="name">{html.escape(heading)}</p>')
+            parts += [
+                f"<pre><b>{html.escape(rung)}</b>  <mark>{html.escape(prompt)}</mark>{html.escape(text)}</pre>"
+                for rung, prompt, text in rows
+            ]
+        return "\n".join(parts)
+
+
+def ladder_sections(results: Sequence[RungResult], folder: Path) -> list[Section]:
+    """Return the sections of the page of some rungs, whose runs are in a folder."""
+    configs = [read_config(folder / r.rung) for r in results]
+    changes = [
+        describe_change(before, after) if before else ""
+        for before, after in zip([None, *configs], configs, strict=False)
+    ]
+    rows: list[list[str | float]] = [
+        [
+            r.rung,
+            change,
+            r.perplexity,
+            r.loss,
+            r.bits_per_byte,
+            r.ended_early,
+            r.sources,
+            r.parameters,
+            r.steps,
+            r.minutes,
+        ]
+        for r, change in zip(results, changes, strict=True)
+    ]
+    logs = {r.rung: read_metrics(folder / r.rung) for r in results}
+    sections: list[Section] = [
+        Table(
+            "Outcomes", HEAD, rows, about="Each rung is the one before with one change. Losses are of held-out text."
+        ),
+        _held_out_losses(results, logs),
+        _small_multiples(results, changes, logs),
+        *_entropies(results, logs),
+        *_continuations(results, folder),
+    ]
+    return sections
+
+
+def describe_change(before: Config, after: Config) -> str:
+    """Return the fields of the model that differ, such as "n_heads 1 → 4", or its new class."""
+    old, new = type(before.model).__name__, type(after.model).__name__
+    if old != new:
+        return f"{new.removesuffix('Config')} in place of {old.removesuffix('Config')}"
+    fields = [flatten(to_dict(config)) for config in (before, after)]
+    names = [name for name in {**fields[0], **fields[1]} if name.startswith("model.")]
+    changed = [name for name in names if fields[0].get(name) != fields[1].get(name)]
+    return ", ".join(f"{name.removeprefix('model.')} {fields[0].get(name)} → {fields[1].get(name)}" for name in changed)
+
+
+def _label(result: RungResult) -> str:
+    return f"{result.rung} ({result.ended_early})" if result.ended_early else result.rung
+
+
+def _losses(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    rows = [row for row in log if row.get(key) is not None]
+    rows = [rows[i] for i in evenly_spaced(len(rows), MAX_POINTS)]
+    return [row["step"] for row in rows], [row[key] for row in rows]
+
+
+def _held_out_losses(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any]]]) -> Section:
+    lines = [Line(*_losses(logs[r.rung], "val_loss"), _label(r), points=True) for r in results]
+    return Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 420)
+
+
+def _small_multiples(
+    results: Sequence[RungResult], changes: Sequence[str], logs: dict[str, list[dict[str, Any]]]
+) -> Section:
+    """Return training and held-out loss of each rung over the same range, with the step at which one ended early."""
+    ended = [loss for r in results if not r.ended_early for loss in _losses(logs[r.rung], "val_loss")[1]]
+    limits = (min(ended) * 0.95, max(ended) * 1.05) if ended else None
+    panels = []
+    for r, change in zip(results, changes, strict=True):
+        train, val = (_losses(logs[r.rung], key) for key in ("loss", "val_loss"))
+        lines = [Line(*train, "training batch"), Line(*val, "held-out", points=len(val[0]) < 30)]
+        step = int(r.ended_early.rpartition(" ")[2]) if r.ended_early else 0
+        marks = [(step, r.ended_early)] if r.ended_early else []
+        axis = Axis("loss, nats", limits=limits)
+        panels.append(Lines(r.rung, lines, STEP, axis, 190, marks, about=change))
+    about = "All over the same range of losses; a rung that blew up ends at the red line."
+    return Grid("Rung by rung", panels, about=about)
+
+
+def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any]]]) -> list[Section]:
+    """Return the attention entropy of each head at a rung's last evaluation; `[]` where none has attention."""
+    rows: dict[str, list[float]] = {}
+    for r in results:
+        layers: list[list[float | None]] = next(
+            (row["entropy"] for row in reversed(logs[r.rung]) if row.get("entropy")), []
+        )
+        for i, heads in enumerate(layers):
+            rows[f"{r.rung}, layer {i}"] = [math.nan if x is None else x for x in heads]
+    if not rows:
+        return []
+    n_heads = max(map(len, rows.values()))
+    values = np.array([row + [math.nan] * (n_heads - len(row)) for row in rows.values()])
+    texts = [["" if math.isnan(x) else f"{x:.3g}" for x in row] for row in values]
+    notes = [
+        [f"{name}, head {head}: {x:.3g} nats, as if {math.exp(x):.1f} positions" for head, x in enumerate(row)]
+        for name, row in zip(rows, values, strict=True)
+    ]
+    about = (
+        "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 where it attends to one "
+        "position. e to that power is the number of positions in a uniform row of the same entropy."
+    )
+    columns = [f"head {head}" for head in range(n_heads)]
+    return [
+        Heatmap("Attention entropy", values, list(rows), columns, texts=texts, notes=notes, cell=(64, 26), about=about)
+    ]
+
+
+def _continuations(results: Sequence[RungResult], folder: Path) -> list[Section]:
+    """Return the stored continuations of held-out prompts by temperature; `[]` without any."""
+    by_heading: dict[str, list[tuple[str, str, str]]] = {}
+    for r in results:
+        file = folder / r.rung / CONTINUATIONS
+        for row in json.loads(file.read_text(encoding="utf-8")) if file.exists() else ():
+            rows = by_heading.setdefault(f"temperature {row['temperature']:g}", [])
+            rows.append((r.rung, row["prompt"], row["text"]))
+    about = "The same held-out prompts, continued by each rung."
+    return [Continuations("Continuations", list(by_heading.items()), about=about)] if by_heading else []

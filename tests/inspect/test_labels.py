@@ -1,0 +1,45 @@
+"""Words for readers of a page."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxformer.inspect.heads import HeadStatistics
+from jaxformer.inspect.labels import describe_head, head_label, layer_label
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("blocks.2.attention", "layer 2"),
+        ("encoder_blocks.0.attention", "encoder layer 0"),
+        ("decoder_blocks.11.cross_attention", "decoder layer 11, cross-attention"),
+        ("vision_blocks.1.attention", "image layer 1"),
+        ("reader", "attention to the source"),
+        ("my_blocks.1.attention", "my_blocks.1.attention"),
+        ("mixer", "mixer"),
+    ],
+)
+def test_layers_have_names_for_readers(name: str, label: str):
+    assert layer_label(name) == label
+    expected = "head 2.3" if name.startswith("blocks") else f"head 3 of {label}"
+    assert head_label(name, 3) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"previous": 0.83, "induction": 0.1}, "looks at the previous patch (83%)"),
+        ({"induction": 0.6}, "looks at the patch that followed the same one before: induction (60%)"),
+        ({"first": 0.3}, "looks partly at the first patch (30%)"),
+        ({"share": 0.9, "first": 0.3}, "spreads its attention evenly"),
+        ({"distance": 1.84}, "looks at patches nearby (1.8 positions away)"),
+        ({"entropy": math.log(5), "distance": math.nan}, "attends to some 5 positions"),
+    ],
+)
+def test_heads_are_described_by_their_largest_score(changes: dict[str, float], words: str):
+    values = {"entropy": 1.0, "share": 0.4, "distance": 9.0, "first": 0.1, "previous": 0.1, "duplicate": math.nan,
+              "induction": math.nan} | changes  # fmt: skip
+    statistics = HeadStatistics(**{name: np.array([0.0, value]) for name, value in values.items()})
+    assert describe_head(statistics, 1, "patch") == words
