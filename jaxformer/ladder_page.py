@@ -38,7 +38,7 @@ class Continuations(Section):
     """Texts of each rung after the same prompts, which are marked."""
 
     texts: Sequence[tuple[str, Sequence[tuple[str, str, str]]]]
-    """Heading, such as "temperature 0", and rungs with their prompts and texts."""
+    """Heading, such as "temperature 0, after “The”", and rungs with their prompts and texts."""
 
     def body(self) -> str:
         """Return the HTML."""
@@ -165,7 +165,7 @@ def _continuations(results: Sequence[RungResult], folder: Path) -> list[Section]
     for r in results:
         file = folder / r.rung / CONTINUATIONS
         for row in json.loads(file.read_text(encoding="utf-8")) if file.exists() else ():
-            rows = by_heading.setdefault(f"temperature {row['temperature']:g}", [])
+            rows = by_heading.setdefault(f"temperature {row['temperature']:g}, after “{row['prompt'].strip()}”", [])
             rows.append((r.rung, row["prompt"], row["text"]))
     about = "The same held-out prompts, continued by each rung."
     return [Continuations("Continuations", list(by_heading.items()), about=about)] if by_heading else []
