@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     from jaxformer.ladder import RungResult
 
 LOSS_AXIS = "held-out loss, nats per token"
-CONTINUATIONS = "continuations.json"
-"""File in a rung's folder with what the rung makes of held-out prompts."""
+Continuation = tuple[str, str, float, str]
+"""Rung, prompt, temperature and text."""
 MAX_POINTS = 300
 """Points of a line in a small chart."""
 HEAD = (
-    "rung", "change", "perplexity", "loss", "bits/byte", "ended early", "the sources", "parameters", "steps", "minutes"
+    "rung", "change", "perplexity", "loss", "bits/byte", "ended early", "the sources", "parameters", "targets", "minutes"
 )  # fmt: skip
 
 
@@ -52,7 +51,9 @@ class Continuations(Section):
         return "\n".join(parts)
 
 
-def ladder_sections(results: Sequence[RungResult], folder: Path) -> list[Section]:
+def ladder_sections(
+    results: Sequence[RungResult], folder: Path, continuations: Sequence[Continuation] = ()
+) -> list[Section]:
     """Return the sections of the page of some rungs, whose runs are in a folder."""
     configs = [read_config(folder / r.rung) for r in results]
     changes = [
@@ -69,7 +70,7 @@ def ladder_sections(results: Sequence[RungResult], folder: Path) -> list[Section
             r.ended_early,
             r.sources,
             r.parameters,
-            r.steps,
+            r.targets,
             r.minutes,
         ]
         for r, change in zip(results, changes, strict=True)
@@ -82,7 +83,7 @@ def ladder_sections(results: Sequence[RungResult], folder: Path) -> list[Section
         _held_out_losses(results, logs),
         _small_multiples(results, changes, logs),
         *_entropies(results, logs),
-        *_continuations(results, folder),
+        *_continuations(continuations),
     ]
     return sections
 
@@ -159,13 +160,10 @@ def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any
     ]
 
 
-def _continuations(results: Sequence[RungResult], folder: Path) -> list[Section]:
-    """Return the stored continuations of held-out prompts by temperature; `[]` without any."""
+def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
+    """Return the continuations by temperature and prompt; `[]` without any."""
     by_heading: dict[str, list[tuple[str, str, str]]] = {}
-    for r in results:
-        file = folder / r.rung / CONTINUATIONS
-        for row in json.loads(file.read_text(encoding="utf-8")) if file.exists() else ():
-            rows = by_heading.setdefault(f"temperature {row['temperature']:g}, after “{row['prompt'].strip()}”", [])
-            rows.append((r.rung, row["prompt"], row["text"]))
+    for rung, prompt, temperature, text in continuations:
+        by_heading.setdefault(f"temperature {temperature:g}, after “{prompt}”", []).append((rung, prompt, text))
     about = "The same held-out prompts, continued by each rung."
     return [Continuations("Continuations", list(by_heading.items()), about=about)] if by_heading else []

@@ -16,9 +16,10 @@ from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. In it, a
-decoder runs on the text that one types. It has the attention maps of a text and the probability of each token; logit
-lens and direct logit attribution; head statistics and head ablation; attention saturation; per-example gradients; and
-the training: losses, attention entropy, update ratios, samples. A model shows what it has of these."""
+decoder runs on the text that one types. It has the attention maps of a text and the likeliest next tokens; logit lens
+and direct logit attribution; head statistics and head ablation; attention saturation; per-example gradients; images
+with attention over their patches, captions that match best, translations; and the training: losses, attention entropy,
+update ratios, samples. A model shows what it has of these."""
 
 
 @dataclass(frozen=True)

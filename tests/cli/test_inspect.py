@@ -147,7 +147,7 @@ def test_source_is_shown_with_its_translation(tmp_path: Path):
     [shown] = embedded((path / "inspect.html").read_text(), "Attention maps")
     assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == model_page.END
     assert [layer["name"] for layer in shown["layers"]] == [
-        "encoder layer 0", "decoder layer 0", "decoder layer 0, cross-attention"
+        "decoder layer 0, cross-attention", "encoder layer 0", "decoder layer 0"
     ]  # fmt: skip
 
 
