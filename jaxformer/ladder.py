@@ -3,12 +3,10 @@ held-out prompts continued by each rung."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,11 @@ from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
-from jaxformer.extras import import_extra, missing_extras
 from jaxformer.files import write_atomically
-from jaxformer.inspect.page import write_page
-from jaxformer.ladder_page import LOSS_AXIS, ladder_sections
 from jaxformer.runs import Run, abstract_params, count_parameters, load_run, read_config
 from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
 
-ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
 HEAD = (
     "rung", "parameters", "steps", "targets", "loss", "perplexity", "bpb", "minutes", "ended early", "entropy",
     "share of the largest", "positions", "the sources",
@@ -179,45 +173,3 @@ def as_text(results: Sequence[RungResult]) -> str:
     lines = [*align([HEAD[: len(SIDES)], *cells], SIDES), "", "entropy by heads; blocks | the sources' report"]
     lines += [f"{r.rung:<{width}}  {r.entropy or '-'} | {r.sources}" for r in results]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
-    """Write ladder.csv, ladder.html and, where its extra is installed, ladder.png below the folder that holds the runs,
-    and `CONTINUATIONS` below each run; return the names of the files."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow([field.name for field in fields(RungResult)])
-    rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
-    write_atomically(folder / "ladder.csv", text.getvalue())
-    curves = [_loss_curve(folder / r.rung, r.ended_early) for r in results]
-    continuations = continue_held_out([folder / r.rung for r in results])
-    written = ["ladder.csv"]
-    if not missing_extras("matplotlib"):
-        write_atomically(folder / "ladder.png", _picture(curves))
-        written.append("ladder.png")
-    write_page(folder / "ladder.html", "The ladder", [ABOUT], ladder_sections(results, folder, continuations))
-    return [*written, "ladder.html"]
-
-
-Curve = tuple[str, list[int], list[float]]
-"""Label of a run, and the steps and held-out losses of its evaluations."""
-
-
-def _loss_curve(run: Path, cause: str) -> Curve:
-    rows = [row for row in read_metrics(run) if row.get("val_loss") is not None]
-    label = f"{run.name} ({cause})" if cause else run.name
-    return label, [row["step"] for row in rows], [row["val_loss"] for row in rows]
-
-
-def _picture(curves: Sequence[Curve]) -> bytes:
-    """Return held-out losses over steps, one curve per rung, as a PNG."""
-    picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
-    axes = picture.subplots()
-    for label, steps, losses in curves:
-        axes.plot(steps, losses, "o-", markersize=3, label=label)
-    axes.set(xlabel="step", ylabel=LOSS_AXIS, yscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    with io.BytesIO() as file:
-        picture.savefig(file, dpi=120)
-        return file.getvalue()

@@ -1,34 +1,38 @@
-"""Page of the ladder: outcomes and changes of its rungs, their losses and attention entropies, and their texts."""
+"""Files of the ladder's outcomes: a table, a picture, and a page with the change of each rung, its losses, attention
+entropies and texts."""
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data.dataset import evenly_spaced
+from jaxformer.extras import import_extra, missing_extras
 from jaxformer.fields import flatten, to_dict
+from jaxformer.files import write_atomically
 from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
-from jaxformer.inspect.page import Section, Table
+from jaxformer.inspect.page import Section, Table, write_page
+from jaxformer.ladder import RungResult, continue_held_out
 from jaxformer.runs import read_config
 from jaxformer.train.log import read_metrics
 
-if TYPE_CHECKING:
-    from jaxformer.ladder import RungResult
-
+ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
 LOSS_AXIS = "held-out loss, nats per token"
 Continuation = tuple[str, str, float, str]
 """Rung, prompt, temperature and text."""
 MAX_POINTS = 300
 """Points of a line in a small chart."""
 HEAD = (
-    "rung", "change", "perplexity", "loss", "bits/byte", "ended early", "the sources", "parameters", "targets", "minutes"
+    "rung", "change", "perplexity", "loss", "bpb", "ended early", "the sources", "parameters", "targets", "minutes"
 )  # fmt: skip
 
 
@@ -167,3 +171,45 @@ def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
         by_heading.setdefault(f"temperature {temperature:g}, after “{prompt}”", []).append((rung, prompt, text))
     about = "The same held-out prompts, continued by each rung."
     return [Continuations("Continuations", list(by_heading.items()), about=about)] if by_heading else []
+
+
+def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
+    """Write ladder.csv, ladder.html and, where its extra is installed, ladder.png below the folder that holds the runs,
+    and `CONTINUATIONS` below each run; return the names of the files."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow([field.name for field in fields(RungResult)])
+    rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
+    write_atomically(folder / "ladder.csv", text.getvalue())
+    curves = [_loss_curve(folder / r.rung, r.ended_early) for r in results]
+    continuations = continue_held_out([folder / r.rung for r in results])
+    written = ["ladder.csv"]
+    if not missing_extras("matplotlib"):
+        write_atomically(folder / "ladder.png", _picture(curves))
+        written.append("ladder.png")
+    write_page(folder / "ladder.html", "The ladder", [ABOUT], ladder_sections(results, folder, continuations))
+    return [*written, "ladder.html"]
+
+
+Curve = tuple[str, list[int], list[float]]
+"""Label of a run, and the steps and held-out losses of its evaluations."""
+
+
+def _loss_curve(run: Path, cause: str) -> Curve:
+    rows = [row for row in read_metrics(run) if row.get("val_loss") is not None]
+    label = f"{run.name} ({cause})" if cause else run.name
+    return label, [row["step"] for row in rows], [row["val_loss"] for row in rows]
+
+
+def _picture(curves: Sequence[Curve]) -> bytes:
+    """Return held-out losses over steps, one curve per rung, as a PNG."""
+    picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
+    axes = picture.subplots()
+    for label, steps, losses in curves:
+        axes.plot(steps, losses, "o-", markersize=3, label=label)
+    axes.set(xlabel="step", ylabel=LOSS_AXIS, yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    with io.BytesIO() as file:
+        picture.savefig(file, dpi=120)
+        return file.getvalue()

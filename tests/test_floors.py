@@ -25,6 +25,7 @@ FLOORS = [
     {"pretrained"},
     {"train", "decode", "inspect", "interop"},
     {"callbacks", "comparison", "ladder", "model_page", "plan", "training_page", "training_report"},
+    {"ladder_page"},
     {"cli"},
     {"__main__"},
 ]

@@ -15,7 +15,8 @@ from configs.ladder import REPORTED
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
-from jaxformer.ladder import as_text, has_ended, rung_result, write_results
+from jaxformer.ladder import as_text, has_ended, rung_result
+from jaxformer.ladder_page import write_results
 from jaxformer.runs import create_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup

@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
     arguments_of = {name: Arguments(load_config(f"{RUNGS}:{name}")) for name in names}
     configs = {name: parse(options, arguments_of[name], command("ladder"), DESCRIPTION).fields for name in names}
 
-    from jaxformer.ladder import as_text, has_ended, rung_result, write_results
+    from jaxformer.ladder import as_text, has_ended, rung_result
+    from jaxformer.ladder_page import write_results
 
     for name, config in configs.items():
         run = folder / name
