@@ -169,7 +169,7 @@ def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]])
     """Return what the page of the ladder shows."""
     measured = table(figures) if figures else "No candidate of this size has been trained yet.\n"
     return (
-        f"{measured}\nTrials of models 64 wide, one seed each, learning rates not tuned; held out are 120,000 tokens "
+        f"{measured}\nTrials of models 64 wide, one seed each, learning rates not tuned; held out are 120,000 tokens\n"
         f"of three of the training books, each window of its own context:\n\n{trials_table(trials)}"
     )
 
