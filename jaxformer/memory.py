@@ -64,6 +64,17 @@ def _machine_memory() -> int | None:
     return min(limits)
 
 
+def _free_memory() -> int | None:
+    """Return the bytes of memory and swap that other programs leave to this one, with what it holds already; None where
+    Linux does not say it."""
+    try:
+        lines = [line for file in ("meminfo", "self/status") for line in Path("/proc", file).read_text().splitlines()]
+        fields = dict(line.split(":", 1) for line in lines)
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree", "RssAnon"))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
     """Refuse a model whose parameters (or shapes and dtypes) and gradients exceed the memory of all `n_devices` devices
     that they may be sharded over, of which one is given, before anything is computed: a lower bound of what training
@@ -79,13 +90,16 @@ def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
 
 def check_memory(compiled: Any, device: jax.Device) -> str:
     """Return a log line with the memory that a compiled step needs and that the device has; `UserError` if the step
-    needs more than the device has."""
+    needs more than the device has, or on a CPU than other programs leave, as Linux would kill it without a word."""
     needed, capacity = memory_needed(compiled), memory_capacity(device)
     if capacity is None:
         return f"memory per device: {format_bytes(needed)}"
+    problem = f"a step needs {format_bytes(needed)} of memory per device, and"
     if needed > capacity:
-        problem = f"a step needs {format_bytes(needed)} of memory per device, and there are {format_bytes(capacity)}"
-        raise UserError(f"{problem}; {REMEDY}.")
+        raise UserError(f"{problem} there are {format_bytes(capacity)}; {REMEDY}.")
+    free = _free_memory() if device.platform == "cpu" else None
+    if free is not None and needed > (share := free // jax.local_device_count()):
+        raise UserError(f"{problem} other programs leave {format_bytes(share)}; close some, or {REMEDY}.")
     return f"memory per device: {format_bytes(needed)} of {format_bytes(capacity)}"
 
 

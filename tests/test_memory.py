@@ -69,6 +69,21 @@ def test_step_that_does_not_fit_is_refused_with_remedies(monkeypatch):
         check_memory(None, jax.devices()[0])
 
 
+def test_step_that_other_programs_leave_no_memory_for_is_refused(monkeypatch, tmp_path):
+    free = tmp_path / "meminfo"
+    free.write_text("MemTotal: 99999999 kB\nMemAvailable:    1024 kB\nSwapFree:   512 kB\nRssAnon:  512 kB\n")
+    monkeypatch.setattr(memory, "memory_capacity", lambda device: 2**30)
+    monkeypatch.setattr(memory, "Path", lambda *path: free)
+    device, share = jax.devices()[0], 2**21 // jax.local_device_count()
+    monkeypatch.setattr(memory, "memory_needed", lambda compiled: share)
+    assert check_memory(None, device).endswith("of 1 GiB")
+    monkeypatch.setattr(memory, "memory_needed", lambda compiled: share + 1)
+    with pytest.raises(UserError, match=r"other programs leave .*; close some, or lower train\.batch_size"):
+        check_memory(None, device)
+    free.write_text("no fields")
+    assert check_memory(None, device).endswith("of 1 GiB")
+
+
 @pytest.mark.parametrize(
     ("n_bytes", "expected"),
     [
