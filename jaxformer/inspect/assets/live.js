@@ -20,6 +20,8 @@ function decodeFloat16(bytes) {
   return numbers;
 }
 
+const LONGEST_WORD = 64; // of those whose tokens are kept, in characters
+
 // Byte-pair encoding, as the `tokenizers` library does it.
 class Tokenizer {
   constructor({ normalizers, splits, symbols, fallback, merges, words, lengths, bytes, begin, end }) {
@@ -43,28 +45,38 @@ class Tokenizer {
     return [...this.begin, ...pieces.flatMap((piece) => this.encodePiece(piece))];
   }
 
+  // Merge the pair of the lowest rank, from the left, until there is none: all of that rank in one sweep, which a pair of
+  // a lower rank that it makes ends.
   encodePiece(piece) {
-    let tokens = this.words.get(piece);
-    if (tokens) return tokens;
-    tokens = this.symbolsOf(piece);
-    const rank = (i) => this.ranks.get(this.pair(tokens[i], tokens[i + 1])) ?? Infinity;
-    const ranks = tokens.slice(1).map((_, i) => rank(i));
+    const known = this.words.get(piece);
+    if (known) return known;
+    const tokens = this.symbolsOf(piece);
+    const rank = (i, j) => this.ranks.get(this.pair(tokens[i], tokens[j])) ?? Infinity;
+    const ranks = tokens.map((_, i) => rank(i, i + 1)); // infinite at the last
     for (;;) {
-      let first = 0;
-      for (let i = 1; i < ranks.length; i++) if (ranks[i] < ranks[first]) first = i;
-      if (!(ranks[first] < Infinity)) break;
-      tokens.splice(first, 2, this.merged[ranks[first]]);
-      ranks.splice(first, 1);
-      if (first > 0) ranks[first - 1] = rank(first - 1);
-      if (first < ranks.length) ranks[first] = rank(first);
+      const lowest = ranks.reduce((a, b) => Math.min(a, b), Infinity);
+      if (lowest === Infinity) break;
+      let [end, sweeps] = [0, true]; // what is before `end` is done
+      for (let at = 0; at < tokens.length; at++, end++) {
+        const merges = sweeps && ranks[at] === lowest;
+        tokens[end] = merges ? this.merged[lowest] : tokens[at];
+        ranks[end] = ranks[at];
+        if (!merges) continue;
+        at++;
+        ranks[end] = rank(end, at + 1);
+        if (end > 0) ranks[end - 1] = rank(end - 1, end);
+        sweeps = Math.min(ranks[end], ranks[end - 1] ?? Infinity) > lowest;
+      }
+      tokens.length = ranks.length = end;
     }
-    this.words.set(piece, tokens);
+    if (piece.length <= LONGEST_WORD) this.words.set(piece, tokens);
     return tokens;
   }
 
   // The tokens of single bytes or, where the vocabulary is of characters, of those and of the bytes of others.
   symbolsOf(piece) {
-    const bytes = (text) => [...new TextEncoder().encode(text)];
+    const encoder = new TextEncoder();
+    const bytes = (text) => [...encoder.encode(text)];
     if (Array.isArray(this.symbols)) return bytes(piece).map((byte) => this.symbols[byte]);
     const own = (letter) => Object.hasOwn(this.symbols, letter);
     return [...piece].flatMap((letter) =>
