@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -166,23 +167,28 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     else:
         symbols = {piece: i for piece, i in vocab.items() if len(piece) == 1}
     fallback = [vocab.get(f"<0x{byte:02X}>") for byte in range(256)]
-    if not is_byte_level and None in fallback:
+    if not is_byte_level and (None in fallback or not model.get("byte_fallback")):
         raise UserError(f"{SCRIPT} has no tokenizers of characters without a fallback to bytes.")
     pieces = tokenizer.token_bytes
     return {
         "normalizers": list(_normalizers(form["normalizer"])), "splits": [s for s in splits if s["kind"] != "bytes"],
         "symbols": symbols, "fallback": fallback,
         "merges": [[vocab[left], vocab[right], vocab[left + right]] for left, right in model["merges"]],
-        "words": _unsplit_words(tokenizer, vocab) if model.get("ignore_merges") else {},
+        "words": _unsplit_words(vocab, is_byte_level) if model.get("ignore_merges") else {},
         "lengths": [len(piece) for piece in pieces], "bytes": base64.b64encode(b"".join(pieces)).decode(),
         "begin": [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text], "end": tokenizer.end_of_text,
     }  # fmt: skip
 
 
-def _unsplit_words(tokenizer: Tokenizer, vocab: dict[str, int]) -> dict[str, list[int]]:
-    """Return the tokens of texts that are one, whatever the merges."""
-    texts = {i: tokenizer.token_bytes[i].decode("utf-8", "replace") for i in vocab.values()}
-    return {text: [i] for i, text in texts.items() if text and "\ufffd" not in text}
+def _unsplit_words(vocab: dict[str, int], is_byte_level: bool) -> dict[str, list[int]]:
+    """Return the tokens of pieces of a text that are one, whatever the merges."""
+    if not is_byte_level:
+        return {piece: [i] for piece, i in vocab.items()}
+    words = {}
+    for piece, i in vocab.items():
+        with suppress(KeyError, UnicodeDecodeError):  # special tokens, and parts of characters
+            words[bytes(BYTE_OF[character] for character in piece).decode()] = [i]
+    return words
 
 
 def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:

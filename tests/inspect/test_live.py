@@ -56,7 +56,7 @@ CORPUS = [
 TEXTS = [
     "", "a", " The  Union\n\n is   strong. ", "\t\tI'm you'LL '\u017f don't", "cafe\u0301 café",
     "👩\u200d👧 🇩🇪🙂 日本語", "\ufeff x\u0085y\u00a0z\u2028", "<|endoftext|> </s>",
-    "12,345.67 ½²!!\r\n", "\x00\x7f\ufffd\U0010ffff", "▁▁a ▁b",
+    "12,345.67 ½²!!\r\n", "\x00\x7f\ufffd\U0010ffff", "▁▁a ▁b", "hehehe", "of", "a~b", "the sta" * 20,
 ]  # fmt: skip
 
 
@@ -70,25 +70,29 @@ def byte_level(pattern: str, **model: Any) -> Tokenizer:
     return Tokenizer(inner)
 
 
-def character_level(normalizer: Any, pre_tokenizer: Any) -> Tokenizer:
-    """Return a tokenizer as SentencePiece's: merges of characters, others as bytes."""
-    words = ["▁", "T", "h", "e", "s", "t", "a", "o", "n", "▁t", "he", "▁the", "st", "sta", "▁▁", "é"]
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("s", "t"), ("st", "a"), ("▁", "▁")]
+def character_level(normalizer: Any, pre_tokenizer: Any, **model: Any) -> Tokenizer:
+    """Return a tokenizer as SentencePiece's: merges of characters, others as bytes. A later merge makes pairs of an
+    earlier one, and one token has no merges."""
+    words = [*"▁Thestaoné", "▁t", "he", "▁the", "st", "sta", "▁▁", "heh", "▁of"]
+    merges = [("he", "h"), ("▁", "t"), ("h", "e"), ("▁t", "he"), ("s", "t"), ("st", "a"), ("▁", "▁")]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    model = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True} | model
+    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, **model))
     inner.normalizer, inner.pre_tokenizer = normalizer, pre_tokenizer
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
     return Tokenizer(inner, config={"bos_token": "<s>", "add_bos_token": True})
 
 
-PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+PREPENDED = normalizers.Sequence([
+    normalizers.Replace("~", "$&"), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+])  # fmt: skip
 TOKENIZERS = {
     "quick": lambda: Tokenizer.train(CORPUS, 400),
     "llama": lambda: byte_level(KNOWN_SPLITS[1], ignore_merges=True),
     "gemma": lambda: character_level(PREPENDED, None),
-    "post": lambda: character_level(None, pre_tokenizers.Metaspace("▁", "first", True)),
+    "post": lambda: character_level(None, pre_tokenizers.Metaspace("▁", "first", True), ignore_merges=True),
     "rung": lambda: byte_level(KNOWN_SPLITS[2]),
 }
 LOGITS = """
@@ -305,3 +309,8 @@ def test_tokenizer_that_the_script_does_not_run_is_a_reason(part: str, value: An
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), config={"eos_token": END_OF_TEXT})
     with pytest.raises(UserError, match=reason):
         pack_tokenizer(tokenizer)
+
+
+def test_tokenizer_that_has_tokens_of_bytes_but_does_not_use_them_is_a_reason():
+    with pytest.raises(UserError, match="without a fallback to bytes"):
+        pack_tokenizer(character_level(PREPENDED, None, byte_fallback=False))

@@ -101,7 +101,7 @@ const utf8 = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uin
 const NORMALIZERS = {
   unicode: (text, { form }) => text.normalize(form),
   prepend: (text, { start }) => (text ? start + text : text),
-  replace: (text, { pattern, by }) => text.replaceAll(pattern, by),
+  replace: (text, { pattern, by }) => text.replaceAll(pattern, () => by),
 };
 
 // Each returns the pieces of a piece; `at` is its number.
