@@ -115,6 +115,16 @@ TOKENS = """
     const tokenizer = new Tokenizer(data.tokenizer);
     return arguments[1].map((text) => [tokenizer.encode(text), tokenizer.decode(tokenizer.encode(text))]);
 """
+KEYS_AND_CLICK = """
+    const [area, status, button] = arguments;
+    const shown = [..." is"].map((letter) => {
+      area.value += letter;
+      area.dispatchEvent(new Event("input"));
+      return status.textContent;
+    });
+    button.click();
+    return shown;
+"""
 
 
 @dataclass
@@ -205,6 +215,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     [area], [status] = find("textarea"), find(".status")
     labels = lambda: [button.get_property("textContent") for button in find(".tokens button")]  # noqa: E731
     shown = lambda: [value.text for value in find(".bars .value")]  # noqa: E731
+    next_frame = lambda: browser.execute_async_script("requestAnimationFrame(arguments[0])")  # noqa: E731
 
     def p_V(text: str, off: bool = False) -> np.ndarray:
         edit = lambda name, x: x.at[1].set(0) if off else x  # noqa: E731
@@ -214,6 +225,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
 
     assert area.get_property("value") == "The state  of the Union"
     area.send_keys(" is")
+    next_frame()
     text = "The state  of the Union is"
     tokens = case.tokenizer.encode(text)
     assert labels() == [case.tokenizer.decode([token]) for token in tokens]
@@ -245,15 +257,20 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
 
     area.clear()
     area.send_keys("x" * 40)
+    next_frame()
     tokens = case.tokenizer.encode("x" * 40)
     assert f"{len(tokens)} tokens, of which the model reads the first 24" in status.text
     assert not find(".controls button")[0].is_enabled()
     area.clear()
     area.send_keys("a\b")
+    next_frame()
     assert status.text == "0 of at most 24 tokens."
     assert not find(".columns")[0].is_displayed()
     find(".controls button")[2].click()  # start again
     assert area.get_property("value") == "The state  of the Union" and find(".columns")[0].is_displayed()
+    before = status.text
+    assert browser.execute_script(KEYS_AND_CLICK, area, status, find(".controls button")[0]) == [before] * 3
+    assert area.get_property("value") == text + piece and labels()[-1] == piece
     size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390

@@ -415,6 +415,7 @@ function live(container, data) {
   const off = new Set();
   let [typed, generated, tokens] = ["", [], []]; // the text as typed, the tokens added to it, the tokens of both
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
+  let frame = 0; // animation frame that will read what was typed
   const active = () => (off.size ? ablated : full);
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
   const shade = (weight) => `rgba(${ink}, ${Math.sqrt(weight) / 2})`;
@@ -479,6 +480,7 @@ function live(container, data) {
   }
 
   function append(token) {
+    if (steps[0].disabled) return; // by what was typed just before the click
     generated.push(token);
     area.value = typed + tokenizer.decode(generated);
     update();
@@ -666,7 +668,8 @@ function live(container, data) {
   }
 
   function readArea() {
-    [typed, generated] = [area.value, []];
+    cancelAnimationFrame(frame);
+    [frame, typed, generated] = [0, area.value, []];
     update();
   }
   function begin() {
@@ -674,7 +677,9 @@ function live(container, data) {
     off.clear();
     readArea();
   }
-  area.addEventListener("input", readArea);
+  // Keys that come faster than frames are read together, and before what a click does.
+  area.addEventListener("input", () => { frame ||= requestAnimationFrame(readArea); });
+  container.addEventListener("click", () => { if (frame) readArea(); }, true);
   again.addEventListener("click", begin);
   const tokenAt = (event) => event.target.dataset.at && Number(event.target.dataset.at);
   for (const name of ["pointerover", "focusin"]) {
