@@ -275,16 +275,17 @@ class RecurrentLM(nn.Module):
 
     def features(self, tokens_T: jax.Array) -> jax.Array:
         """Return the states of the last layer, `(T, D)`."""
-        return self._run(tokens_T, self.init_cache(len(tokens_T)).layers, None)[0]
+        return self._run(tokens_T, self._zeros(), None)[0]
 
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> LMState:
-        """Return the state before the first token, in the dtype of the parameters, whatever `n_slots` is.
+        """Return the state before the first token, whatever `n_slots` is; it needs no parameters.
 
         Raises:
           UserError: the dtype is of integers.
         """
         _check_floating(dtype)
-        return LMState(tuple(layer.zeros() for layer in self.layers))
+        c = self.config
+        return LMState(((jnp.zeros(c.d_model, dtype),) * CELLS[c.cell].n_parts,) * c.n_layers)
 
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: LMState, slot: jax.Array | int
@@ -293,8 +294,9 @@ class RecurrentLM(nn.Module):
 
         A token whose position is `masks.EMPTY` is padding: it changes no state, and its own features are undefined.
         """
-        x_TD, states = self._run(tokens_T, cache.layers, positions_T != EMPTY)
-        return x_TD, LMState(states)
+        computed = jax.tree.map(lambda x, zeros: x.astype(zeros.dtype), cache.layers, self._zeros())
+        x_TD, states = self._run(tokens_T, computed, positions_T != EMPTY)
+        return x_TD, LMState(jax.tree.map(lambda x, stored: x.astype(stored.dtype), states, cache.layers))
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` of features; of one position, `(V,)` of `(D,)`."""
@@ -307,6 +309,10 @@ class RecurrentLM(nn.Module):
     def unembedding(self) -> Unembedding:
         """Return the layer to the logits."""
         return Unembedding(self.W_out)
+
+    def _zeros(self) -> tuple[State, ...]:
+        """Return the state of each layer before the first token, in the dtype that it computes in."""
+        return tuple(layer.zeros() for layer in self.layers)
 
     def _run(
         self, tokens_T: jax.Array, states: tuple[State, ...], valid_T: jax.Array | None

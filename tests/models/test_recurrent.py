@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxformer.decode.beam import Beams, search
+from jaxformer.decode.generation import generate
+from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import store
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture
@@ -318,13 +320,27 @@ def test_a_plain_recurrent_language_model_is_elmans_network() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", exhaustive("tanh"), exhaustive("gru")])
+def test_a_recurrent_language_model_generates_what_full_passes_predict(cell: str) -> None:
+    model = RecurrentLMConfig(V, T, cell, d_model=D, n_layers=2).build()
+    params = random_params(model, TARGET_T)
+    prompts, greedy = [[3], [5, 1, 4]], Sampling(temperature=0)
+    pieces = generate(model, params, prompts, greedy, [0, 0], max_new_tokens=T - 3, context_length=T)
+    generated = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
+    for prompt, new in zip(prompts, generated, strict=True):
+        text = [*prompt, *new]
+        predicted = apply(model, params, jnp.array(text[:-1])).argmax(-1)
+        assert predicted[len(prompt) - 1 :].tolist() == new
+
+
+@pytest.mark.slow
 def test_a_recurrent_language_model_reads_on_from_its_state_past_padding() -> None:
     model = RecurrentLMConfig(V, T, "lstm", d_model=D, n_layers=2).build()
     params = random_params(model, TARGET_T)
     expected_TV = apply(model, params, TARGET_T)
-    cache = model.apply({"params": params}, 1, method="init_cache")
+    cache = model.init_cache(1)
     with pytest.raises(UserError, match="the cache's dtype is int8; use float32 or bfloat16 for a recurrent model"):
-        model.apply({"params": params}, 1, jnp.int8, method="init_cache")
+        model.init_cache(1, jnp.int8)
     tokens, positions = jnp.array([7, TARGET_T[0], TARGET_T[1]]), jnp.array([EMPTY, 0, 1])
     x_TD, cache = apply(model, params, tokens, positions, cache, 0, method="extend")
     assert_close(apply(model, params, x_TD[1:], method="unembed"), expected_TV[:2])
