@@ -198,7 +198,8 @@ def speculate(
 
     Raises:
       UserError: as `generate`; or the draft has another vocabulary, a text would outgrow the context of the model or
-        the draft, or the model's prompts are prefixes.
+        the draft, the model's prompts are prefixes, or
+        a cache is a state.
     """
     if not 1 <= n_proposed <= MAX_DRAFT_TOKENS:
         raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MAX_DRAFT_TOKENS}.")
@@ -209,6 +210,10 @@ def speculate(
         raise UserError(f"{problem}; use a draft with the model's vocabulary.")
     if contract_of(model).has_prefix:
         raise UserError("the model attends to its prompt in both directions, which a draft cannot; leave it out.")
+    for name, m in (("model", model), *([("draft", draft.model)] if isinstance(draft, DraftModel) else [])):
+        if not _holds_slots(m, cache_dtype):
+            problem = f"the {name} keeps a state, from which tokens that are not accepted cannot be taken back"
+            raise UserError(f"{problem}; leave the draft out.")
     contexts = [(model, context_length)]
     if isinstance(draft, DraftModel):
         contexts.append((draft.model, draft.context_length or context_length))
@@ -232,6 +237,13 @@ def speculate(
                 yield _pieces(decoder, both_params, start, len(prompt), seed, max_new_tokens)
 
     return Speculation(len(seeds), rows())
+
+
+def _holds_slots(model: Any, dtype: Any) -> bool:
+    """Return whether all of a model's cache grows with its slots, so that a slot can be overwritten; a state does
+    not."""
+    sizes = ([x.shape for x in jax.tree.leaves(jax.eval_shape(partial(model.init_cache, n, dtype)))] for n in (1, 2))
+    return all(a != b for a, b in zip(*sizes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.recurrent import RecurrentLMConfig
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import random_params
 from tests.helpers import exhaustive
@@ -181,6 +182,15 @@ def test_a_prefix_model_is_refused():
     options = {"max_new_tokens": 5, "context_length": CONTEXT}
     with pytest.raises(UserError, match="attends to its prompt in both directions"):
         speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **options)
+
+
+@pytest.mark.parametrize("role", ["model", "draft"])
+def test_a_state_is_refused_as_it_cannot_be_taken_back(role):
+    model = RecurrentLMConfig(VOCABULARY, CONTEXT, d_model=8).build()
+    options = {"max_new_tokens": 5, "context_length": CONTEXT}
+    both = (model, None, *DRAFTS["look-up"]) if role == "model" else (MODEL, PARAMS, DraftModel(model), None)
+    with pytest.raises(UserError, match=f"the {role} keeps a state, .* cannot be taken back; leave the draft out"):
+        speculate(*both, [PROMPT], Sampling(), [0], **options)
 
 
 def test_a_text_past_the_context_of_the_draft_is_refused():
