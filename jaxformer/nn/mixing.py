@@ -36,9 +36,9 @@ class Mixing(nn.Module):
         q_TD = k_TD = v_TD = x_TD
         if self.kind == "static":
             A_SS = parameter(self, "A", nn.initializers.normal(1.0), (n, n), "queries -> keys")
-            scores_TT = A_SS[:T, :T]
+            scores_TT = A_SS[:T][:, :T]
         elif self.kind == "dynamic":
-            scores_TT = x_TD @ self._matrix("B", D, n, "embed -> keys")[:, :T]
+            scores_TT = (x_TD @ self._matrix("B", D, n, "embed -> keys"))[:, :T]
         else:
             if self.kind == "qkv":
                 q_TD, k_TD, v_TD = (x_TD @ self._matrix(f"W_{name}", D, D, "embed -> head_dim") for name in "QKV")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.decode.weights import restored, store
 from jaxformer.errors import UserError
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
@@ -61,6 +62,15 @@ def test_mixing_agrees_with_loops_over_positions(kind: str) -> None:
             }[kind](i, j)
             expected[i] += weight / T**0.5 * value
     assert_close(mixing.apply({"params": params}, x_TD), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_weights_rounded_to_8_bits_mix_texts_of_any_length(kind: str) -> None:
+    model, params = build(MIXED[kind])
+    tokens_T = random_tokens(V, T - 2)
+    rounded = store(params, "int8", model)
+    assert_close(apply(model, rounded, tokens_T), apply(model, restored(rounded), tokens_T), 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["none", "static", "gram"])
