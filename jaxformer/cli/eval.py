@@ -79,12 +79,14 @@ def main(arguments: list[str]) -> int:
     from jaxformer.runs import load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.train.evaluate import HeldOut
-    from jaxformer.train.run_evaluation import evaluate_run, load_held_out_text, loss_by_position
+    from jaxformer.train.run_evaluation import check_causal_lm, evaluate_run, load_held_out_text, loss_by_position
 
     mesh = make_mesh(options.opening.mesh)
     if path is not None:
         find_files(path)  # a wrong path is an error before the run is loaded
     run = open_run(with_run(options.opening), mesh)
+    if options.by_position:
+        check_causal_lm(run, "--by-position")
     params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
     data: HeldOut
     if path is None:
@@ -99,20 +101,23 @@ def main(arguments: list[str]) -> int:
     metrics = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
     echo(" ".join([*metrics[:-1], f"targets={evaluation.targets}"]))
     if options.by_position:
-        echo(f"loss by position: {_by_position(loss_by_position(run, params, data, options.batch_size))}")
+        sums = loss_by_position(run, params, data, mesh, options.batch_size, options.precision)
+        echo(f"loss by position: {_by_position(*sums)}")
     if isinstance(data, PairDataset):
         scores = _translation_scores(run, params, data, options.batch_size)
         echo(" ".join(f"{name}={value:.4f}" for name, value in scores.items()))
     return 0
 
 
-def _by_position(loss_T: np.ndarray) -> str:
-    """Return means over positions 1, 2, 3-4, 5-8 and so on, counted from 1."""
+def _by_position(nats_T: np.ndarray, weights_T: np.ndarray) -> str:
+    """Return means over the targets at positions 1, 2, 3-4, 5-8 and so on, counted from 1; none where there are no
+    targets."""
     parts, first = [], 0
-    while first < len(loss_T):
-        last = min(2 * first or 1, len(loss_T))
-        mean = f"{loss_T[first:last].mean():.4f}"
-        parts.append(f"{first + 1}={mean}" if last - first == 1 else f"{first + 1}-{last}={mean}")
+    while first < len(nats_T):
+        last = min(2 * first or 1, len(nats_T))
+        if n_targets := weights_T[first:last].sum():
+            positions = f"{first + 1}" if last - first == 1 else f"{first + 1}-{last}"
+            parts.append(f"{positions}={nats_T[first:last].sum() / n_targets:.4f}")
         first = last
     return " ".join(parts)
 

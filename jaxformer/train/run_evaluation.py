@@ -21,41 +21,49 @@ from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_target
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.runs import Run
-from jaxformer.sharding import batch_shards
+from jaxformer.sharding import batch_sharding, batch_shards, global_device_put
 from jaxformer.train.evaluate import Evaluation, Evaluator, HeldOut
 from jaxformer.train.setup import TrainSetup
 
+Precision = Literal["auto", "float32", "bfloat16"]
+
 
 def evaluate_run(
-    run: Run, params: Params, data: HeldOut, mesh: Mesh, batch_size: int,
-    precision: Literal["auto", "float32", "bfloat16"] = "auto",
-) -> Evaluation:  # fmt: skip
+    run: Run, params: Params, data: HeldOut, mesh: Mesh, batch_size: int, precision: Precision = "auto"
+) -> Evaluation:
     """Return the evaluation of a run's model, with a batch size rounded up to what the devices divide."""
+    return Evaluator(_evaluation_setup(run, mesh, batch_size, precision), data)(params)
+
+
+def _evaluation_setup(run: Run, mesh: Mesh, batch_size: int, precision: Precision) -> TrainSetup:
     shards = batch_shards(mesh)
     train = replace(run.config.train, batch_size=-(-batch_size // shards) * shards)
-    config = replace(run.config, train=train, compute=ComputeConfig(precision=precision))
-    return Evaluator(TrainSetup(config, mesh), data)(params)
+    return TrainSetup(replace(run.config, train=train, compute=ComputeConfig(precision=precision)), mesh)
 
 
-def loss_by_position(run: Run, params: Params, data: HeldOut, batch_size: int) -> np.ndarray:
-    """Return the mean loss of a run's language model at each position of the windows, `(T,)` float64 in nats per token,
-    NaN at positions that nothing is predicted from: how much a model gains from more context.
+def loss_by_position(
+    run: Run, params: Params, data: HeldOut, mesh: Mesh, batch_size: int, precision: Precision = "auto"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum of nats and the number of targets at each position of the windows of a run's language model, both
+    `(T,)` float64: how much it gains from more context.
 
     Raises:
       UserError: the run's model predicts no next token.
     """
     check_causal_lm(run, "--by-position")
-    sums, counts = np.zeros(()), np.zeros(())
-    for batch in data.held_out(batch_size):
-        nats_T, weights_T = _position_sums(run.model, params, batch)
-        sums, counts = sums + np.asarray(nats_T, np.float64), counts + np.asarray(weights_T, np.float64)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.divide(sums, counts))
+    setup, T = _evaluation_setup(run, mesh, batch_size, precision), run.text_model()[0].context_length
+    nats_T, weights_T, split = np.zeros(T), np.zeros(T), batch_sharding(mesh)
+    params = jax.tree.map(lambda w: w.astype(setup.compute_dtype), params)
+    for batch in data.held_out(setup.config.train.batch_size):
+        nats, weights = _position_sums(run.model, params, global_device_put(batch, split))
+        nats_T[-len(nats) :] += nats  # a model may predict the end of a window only
+        weights_T[-len(weights) :] += weights
+    return nats_T, weights_T
 
 
 @partial(jax.jit, static_argnames="model")
 def _position_sums(model: nn.Module, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of nats and the sum of weights at each position, `(T,)`, over a batch."""
+    """Return the weighted sum of nats and the sum of weights at each predicted position over a batch."""
     outputs_B, _ = batched_apply(model, params)(*batch.inputs)
     nll_BT = per_target(negative_log_likelihood, model, params, outputs_B, batch.targets)
     weights_BT = jnp.ones(nll_BT.shape) if batch.weights is None else batch.weights

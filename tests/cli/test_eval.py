@@ -82,6 +82,14 @@ def test_the_losses_by_position_average_to_the_loss(here, monkeypatch, capsys):
     np.testing.assert_allclose(np.dot([1, 1, 2, 4, 8], [float(x) for x in means.values()]) / 16, loss, rtol=2e-3)
     assert float(means["1"]) > float(means["9-16"])
 
+    Path("short.txt").write_text("a b a")
+    assert command.main(["--data.path", "short.txt", "--by-position"]) == 0
+    metrics, by_position = capsys.readouterr().out.splitlines()[1:]
+    n_targets = int(metrics.rsplit("=", 1)[1])
+    positions = [part.split("=")[0] for part in by_position.removeprefix("loss by position: ").split()]
+    assert n_targets < 16 and positions == ["1", "2", "3-4", "5-8", "9-16"][: 1 + (n_targets - 1).bit_length()]
+    assert "nan" not in by_position
+
 
 @pytest.mark.slow
 def test_a_stride_changes_the_loss_and_not_the_number_of_targets(here, evaluate):
