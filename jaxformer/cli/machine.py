@@ -25,6 +25,13 @@ MAX_DEFAULT_DEVICES = 16
 MAX_VIRTUAL_DEVICES = 1024
 """Maximum number of virtual devices of a CPU; each costs threads and memory before anything is computed."""
 
+PATIENCE = {
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 3600,
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 7 * 86_400,
+}
+"""Seconds for which virtual devices wait for each other in a collective before XLA warns, and ends the process. By
+default these are 20 and 40, which a step of minutes exceeds where other programs keep one device's thread waiting."""
+
 warn = logging.getLogger(__name__).warning
 
 
@@ -42,6 +49,16 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
     given = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not given:
         jax.config.update("jax_num_cpu_devices", cpu_devices(batch_size, mesh, processes))
+    wait_patiently()
+
+
+def wait_patiently() -> None:
+    """Add those of `PATIENCE` that are not given to the environment variable XLA_FLAGS, which XLA reads when JAX starts
+    its devices, unless it names a file."""
+    given = os.environ.get("XLA_FLAGS", "")
+    if not given.strip() or given.split()[0].startswith("-"):
+        missing = [f"{name}={seconds}" for name, seconds in PATIENCE.items() if name not in given]
+        os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing])
 
 
 def is_private(folder: Path) -> bool:

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +26,56 @@ def test_devices_of_a_mesh_are_divided_among_processes(monkeypatch):
     assert machine.cpu_devices(16, "fsdp=4", processes=2) == 2
     assert machine.cpu_devices(6, processes=2) == 1  # 4 would not split the 6
     assert machine.cpu_devices(16, "data=64,fsdp=64") == 1  # of a pod, on whose hosts no such CPU is made
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600 "
+         "--xla_cpu_collective_call_terminate_timeout_seconds=604800"),
+        ("--xla_cpu_max_isa=AVX2 --xla_cpu_collective_call_terminate_timeout_seconds=5",
+         "--xla_cpu_max_isa=AVX2 --xla_cpu_collective_call_terminate_timeout_seconds=5 "
+         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600"),
+        ("/etc/xla.flags", "/etc/xla.flags"),
+    ],
+)  # fmt: skip
+def test_devices_wait_for_each_other_as_long_as_the_user_says_or_a_week(monkeypatch, given, expected):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    machine.wait_patiently()
+    machine.wait_patiently()
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+@pytest.mark.slow
+def test_patience_reaches_the_devices(tmp_path):
+    """Without it, the flags of this short patience would be the only ones: XLA ends the process after them."""
+    program = """
+import os, sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxformer.cli import machine
+machine.PATIENCE = dict.fromkeys(machine.PATIENCE, int(sys.argv[1]))
+machine.set_up(mesh="data=2")
+def wait(i):
+    time.sleep(2.5 * float(i))
+    return np.float32(i)
+def one(x):
+    scale = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.axis_index("data"))
+    return jax.lax.psum(x * scale, "data")
+mesh = jax.make_mesh((2,), ("data",))
+x = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, P("data")))
+print(jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False))(x))
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAXFORMER_CACHE": str(tmp_path)}
+    ended = {
+        seconds: subprocess.run(
+            [sys.executable, "-c", program, seconds], env=environment, capture_output=True, text=True
+        )
+        for seconds in ("1", "60")
+    }
+    assert ended["1"].returncode < 0 and "Termination timeout" in ended["1"].stderr
+    assert ended["60"].returncode == 0 and ended["60"].stdout == "[1.]\n"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
