@@ -71,8 +71,9 @@ def _as_json(prediction: Prediction | None) -> list | None:
 
 
 def as_bars(chances: Sequence[tuple[str, float]], actual: tuple[str, float] | None) -> list:
-    """Return `[label, probability, is actual]` for each bar of a prediction, the actual one last unless it is there."""
-    bars = [[label, rounded(p, 4), actual is not None and label == actual[0]] for label, p in chances]
+    """Return `[label, probability, is actual]` for each bar of a prediction, the actual one last unless it is there.
+    Tokens may have equal labels, such as parts of characters."""
+    bars = [[label, rounded(p, 4), (label, p) == actual] for label, p in chances]
     if actual is not None and not any(is_actual for *_, is_actual in bars):
         bars.append([actual[0], rounded(actual[1], 4), True])
     return bars

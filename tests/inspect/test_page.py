@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction
+from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction, as_bars
 from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
 from jaxformer.inspect.page import Table, Texts, render_page, write_page
 from jaxformer.inspect.pictures import Picture, PictureSection, png_uri
@@ -75,6 +75,12 @@ def test_data_hold_texts_weights_and_lines():
     [cells] = embedded(page, "Map")
     assert cells["values"] == [[0.5, -1.0], [None, 0.25]] and cells["largest"] == 1  # JSON has no NaN
     assert len(embedded(page, "Grid")) == 3 and not embedded(page, "Numbers")
+
+
+def test_bar_of_another_token_with_the_same_label_is_not_marked():
+    part, chances = "\ufffd", [("\ufffd", 0.5), ("a", 0.25), ("\ufffd", 0.125)]
+    assert [marked for *_, marked in as_bars(chances, (part, 0.125))] == [False, False, True]
+    assert as_bars(chances, (part, 0.01))[-1] == [part, 0.01, True] and len(as_bars(chances, None)) == 3
 
 
 def test_png_has_the_pixels_of_the_image():
