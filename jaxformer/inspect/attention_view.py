@@ -51,10 +51,10 @@ class AttentionSection(Section):
 
     def body(self) -> str:
         """Return the element, weights as base64 bytes round(255·√w), which keep small ones; of causal attention the
-        lower triangles alone."""
+        lower triangles alone. Weights that are not finite are 0."""
         layers = []
         for layer in self.layers:
-            bytes_HTS = np.rint(255 * np.sqrt(layer.weights_HTS)).astype(np.uint8)
+            bytes_HTS = np.rint(255 * np.sqrt(np.nan_to_num(layer.weights_HTS))).astype(np.uint8)
             causal = layer.rows == layer.columns and not np.triu(bytes_HTS, 1).any()
             stored = bytes_HTS[:, np.tri(bytes_HTS.shape[-1], dtype=bool)] if causal else bytes_HTS
             layers.append({

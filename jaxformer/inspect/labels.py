@@ -53,7 +53,9 @@ def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") ->
     }
     scores = {name: score(name) for name in targets}
     strongest = max(scores, key=lambda name: -1.0 if math.isnan(scores[name]) else scores[name])
-    weight, share = scores[strongest], score("share")
+    weight, share, entropy = scores[strongest], score("share"), score("entropy")
+    if not math.isfinite(entropy):
+        return "has weights that are not finite"
     if weight >= CLEAR:
         return f"looks at {targets[strongest]} ({weight:.0%})"
     if share >= SPREAD:
@@ -63,4 +65,4 @@ def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") ->
     distance = score("distance")
     if distance < NEAR:
         return f"looks at {unit}{'es' if unit == 'patch' else 's'} nearby ({distance:.1f} positions away)"
-    return f"attends to some {math.exp(score('entropy')):.0f} positions"
+    return f"attends to some {math.exp(entropy):.0f} positions"

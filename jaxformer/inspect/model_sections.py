@@ -101,7 +101,9 @@ def _sides(name: str, texts: Sequence[str]) -> tuple[str, str]:
 
 
 def _softmax(logits_TV: np.ndarray) -> np.ndarray:
-    return np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
+    """Return probabilities; NaN for a row that is not finite."""
+    with np.errstate(invalid="ignore"):
+        return np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
 
 
 def _predictions(

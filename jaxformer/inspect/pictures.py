@@ -57,13 +57,15 @@ class PictureSection(Section):
     )  # fmt: skip
 
     def body(self) -> str:
-        """Return the element, attention as base64 bytes, the square roots of shares of the largest in each map."""
+        """Return the element, attention as base64 bytes, the square roots of shares of the largest in each map, 0 where
+        they are not finite."""
         pictures = [
             {"source": png_uri(p.image_HWC), "name": p.name, "bars": as_bars(p.chances, p.actual)}
             for p in self.pictures
         ]
         layers = []
-        for name, map_PHN in self.maps.items():
+        for name, weights_PHN in self.maps.items():
+            map_PHN = np.nan_to_num(weights_PHN)
             largest_PH1 = map_PHN.max(axis=-1, keepdims=True)
             shares = np.rint(255 * np.sqrt(map_PHN / np.maximum(largest_PH1, 1e-30))).astype(np.uint8)
             largest = largest_PH1[..., 0].round(4).tolist()

@@ -1,11 +1,14 @@
 """`python -m jaxformer inspect`, on a run that was trained, and in a browser."""
 
+import base64
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -103,12 +106,12 @@ def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pyt
     )
 
 
-def untrained(folder: Path, model: ModelConfig) -> Path:
+def untrained(folder: Path, model: ModelConfig, scale: float = 1.0) -> Path:
     """Create a run of an untrained small model, whose data does not exist."""
     tokenizer = Tokenizer.train([WORDS], 280)
     path = create_run(folder / "other", Config("other", model, data=TextConfig("nowhere"), steps=1), tokenizer, False)
     with CheckpointManager(path) as checkpoints:
-        params = random_params(model.build(), *model.example())
+        params = jax.tree.map(lambda x: scale * x, random_params(model.build(), *model.example()))
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
     return path
 
@@ -131,6 +134,16 @@ def test_prefix_has_no_predictions(tmp_path: Path):
     assert len(lens["values"][0]) == len(predictions) - prefix + 1  # and the prediction at the prefix's last token
     weights = shown["layers"][0]
     assert (weights["rows"], weights["columns"], weights["heads"]) == ("text", "text", 2)
+
+
+def test_model_that_is_not_finite_has_a_page_without_a_warning(tmp_path: Path):
+    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True), math.nan)
+    assert inspect.main([str(path), "--prompt", "ai bj"]) == 0  # tests turn warnings into errors
+    text = (path / "inspect.html").read_text()
+    assert "does not run in this page: a parameter is not finite" in text and "has weights that are not finite" in text
+    [shown] = embedded(text, "Attention maps")
+    assert set(base64.b64decode(shown["layers"][0]["weights"])) == {0}
+    assert {p for _, p, _ in shown["predictions"]["text"][0][1]} == {None}
 
 
 def test_masked_tokens_have_predictions(tmp_path: Path):

@@ -36,6 +36,7 @@ def test_layers_have_names_for_readers(name: str, label: str):
         ({"share": 0.9, "first": 0.3}, "spreads its attention evenly"),
         ({"distance": 1.84}, "looks at patches nearby (1.8 positions away)"),
         ({"entropy": math.log(5), "distance": math.nan}, "attends to some 5 positions"),
+        ({"entropy": math.nan, "share": math.nan, "distance": math.nan}, "has weights that are not finite"),
     ],
 )
 def test_heads_are_described_by_their_largest_score(changes: dict[str, float], words: str):
