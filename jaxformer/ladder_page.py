@@ -92,13 +92,17 @@ def ladder_sections(
     return sections
 
 
+DESCRIBED = ("model.", "data.", "optimizer.", "train.batch_size")
+"""Beginnings of the names of fields that make a rung."""
+
+
 def describe_change(before: Config, after: Config) -> str:
-    """Return the fields of the model that differ, such as "n_heads 1 → 4", or its new class."""
+    """Return the fields that differ, such as "n_heads 1 → 4" of the model, or its new class."""
     old, new = type(before.model).__name__, type(after.model).__name__
     if old != new:
         return f"{new.removesuffix('Config')} in place of {old.removesuffix('Config')}"
     fields = [flatten(to_dict(config)) for config in (before, after)]
-    names = [name for name in {**fields[0], **fields[1]} if name.startswith("model.")]
+    names = [name for name in {**fields[0], **fields[1]} if name.startswith(DESCRIBED)]
     changed = [name for name in names if fields[0].get(name) != fields[1].get(name)]
     return ", ".join(f"{name.removeprefix('model.')} {fields[0].get(name)} → {fields[1].get(name)}" for name in changed)
 

@@ -1,6 +1,7 @@
 """Outcomes of the ladder, read from the logs of its runs."""
 
 import csv
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 
 from configs import ladder
-from configs.ladder import REPORTED
+from configs.ladder import RECIPE, REPORTED
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
 from jaxformer.ladder import as_text, has_ended, rung_result
-from jaxformer.ladder_page import write_results
+from jaxformer.ladder_page import describe_change, write_results
 from jaxformer.runs import create_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
@@ -48,6 +49,14 @@ def test_rungs_before_attention_learn_with_the_optimizer_of_the_ladder(name):
         state, metrics = step(state, next_token_batch(windows_BT.astype(np.int32)), np.int32(k))
         losses.append(float(metrics.loss))
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
+
+
+def test_every_rung_says_what_it_changes():
+    rungs = {name: getattr(ladder, name) for name in (*REPORTED, *RECIPE)}
+    changes = {b: describe_change(rungs[a], rungs[b]) for a, b in itertools.pairwise(rungs)}
+    assert all(changes.values())
+    assert changes["attention_unscaled"] == "Decoder in place of MLP" and changes["two_blocks"] == "n_blocks 1 → 2"
+    assert changes["cosine"] == "optimizer.schedule constant → cosine, optimizer.warmup_steps 0 → 50"
 
 
 @pytest.mark.slow
