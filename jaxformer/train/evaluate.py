@@ -67,11 +67,12 @@ class Evaluator:
 
     def __init__(self, setup: TrainSetup, data: HeldOut) -> None:
         self._step, self._split = make_eval_step(setup), batch_sharding(setup.mesh)
-        self._data, self._batch_size = data, setup.config.train.batch_size
+        self._data, self._batch_size, self._n_shards = data, setup.config.train.batch_size, setup.n_shards
         self._objective = OBJECTIVES[setup.config.model.contract.task]
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
-        """Return the evaluation on all held-out examples, or on `n` evenly spaced ones.
+        """Return the evaluation on all held-out examples, or on `n` evenly spaced ones, in batches as of training, or
+        smaller ones that hold the `n`: the plain ladder trains on 4,096 at a time, and is evaluated on 512.
 
         Raises:
           UserError: they have no targets, as a short text in which no token is masked.
@@ -79,7 +80,8 @@ class Evaluator:
         targets = n_bytes = 0.0
         unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
         read = lambda: measures.append({name: np.asarray(x) for name, x in unread.popleft().items()})  # noqa: E731
-        for batch in self._data.held_out(self._batch_size, n):
+        batch_size = self._batch_size if n is None else min(self._batch_size, -(-n // self._n_shards) * self._n_shards)
+        for batch in self._data.held_out(batch_size, n):
             unread.append(self._step(params, global_device_put(batch, self._split)))
             if len(unread) > BATCHES_IN_FLIGHT:
                 read()

@@ -32,7 +32,7 @@ def test_evaluation_covers_all_tokens_at_any_batch_size(config):
     model = config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
     losses = jax.jit(lambda window: next_token_nll(model, params, window))
-    every = 1 if getattr(config, "concatenate", False) else 7
+    every = 1 if config.n_predicted == 1 else 7
     nll, n_bytes = [], 0
     for first in range(0, 100 - 7 + every, every):
         window = TOKENS[first : first + 8]
@@ -51,6 +51,23 @@ def test_evaluation_covers_all_tokens_at_any_batch_size(config):
         assert 0 < evaluation.others["accuracy"] < 0.3
         np.testing.assert_allclose(evaluation.bits_per_byte, np.sum(nll) / np.log(2) / n_bytes, rtol=1e-5)
         np.testing.assert_allclose(evaluation.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("batch_size", "n", "rows"), [(64, 10, 12), (8, 10, 8), (64, None, 64)])
+def test_few_examples_are_not_padded_to_a_batch_of_training(monkeypatch, batch_size, n, rows):
+    config = Config(
+        "test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size)
+    )
+    setup, sizes = TrainSetup(config, make_mesh("data=4", jax.devices()[:4])), []
+    evaluate = Evaluator(setup, HeldOutText(TOKENS, LENGTHS, 7, 7))
+
+    def step(_: object, batch: Batch) -> dict[str, np.ndarray]:
+        sizes.append(len(batch.targets))
+        return {"nats": np.ones(len(batch.targets)), "correct": np.zeros(1), "weight": batch.weights.sum(axis=-1)}
+
+    monkeypatch.setattr(evaluate, "_step", step)
+    evaluate({}, n)
+    assert set(sizes) == {rows}
 
 
 def test_results_are_read_while_other_batches_are_in_flight(monkeypatch):
