@@ -18,7 +18,6 @@ parts='attention       60
 
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # jaxformer would use all, torch and the products one
 size=--quick options=() chosen=() failed=() child=
 names=$(awk '{print $1}' <<<"$parts" | xargs)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Literal
@@ -146,8 +147,10 @@ def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callabl
     for name, packages in missing.items():
         print_line(f"  {name} is left out: {' and '.join(packages)} not installed")
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share a GPU
-    if not gpu and size != "smoke":
-        environment["JAX_PLATFORMS"] = "cpu"  # also where there is a GPU
+    if gpu:  # one, as jaxformer would use all, torch and the products one
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    elif size != "smoke":  # none, also where there is one: of JAX and of torch
+        environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     figures: Figures = {
         "size": size, "rounds": ROUNDS[size], "unit": case.unit,
         "roles": {name: side.role for name, side in case.sides.items() if name not in missing},
@@ -220,7 +223,7 @@ def check_agreement(facts: dict[str, Figures], tolerance: float) -> None:
     for name, values in given.items():
         first, expected = next(iter(given.items()))
         pairs = list(zip(expected, values, strict=True))
-        apart = max(abs(a - b) / max(abs(a), 1e-30) for a, b in pairs)
+        apart = max((abs(a - b) / max(abs(a), 1e-30) for a, b in pairs), key=lambda x: (isnan(x), x))
         if not apart <= tolerance:
             raise MeasurementError(f"{name} computes something else than {first}: values {apart:.1e} apart.")
 

@@ -25,6 +25,8 @@ PARTS = ["attention", "training", "decoding", "kernels"]
 
 
 SIDES = """
+import os
+
 from benchmarks.harness import Milliseconds
 
 
@@ -33,13 +35,17 @@ def make(folder, who, ms, value):
         with (folder.parent / "log").open("a") as log:
             print(who, what, file=log)
 
+    if who == "devices":
+        note(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return None, {}
+
     def step(number):
         note(number)
         return Milliseconds(ms + number)
 
     note("prepares")
     value / 1
-    return step, {"values": [1.0, value], "_hidden": 1}
+    return step, {"values": [1.0, value, 1.0], "_hidden": 1}
 """
 
 
@@ -67,16 +73,33 @@ def test_sides_take_turns_and_medians_and_ratios_are_of_the_rounds(tmp_path, mon
     point = figures["points"]["both"]
     assert point["ms"]["ours"] == {"min": 4.0, "q1": 4.25, "median": 4.5, "q3": 4.75, "steps": 1}
     assert point["ratio"] == {"ours": {"peer": {"min": 1.8, "q1": 1.85, "median": 1.9, "q3": 1.95}}}  # 8 / 4, 9 / 5
-    assert point["derived"] == {"sum": 13.0} and point["facts"]["ours"] == {"values": [1.0, 1.0]}
+    assert point["derived"] == {"sum": 13.0} and point["facts"]["ours"] == {"values": [1.0, 1.0, 1.0]}
     assert figures["points"]["one"]["ratio"] == {"ours": {}} and figures["left_out"] == {"absent": ["no_such_package"]}
     page = report.table(figures)
     assert page.splitlines()[0] == "| ms per step | ours | peer | ours over peer | sum |"
     assert page.splitlines()[2] == "| both | 4.5 (4.25 to 4.75) | 8.5 (8.25 to 8.75) | 1.90 (1.85 to 1.95) | 13 |"
 
 
-def test_sides_that_compute_different_things_are_not_compared(tmp_path, monkeypatch):
-    with pytest.raises(MeasurementError, match=r"peer computes something else than ours: values 1.0e-02 apart"):
-        measured(tmp_path, monkeypatch, value=1.01)
+@pytest.mark.parametrize(("value", "apart"), [(1.01, "1.0e-02"), (float("nan"), "nan")])
+def test_sides_that_compute_different_things_are_not_compared(tmp_path, monkeypatch, value, apart):
+    with pytest.raises(MeasurementError, match=f"peer computes something else than ours: values {apart} apart"):
+        measured(tmp_path, monkeypatch, value=value)
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "visible", "devices"),
+    [("full", False, None, ""), ("full", True, None, "0"), ("full", True, "3,4", "3"), ("smoke", False, "3,4", "3,4")],
+)
+def test_all_sides_measure_the_same_single_gpu_or_none(tmp_path, monkeypatch, size, gpu, visible, devices):
+    (tmp_path / "sides.py").write_text(SIDES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    points: dict[str, Any] = {"one": {"who": "devices", "ms": 0, "value": 0}}
+    case = Case("About.", {"ours": Side("sides:make", role="ours")}, points, smoke=points, gpu=points)
+    measure(case, size, gpu, tmp_path / "scratch", lambda _: None)
+    assert (tmp_path / "log").read_text() == f"devices {devices}\n"
 
 
 def test_side_that_ends_is_named(tmp_path, monkeypatch, capfd):
@@ -149,14 +172,6 @@ def test_attention_comes_first_and_all_parts_fit_into_nine_minutes(tmp_path):
     assert "ran -m benchmarks training --gpu --quick --results somewhere\n" in result.stdout
     limits = [int(line.split()[-2]) + 5 for line in result.stdout.splitlines() if line.endswith(" s")]  # and to kill it
     assert len(limits) == 4 and sum(limits) < 9 * 60
-
-
-def test_all_parts_measure_the_same_single_gpu(tmp_path, monkeypatch):
-    python = stand_in(tmp_path, "echo gpu $CUDA_VISIBLE_DEVICES")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu(python).stdout.count("gpu 0\n") == len(PARTS)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert gpu(python).stdout.count("gpu 3\n") == len(PARTS)
 
 
 def test_failing_part_leaves_the_others_and_is_named_in_the_end(tmp_path):
