@@ -23,16 +23,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to measure (default: all; see --list)")
     parser.add_argument("--list", action="store_true", help="print the cases and their points")
     parser.add_argument("--report", action="store_true", help="write the report from the results, measuring nothing")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer points and rounds: all in ten minutes on two cores")
-    size.add_argument("--smoke", action="store_true", help="tiny points on any device, in seconds each")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_true", help="fewer points and rounds: all in ten minutes on two cores")
+    sizes.add_argument("--smoke", action="store_true", help="tiny points on any device, in seconds each")
     parser.add_argument("--gpu", action="store_true", help="the points for a GPU, which must be there")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
     options = parser.parse_args()
     if unknown := [name for name in options.cases if name not in CASES]:
         parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}.")
-    if options.gpu and (without := [name for name in options.cases if not CASES[name].gpu]):
-        parser.error(f"case {without[0]!r} has no points for a GPU; leave out --gpu.")
+    size: Size = "quick" if options.quick else "smoke" if options.smoke else "full"
+    for name in options.cases:
+        if options.gpu and not CASES[name].gpu:
+            parser.error(f"case {name!r} has no points for a GPU; leave out --gpu.")
+        if not CASES[name].choose(size, options.gpu):
+            parser.error(f"case {name!r} has no points for --{size}; leave it out.")
+    if options.results and options.results.exists() and not options.results.is_dir():
+        parser.error(f"--results is {options.results}, which is not a folder; name one.")
+    options.size = size
     return options
 
 
@@ -50,9 +57,8 @@ def main() -> int:
     if options.gpu and not options.smoke and (reason := missing_gpu()):
         print(f"error: {reason}", file=sys.stderr)
         return 2
-    size: Size = "quick" if options.quick else "smoke" if options.smoke else "full"
     folder = options.results or (None if options.smoke else record.RESULTS)
-    failed = [name for name in options.cases or CASES if not run(name, size, options.gpu, folder)]
+    failed = [name for name in options.cases or CASES if not run(name, options.size, options.gpu, folder)]
     if folder == record.RESULTS:
         write_report(README, folder)
     if failed:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as benchmarks
 from benchmarks import report, sources
 from benchmarks.cases import CASES
 from benchmarks.harness import Case, MeasurementError, Side, measure
@@ -121,10 +122,21 @@ def test_report_shows_the_stored_results():
     assert page.split(begin)[1].split(end)[0] == f"\n{report.report(ROOT / 'benchmarks/results')}\n"
 
 
-def test_mistyped_case_is_refused_with_those_there_are():
-    command = [sys.executable, "-m", "benchmarks", "trainnig"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 2 and "no case 'trainnig'; there are training, attention" in result.stderr
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["trainnig"], "no case 'trainnig'; there are training, attention"),
+        (["imports", "--gpu"], "case 'imports' has no points for a GPU; leave out --gpu."),
+        (["pretrained", "--quick"], "case 'pretrained' has no points for --quick; leave it out."),
+        (["resuming", "--smoke"], "case 'resuming' has no points for --smoke; leave it out."),
+        (["imports", "--results", __file__], "which is not a folder; name one."),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_measured(monkeypatch, capsys, options, message):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *options])
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.parse()
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
