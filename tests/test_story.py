@@ -30,6 +30,11 @@ def test_chapter_shows_what_its_code_prints(chapter):
     assert_same_but_for_rounding(chapter.read_text(), story.fill(chapter.read_text()))
 
 
+@pytest.mark.parametrize("page", story.PAGES, ids=lambda path: path.stem)
+def test_stored_figures_are_shown_as_they_are(page):
+    assert page.read_text() == story.fill_figures(page.read_text())
+
+
 def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypatch):
     figures = {"a": {"parameters": 1200, "loss": 2.0, "perplexity": None, "bits_per_byte": 1.5, "ended_early": "x"}}
     monkeypatch.setattr(story, "ladder", lambda: {"rungs": figures, "perplexity_by_seed": {"a": [1.0, 2.5]}})

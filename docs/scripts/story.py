@@ -62,6 +62,14 @@ def table(kind: str, names: list[str]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def fill_figures(page: str) -> str:
+    """Return a page with the stored figures."""
+    page = FIGURE.sub(lambda m: f"<!-- {m[1]} {m[2]} -->{cell(ladder()['rungs'][m[1]], m[2])}<!-- -->", page)
+    return TABLE.sub(
+        lambda m: f"<!-- {m[1]}{m[2] or ''} -->\n\n{table(m[1], (m[2] or '').split())}\n<!-- end -->\n", page
+    )
+
+
 def fill(page: str) -> str:
     """Return a chapter with the output of its Python and the stored figures."""
     namespace: dict[str, Any] = {}
@@ -72,11 +80,7 @@ def fill(page: str) -> str:
         shown = "".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines())
         return match[1] + (f"\n```text\n{shown}```\n" if shown else "")
 
-    page = FIGURE.sub(lambda m: f"<!-- {m[1]} {m[2]} -->{cell(ladder()['rungs'][m[1]], m[2])}<!-- -->", page)
-    page = TABLE.sub(
-        lambda m: f"<!-- {m[1]}{m[2] or ''} -->\n\n{table(m[1], (m[2] or '').split())}\n<!-- end -->\n", page
-    )
-    return BLOCK.sub(with_output, page)
+    return BLOCK.sub(with_output, fill_figures(page))
 
 
 if __name__ == "__main__":
