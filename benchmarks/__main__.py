@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -93,10 +94,14 @@ def missing_gpu() -> str:
 
 def gpu_name() -> str:
     """Return the name of the first GPU, from a process of its own, as a GPU has memory for few; empty without one."""
-    return record.output_of(
-        sys.executable, "-c",
-        "import jax; print(next((d.device_kind for d in jax.devices() if d.platform == 'gpu'), ''))",
-    )  # fmt: skip
+    try:
+        return record.output_of(
+            sys.executable, "-c",
+            "import jax; print(next((d.device_kind for d in jax.devices() if d.platform == 'gpu'), ''))",
+        )  # fmt: skip
+    except subprocess.CalledProcessError as error:  # such as JAX_PLATFORMS=cuda without one
+        print(error.stderr, end="", file=sys.stderr)
+        return ""
 
 
 if __name__ == "__main__":
