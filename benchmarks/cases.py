@@ -207,7 +207,7 @@ INPUT = Case(
 
 CHECKPOINT = Case(
     about="Parameters and momentum, saved until they are written, and restored. Ours adds SHA-256 checksums and "
-    "verifies them; `torch.save` has none.",
+    "verifies them; `torch.save` has none, and waits for the disk's cache only.",
     unit="ms",
     sides={
         "jaxformer": Side("benchmarks.saving:jaxformer", role="ours"),
