@@ -69,7 +69,7 @@ def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple
 
 def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a text as a classifier reads it: first the end-of-text token, whose features are those of
-    the text."""
+    the text unless it pools them all."""
     return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
 

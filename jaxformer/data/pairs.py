@@ -57,7 +57,7 @@ class PairsConfig(DataConfig):
 
 
 def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
-    """Return the files of the training and of the held-out pairs; see `PairsConfig`; `UserError` if one is missing."""
+    """Return the files of the training and of the held-out texts; see `PairsConfig`; `UserError` if one is missing."""
     if not folder:
         raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
     path = Path(folder).expanduser()
@@ -65,13 +65,13 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
     train, val = (path / x if path.is_dir() else path.with_name(f"{path.name}.{x}") for x in names)
     if path.is_file():
         if val_path is None:
-            raise UserError(f"data.path is the file {path}, and no pairs are held out; give data.val_path.")
+            raise UserError(f"data.path is the file {path}, and nothing is held out; give data.val_path.")
         train = path
     elif not train.is_file():
-        raise UserError(f"there are no pairs at {path}: neither it nor {train} is a file; give data.path.")
+        raise UserError(f"there are no texts at {path}: neither it nor {train} is a file; give data.path.")
     val = val if val_path is None else Path(val_path).expanduser()
     if not val.is_file():
-        raise UserError(f"there are no held-out pairs at {val}, which is no file; give data.val_path.")
+        raise UserError(f"there are no held-out texts at {val}, which is no file; give data.val_path.")
     return train, val
 
 
