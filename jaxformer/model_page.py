@@ -13,7 +13,7 @@ import numpy as np
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.decode import translate_tokens
-from jaxformer.decode.classify import classify, classify_zero_shot
+from jaxformer.decode.classify import classify, classify_zero_shot, encode_labelled
 from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
@@ -216,8 +216,8 @@ def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
     """Return a prompt as the model's inputs; for a sequence-to-sequence model, with its translation."""
     config, tokenizer = run.text_model()
     contract = contract_of(run.model)
-    if contract.task is Task.MASKED_LM:
-        tokens = encode_masked(prompt, run)
+    if contract.task in (Task.MASKED_LM, Task.TEXT_CLASSIFICATION):
+        tokens = (encode_masked if contract.task is Task.MASKED_LM else encode_labelled)(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
     if contract.task is Task.SEQUENCE_TO_SEQUENCE:
         return _with_translation(run, encode_source(prompt, run))

@@ -7,6 +7,8 @@ import pytest
 
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli import sample, train
+from jaxformer.model_page import _example
+from jaxformer.runs import load_data, load_run, read_config
 
 SMALL = [
     "--config", "classify", "--data.path", "x", "--model.context-length", "16", "--model.d-model", "16",
@@ -34,6 +36,10 @@ def test_a_classifier_learns_evaluates_and_labels(tmp_path: Path, monkeypatch, c
     row = json.loads(capsys.readouterr().out)
     assert (row["line"], row["prompt"], [name for name, _ in row["labels"]]) == (1, "99 is good", ["yes", "no"])
     assert sum(p for _, p in row["labels"]) == pytest.approx(1, abs=1e-3)
+
+    tokens_T, valid_T = _example(load_run("runs/x"), "99 is good", None)  # of the page of inspect
+    (inputs_BT, valid_BT), *_ = next(load_data(Path("runs/x"), read_config(Path("runs/x"))).held_out(1))
+    assert valid_T.all() and valid_BT[0, 0] and tokens_T[0] == inputs_BT[0, 0]
 
     for options, said in (
         ([], "there is no text to classify; give it with --prompt or --prompts-file"),
