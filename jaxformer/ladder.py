@@ -94,7 +94,7 @@ def rung_result(run: Path, sources: str) -> RungResult:
 
     blocks, length, predicted = last.get("entropy", []), *_window(config.model)
     at = f" (at step {last['step']})" if cause and blocks else ""
-    uniform = math.lgamma(length + 1) / length
+    uniform = math.lgamma(length + 1) / length or 1.0  # of one position, entropies are 0
     timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
     minutes = sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed)) / 60_000
     n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
@@ -138,7 +138,8 @@ def held_out_prompts(run: Run) -> list[str]:
     (model, tokenizer), config = run.text_model(), run.config
     tokens = config.data.load(model, config.train.batch_size, config.seed, tokenizer).corpus.val.tokens
     starts = evenly_spaced(max(1, len(tokens) - PROMPT_TOKENS), N_PROMPTS)
-    texts = [tokenizer.decode(tokens[start : start + PROMPT_TOKENS].tolist()) for start in starts.tolist()]
+    parts = (tokens[start : start + PROMPT_TOKENS].tolist() for start in starts.tolist())
+    texts = [tokenizer.decode(part).strip("\ufffd") for part in parts]  # the bytes of cut characters
     return [" ".join(text.split()[1:]) or text for text in texts]  # the first word may be a part
 
 

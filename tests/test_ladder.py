@@ -6,6 +6,8 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,14 +18,14 @@ from configs.ladder import RECIPE, REPORTED
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
-from jaxformer.ladder import as_text, has_ended, rung_result
+from jaxformer.ladder import as_text, has_ended, held_out_prompts, rung_result
 from jaxformer.ladder_page import describe_change, write_results
 from jaxformer.runs import create_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 from tests.browser import embedded
-from tests.helpers import ROOT
+from tests.helpers import ROOT, exhaustive
 
 
 def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = None) -> None:
@@ -36,7 +38,9 @@ def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in REPORTED if name.startswith("mix_")])
+@pytest.mark.parametrize(
+    "name", ["mix_gram", "mix_qkv", *map(exhaustive, ["mix_static", "mix_dynamic", "mix_unmasked"])]
+)
 def test_rungs_before_attention_learn_with_the_optimizer_of_the_ladder(name):
     """Twenty steps at a small size of texts in which each token is one more than the one before."""
     config = getattr(ladder, name)
@@ -57,6 +61,16 @@ def test_every_rung_says_what_it_changes():
     assert all(changes.values())
     assert changes["attention_unscaled"] == "Decoder in place of MLP" and changes["two_blocks"] == "n_blocks 1 → 2"
     assert changes["cosine"] == "optimizer.schedule constant → cosine, optimizer.warmup_steps 0 → 50"
+
+
+def test_prompts_begin_and_end_with_whole_characters():
+    tokenizer = Tokenizer.train(["."], 257)  # one token per byte
+    tokens = np.array(tokenizer.encode("a" + "é" * 200))
+    data = SimpleNamespace(load=lambda *_: SimpleNamespace(corpus=SimpleNamespace(val=SimpleNamespace(tokens=tokens))))
+    config = SimpleNamespace(data=data, train=SimpleNamespace(batch_size=1), seed=0)
+    run: Any = SimpleNamespace(config=config, text_model=lambda: (None, tokenizer))
+    prompts = held_out_prompts(run)
+    assert all(prompts) and "\ufffd" not in "".join(prompts)
 
 
 @pytest.mark.slow
