@@ -29,6 +29,13 @@ def head_label(layer: str, head: int) -> str:
     return f"head {match[1]}.{head}" if match else f"head {head} of {layer_label(layer)}"
 
 
+def position_unit(patches: str | None, layer: str) -> str:
+    """Return the word for a position in a layer, "patch" or "token", of a model whose contract has these `patches`."""
+    if patches is None:
+        return "token"
+    return "patch" if layer.startswith(f"{patches}_blocks." if patches else "blocks.") else "token"
+
+
 CLEAR, WEAK = 0.5, 0.25
 """Mean attention weight from which a head clearly does something, or does it in part."""
 NEAR = 3
@@ -49,7 +56,7 @@ def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") ->
         "previous": f"the previous {unit}",
         "induction": f"the {unit} that followed the same one before: induction",
         "duplicate": f"earlier occurrences of the same {unit}",
-        "first": f"the first {unit}",
+        "first": f"the first {'position' if unit == 'patch' else unit}",  # which may be the class token
     }
     scores = {name: score(name) for name in targets}
     strongest = max(scores, key=lambda name: -1.0 if math.isnan(scores[name]) else scores[name])

@@ -20,7 +20,7 @@ from jaxformer.inspect.capture import apply_and_capture, capture_shapes
 from jaxformer.inspect.charts import Axis, Heatmap, Line, Lines
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
-from jaxformer.inspect.labels import describe_head, head_label, layer_label
+from jaxformer.inspect.labels import describe_head, head_label, layer_label, position_unit
 from jaxformer.inspect.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.saturation import saturation
@@ -215,11 +215,10 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
         about=f"Rise of the loss, {ablation.loss:.4f} nats, where a head's output is replaced by its mean everywhere.",
     )  # fmt: skip
     effects = (ablation.mean, ablation.mean_estimate, ablation.zero, ablation.zero_estimate)
-    unit = "patch" if contract_of(model).patches is not None else "token"
     rows: list[list[str | float]] = [
         [
             head_label(layer, head),
-            describe_head(statistics[layer], head, unit),
+            describe_head(statistics[layer], head, position_unit(contract_of(model).patches, layer)),
             *(float(x_H[head]) for x_H in (*astuple(statistics[layer]), *(e[layer] for e in effects))),
         ]
         for layer in statistics

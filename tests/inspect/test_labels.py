@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect.heads import HeadStatistics
-from jaxformer.inspect.labels import describe_head, head_label, layer_label
+from jaxformer.inspect.labels import describe_head, head_label, layer_label, position_unit
+from tests.inspect.test_capture import MODELS
 
 
 @pytest.mark.parametrize(
@@ -27,12 +28,18 @@ def test_layers_have_names_for_readers(name: str, label: str):
     assert head_label(name, 3) == expected
 
 
+def test_only_layers_of_images_have_patches():
+    clip, vit = MODELS["clip"].contract.patches, MODELS["vit"].contract.patches
+    assert position_unit(clip, "vision_blocks.0.attention") == position_unit(vit, "blocks.0.attention") == "patch"
+    assert position_unit(clip, "text_blocks.0.attention") == position_unit(None, "blocks.0.attention") == "token"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"previous": 0.83, "induction": 0.1}, "looks at the previous patch (83%)"),
         ({"induction": 0.6}, "looks at the patch that followed the same one before: induction (60%)"),
-        ({"first": 0.3}, "looks partly at the first patch (30%)"),
+        ({"first": 0.3}, "looks partly at the first position (30%)"),
         ({"share": 0.9, "first": 0.3}, "spreads its attention evenly"),
         ({"distance": 1.84}, "looks at patches nearby (1.8 positions away)"),
         ({"entropy": math.log(5), "distance": math.nan}, "attends to some 5 positions"),
