@@ -133,8 +133,10 @@ def _classified_images(run: Run, batch: Batch) -> Section:
         p_V = np.asarray(classify(run.model, run.params, jnp.asarray(image_HWC)))
         names = run.classes or [str(i) for i in range(len(p_V))]
         pictures.append(_picture(image_HWC, f"held-out image {number}", names, p_V, int(label)))
-    about = "The likeliest classes of held-out images. Point at a patch for its share of the attention."
     maps = patch_attention(run.model, run.params, (jnp.asarray(images),))
+    about = "The likeliest classes of held-out images."
+    if maps:
+        about += " Point at a patch for its share of the attention."
     return PictureSection("Images", pictures, maps, patch_grid(run.model), about=about)
 
 

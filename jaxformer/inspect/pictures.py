@@ -75,9 +75,11 @@ class PictureSection(Section):
 
 
 def patch_grid(model: nn.Module) -> tuple[int, int]:
-    """Return the rows and columns of patches of an image."""
+    """Return the rows and columns of patches of an image; 1 and 1 for a model without patches."""
     config: Any = getattr(model, "config", None)
     patches = contract_of(model).patches
+    if patches is None:
+        return 1, 1
     config = getattr(config, patches) if patches else config
     rows, columns = (size // patch for size, patch in zip(config.image_size, config.patch_size, strict=True))
     return rows, columns
@@ -85,7 +87,9 @@ def patch_grid(model: nn.Module) -> tuple[int, int]:
 
 def patch_attention(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> dict[str, np.ndarray]:
     """Return the attention over the patches of each image by layer, `(B, H, N)`: that of the class token, or without
-    one the mean over all patches."""
+    one the mean over all patches. `{}` for a model without patches."""
+    if contract_of(model).patches is None:
+        return {}
     n_patches = prod(patch_grid(model))
     maps = jax.device_get(_patch_attention(model, n_patches, params, inputs_B))
     return {layer_label(name.removesuffix(".weights")): map_BHN for name, map_BHN in maps.items()}

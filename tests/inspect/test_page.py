@@ -6,13 +6,15 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import flax.linen as nn
 import numpy as np
 import pytest
 
+from jaxformer.contract import Contract, Task
 from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction, as_bars
 from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
 from jaxformer.inspect.page import Table, Texts, render_page, write_page
-from jaxformer.inspect.pictures import Picture, PictureSection, png_uri
+from jaxformer.inspect.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
 from tests.browser import browsing, complaints, embedded, told
 
 EVIL = "<script>alert(1)</script>"
@@ -91,6 +93,18 @@ def test_png_has_the_pixels_of_the_image():
         decoded = np.asarray(image.open(io.BytesIO(content))).reshape(5, 7, -1)
         expected = pixels.mean(axis=-1, keepdims=True).astype(np.uint8) if channels == 2 else pixels
         np.testing.assert_array_equal(decoded, expected)
+
+
+def test_model_without_patches_has_pictures_without_attention():
+    class Pixels(nn.Module):
+        contract = Contract(Task.IMAGE_CLASSIFICATION)
+
+        def __call__(self, image_HWC):
+            return image_HWC.sum((0, 1))
+
+    assert patch_attention(Pixels(), {}, (IMAGE_HWC[None],)) == {} and patch_grid(Pixels()) == (1, 1)
+    section = PictureSection("Pictures", PICTURES.pictures, {}, (1, 1))
+    assert embedded(render_page("t", [], [section]), "Pictures")[0]["layers"] == []
 
 
 def test_lines_over_the_same_positions_share_them_and_numbers_are_short():
