@@ -29,6 +29,8 @@ MAX_DECIMALS = 5
 """Decimals from which a column of small numbers is in scientific notation."""
 MAX_ROWS = 20
 """Rows of a table that are shown at first; a button shows the others."""
+LONG_TEXT = 16
+"""Most characters of a cell that is not broken into lines."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ class Table(Section):
         shown = [_column_texts(column) for column in columns]
 
         def cell(row: int, column: int) -> str:
-            value, number = self.rows[row][column], " class=number" if numeric[column] else ""
+            value, text = self.rows[row][column], shown[column][row]
+            kind = " class=number" if numeric[column] else " class=text" if len(text) > LONG_TEXT else ""
             exact = "" if isinstance(value, str) else f' data-value="{value!r}"'
-            return f"<td{number}{exact}>{html.escape(shown[column][row])}</td>"
+            return f"<td{kind}{exact}>{html.escape(text)}</td>"
 
         head = "".join(
             f"<th{' class=number' if right else ''}><button>{html.escape(name)}</button></th>"

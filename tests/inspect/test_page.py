@@ -120,6 +120,8 @@ def test_table_cells_hold_exact_values_and_show_the_digits_of_their_column():
     assert 'data-value="1000">1,000<' in body and 'data-value="nan">-<' in body
     tiny = Table("t", ["x"], [[1e-7], [0.5], [2.5e-3], [1.5e-6]]).body()  # spans magnitudes
     assert ">1e-07<" in tiny and ">0.0025<" in tiny
+    assert "<td>short</td>" in (texts := Table("t", ["x"], [["short"], ["a text of several words"]]).body())
+    assert "<td class=text>a text of several words</td>" in texts  # has room for some of them in a line
     assert ">123,456.0<" not in Table("t", ["x"], [[123456.0]]).body()
 
 
