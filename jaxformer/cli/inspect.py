@@ -39,7 +39,8 @@ class Arguments:
     """Held-out examples that heads and gradients are measured on; by default those of some 1,000 targets, at most 256.
     Without the run's data, the prompt alone."""
     max_live_parameters: int = 5_000_000
-    """Most parameters of a decoder that runs in the page on a text of your own, at 2.7 bytes each; 0 for none."""
+    """Most parameters of a decoder that runs in the page on a text of your own, at 2.7 bytes each, up to 150 million,
+    as browsers read no text of more than 0.5 GB; 0 for none."""
 
 
 @as_command()
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
     """Write the page; return the exit status."""
     options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
     check_range(options, "examples", least=1)
-    check_range(options, "max_live_parameters", least=0)
+    check_range(options, "max_live_parameters", least=0, most=150_000_000)
     machine.set_up()
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)
