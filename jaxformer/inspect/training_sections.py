@@ -46,11 +46,12 @@ def _with(rows: Sequence[Row], key: str, n_lines: Callable[[Any], int] = lambda 
 
 def _losses(rows: Sequence[Row]) -> Iterator[Section]:
     train, val = _with(rows, "loss"), _with(rows, "val_loss")
+    lines = [
+        Line([row["step"] for row in train], [row["loss"] for row in train], "training batch"),
+        Line([row["step"] for row in val], [row["val_loss"] for row in val], "held-out", points=len(val) <= 100),
+    ]
     if train or val:
-        yield Lines("Loss", [
-            Line([row["step"] for row in train], [row["loss"] for row in train], "training batch"),
-            Line([row["step"] for row in val], [row["val_loss"] for row in val], "held-out", points=len(val) <= 100),
-        ], STEP, Axis("loss, nats"))  # fmt: skip
+        yield Lines("Loss", [line for line in lines if line.x], STEP, Axis("loss, nats"))
 
 
 def _entropy(rows: Sequence[Row]) -> Iterator[Section]:

@@ -50,6 +50,7 @@ def test_loss_chart_shows_training_and_held_out_losses():
     batch, held = lines("Loss")
     assert (batch.x, batch.y) == ([10, 20, 30], [5.5, 5.0, None])
     assert (held.x, held.y) == ([0, 20, 30], [6.0, 5.25, 4.0])
+    assert [line.name for line in lines("Loss", [{"step": 10, "loss": 5.5}])] == ["training batch"]
 
 
 def test_entropy_chart_has_a_line_per_head_and_a_name_per_layer():
@@ -86,7 +87,7 @@ def test_latest_samples_come_first():
 
 def test_long_log_is_thinned_and_keeps_its_ends():
     rows = [{"step": step, "loss": 1 / (1 + step)} for step in range(5 * MAX_POINTS)]
-    batch, _ = lines("Loss", rows)
+    [batch] = lines("Loss", rows)
     assert len(batch.x) == MAX_POINTS and (batch.x[0], batch.x[-1]) == (0, 5 * MAX_POINTS - 1)
     assert batch.y == [1 / (1 + step) for step in batch.x]
 
