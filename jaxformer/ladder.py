@@ -23,12 +23,9 @@ from jaxformer.runs import Run, abstract_params, count_parameters, load_run, rea
 from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
 
-HEAD = (
-    "rung", "parameters", "steps", "targets", "loss", "perplexity", "bpb", "minutes", "ended early", "entropy",
-    "share of the largest", "positions", "the sources",
-)  # fmt: skip
+HEAD = ("rung", "parameters", "steps", "targets", "loss", "perplexity", "bpb", "minutes", "ended early")
 SIDES = "<>>>>>>><"
-"""Alignment of the first columns, which a terminal has room for side by side; see `terminal.align`."""
+"""Columns that a terminal has room for side by side, and their alignment; see `terminal.align`."""
 
 
 CONTINUATIONS = "continuations.json"
@@ -171,6 +168,6 @@ def as_text(results: Sequence[RungResult]) -> str:
         for r in results
     ]  # fmt: skip
     width = max(map(len, ("rung", *(r.rung for r in results))))
-    lines = [*align([HEAD[: len(SIDES)], *cells], SIDES), "", "entropy by heads; blocks | the sources' report"]
+    lines = [*align([HEAD, *cells], SIDES), "", "entropy by heads; blocks | the sources' report"]
     lines += [f"{r.rung:<{width}}  {r.entropy or '-'} | {r.sources}" for r in results]
     return "\n".join(line.rstrip() for line in lines)
