@@ -33,6 +33,7 @@ def test_chapter_shows_what_its_code_prints(chapter):
 @pytest.mark.parametrize("page", story.PAGES, ids=lambda path: path.stem)
 def test_stored_figures_are_shown_as_they_are(page):
     assert page.read_text() == story.fill_figures(page.read_text())
+    assert not re.search(rf"^{story.FIGURE.pattern}", page.read_text(), re.MULTILINE), "a comment ends a paragraph"
 
 
 def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypatch):
