@@ -191,6 +191,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of time (default: 5)")
     parser.add_argument("--long", action="store_true", help=f"the first rung also with {LONG} times the tokens")
     own, options = parser.parse_known_args()
+    for option, number in (("--seeds", own.seeds), ("--rounds", own.rounds)):
+        if number < 1:
+            parser.error(f"{option} is {number}; it must be 1 or more")
     times = own.folder / "times.json"
     try:
         if own.what == "train":
@@ -214,6 +217,8 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
