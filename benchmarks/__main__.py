@@ -49,7 +49,7 @@ def main() -> int:
     options = parse()
     if options.list:
         for name, case in CASES.items():
-            print(f"{name:<14}{', '.join(case.points)}")
+            print(f"{name:<14}{'; '.join(case.points)}")
         return 0
     if options.report:
         write_report(README, record.RESULTS)

@@ -78,7 +78,7 @@ attention_scaled = rung("attention_scaled", scaled, "degenerate; entropy 1.492, 
 with_residual = replace(scaled, residual=True, unembedding="linear")
 residual = rung("residual", with_residual, "68.284, 67.68; entropy 1.16 to 1.18")
 
-# Four heads as wide as the model, concatenated through W_O.
+# Four heads as wide as the model (256, whatever --model.d-model says), concatenated through W_O.
 full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=True)
 multihead_full = rung("multihead_full", full_heads, "66.48; entropy 0.69, 0.158, 1.011, 0.861")
 
