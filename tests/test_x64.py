@@ -151,6 +151,7 @@ MODELS: dict[str, ModelConfig] = {
     "experts": DecoderConfig(**TEXT, **BLOCKS, n_experts=3, capacity_factor=1.0, norm="layernorm",
                              positions="sinusoidal", unembedding="tied"),
     "mlp": MLPConfig(**TEXT, d_model=8, d_ff=(12,)),
+    "mixing": MLPConfig(**TEXT, d_model=8, d_ff=(12,), mixing="qkv"),
     "recurrent LM": RecurrentLMConfig(**TEXT, cell="tanh", d_model=8),
     "encoder": EncoderConfig(**TEXT, **BLOCKS, n_blocks=1, n_segments=2),
     "classifier": ClassifierConfig(**TEXT, **BLOCKS, n_blocks=1, pooling="mean"),
