@@ -90,7 +90,8 @@ def live_section(
         problem = f"it has {n_parameters:,} parameters, which take {size}, and the limit is {max_parameters:,}"
         raise UserError(f"{problem}; raise it with --max-live-parameters.")
     pack_tokenizer(tokenizer)  # raises for what the script does not do
-    rounded_params, text = round_params(params), tokenizer.decode(np.asarray(tokens_T).tolist())
+    rounded_params = round_params(params)
+    text = tokenizer.decode(np.asarray(tokens_T).tolist()).strip("\ufffd")  # parts of characters at the ends
     text_T = jnp.array(tokenizer.encode_prompt(text)[: min(config.n_positions, MAX_TOKENS)] or [tokenizer.end_of_text])
     logits_TV = jax.jit(lambda params: model.apply({"params": params}, text_T))
     difference = float(jnp.abs(logits_TV(params) - logits_TV(rounded_params)).max())
@@ -157,8 +158,10 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     form = json.loads(tokenizer.as_json())
     model, splits = form["model"], list(_splits(form["pre_tokenizer"]))
     unknown = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
-    if model["type"] != "BPE" or unknown:
-        raise UserError(f"{SCRIPT} has no {' or '.join([model['type'], *unknown])} of tokenizers.")
+    if model["type"] != "BPE":
+        unknown = [model["type"], *unknown]
+    if unknown:
+        raise UserError(f"{SCRIPT} has no {' or '.join(unknown)} of tokenizers.")
     if any(not token["special"] for token in form["added_tokens"]):
         raise UserError(f"{SCRIPT} has no added tokens of tokenizers that are not special.")
     vocab, is_byte_level = model["vocab"], {"kind": "bytes"} in splits

@@ -143,7 +143,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case
     cases, sections = {}, []
     for index, (name, config) in enumerate(CONFIGS.items()):
         (model, params), tokenizer = build(config), TOKENIZERS[name]()
-        tokens_T = jnp.array(tokenizer.encode("The state  of the Union"))[:CONTEXT]
+        tokens_T = jnp.array(tokenizer.encode("The state  of the Union🙃")[:-1])[:CONTEXT]  # ends within a character
         sections.append(live_section(model, params, tokenizer, tokens_T, 100_000))
         cases[name] = Case(index, config, round_params(params), tokenizer)
     path = tmp_path_factory.mktemp("live") / "page.html"
@@ -314,6 +314,7 @@ def test_parameter_beyond_float16_is_a_reason():
     [
         ("pre_tokenizer", {"type": "Whitespace"}, "no pre-tokenizer Whitespace"),
         ("normalizer", {"type": "Lowercase"}, "no normaliser Lowercase"),
+        ("model", {"dropout": 0.1}, "script has no dropout of"),
         ("added_tokens", True, "not special"),
     ],
 )
@@ -321,6 +322,8 @@ def test_tokenizer_that_the_script_does_not_run_is_a_reason(part: str, value: An
     form = json.loads(Tokenizer.train(CORPUS, 300).as_json())
     if part == "added_tokens":
         form[part].append(form[part][0] | {"id": 300, "content": "<x>", "special": False})
+    elif part == "model":
+        form[part] |= value
     else:
         form[part] = value
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), config={"eos_token": END_OF_TEXT})
