@@ -249,6 +249,10 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert "; 1 computed in" in status.text
     assert f"{len(tokens) + 1} of 24 slots hold a token" in find(".cache p")[0].text
 
+    for _ in range(5):  # the model has 600 tokens, many of which the tokenizer lacks
+        find(".controls button")[0].click()
+    assert not any(text.startswith("[") for text in labels())
+
     find(".tokens button")[2].click()
     assert find(".tokens .from")[0].text == labels()[2] and "Position 2, " in find(".note")[0].text
     assert [mark.text for mark in find(".bars .mark")] == ["in the text"]  # the token that follows

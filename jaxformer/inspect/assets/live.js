@@ -429,7 +429,8 @@ function live(container, data) {
   const add = (text, title, pick) => {
     const button = make("button", controls, text);
     button.title = title;
-    button.addEventListener("click", () => append(pick(active().logits(tokens.length - 1))));
+    const logits = () => active().logits(tokens.length - 1).subarray(0, tokenizer.tokenBytes.length); // of tokens with a text
+    button.addEventListener("click", () => append(pick(logits())));
     return button;
   };
   const steps = [
