@@ -66,9 +66,10 @@ def write(
       folder: where to.
       hardware: what there is besides the CPU, such as `gpu="…"`.
     """
+    load = {"load": round(os.getloadavg()[1], 2)} if hasattr(os, "getloadavg") else {}  # Windows has none
     record = {
         "figures": figures,
-        "hardware": {"cpu": cpu(), "cores": cores(), "load": round(os.getloadavg()[1], 2), **hardware},
+        "hardware": {"cpu": cpu(), "cores": cores(), **load, **hardware},
         "versions": software,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
