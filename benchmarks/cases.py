@@ -92,7 +92,10 @@ TRAINING = Case(
     },
     points={
         "quick:modern": {"config": "quick:modern", "changes": {}},
-        "ladder:rmsnorm, batch 128": {"config": "ladder:rmsnorm", "changes": {"train": {"batch_size": 128}}},
+        "ladder:rmsnorm, batch 128": {
+            "config": "ladder:rmsnorm",
+            "changes": {"train": {"batch_size": 128}, "compute": {"grad_accumulation_steps": 1}},
+        },
     },
     quick=["quick:modern"],
     smoke={

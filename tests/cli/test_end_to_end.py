@@ -384,7 +384,8 @@ def test_four_blocks_without_a_norm_diverge_and_name_the_module(tmp_path, monkey
     """The sources' own sizes and settings, with fewer windows a batch."""
     monkeypatch.delenv("XLA_FLAGS")  # at these sizes, computing takes longer than compiling
     write_books(tmp_path / "books", words=20_000)
-    options = ["--config", f"{ROOT}/configs/ladder.py:four_blocks", "--data.path", "books", "--train.batch-size", "2"]
+    options = ["--config", f"{ROOT}/configs/ladder.py:four_blocks", "--data.path", "books", "--train.batch-size", "2",
+               "--compute.grad-accumulation-steps", "1"]  # fmt: skip
     small = ["--model.vocab-size", "280", "--train.eval-examples", "2", "--train.sample-tokens", "1"]
     small += ["--steps", "100", "--run", "four"]
     result = run("train.py", *options, *small, cwd=tmp_path)
