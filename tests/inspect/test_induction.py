@@ -11,6 +11,7 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import ablate_heads, ablation_loss, head_statistics, model_sections
+from jaxformer.inspect.labels import head_label
 from jaxformer.inspect.page import Table
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
@@ -82,4 +83,4 @@ def test_induction_heads_have_high_scores_and_their_ablation_raises_the_loss(tra
     table = model_sections.head_sections(model, params, batch)[1]  # of the page
     assert isinstance(table, Table)
     column = table.head.index("induction")
-    assert max(table.rows, key=lambda row: row[column])[0] == f"{best[0]}, head {best[1]}"
+    assert max(table.rows, key=lambda row: row[column])[0] == head_label(*best)
