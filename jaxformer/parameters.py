@@ -72,22 +72,21 @@ def _squares(tree: Any) -> Norms:
     """Return the float32 sum of squares of each parameter by its dotted name: a scalar, or `(H,)` with heads.
 
     The rows of a large array are summed where it is computed; then these sums, and small arrays, all of a shape at
-    once: a GPU needs as many kernels for three numbers as for three hundred.
+    once: a GPU needs as many kernels for three numbers as for three hundred. They keep their shapes, and with them how
+    they are split over devices.
     """
-    stacks: dict[tuple[bool, bool, tuple[int, ...]], Norms] = defaultdict(dict)
+    stacks: dict[tuple[int | None, bool, tuple[int, ...]], Norms] = defaultdict(dict)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = dotted(path)
         head = HEAD_AXIS.get(name.rpartition(".")[2]) if leaf.ndim == 3 else None
         is_small = leaf.size <= MAX_STACKED_NUMBERS
         squares = jnp.square((workarounds.stored(leaf) if is_small else leaf).astype(jnp.float32))
         sums = squares if is_small else jnp.sum(squares, axis=-1)
-        rows = sums.reshape(1, -1) if head is None else jnp.moveaxis(sums, head, 0).reshape(leaf.shape[head], -1)
-        # Row sums may be split over devices, which must not spread to small arrays.
-        stacks[is_small, head is None, rows.shape][name] = rows
+        stacks[head, is_small, sums.shape][name] = sums
     totals: Norms = {}
-    for (_, is_headless, _), stack in stacks.items():
-        totals_NH = jnp.sum(jnp.stack(list(stack.values())), axis=-1)
-        totals |= zip(stack, totals_NH[:, 0] if is_headless else totals_NH, strict=True)
+    for (head, _, shape), stack in stacks.items():
+        others = tuple(axis + 1 for axis in range(len(shape)) if axis != head)
+        totals |= zip(stack, jnp.sum(jnp.stack(list(stack.values())), axis=others), strict=True)
     return totals
 
 

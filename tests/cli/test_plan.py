@@ -47,8 +47,8 @@ def test_plan_for_local_devices(capsys):
     values = lines(out)
     assert "on 8 x cpu, mesh fsdp 8" in out and "no estimate of the time" in out
     assert "fits: " in out.splitlines()[-1]
-    # XLA's CPU compiler adds only the sums of squares of rows, which count in a model as small as this.
-    assert 1 <= float(values["sent in all"].split()[-4]) < 1.1
+    # XLA's CPU compiler adds no communication to that of the sharding.
+    assert "1.00 times as much" in values["sent in all"]
     assert number(values["reduce-scatter"]) < number(values["all-gather"]) < 2 * number(values["reduce-scatter"])
     assert number(values["computed FLOPs"]) > number(values["model FLOPs"])
     assert number(values["attention"]) == 2 * (4 * 32 * 32 + 2 * 8)  # with gains of queries and keys, 8 per head
