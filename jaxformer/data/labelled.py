@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size, is_fixed
-from jaxformer.data.pairs import Pair, find_splits, read_pairs
+from jaxformer.data.pairs import Pair, find_splits, fingerprint, read_pairs
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
@@ -101,12 +100,7 @@ class LabelledTextDataset(Dataset):
         self.per_step, self.steps_per_epoch = batch_size, len(train) // batch_size
         self._batch_size, self._seed = batch_size, seed
         self._train, self._val = (self._encode(split) for split in (train, val))
-        digest = hashlib.sha256(f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}".encode())
-        for split in (train, val):
-            digest.update(f"split {len(split)}".encode())
-            for text in (text for pair in split for text in pair):
-                digest.update(f"{len(text)} {text}".encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint(f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}", train, val)
 
     def _encode(self, split: Sequence[Pair]) -> tuple[list[list[int]], np.ndarray]:
         """Return the tokens of each text, and the numbers of their labels, `(N,)`."""

@@ -116,6 +116,16 @@ def build_pair_dataset(
     return data
 
 
+def fingerprint(settings: str, *splits: Sequence[Pair]) -> str:
+    """Return a hash of settings and pairs, in hexadecimal."""
+    digest = hashlib.sha256(settings.encode())
+    for split in splits:
+        digest.update(f"split {len(split)}".encode())
+        for text in (text for pair in split for text in pair):
+            digest.update(f"{len(text)} {text}".encode())
+    return digest.hexdigest()
+
+
 class PairDataset(Dataset):
     """Pairs of texts as tokens, in batches of similar length.
 
@@ -151,12 +161,7 @@ class PairDataset(Dataset):
         self._epoch = lru_cache(maxsize=2)(self._epoch_batches)
         self.steps_per_epoch = self._n_train // batch_size
         self.per_step = batch_size * float(self._train.lengths_N2[:, 1].mean())
-        digest = hashlib.sha256(f"pairs {FORMAT} {model.vocab_size} {model.context_length}".encode())
-        for split in (train, val):
-            digest.update(f"split {len(split)}".encode())
-            for text in (text for pair in split for text in pair):
-                digest.update(f"{len(text)} {text}".encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint(f"pairs {FORMAT} {model.vocab_size} {model.context_length}", train, val)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         pairs_B = self._epoch(step // self.steps_per_epoch)[step % self.steps_per_epoch]
