@@ -16,7 +16,7 @@ from jaxformer.config import ComputeConfig, Config, ModelConfig, OptimizerConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.models.recurrent import RecurrentLMConfig
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 
 REPORTED: dict[str, str] = {}
 """Results of the sources by rung, in the order of the ladder."""

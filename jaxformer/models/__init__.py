@@ -9,7 +9,8 @@ from jaxformer.models.encoder import Classifier, ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig, MLPLanguageModel
 from jaxformer.models.objective import mean_loss, next_token_nll, objective_of
-from jaxformer.models.recurrent import Recurrent, RecurrentConfig, RecurrentLM, RecurrentLMConfig
+from jaxformer.models.recurrent import Recurrent, RecurrentConfig
+from jaxformer.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.models.vivit import FactorisedViViT, ViViT, ViViTConfig
 

@@ -1,5 +1,5 @@
-"""Recurrent networks: an encoder-decoder (Sutskever et al. 2014, Cho et al. 2014), with a fixed context or with
-attention to the source at each step (Bahdanau et al. 2015), and a language model (Mikolov et al. 2010)."""
+"""Recurrent encoder-decoder (Sutskever et al. 2014, Cho et al. 2014), with a fixed context or with attention to the
+source at each step (Bahdanau et al. 2015)."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Recurrent(nn.Module):
         Raises:
           UserError: the dtype is of integers.
         """
-        _check_floating(dtype)
+        check_floating(dtype)
         memory, states = self._encode(source_S, valid_S)
         return RecurrentCache(_as(dtype, memory), states)
 
@@ -219,7 +219,7 @@ class Recurrent(nn.Module):
         return capture_point(self, "drop", self.drop(x, deterministic=not self.has_rng("dropout")))
 
 
-def _check_floating(dtype: Any) -> None:
+def check_floating(dtype: Any) -> None:
     """Raise `UserError` for a cache's dtype that is of integers."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UserError(f"the cache's dtype is {jnp.dtype(dtype)}; use float32 or bfloat16 for a recurrent model.")
@@ -228,102 +228,3 @@ def _check_floating(dtype: Any) -> None:
 def _as(dtype: Any, memory: Memory) -> Memory:
     """Return the memory with floating-point arrays in another dtype."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, memory)
-
-
-@dataclass(frozen=True)
-class RecurrentLMConfig(TokenModelConfig):
-    """Shape of a `RecurrentLM`."""
-
-    cell: Literal["tanh", "gru", "lstm"] = "gru"
-    d_model: int = 256
-    """Width of the token embedding, and of the state of each layer."""
-    n_layers: int = 1
-    dropout: float = 0.0
-
-    @property
-    def contract(self) -> Contract:
-        return replace(super().contract, has_features=True, has_cache=True)
-
-    def build(self, execution: Execution = PLAIN) -> RecurrentLM:
-        """Return the module; without blocks and self-attention, `execution` changes nothing."""
-        return RecurrentLM(self)
-
-
-class LMState(NamedTuple):
-    """Cache of a `RecurrentLM`: its size does not depend on the length of the text."""
-
-    layers: tuple[State, ...]
-
-
-class RecurrentLM(nn.Module):
-    """Causal language model: tokens `(T,)` int32 to the logits of each next token, `(T, V)`, each from the state of the
-    last of some recurrent layers. The first state is 0."""
-
-    config: RecurrentLMConfig
-
-    def setup(self) -> None:
-        c = self.config
-        self.embedding = Embedding(c.vocab_size, 0, c.d_model, "none")
-        self.layers = [Recurrence(c.cell, c.d_model, c.d_model) for _ in range(c.n_layers)]
-        init = nn.initializers.normal(c.d_model**-0.5)
-        self.W_out = parameter(self, "W_out", init, (c.d_model, c.vocab_size), "embed -> vocab")
-        self.drop = nn.Dropout(c.dropout)
-
-    def __call__(self, tokens_T: jax.Array) -> jax.Array:
-        """Return logits `(T, V)`."""
-        return capture_point(self, "logits", self.unembed(self.features(tokens_T)))
-
-    def features(self, tokens_T: jax.Array) -> jax.Array:
-        """Return the states of the last layer, `(T, D)`."""
-        return self._run(tokens_T, self._zeros(), None)[0]
-
-    def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> LMState:
-        """Return the state before the first token, whatever `n_slots` is; it needs no parameters.
-
-        Raises:
-          UserError: the dtype is of integers.
-        """
-        _check_floating(dtype)
-        c = self.config
-        return LMState(((jnp.zeros(c.d_model, dtype),) * CELLS[c.cell].n_parts,) * c.n_layers)
-
-    def extend(
-        self, tokens_T: jax.Array, positions_T: jax.Array, cache: LMState, slot: jax.Array | int
-    ) -> tuple[jax.Array, LMState]:
-        """Return the features `(T, D)` of the tokens after those of the state, and the state after them.
-
-        A token whose position is `masks.EMPTY` is padding: it changes no state, and its own features are undefined.
-        """
-        computed = jax.tree.map(lambda x, zeros: x.astype(zeros.dtype), cache.layers, self._zeros())
-        x_TD, states = self._run(tokens_T, computed, positions_T != EMPTY)
-        return x_TD, LMState(jax.tree.map(lambda x, stored: x.astype(stored.dtype), states, cache.layers))
-
-    def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of features; of one position, `(V,)` of `(D,)`."""
-        return self.unembedding().logits(x_TD)
-
-    def readout(self, x_TD: jax.Array) -> jax.Array:
-        """Return the input of `unembedding`: the features."""
-        return x_TD
-
-    def unembedding(self) -> Unembedding:
-        """Return the layer to the logits."""
-        return Unembedding(self.W_out)
-
-    def _zeros(self) -> tuple[State, ...]:
-        """Return the state of each layer before the first token, in the dtype that it computes in."""
-        return tuple(layer.zeros() for layer in self.layers)
-
-    def _run(
-        self, tokens_T: jax.Array, states: tuple[State, ...], valid_T: jax.Array | None
-    ) -> tuple[jax.Array, tuple[State, ...]]:
-        """Return the states of the last layer, `(T, D)`, and the last state of each."""
-        x_TD, after = self.embedding(tokens_T, jnp.arange(len(tokens_T))), []
-        for layer, state in zip(self.layers, states, strict=True):
-            x_TD, last = layer(self._drop(x_TD), state, valid_T)
-            after.append(last)
-        return self._drop(x_TD), tuple(after)
-
-    def _drop(self, x_TD: jax.Array) -> jax.Array:
-        """Apply dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
-        return capture_point(self, "drop", self.drop(x_TD, deterministic=not self.has_rng("dropout")))

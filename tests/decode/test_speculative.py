@@ -13,7 +13,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.recurrent import RecurrentLMConfig
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import random_params
 from tests.helpers import exhaustive

@@ -25,7 +25,8 @@ from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import objective_of
-from jaxformer.models.recurrent import RecurrentConfig, RecurrentLMConfig
+from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point

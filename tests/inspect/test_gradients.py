@@ -10,7 +10,7 @@ from jaxformer.inspect import gradient_report, gradients_by_position, per_exampl
 from jaxformer.inspect.gradients import EXAMPLES_PER_CHUNK, Row, noise_scale, update_grid
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
-from jaxformer.models.recurrent import RecurrentLMConfig
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.runs import parameter_order
 from tests.arrays import build, normal, random_tokens
 from tests.helpers import exhaustive

@@ -16,7 +16,8 @@ from jaxformer.decode.weights import store
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture
 from jaxformer.models.objective import Params
-from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig, RecurrentLMConfig
+from jaxformer.models.recurrent import Recurrent, RecurrentCache, RecurrentConfig
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import apply, assert_close, first_params, normal, random_params, random_tokens

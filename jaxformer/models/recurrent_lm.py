@@ -1,0 +1,121 @@
+"""Recurrent language model (Mikolov et al. 2010)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import TokenModelConfig
+from jaxformer.contract import Contract
+from jaxformer.models.recurrent import check_floating
+from jaxformer.nn.capture import capture_point
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.nn.parameters import parameter
+from jaxformer.nn.recurrent import CELLS, Recurrence
+from jaxformer.ops.linear_cross_entropy import Unembedding
+from jaxformer.ops.masks import EMPTY
+from jaxformer.ops.recurrent import State
+
+
+@dataclass(frozen=True)
+class RecurrentLMConfig(TokenModelConfig):
+    """Shape of a `RecurrentLM`."""
+
+    cell: Literal["tanh", "gru", "lstm"] = "gru"
+    d_model: int = 256
+    """Width of the token embedding, and of the state of each layer."""
+    n_layers: int = 1
+    dropout: float = 0.0
+
+    @property
+    def contract(self) -> Contract:
+        return replace(super().contract, has_features=True, has_cache=True)
+
+    def build(self, execution: Execution = PLAIN) -> RecurrentLM:
+        """Return the module; without blocks and self-attention, `execution` changes nothing."""
+        return RecurrentLM(self)
+
+
+class LMState(NamedTuple):
+    """Cache of a `RecurrentLM`: its size does not depend on the length of the text."""
+
+    layers: tuple[State, ...]
+
+
+class RecurrentLM(nn.Module):
+    """Causal language model: tokens `(T,)` int32 to the logits of each next token, `(T, V)`, each from the state of the
+    last of some recurrent layers. The first state is 0."""
+
+    config: RecurrentLMConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = Embedding(c.vocab_size, 0, c.d_model, "none")
+        self.layers = [Recurrence(c.cell, c.d_model, c.d_model) for _ in range(c.n_layers)]
+        init = nn.initializers.normal(c.d_model**-0.5)
+        self.W_out = parameter(self, "W_out", init, (c.d_model, c.vocab_size), "embed -> vocab")
+        self.drop = nn.Dropout(c.dropout)
+
+    def __call__(self, tokens_T: jax.Array) -> jax.Array:
+        """Return logits `(T, V)`."""
+        return capture_point(self, "logits", self.unembed(self.features(tokens_T)))
+
+    def features(self, tokens_T: jax.Array) -> jax.Array:
+        """Return the states of the last layer, `(T, D)`."""
+        return self._run(tokens_T, self._zeros(), None)[0]
+
+    def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> LMState:
+        """Return the state before the first token, whatever `n_slots` is; it needs no parameters.
+
+        Raises:
+          UserError: the dtype is of integers.
+        """
+        check_floating(dtype)
+        c = self.config
+        return LMState(((jnp.zeros(c.d_model, dtype),) * CELLS[c.cell].n_parts,) * c.n_layers)
+
+    def extend(
+        self, tokens_T: jax.Array, positions_T: jax.Array, cache: LMState, slot: jax.Array | int
+    ) -> tuple[jax.Array, LMState]:
+        """Return the features `(T, D)` of the tokens after those of the state, and the state after them.
+
+        A token whose position is `masks.EMPTY` is padding: it changes no state, and its own features are undefined.
+        """
+        computed = jax.tree.map(lambda x, zeros: x.astype(zeros.dtype), cache.layers, self._zeros())
+        x_TD, states = self._run(tokens_T, computed, positions_T != EMPTY)
+        return x_TD, LMState(jax.tree.map(lambda x, stored: x.astype(stored.dtype), states, cache.layers))
+
+    def unembed(self, x_TD: jax.Array) -> jax.Array:
+        """Return logits `(T, V)` of features; of one position, `(V,)` of `(D,)`."""
+        return self.unembedding().logits(x_TD)
+
+    def readout(self, x_TD: jax.Array) -> jax.Array:
+        """Return the input of `unembedding`: the features."""
+        return x_TD
+
+    def unembedding(self) -> Unembedding:
+        """Return the layer to the logits."""
+        return Unembedding(self.W_out)
+
+    def _zeros(self) -> tuple[State, ...]:
+        """Return the state of each layer before the first token, in the dtype that it computes in."""
+        return tuple(layer.zeros() for layer in self.layers)
+
+    def _run(
+        self, tokens_T: jax.Array, states: tuple[State, ...], valid_T: jax.Array | None
+    ) -> tuple[jax.Array, tuple[State, ...]]:
+        """Return the states of the last layer, `(T, D)`, and the last state of each."""
+        x_TD, after = self.embedding(tokens_T, jnp.arange(len(tokens_T))), []
+        for layer, state in zip(self.layers, states, strict=True):
+            x_TD, last = layer(self._drop(x_TD), state, valid_T)
+            after.append(last)
+        return self._drop(x_TD), tuple(after)
+
+    def _drop(self, x_TD: jax.Array) -> jax.Array:
+        """Apply dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
+        return capture_point(self, "drop", self.drop(x_TD, deterministic=not self.has_rng("dropout")))
