@@ -1,5 +1,5 @@
-"""The ladder's outcomes: one rung per run, beside the sources' figures, as a table, a picture and a page, with the same
-held-out prompts continued by each rung."""
+"""The ladder's outcomes: one rung per run, beside the sources' figures, and the same held-out prompts continued by each
+rung."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from jaxformer.train.log import read_metrics
 HEAD = ("rung", "parameters", "steps", "targets", "loss", "perplexity", "bpb", "minutes", "ended early")
 SIDES = "<>>>>>>><"
 """Columns that a terminal has room for side by side, and their alignment; see `terminal.align`."""
-
-
 CONTINUATIONS = "continuations.json"
 """File in a rung's folder."""
 N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 32
