@@ -26,7 +26,7 @@ from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
-from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.masks import Causal, Mask, Packed
 from jaxformer.ops.positions import Llama3Scaling, positions_in_segments
 
 
@@ -331,12 +331,13 @@ class Decoder(nn.Module):
     def _mask(
         self, positions_T: jax.Array, prefix: jax.Array | int | None, segments_T: jax.Array | None, window: int
     ) -> Mask:
-        """Return the mask of a whole sequence: static, where nothing but order and window decides."""
+        """Return the mask of a whole sequence: an array for a prefix alone."""
+        causal = Causal(window if len(positions_T) > window else None)
         if segments_T is not None:
-            return self.mask(positions_T, positions_T, window=window) & masks.segment(segments_T, segments_T)
+            return Packed(segments_T, causal)
         if prefix is not None:
             return self.mask(positions_T, positions_T, prefix, window)
-        return Causal(window if len(positions_T) > window else None)
+        return causal
 
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.masks import Causal, Mask, Packed, as_array
 from jaxformer.ops.precision import wide
 from jaxformer.ops.quantized import Quantized
 
@@ -22,8 +22,8 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
     Args:
       q_HTK: queries; H must be a multiple of G.
       k_GSK: keys.
-      mask: `(T, S)` or, for each head, `(H, T, S)` bool, True where a query may attend, or a `Causal`; None for no
-        mask.
+      mask: `(T, S)` or, for each head, `(H, T, S)` bool, True where a query may attend, or a `Causal` or `Packed`;
+        None for no mask.
       scale: factor of the scores, 1/√K in the paper.
 
     Returns:
@@ -38,9 +38,12 @@ def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
     Their weights are 0, but 0 times NaN or infinity is NaN, in the output and in the gradient to the queries.
     """
     S = x_GSK.shape[1]
-    if mask is None or (isinstance(mask, Causal) and n_queries >= S):  # every key is visible to some query
+    if mask is None or (isinstance(mask, Causal | Packed) and n_queries >= S):  # every key is visible to some query
         return x_GSK
-    visible_S = jnp.arange(S) < n_queries if isinstance(mask, Causal) else mask.any(axis=tuple(range(mask.ndim - 1)))
+    if isinstance(mask, Causal | Packed):
+        visible_S = jnp.arange(S) < n_queries
+    else:
+        visible_S = mask.any(axis=tuple(range(mask.ndim - 1)))
     return jnp.where(visible_S[:, None], x_GSK, 0)
 
 
@@ -57,7 +60,7 @@ def softmax(scores_HTS: jax.Array, mask: Mask = None) -> jax.Array:
     """Return the weights of visible keys from scores, `(H, T, S)`; see `attention_weights`."""
     if mask is None:
         return jax.nn.softmax(scores_HTS)
-    mask_TS = mask.array(*scores_HTS.shape[1:]) if isinstance(mask, Causal) else mask
+    mask_TS = as_array(mask, *scores_HTS.shape[1:])
     return jnp.where(mask_TS, jax.nn.softmax(jnp.where(mask_TS, scores_HTS, MASKED)), 0.0)
 
 

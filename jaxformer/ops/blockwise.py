@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
 from jaxformer.ops.attention import MASKED, zero_hidden
-from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.masks import Causal, Mask, Packed, causal_part, segment
 from jaxformer.ops.precision import wide, widened
 
 SAVED = "attention"
@@ -27,7 +27,8 @@ def blockwise_attention(
 ) -> jax.Array:
     """Return the output of `ops.attention.attention`, in memory linear in T and S, forward and backward.
 
-    Blocks that a `Causal` mask hides take no time. Differentiable once, in reverse. Masked keys as in `attention`.
+    Blocks that a `Causal` mask hides, or that of a `Packed`, take no time. Differentiable once, in reverse. Masked keys
+    as in `attention`.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
@@ -35,13 +36,15 @@ def blockwise_attention(
     """
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
-    tiles = Tiles(T, S, block, mask if isinstance(mask, Causal) else None)
-    mask_TS = None if isinstance(mask, Causal) else mask
-    if mask_TS is not None:
-        mask_TS = jnp.pad(mask_TS, ((0, tiles.n_q * tiles.b_q - T), (0, tiles.n_k * tiles.b_k - S)))
+    tiles = Tiles(T, S, block, causal_part(mask))
+    rest: jax.Array | None = None
+    if isinstance(mask, Packed):
+        rest = jnp.pad(mask.segments_T, (0, tiles.n_q * tiles.b_q - T))
+    elif not isinstance(mask, Causal | None):
+        rest = jnp.pad(mask, ((0, tiles.n_q * tiles.b_q - T), (0, tiles.n_k * tiles.b_k - S)))
     q_NGRbK = split(q_HTK * scale, tiles.n_q, tiles.b_q).reshape(tiles.n_q, G, H // G, tiles.b_q, K)
     k_MGcK, v_MGcK = (split(zero_hidden(x, mask, T), tiles.n_k, tiles.b_k) for x in (k_GSK, v_GSK))
-    y_NGRbK = tiled_attention(tiles, q_NGRbK, k_MGcK, v_MGcK, mask_TS)
+    y_NGRbK = tiled_attention(tiles, q_NGRbK, k_MGcK, v_MGcK, rest)
     y_HTK = jnp.moveaxis(y_NGRbK.reshape(tiles.n_q, H, tiles.b_q, -1), 0, 1).reshape(H, tiles.n_q * tiles.b_q, -1)
     return y_HTK[:, :T]
 
@@ -90,21 +93,27 @@ class Tiles:
         nearest = i * self.b_q - ((j + 1) * self.b_k - 1)
         return np.nonzero((furthest >= 0) & (nearest < (self.causal.window or self.T)))
 
-    def mask(self, i: jax.Array, j: jax.Array, mask_TS: jax.Array | None) -> jax.Array:
-        """Return the mask of a tile, `(b_q, b_k)` bool; the padding of the last block is hidden."""
+    def mask(self, i: jax.Array, j: jax.Array, rest: jax.Array | None) -> jax.Array:
+        """Return the mask of a tile, `(b_q, b_k)` bool; the padding of the last block is hidden.
+
+        Args:
+          rest: segments `(T,)` or a mask `(T, S)`, padded to whole blocks; None if `causal` is all.
+        """
         query_b, key_c = i * self.b_q + jnp.arange(self.b_q), j * self.b_k + jnp.arange(self.b_k)
         mask_bc = jnp.broadcast_to(key_c < self.S, (self.b_q, self.b_k))
         if self.causal is not None:
             mask_bc &= self.causal(query_b, key_c)
-        if mask_TS is not None:
-            mask_bc &= jax.lax.dynamic_slice(mask_TS, (i * self.b_q, j * self.b_k), (self.b_q, self.b_k))
-        return mask_bc
+        if rest is None:
+            return mask_bc
+        if rest.ndim == 1:
+            return mask_bc & segment(rest[query_b], rest[key_c])
+        return mask_bc & jax.lax.dynamic_slice(rest, (i * self.b_q, j * self.b_k), (self.b_q, self.b_k))
 
 
-def scores(tiles: Tiles, i: jax.Array, j: jax.Array, q: jax.Array, k: jax.Array, mask: jax.Array | None) -> jax.Array:
+def scores(tiles: Tiles, i: jax.Array, j: jax.Array, q: jax.Array, k: jax.Array, rest: jax.Array | None) -> jax.Array:
     """Return the scores of one tile, `(G, R, b_q, b_k)` float32 or wider, minus infinity where masked."""
     scores_GRbc = jnp.einsum("grbk,gck->grbc", at(q, i), at(k, j), preferred_element_type=wide(q.dtype))
-    return jnp.where(tiles.mask(i, j, mask), scores_GRbc, -jnp.inf)
+    return jnp.where(tiles.mask(i, j, rest), scores_GRbc, -jnp.inf)
 
 
 def at(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -118,19 +127,19 @@ def put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> jax.Array:
     """Return attention over blocks: `(N, G, R, b, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, R, b, K)`."""
-    return forward(tiles, q, k, v, mask)[0]
+    return forward(tiles, q, k, v, rest)[0]
 
 
-def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple:
+def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> tuple:
     """Return the output, and the residuals for `backward`."""
     dtype = wide(q.dtype)
 
     def step(carry: tuple, ij: tuple) -> tuple:
         i, j = ij
         sum_NGRbK, total_NGRb, top_NGRb = carry
-        scores_GRbc = scores(tiles, i, j, q, k, mask)
+        scores_GRbc = scores(tiles, i, j, q, k, rest)
         top = jnp.maximum(at(top_NGRb, i), scores_GRbc.max(-1))
         weights_GRbc = jnp.exp(scores_GRbc - top[..., None])
         shrink = jnp.exp(at(top_NGRb, i) - top)
@@ -148,19 +157,19 @@ def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
     total_NGRb = jnp.where(total_NGRb > 0, total_NGRb, 1)
     y = checkpoint_name((sum_NGRbK / total_NGRb[..., None]).astype(v.dtype), SAVED)
     log_total_NGRb = checkpoint_name(top_NGRb + jnp.log(total_NGRb), SAVED)
-    return y, (q, k, v, mask, y, log_total_NGRb)
+    return y, (q, k, v, rest, y, log_total_NGRb)
 
 
 def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
     """Return the gradients with respect to q, k and v (Dao et al. 2022, algorithm 4)."""
-    q, k, v, mask, y, log_total_NGRb = saved
+    q, k, v, rest, y, log_total_NGRb = saved
     dtype = wide(q.dtype)
     dot_NGRb = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · gradient to it
 
     def step(carry: tuple, ij: tuple) -> tuple:
         i, j = ij
         dq, dk, dv = carry
-        weights_GRbc = jnp.exp(scores(tiles, i, j, q, k, mask) - at(log_total_NGRb, i)[..., None])
+        weights_GRbc = jnp.exp(scores(tiles, i, j, q, k, rest) - at(log_total_NGRb, i)[..., None])
         to_weights = jnp.einsum("grbk,gck->grbc", at(dy, i), at(v, j), preferred_element_type=dtype)
         to_scores = (weights_GRbc * (to_weights - at(dot_NGRb, i)[..., None])).astype(q.dtype)
         product = partial(jnp.einsum, preferred_element_type=dtype)

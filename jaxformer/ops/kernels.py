@@ -17,7 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.ops.blockwise import SAVED
-from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
 from jaxformer.ops.precision import widened
 
 LANES = 128
@@ -45,20 +45,27 @@ def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
 def order_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
     """Return the reason why no kernel here supports these positions or this mask, or None."""
     T, S = q_HTK.shape[1], k_GSK.shape[1]
-    if isinstance(mask, Causal):
+    if isinstance(mask, Causal | Packed):
         return None if T == S else f"{T} queries and {S} keys do not stand at the same positions"
     return None if mask is None else "the mask is an array, of which a kernel would need a copy for every head"
 
 
-def symbolic(mask: Mask) -> Causal | None:
-    """Return a mask that is no array.
+def symbolic(mask: Mask) -> tuple[Causal | None, jax.Array | None]:
+    """Return the parts of a mask that is no array: the order, and the segments.
 
     Raises:
       ValueError: the mask is an array.
     """
-    if mask is None or isinstance(mask, Causal):
-        return mask
-    raise ValueError("a fused kernel takes no array as a mask; see ops.kernels")
+    if not isinstance(mask, Causal | Packed | None):
+        raise ValueError("a fused kernel takes no array as a mask; see ops.kernels")
+    return causal_part(mask), mask.segments_T if isinstance(mask, Packed) else None
+
+
+def _cudnn_refuses_segments(mask: Mask) -> str | None:
+    """Return the reason why `cudnn_attention` does not support this mask, or None."""
+    if isinstance(mask, Packed):
+        return "cuDNN takes packed documents only in a fixed number, not by the segment of each position"
+    return None
 
 
 def cudnn_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
@@ -69,7 +76,7 @@ def cudnn_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
         return f"cuDNN attends in bfloat16 or float16, not in {q_HTK.dtype}"
     if K % 8 or K > 256:
         return f"cuDNN takes heads whose width is a multiple of 8 up to 256, not {K}"
-    return order_refuses(q_HTK, k_GSK, mask)
+    return order_refuses(q_HTK, k_GSK, mask) or _cudnn_refuses_segments(mask)
 
 
 def cudnn_attention(
@@ -86,9 +93,14 @@ def cudnn_attention(
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `cudnn_refuses`.
       implementation: "xla" computes the same without the kernel, on any device.
+
+    Raises:
+      ValueError: the kernel does not support the mask.
     """
     length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
-    causal = symbolic(mask)
+    if reason := _cudnn_refuses_segments(mask):
+        raise ValueError(reason)
+    causal, _ = symbolic(mask)
     window = None if causal is None or causal.window is None else (causal.window - 1, 0)  # positions before and after
     y_THK = jax.nn.dot_product_attention(
         length_first(q_HTK),
@@ -116,8 +128,9 @@ def _triton_positions_refuse(T: int, S: int, mask: Mask) -> str | None:
     """Return the reason why `triton_attention` does not support T queries and S keys under a mask, or None."""
     if T != S:
         return f"Triton's kernel takes as many queries as keys, not {T} and {S}"
-    if isinstance(mask, Causal) and mask.window is not None and mask.window < T:
-        return f"Triton's kernel has no attention window, and the mask has one of {mask.window} positions"
+    causal = causal_part(mask)
+    if causal is not None and causal.window is not None and causal.window < T:
+        return f"Triton's kernel has no attention window, and the mask has one of {causal.window} positions"
     return None
 
 
@@ -142,38 +155,31 @@ def triton_attention(
     Raises:
       ValueError: the kernel does not support the mask or the numbers of positions.
     """
-    is_causal = symbolic(mask) is not None
+    causal, segments_T = symbolic(mask)
     _, T, K = q_HTK.shape
     if reason := _triton_positions_refuse(T, k_GSK.shape[1], mask):
         raise ValueError(reason)
     widest, wide_heads, _ = TRITON_BLOCKS
     block = min(widest if K <= LANES else wide_heads, max(16, 1 << (T - 1).bit_length()))
     pad = partial(jnp.pad, pad_width=((0, 0), (0, -T % block), (0, 0)))
-    call = TritonCall(T, block, scale, is_causal, interpret)
-    return triton_mha(call, *(pad(x).swapaxes(0, 1)[None] for x in (q_HTK, k_GSK, v_GSK)))[0, :T].swapaxes(0, 1)
+    call = TritonCall(block, scale, causal is not None, interpret)
+    if segments_T is None and causal is None and T % block:
+        segments_T = jnp.zeros(T, jnp.int32)
+    # The padding comes after all positions: a causal mask hides it, and without one it is a segment of its own.
+    segments_1T = None if segments_T is None else jnp.pad(segments_T, (0, -T % block), constant_values=-1)[None]
+    qkv = (pad(x).swapaxes(0, 1)[None] for x in (q_HTK, k_GSK, v_GSK))
+    return triton_mha(call, *qkv, segments_1T)[0, :T].swapaxes(0, 1)
 
 
 @dataclass(frozen=True)
 class TritonCall:
     """Static arguments of Triton's kernels."""
 
-    T: int
-    """Positions without padding."""
     block: int
     """Positions of a block of the forward pass, a power of two; the padded length is a multiple of it."""
     scale: float
     is_causal: bool
     interpret: bool
-
-    def arguments(self, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> tuple[Any, ...]:
-        """Return queries, keys, values and segments, with as many keys and values as queries.
-
-        The padding comes after all positions: a causal mask hides it, and without one it is a segment of its own.
-        """
-        _, padded_T, H, _ = q_1THK.shape
-        k_1THK, v_1THK = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_1TGK, v_1TGK))
-        has_segments = padded_T > self.T and not self.is_causal
-        return q_1THK, k_1THK, v_1THK, jnp.int32(jnp.arange(padded_T) >= self.T)[None] if has_segments else None
 
     def blocks(self, block_sizes: Any) -> Any:
         """Return the kernel's `BlockSizes`, made by that class."""
@@ -181,39 +187,48 @@ class TritonCall:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def triton_mha(call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> jax.Array:
+def triton_mha(
+    call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array, segments_1T: jax.Array | None
+) -> jax.Array:
     """Return `triton_attention` of padded positions, `(1, T, H, K)`."""
-    return _triton_forward(call, q_1THK, k_1TGK, v_1TGK)[0]
+    return _triton_forward(call, q_1THK, k_1TGK, v_1TGK, segments_1T)[0]
 
 
-def _triton_forward(call: TritonCall, *qkv: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _as_many_heads(q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> tuple[jax.Array, ...]:
+    """Return queries, keys and values, with as many heads of keys and values as of queries."""
+    return q_1THK, *(jnp.repeat(x, q_1THK.shape[2] // x.shape[2], axis=2) for x in (k_1TGK, v_1TGK))
+
+
+def _triton_forward(
+    call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array, segments_1T: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Return the output, and the residuals for `_triton_backward`."""
     from jax.experimental.pallas.ops.gpu import attention as pallas  # slow to import, for GPUs alone
 
     y_1THK, log_total_1HT = pallas.mha(
-        *call.arguments(*qkv), call.scale, call.is_causal, call.blocks(pallas.BlockSizes), interpret=call.interpret,
-        return_residuals=True,
+        *_as_many_heads(q_1THK, k_1TGK, v_1TGK), segments_1T, call.scale, call.is_causal,
+        call.blocks(pallas.BlockSizes), interpret=call.interpret, return_residuals=True,
     )  # fmt: skip
     y_1THK, log_total_1HT = (checkpoint_name(x, SAVED) for x in (y_1THK, log_total_1HT))
-    return y_1THK, (*qkv, y_1THK, log_total_1HT)
+    return y_1THK, (q_1THK, k_1TGK, v_1TGK, segments_1T, y_1THK, log_total_1HT)
 
 
-def _triton_backward(call: TritonCall, saved: tuple[jax.Array, ...], dy_1THK: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the gradients with respect to queries, keys and values.
+def _triton_backward(call: TritonCall, saved: tuple[Any, ...], dy_1THK: jax.Array) -> tuple[jax.Array | None, ...]:
+    """Return the gradients with respect to queries, keys and values, and none for the segments.
 
     Without the library's own rule around it, so that output and sums have a name, by which a rematerialised block
     saves them.
     """
     from jax.experimental.pallas.ops.gpu import attention as pallas
 
-    *qkv, y_1THK, log_total_1HT = saved
+    *qkv, segments_1T, y_1THK, log_total_1HT = saved
     dq, dk, dv, _ = pallas._mha_backward(
         call.scale, call.is_causal, call.blocks(pallas.BlockSizes), "triton", None, 2, None, call.interpret, False,
-        False, (*call.arguments(*qkv), y_1THK, log_total_1HT), dy_1THK,
+        False, (*_as_many_heads(*qkv), segments_1T, y_1THK, log_total_1HT), dy_1THK,
     )  # fmt: skip
     _, T, G, K = qkv[1].shape
     dk, dv = (widened(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
-    return dq, dk, dv
+    return dq, dk, dv, None
 
 
 triton_mha.defvjp(_triton_forward, _triton_backward)
@@ -250,8 +265,14 @@ def splash_attention(
     S = k_GSK.shape[1]
     # The padding of the last block comes after all positions: a causal mask hides it.
     inputs = [jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]), (0, 0))) for x in (q_HTK, k_GSK, v_GSK)]
-    kernel = splash_kernel(H, padded(T), padded(S), symbolic(mask), interpret)
-    return kernel(inputs[0] * scale, *inputs[1:])[:, :T]
+    causal, segments_T = symbolic(mask)
+    kernel = splash_kernel(H, padded(T), padded(S), causal, interpret)
+    segments = None
+    if segments_T is not None:
+        from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+        segments = SegmentIds(*2 * (jnp.pad(segments_T, (0, padded(T) - T)),))
+    return kernel(inputs[0] * scale, *inputs[1:], segments)[:, :T]
 
 
 def unit(T: int) -> int:

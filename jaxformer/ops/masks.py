@@ -4,7 +4,7 @@ A rule maps one number per query and one per key (position, segment) to `(T, S)`
 cache slots, the same rule serves training, prefill, decoding with a cache and ragged prompts. Combine rules with `&`
 and `|`.
 
-`Causal` is the exception: a mask that is static while tracing, without an array.
+`Causal` and `Packed` are the exceptions: masks without an array `(T, S)`, for queries and keys in order.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ def segment(query_T: jax.Array, key_S: jax.Array) -> jax.Array:
     return query_T[:, None] == key_S[None, :]
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Causal:
     """Static causal mask: a query attends to its own position and those before it, at most `window` positions in all.
@@ -79,12 +80,37 @@ class Causal:
         return self(jnp.arange(T), jnp.arange(S))
 
 
-Mask = Causal | jax.Array | None
-"""Mask of attention: static, `(T, S)` booleans, or None for no mask."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Causal mask of packed documents: a query attends to the keys of its own segment that `causal` lets it attend to.
+
+    As `Causal`, it is for queries and keys at positions 0, 1, 2, ... in order, and kernels compute it block by block.
+
+    Attributes:
+      segments_T: number of the document of each position, int32.
+      causal: mask without the segments.
+    """
+
+    segments_T: jax.Array
+    causal: Causal = Causal()
+
+    def array(self, T: int, S: int) -> jax.Array:
+        """Return the mask `(T, S)`; both are the length of `segments_T`."""
+        return self.causal.array(T, S) & segment(self.segments_T, self.segments_T)
+
+
+Mask = Causal | Packed | jax.Array | None
+"""Mask of attention: by order and segments, `(T, S)` booleans, or None for no mask."""
 
 
 def as_array(mask: Mask, n_queries: int, n_keys: int) -> jax.Array:
     """Return any mask as an array, `(T, S)` bool."""
     if mask is None:
         return jnp.ones((n_queries, n_keys), bool)
-    return mask.array(n_queries, n_keys) if isinstance(mask, Causal) else mask
+    return mask.array(n_queries, n_keys) if isinstance(mask, Causal | Packed) else mask
+
+
+def causal_part(mask: Mask) -> Causal | None:
+    """Return what a mask hides by order alone; None for an array."""
+    return mask.causal if isinstance(mask, Packed) else mask if isinstance(mask, Causal) else None

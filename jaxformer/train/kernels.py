@@ -24,7 +24,7 @@ from jaxformer.ops.kernels import (
     triton_attention,
     triton_refuses,
 )
-from jaxformer.ops.masks import Mask
+from jaxformer.ops.masks import Mask, Packed
 
 MIN_BLOCKWISE_POSITIONS = 512
 """Positions from which attention without a kernel is blockwise. Measured forward and backward on two CPU cores
@@ -93,18 +93,19 @@ class FusedAttention:
         if self.refuses(q_HTK, k_GSK, mask):
             return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale)
 
-        def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array) -> jax.Array:
+        def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
             return KERNELS[self.kernel].attend(q_HTK, k_GSK, v_GSK, mask, scale)
 
         if self.tensor == 1:
-            return attend(q_HTK, k_GSK, v_GSK)
+            return attend(q_HTK, k_GSK, v_GSK, mask)
         H, G = q_HTK.shape[0], k_GSK.shape[0]
         spec = PartitionSpec("tensor") if H % self.tensor == 0 else PartitionSpec()
         if spec and G % self.tensor:  # a group that several devices share is copied to each of them
             k_GSK, v_GSK = (jnp.repeat(x, lcm(G, self.tensor) // G, axis=0) for x in (k_GSK, v_GSK))
         # No kernel says how its results vary over a mesh, so shard_map cannot check it.
-        split = jax.shard_map(attend, in_specs=spec, out_specs=spec, axis_names={"tensor"}, check_vma=False)
-        return split(q_HTK, k_GSK, v_GSK)
+        in_specs = (spec, spec, spec, PartitionSpec())
+        split = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, axis_names={"tensor"}, check_vma=False)
+        return split(q_HTK, k_GSK, v_GSK, mask)
 
 
 def make_attention(
@@ -124,7 +125,7 @@ def make_attention(
         name.
       platform: platform of the devices: cpu, gpu or tpu.
       q_HTK, k_GSK: shapes and dtype of queries and keys of most calls, for one example.
-      mask: mask of most calls; `contract.ARRAY` for an array.
+      mask: mask of most calls; `contract.ARRAY` for an array, and shape and dtype for the segments of `Packed`.
       tensor: number of devices over which the heads lie.
       try_first: run the kernel here before it is trusted. Compiling for devices that are elsewhere has to do without.
 
@@ -162,7 +163,7 @@ def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeS
     """Return the reason why an attention is not to be trusted here, or None.
 
     It runs forward and backward on this process's first device, on normal numbers of these shapes and at most
-    `MAX_TRIAL_POSITIONS` positions, and must agree with `attention`.
+    `MAX_TRIAL_POSITIONS` positions, with a mask of packed documents three of them, and must agree with `attention`.
 
     The norm of the difference may be 1/32 of the norm, for each of the output and three gradients: bfloat16 keeps 8
     bits, and a few roundings add up.
@@ -175,6 +176,9 @@ def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeS
     draw = np.random.default_rng(0)
     shapes = [(x.shape[0], min(x.shape[1], MAX_TRIAL_POSITIONS), x.shape[2]) for x in (q_HTK, k_GSK, k_GSK, q_HTK)]
     inputs = [jnp.asarray(draw.normal(size=shape), q_HTK.dtype) for shape in shapes]
+    if isinstance(mask, Packed):
+        T = shapes[0][1]
+        mask = Packed(jnp.arange(T) * 3 // T, mask.causal)
     try:
         outputs = jax.block_until_ready(jax.jit(run, static_argnums=0)(attend, inputs))
     except Exception as error:  # whatever a driver, a library or a compiler raises

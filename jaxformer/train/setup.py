@@ -27,6 +27,7 @@ from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
+from jaxformer.ops.masks import Causal, Packed
 from jaxformer.pretrained import Pretrained
 from jaxformer.runs import abstract_params
 from jaxformer.sharding import abstract, batch_sharding, batch_shards, gather, shardings
@@ -242,7 +243,10 @@ class TrainSetup:
         shape, dtype, devices = self.config.model.contract.attention, self.compute_dtype, self.mesh.devices
         if shape is None:
             return attention, "attention: no multi-head layers"
-        H, G, K, T, mask = shape._replace(mask=ARRAY) if self.config.data.has_segments else shape
+        H, G, K, T, mask = shape
+        if self.config.data.has_segments:
+            segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
+            mask = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
         q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), dtype) for n_heads in (H, G))
         is_local = bool(set(devices.flat) & set(jax.local_devices()))
         chosen, line = make_attention(

@@ -1,4 +1,5 @@
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_policies
 
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED, Tiles, blockwise_attention
-from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.masks import Causal, Mask, Packed
 from tests.arrays import normal
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
@@ -36,9 +37,11 @@ def random_mask(T: int, S: int) -> jax.Array:
         (6, 3, 13, 17, 11, 5, None),
         (4, 2, 13, 17, 8, 5, random_mask(13, 17)),
         (4, 2, 13, 3, 8, 5, random_mask(13, 3)),
+        (4, 2, 13, 13, 8, 5, Packed(jnp.arange(13) // 6)),  # documents across blocks, one of a single token
+        (4, 2, 13, 13, 8, 4, Packed(jnp.arange(13) // 6, Causal(3))),
         (1, 1, 1, 1, 1, 512, Causal()),
     ],
-    ids=lambda x: "array" if isinstance(x, jax.Array) else str(x),
+    ids=lambda x: type(x).__name__ if isinstance(x, jax.Array | Packed) else str(x),
 )
 def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask) -> None:
     arrays = qkv(H, G, T, S, K)
@@ -131,10 +134,11 @@ def test_a_rematerialised_block_attends_once_if_it_may_save_the_result() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [Causal(), Causal(100), None], ids=str)
-def test_memory_is_linear_in_the_length_forward_and_backward(mask: Mask) -> None:
+@pytest.mark.parametrize("mask", [Causal(), Causal(100), None, Packed], ids=str)
+def test_memory_is_linear_in_the_length_forward_and_backward(mask: Any) -> None:
     def temporary_bytes(attend, T: int) -> int:
-        loss = lambda q, k, v: attend(q, k, v, mask).sum()  # noqa: E731
+        of_length = Packed(jnp.arange(T) // 100) if mask is Packed else mask
+        loss = lambda q, k, v: attend(q, k, v, of_length).sum()  # noqa: E731
         shapes = [jax.ShapeDtypeStruct((h, T, 16), jnp.float32) for h in (4, 2, 2)]
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes

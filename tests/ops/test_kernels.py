@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,7 +19,7 @@ from jaxformer.ops.kernels import (
     triton_attention,
     triton_refuses,
 )
-from jaxformer.ops.masks import Causal, Mask
+from jaxformer.ops.masks import Causal, Mask, Packed
 from tests.arrays import assert_close
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
@@ -65,6 +66,16 @@ def test_triton_agrees_with_the_reference_forward_and_backward(H, G, T, K, mask)
     arrays = qkv(H, G, T, T, K)
     wanted = value_and_gradients(attention, *arrays, mask)
     assert_all_close(value_and_gradients(HERE["triton"], *arrays, mask), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "window"), [("splash", None), ("splash", 70), ("triton", None)])
+def test_packed_documents_are_attended_to_apart_in_each_example_of_a_batch(name: str, window: int | None) -> None:
+    T = 131  # a prime: padded
+    segments_BT = jnp.stack([jnp.arange(T) // 50, jnp.where(jnp.arange(T) < 129, 1, 0)])  # numbers need no order
+    arrays = [jnp.stack([x, 2 * x]) for x in qkv(2, 1, T, T, 16)]
+    each = lambda f: jax.vmap(lambda *of_one: value_and_gradients(f, *of_one[:3], Packed(of_one[3], Causal(window))))  # noqa: E731
+    assert_all_close(*(each(f)(*arrays, segments_BT) for f in (HERE[name], attention)))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +141,7 @@ def like(H: int, T: int, K: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDt
 
 
 FULL = jnp.ones((256, 256), bool)
+PACKED = Packed(jnp.zeros(256, jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -141,6 +153,7 @@ FULL = jnp.ones((256, 256), bool)
         (cudnn_refuses, like(4, 256, 60), like(2, 256, 60), None, "multiple of 8 up to 256, not 60"),
         (cudnn_refuses, like(4, 256, 264), like(2, 256, 264), None, "not 264"),
         (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
+        (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), PACKED, "packed documents only in a fixed number"),
         (cudnn_refuses, like(4, 1, 64), like(2, 256, 64), Causal(), "1 queries and 256 keys"),
         (triton_refuses, like(4, 255, 64), like(2, 255, 64), Causal(255), None),
         (triton_refuses, like(4, 7, 24), like(2, 7, 24), None, None),
@@ -150,6 +163,8 @@ FULL = jnp.ones((256, 256), bool)
         (triton_refuses, like(4, 256, 64), like(2, 7, 64), None, "not 256 and 7"),
         (triton_refuses, like(4, 256, 64), like(2, 256, 64), Causal(255), "the mask has one of 255"),
         (triton_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
+        (triton_refuses, like(4, 256, 64), like(2, 256, 64), PACKED, None),
+        (triton_refuses, like(4, 256, 64), like(2, 256, 64), replace(PACKED, causal=Causal(9)), "has one of 9"),
         (splash_refuses, like(4, 256, 64), like(2, 256, 64), Causal(), None),
         (splash_refuses, like(4, 257, 11, jnp.float32), like(2, 257, 11, jnp.float32), Causal(3), None),
         (splash_refuses, like(4, 256, 64), like(2, 384, 64), None, None),
@@ -157,12 +172,18 @@ FULL = jnp.ones((256, 256), bool)
         (splash_refuses, like(4, 257, 64), like(2, 257, 64), None, "not multiples of 128"),
         (splash_refuses, like(4, 4224, 64), like(2, 4224, 64), None, "not multiples of 512"),
         (splash_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
+        (splash_refuses, like(4, 256, 64), like(2, 256, 64), replace(PACKED, causal=Causal(9)), None),
         (splash_refuses, like(4, 128, 64), like(2, 256, 64), Causal(), "128 queries and 256 keys"),
     ],
 )  # fmt: skip
 def test_kernels_refuse_unsupported_inputs_with_a_reason(refuses, q, k, mask: Mask, reason: str | None) -> None:
     said = refuses(q, k, mask)
     assert said is None if reason is None else reason in said
+
+
+def test_cudnn_refuses_segments_instead_of_ignoring_them() -> None:
+    with pytest.raises(ValueError, match="packed documents only in a fixed number"):
+        HERE["cudnn"](*qkv(1, 1, 256, 256, 8), PACKED)
 
 
 @pytest.mark.parametrize("name", HERE)

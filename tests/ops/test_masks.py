@@ -54,6 +54,9 @@ def test_segments_keep_packed_documents_apart() -> None:
     segment_T, position_T = jnp.array([0, 0, 1, 1, 1]), jnp.array([0, 1, 0, 1, 2])
     both = masks.segment(segment_T, segment_T) & masks.causal(position_T, position_T)
     np.testing.assert_array_equal(both, matrix("x....", "xx...", "..x..", "..xx.", "..xxx"))
+    np.testing.assert_array_equal(masks.Packed(segment_T).array(5, 5), both)
+    windowed = masks.Packed(segment_T, masks.Causal(2)).array(5, 5)
+    np.testing.assert_array_equal(windowed, matrix("x....", "xx...", "..x..", "..xx.", "...xx"))
 
 
 def test_an_empty_query_sees_nothing_where_padding_is_masked() -> None:

@@ -11,13 +11,14 @@ import json, sys
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from jaxformer.ops.kernels import triton_attention
-from jaxformer.ops.masks import Causal
+from jaxformer.ops.masks import Causal, Packed
 from jaxformer.plan.topology import topology_devices
 
-T, K, is_causal = map(int, sys.argv[1:])
+T, K = map(int, sys.argv[1:3])
 sharding = SingleDeviceSharding(topology_devices("h100:1")[0])
 arrays = [jax.ShapeDtypeStruct((2, heads, T, K), jnp.bfloat16, sharding=sharding) for heads in (4, 2, 2)]
-attend = jax.vmap(lambda *qkv: triton_attention(*qkv, Causal() if is_causal else None, K**-0.5))
+masks = {"none": None, "causal": Causal(), "packed": Packed(jnp.arange(T) // 100)}
+attend = jax.vmap(lambda *qkv: triton_attention(*qkv, masks[sys.argv[3]], K**-0.5))
 gradient = jax.grad(lambda *qkv: attend(*qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2))
 text = jax.jit(gradient).lower(*arrays).compile().as_text()
 print(json.dumps(text.count('custom_call_target="__gpu$xla.gpu.triton"')))
@@ -25,15 +26,15 @@ print(json.dumps(text.count('custom_call_target="__gpu$xla.gpu.triton"')))
 
 
 @pytest.mark.parametrize(
-    ("T", "K", "is_causal"),
+    ("T", "K", "mask"),
     [
-        (1000, 128, True),  # padded; the widest heads that blocks of 128 positions fit into the shared memory with
-        (1024, 256, True),  # the widest at all, in blocks of 64
-        (100, 24, False),  # heads padded to 32; one block, whose padding is a segment
+        (1000, 128, "packed"),  # padded; the widest heads that blocks of 128 positions fit into the shared memory with
+        (1024, 256, "causal"),  # the widest at all, in blocks of 64
+        (100, 24, "none"),  # heads padded to 32; one block, whose padding is a segment
     ],
 )
-def test_triton_attention_fits_the_shared_memory(T: int, K: int, is_causal: bool) -> None:
-    assert run_with_compiler(TRITON, str(T), str(K), str(int(is_causal))) == 3  # forward, row sums and backward
+def test_triton_attention_fits_the_shared_memory(T: int, K: int, mask: str) -> None:
+    assert run_with_compiler(TRITON, str(T), str(K), mask) == 3  # forward, row sums and backward
 
 
 SCATTER = """

@@ -99,7 +99,6 @@ def test_each_block_attends_once_forward_and_once_backward(remat, scan):
         ({"n_heads": 1}, {}, {}, "attention: cudnn", 2),  # a head of width 256
         ({"head_dim": 20}, {}, {}, "attention: triton (not cudnn: cuDNN takes heads whose width is a multiple of 8", 0),
         ({"prefix": True}, {}, {}, "attention: xla (not cudnn: the mask is an array", 0),
-        ({}, {"packing": "documents"}, {}, "attention: xla (not cudnn: the mask is an array", 0),
         ({}, {}, {"precision": "float32"}, "attention: xla (not cudnn: cuDNN attends in bfloat16", 0),
         ({}, {}, {"attention": "xla"}, "attention: xla, as configured", 0),
         ({}, {}, {"attention": "blockwise"}, "attention: blockwise, as configured", 0),
@@ -114,8 +113,12 @@ def test_cudnn_is_called_where_it_can_attend(model, data, compute, line, calls):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots", "block"])
-def test_triton_attends_once_forward_and_once_backward(remat):
+def test_triton_attends_to_packed_documents_once_forward_and_once_backward(remat):
     """Each block has one kernel forward and two backward."""
-    line, module = lower(replace(CONFIG, compute=replace(CONFIG.compute, attention="triton", remat=remat)))
-    assert line == "attention: triton"
+    config = replace(CONFIG, data=replace(CONFIG.data, packing="documents"))
+    line, module = lower(replace(config, compute=replace(CONFIG.compute, remat=remat)))
+    assert line == (
+        "attention: triton (not cudnn: cuDNN takes packed documents only in a fixed number, not by the segment of each "
+        "position)"
+    )
     assert (count_calls(module, TRITON), count_calls(module, FORWARD)) == (2 * 3, 0)

@@ -50,6 +50,7 @@ CONFIG = Config(
     train=TrainConfig(batch_size=B),
 )
 TWO_BLOCKS = replace(CONFIG, model=replace(MODEL, n_blocks=2))
+PACKED = {"packing": "documents"}
 DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
 EXPERTS = replace(
     CONFIG,
@@ -521,23 +522,21 @@ class Accelerator:
 
 
 @pytest.mark.parametrize(
-    ("platform", "fields", "data", "warning"),
+    ("platform", "fields", "model", "data", "warning"),
     [
-        ("cpu", {"attention": "xla"}, {}, None),
-        ("gpu", {}, {}, None),
-        ("gpu", {"attention": "xla"}, {}, r"; attention: xla, as configured; set compute.attention to auto"),
-        (
-            "gpu",
-            {"precision": "float32"},
-            {},
-            r"\(not cudnn: .* float32; not triton: .*\); set compute.precision to bf",
-        ),
-        ("gpu", {}, {"packing": "documents"}, r"\(not cudnn: the mask is an array.*\); set data.packing to windows"),
-        ("tpu", {}, {}, r"splash attention needs at least 128 .*; docs/accelerators.md lists remedies"),
+        ("cpu", {"attention": "xla"}, {}, {}, None),
+        ("gpu", {}, {}, {}, None),
+        ("gpu", {"attention": "xla"}, {}, {}, r"; attention: xla, as configured; set compute.attention to auto"),
+        ("gpu", {"precision": "float32"}, {}, {}, r"\(not cudnn: .* float32; not triton: .*\); set compute.precision"),
+        ("gpu", {}, {}, PACKED, None),
+        ("gpu", {}, {"window": 2}, PACKED, r"not triton: .* one of 2 positions\); set data.packing to windows"),
+        ("tpu", {}, {}, {}, r"splash attention needs at least 128 .*; docs/accelerators.md lists remedies"),
     ],
 )
-def test_unfused_attention_of_an_accelerator_is_a_warning_with_reason_and_remedy(platform, fields, data, warning):
-    one_head = replace(CONFIG, model=replace(MODEL, n_heads=1))  # of a width that cuDNN takes
+def test_unfused_attention_of_an_accelerator_is_a_warning_with_reason_and_remedy(
+    platform, fields, model, data, warning
+):
+    one_head = replace(CONFIG, model=replace(MODEL, n_heads=1, **model))  # of a width that kernels take
     config = replace(computed(one_head, **fields), data=replace(CONFIG.data, **data))
     mesh = SimpleNamespace(devices=np.array([Accelerator(platform)]), shape=dict.fromkeys(AXES, 1))
     said = TrainSetup(config, cast(Mesh, mesh)).attention_warning
