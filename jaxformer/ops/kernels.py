@@ -194,7 +194,7 @@ def triton_mha(
     return _triton_forward(call, q_1THK, k_1TGK, v_1TGK, segments_1T)[0]
 
 
-def _as_many_heads(q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> tuple[jax.Array, ...]:
+def _repeat_heads(q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> tuple[jax.Array, ...]:
     """Return queries, keys and values, with as many heads of keys and values as of queries."""
     return q_1THK, *(jnp.repeat(x, q_1THK.shape[2] // x.shape[2], axis=2) for x in (k_1TGK, v_1TGK))
 
@@ -206,7 +206,7 @@ def _triton_forward(
     from jax.experimental.pallas.ops.gpu import attention as pallas  # slow to import, for GPUs alone
 
     y_1THK, log_total_1HT = pallas.mha(
-        *_as_many_heads(q_1THK, k_1TGK, v_1TGK), segments_1T, call.scale, call.is_causal,
+        *_repeat_heads(q_1THK, k_1TGK, v_1TGK), segments_1T, call.scale, call.is_causal,
         call.blocks(pallas.BlockSizes), interpret=call.interpret, return_residuals=True,
     )  # fmt: skip
     y_1THK, log_total_1HT = (checkpoint_name(x, SAVED) for x in (y_1THK, log_total_1HT))
@@ -224,7 +224,7 @@ def _triton_backward(call: TritonCall, saved: tuple[Any, ...], dy_1THK: jax.Arra
     *qkv, segments_1T, y_1THK, log_total_1HT = saved
     dq, dk, dv, _ = pallas._mha_backward(
         call.scale, call.is_causal, call.blocks(pallas.BlockSizes), "triton", None, 2, None, call.interpret, False,
-        False, (*_as_many_heads(*qkv), segments_1T, y_1THK, log_total_1HT), dy_1THK,
+        False, (*_repeat_heads(*qkv), segments_1T, y_1THK, log_total_1HT), dy_1THK,
     )  # fmt: skip
     _, T, G, K = qkv[1].shape
     dk, dv = (widened(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
