@@ -1,13 +1,12 @@
 """Pages show what their code prints and what is stored: the chapters of docs/story, docs/ladder.md, and pictures."""
 
-import json
 import re
 
 import numpy as np
 import pytest
 
 from docs.scripts import pictures, story
-from tests.helpers import ROOT, exhaustive
+from tests.helpers import exhaustive
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 DEAR = {"decoding", "training"}
@@ -37,14 +36,15 @@ def test_stored_figures_are_shown_as_they_are(page):
 
 
 def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypatch):
-    figures = {"a": {"parameters": 1200, "loss": 2.0, "perplexity": None, "bits_per_byte": 1.5, "ended_early": "x"}}
-    monkeypatch.setattr(story, "ladder", lambda: {"rungs": figures, "perplexity_by_seed": {"a": [1.0, 2.5]}})
+    figures = {"parameters": 1200, "loss": 2.0, "perplexity": None, "bits_per_byte": 1.5, "ended_early": "x"}
+    rows = {"a": {"0": figures, "1": figures | {"perplexity": 2.5}}}
+    monkeypatch.setattr(story, "studies", lambda: {"ladder": {"rows": rows}})
     page = "```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\nold\n```\n\n<!-- a loss -->0<!-- -->\n"
     page += "<!-- rungs a -->\n<!-- end -->\n<!-- seeds -->\n<!-- end -->\n"
     filled = story.fill(page)
     assert filled.startswith("```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\n3\n```\n")
     assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | - | 1.500 |" in filled
-    assert "| `a` | 1.00 | 2.50 |" in filled
+    assert "| perplexity with seed | 0 | 1 | mean |" in filled and "| `a` | - | 2.5 | 2.5 |" in filled
     assert story.fill(filled) == filled
 
 
@@ -58,8 +58,7 @@ def test_pictures_are_those_that_the_script_draws():
 
 
 def test_perplexity_and_loss_of_each_rung_agree():
-    rungs = json.loads((ROOT / "benchmarks/results/ladder.json").read_text())["figures"]["rungs"]
-    for figures in rungs.values():
+    for figures in [x for study in story.studies() for x in story.outcomes(study).values()]:
         assert (figures["loss"] is None) == bool(figures["ended_early"])
         if figures["loss"]:
             np.testing.assert_allclose(np.exp(figures["loss"]), figures["perplexity"], rtol=1e-3)

@@ -2,10 +2,10 @@
 
     python docs/scripts/story.py [PAGE.md ...]
 
-A block of Python is followed by a block of text with its output; a page is read from top to bottom. Between the marks
-`<!-- RUNG FIELD -->` and `<!-- -->` stands a figure of `benchmarks/results/ladder.json`, and between
-`<!-- rungs NAMES -->` and `<!-- end -->` a table of these rungs, of all without names; `<!-- outcomes -->` has all
-fields, `<!-- mixing -->` the rungs before attention, and `<!-- seeds -->` the perplexities by seed.
+A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
+of `benchmarks/results/ladder.json`. Between `<!-- RUNG FIELD -->` and `<!-- -->` stands one of the first seed, between
+`<!-- TABLE NAMES -->` and `<!-- end -->` a table, of all rows without names: those of `TABLES`, the perplexities by
+seed of a study, `<!-- seeds STUDY -->`, and `<!-- continuations -->` of a held-out prompt.
 """
 
 import io
@@ -21,22 +21,37 @@ STORY = ROOT / "docs/story"
 PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md"]
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"<!-- (\w+) (\w+) -->.*?<!-- -->")
-TABLE = re.compile(r"^<!-- (rungs|outcomes|mixing|seeds)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL)
 COLUMNS = {
     "rung": "rung", "parameters": "parameters", "loss": "nats per token", "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
 }  # fmt: skip
 ALL_COLUMNS = COLUMNS | {"entropy": "entropy by heads; blocks", "minutes": "minutes", "sources": "the sources"}
-MIXING_COLUMNS = {"rung": "rung", "input": "an MLP on"} | {
-    name: COLUMNS[name] for name in ("parameters", "loss", "perplexity")
+CHANGE_COLUMNS = {name: COLUMNS[name] for name in ("parameters", "loss", "perplexity")}
+TABLES = {
+    "rungs": ("ladder", COLUMNS),
+    "outcomes": ("ladder", ALL_COLUMNS),
+    "mixing": ("before_attention", {"rung": "rung", "change": "an MLP on"} | CHANGE_COLUMNS),
+    "recurrent": ("recurrent", {"rung": "model"} | CHANGE_COLUMNS | {"minutes": "minutes"}),
+    "alternatives": ("alternatives", {"change": "`rmsnorm` with"} | CHANGE_COLUMNS),
 }
+"""Study and columns by the name of a table."""
 FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes": ".1f"}
 
 
-def ladder() -> dict[str, Any]:
-    """Return the stored figures: those of each rung by its name, and the perplexities by seed."""
+TABLE = re.compile(
+    rf"^<!-- ({'|'.join(TABLES)}|seeds|continuations)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL
+)
+
+
+def studies() -> dict[str, Any]:
+    """Return the stored studies by name; of each row, a study has the outcome by seed."""
     stored: dict[str, Any] = json.loads((ROOT / "benchmarks/results/ladder.json").read_text(encoding="utf-8"))
     return stored["figures"]
+
+
+def outcomes(study: str) -> dict[str, dict[str, Any]]:
+    """Return the fields of each row of a study, by its name, with the first seed."""
+    return {name: next(iter(seeds.values())) for name, seeds in studies()[study]["rows"].items()}
 
 
 def cell(figures: dict[str, Any], field: str) -> str:
@@ -48,23 +63,48 @@ def cell(figures: dict[str, Any], field: str) -> str:
 
 
 def table(kind: str, names: list[str]) -> str:
-    """Return rungs of the ladder as a table in Markdown."""
+    """Return a table in Markdown."""
     if kind == "seeds":
-        seeds = ladder()["perplexity_by_seed"]
-        rows = [["perplexity with seed", *map(str, range(len(next(iter(seeds.values())))))]]
-        rows += [[f"`{name}`", *(f"{x:.2f}" for x in values)] for name, values in seeds.items()]
+        rows = by_seed(names[0] if names else "ladder")
+    elif kind == "continuations":
+        rows = continuations()
     else:
-        columns = {"rungs": COLUMNS, "outcomes": ALL_COLUMNS, "mixing": MIXING_COLUMNS}[kind]
-        rungs = (ladder()["before_attention"] if kind == "mixing" else ladder())["rungs"]
+        study, columns = TABLES[kind]
+        figures = outcomes(study)
         rows = [list(columns.values())]
-        rows += [[cell(rungs[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in names or rungs]
+        rows += [[cell(figures[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in names or figures]
     rows.insert(1, ["---:" if re.match(r"\d", x) else "---" for x in rows[1]])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def by_seed(study: str) -> list[list[str]]:
+    """Return the perplexity of each row with each seed, and their mean."""
+    rows = studies()[study]["rows"]
+    seeds = sorted({seed for outcome in rows.values() for seed in outcome}, key=int)
+    table = [["perplexity with seed", *seeds, "mean"]]
+    for name, outcome in rows.items():
+        values = [outcome.get(seed, {}).get("perplexity") for seed in seeds]
+        known = [x for x in values if x is not None]
+        shown = [*values, sum(known) / len(known) if known else None]
+        table.append([f"`{name}`", *(format(x, ".4g") if x else "-" for x in shown)])
+    return table
+
+
+def continuations() -> list[list[str]]:
+    """Return what each rung makes of one held-out prompt, at temperature 0.5 and greedy."""
+    stored = studies()["ladder"]["continuations"]
+    prompt = next(iter(stored.values()))[0][0]
+    as_cell = lambda text: " ".join(text.split()).replace("|", "\\|")  # noqa: E731
+    table = [["rung", f"“{as_cell(prompt)}” at temperature 0.5", "greedy"]]
+    for name, rows in stored.items():
+        texts = [text for own_prompt, _, text in rows if own_prompt == prompt]
+        table.append([f"`{name}`", *(as_cell(text) for text in texts or ("-", "-"))])
+    return table
+
+
 def fill_figures(page: str) -> str:
     """Return a page with the stored figures."""
-    page = FIGURE.sub(lambda m: f"<!-- {m[1]} {m[2]} -->{cell(ladder()['rungs'][m[1]], m[2])}<!-- -->", page)
+    page = FIGURE.sub(lambda m: f"<!-- {m[1]} {m[2]} -->{cell(outcomes('ladder')[m[1]], m[2])}<!-- -->", page)
     return TABLE.sub(
         lambda m: f"<!-- {m[1]}{m[2] or ''} -->\n\n{table(m[1], (m[2] or '').split())}\n<!-- end -->\n", page
     )

@@ -1,0 +1,153 @@
+"""The ladder at a reduced size, and what beside it is compared at one budget: the figures of docs/ladder.md.
+
+    python -m benchmarks.ladder --data.path books/train --data.val-path books/val [--studies NAME …] [--seeds N …]
+        [--folder FOLDER] [--results FOLDER]
+
+A study is a table of runs with equal options but for those of a row. Each run is trained with each seed, seed after
+seed, in a folder of its own; one that has ended is not trained again, and one that was interrupted is resumed, so that
+the same command continues. After each run the outcomes are stored as `ladder.json`, from which `docs/scripts/story.py`
+makes the tables. The status is 0 when all runs have ended, 1 if training failed, 2 for wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from jaxformer.config_files import load_module
+from jaxformer.fields import nonfinite_to_none
+from jaxformer.ladder import continue_held_out, has_ended, rung_result
+
+FILE = "ladder"
+SHAPE = "--model.vocab-size 512 --model.d-model {width}"
+BUDGET = "--train.batch-size 32 --optimizer.learning-rate 0.1 --steps {steps}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of a study."""
+
+    config: str
+    """Rung of configs/ladder.py."""
+    options: str = ""
+    """Options of this row alone."""
+    change: str = ""
+    """What the options change, as the table says it; without it, what the rung is."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that one table compares."""
+
+    options: str
+    """Options of train.py that all its rows have."""
+    rows: Mapping[str, Row]
+    """By their names in the table."""
+    continues: bool = False
+    """Store continuations of held-out prompts by the runs with the first seed."""
+
+
+def studies() -> dict[str, Study]:
+    """Return all studies by name. Rungs and their order are those of configs/ladder.py."""
+    rungs = list(load_module("ladder").REPORTED)
+    mlp = " --model.d-ff {0} {0}"
+    size = SHAPE.format(width=64)
+    base = f"{size}{mlp.format(256)} {BUDGET.format(steps=1000)} --train.eval-every 500"
+    options = {"multihead_full": "--model.head-dim 64"}  # as wide as the model, which the config's is not at this size
+    return {
+        "ladder": Study(
+            f"{size}{mlp.format(256)} {BUDGET.format(steps=3000)} --train.eval-every 500",
+            {name: Row(name, options.get(name, "")) for name in rungs},
+            continues=True,
+        ),
+        "recurrent": Study(
+            f"{size} {BUDGET.format(steps=3000)} --train.eval-every 500",
+            {f"recurrent_{cell}": Row(f"recurrent_{cell}") for cell in ("tanh", "gru", "lstm")},
+        ),
+        "before_attention": Study(
+            f"{SHAPE.format(width=32)}{mlp.format(64)} {BUDGET.format(steps=1000)}",
+            {name: Row(name, change=change) for name, change in BEFORE_ATTENTION.items()},
+        ),
+        "alternatives": Study(base, ALTERNATIVES),
+    }  # fmt: skip
+
+
+BEFORE_ATTENTION = {
+    "mix_static": "A X", "mix_dynamic": "(X B) X", "mix_gram": "X Xᵀ X", "mix_qkv": "Q Kᵀ V",
+    "mix_unmasked": "Q Kᵀ V without a mask",
+}  # fmt: skip
+"""What an MLP reads in the rungs that derive attention."""
+ALTERNATIVES = {
+    "base": Row("rmsnorm", "", "as it is: RMSNorm before each part, learned positions"),
+    "colder": Row("rmsnorm", "--model.score-scale 0.5", "half the temperature: scores 2 / √d"),
+    "warmer": Row("rmsnorm", "--model.score-scale 0.125", "twice the temperature: scores 1 / 2√d"),
+    "no_positions": Row("rmsnorm", "--model.positions none", "no positions"),
+    "sinusoidal": Row("rmsnorm", "--model.positions sinusoidal", "sinusoidal positions"),
+    "rope": Row("rmsnorm", "--model.positions rope", "RoPE"),
+    "layernorm": Row("rmsnorm", "--model.norm layernorm", "LayerNorm before each part"),
+    "post_rmsnorm": Row("rmsnorm", "--model.norm-placement post", "RMSNorm after each part"),
+    "post_layernorm": Row(
+        "rmsnorm", "--model.norm layernorm --model.norm-placement post", "LayerNorm after each part, as in 2017"
+    ),
+    "documents": Row(
+        "rmsnorm", "--data.packing documents --data.stride none", "documents (books) that do not see each other"
+    ),
+}
+"""What the sources mention beside the ladder, each one change to `rmsnorm`."""
+
+
+def train(row: Row, options: Sequence[str], run: Path, seed: int) -> int:
+    """Train or resume a run to its end, or until its loss diverges or is not finite, and return 0; do nothing where it
+    has ended. Return another exit status of train.py where it failed."""
+    if run.exists() and has_ended(run):
+        return 0
+    start = ["--resume"] if run.exists() else ["--config", f"ladder:{row.config}", "--seed", str(seed)]
+    command = [sys.executable, "-m", "jaxformer", "train", *start, "--run", str(run), *options]
+    print("+", shlex.join(command), flush=True)
+    status = subprocess.run(command).returncode
+    return 0 if run.exists() and has_ended(run) else status or 1
+
+
+def outcome(row: Row, run: Path, sources: str) -> dict[str, Any]:
+    """Return the outcome of a run that has ended, as JSON types."""
+    return nonfinite_to_none(asdict(rung_result(run, sources))) | {"options": row.options, "change": row.change}
+
+
+def main() -> int:
+    """Train, and store after each run; return the exit status."""
+    parser = argparse.ArgumentParser(description="The ladder at a reduced size.", allow_abbrev=False)
+    all_studies = studies()
+    parser.add_argument("--studies", nargs="+", choices=list(all_studies), default=list(all_studies))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--folder", type=Path, default=Path("runs/reduced"), help="folder of the runs")
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help=f"folder of {FILE}.json")
+    own, data = parser.parse_known_args()
+    sources = load_module("ladder").REPORTED
+    file = own.results / f"{FILE}.json"
+    figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.exists() else {}
+    for seed, name in product(own.seeds, own.studies):
+        study, stored = all_studies[name], figures.setdefault(name, {"rows": {}})
+        stored["options"] = study.options
+        for label, row in study.rows.items():
+            run = own.folder / name / f"seed-{seed}" / label
+            if status := train(row, [*shlex.split(f"{study.options} {row.options}"), *data], run, seed):
+                print(f"error: {run} ended before its last step; the same command resumes it.", file=sys.stderr)
+                return status
+            stored["rows"].setdefault(label, {})[str(seed)] = outcome(row, run, sources.get(row.config, "-"))
+            if study.continues and seed == own.seeds[0]:
+                stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]
+            record.write(FILE, figures, record.versions("jax", "jaxlib", "flax"), own.results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
