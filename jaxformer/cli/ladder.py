@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxformer.cli.arguments import as_command, folder_named, load_config, options_given, parse, peek
 from jaxformer.cli.options import paragraphs
@@ -82,7 +82,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(run: Path, options: Sequence[str]) -> int:
-    """Train or resume the rung that the run's folder is named after; return the exit status of `train.py`."""
+    """Train or resume the rung that the run's folder is named after; return the exit status of `train.py`, or
+    128 + the signal that was to stop it."""
     if run.exists():
         echo(f"{run.name}: resuming {run}")
         start = ["--resume", "--run", str(run)]
@@ -90,14 +91,21 @@ def _train(run: Path, options: Sequence[str]) -> int:
         echo(f"{run.name}: training in {run}")
         start = ["--config", f"{RUNGS}:{run.name}", "--run", str(run)]
     with subprocess.Popen([sys.executable, "-m", "jaxformer", "train", *start, *options]) as process:
-        # SIGTERM is passed on to the rung, which saves; Ctrl-C reaches it from the terminal.
-        before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+        stopped = 0
+
+        def stop(number: int, _: Any) -> None:
+            nonlocal stopped
+            stopped = number
+            if number == signal.SIGTERM:  # Ctrl-C reaches the rung from the terminal
+                process.send_signal(number)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while True:
-                with contextlib.suppress(KeyboardInterrupt):
-                    return process.wait()
+            status = process.wait()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return 128 + stopped if stopped else status  # also where the rung ended by its last step
 
 
 def _check_same(config: Config, run: Path) -> None:

@@ -105,3 +105,11 @@ def test_a_signal_to_the_ladder_makes_its_rung_save(tmp_path, number):
     assert process.returncode == 128 + number, out
     assert "and saved; resume with" in out and "Traceback" not in out
     assert list((tmp_path / "runs/ladder/residual/checkpoints").glob("[0-9]*"))
+
+
+def test_a_signal_ends_the_ladder_though_the_rung_has_reached_its_last_step(tmp_path, monkeypatch):
+    ends_well = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); "
+    ends_well += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _: start([sys.executable, "-c", ends_well]))
+    assert ladder._train(tmp_path / "rung", []) == 128 + signal.SIGTERM
