@@ -326,7 +326,8 @@ def test_a_recurrent_language_model_generates_what_full_passes_predict(cell: str
     model = RecurrentLMConfig(V, T, cell, d_model=D, n_layers=2).build()
     params = random_params(model, TARGET_T)
     prompts, greedy = [[3], [5, 1, 4]], Sampling(temperature=0)
-    pieces = generate(model, params, prompts, greedy, [0, 0], max_new_tokens=T - 3, context_length=T)
+    # Past the context, too: a state has no end.
+    pieces = generate(model, params, prompts, greedy, [0, 0], max_new_tokens=2 * T, context_length=T)
     generated = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
     for prompt, new in zip(prompts, generated, strict=True):
         text = [*prompt, *new]
