@@ -19,12 +19,14 @@ def norms(results: Any) -> list[float]:
     return [float(np.linalg.norm(np.asarray(x, np.float32))) for x in results]
 
 
-def with_jax(attend_BHTK: Any, dtype: Any, B: int, H: int, T: int, K: int) -> tuple[Any, list[float]]:
-    """Return the step of a function of `(B, H, T, K)` arrays, the batch split over the devices, and its values."""
+def with_jax(attend_BHTK: Any, dtype: Any, B: int, H: int, T: int, K: int) -> tuple[Any, list[float], int]:
+    """Return the step of a function of `(B, H, T, K)` arrays, the batch split over the devices, its values, and the
+    bytes that it needs per device."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
+    from jaxformer.memory import memory_needed
     from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard
 
     mesh = make_mesh()
@@ -35,8 +37,8 @@ def with_jax(attend_BHTK: Any, dtype: Any, B: int, H: int, T: int, K: int) -> tu
         return y, *pullback(dy)
 
     split = PartitionSpec(BATCH)
-    step = jax.jit(on_each_shard(forward_backward, mesh, (split,) * 4, (split,) * 4))
-    return lambda _: step(*arrays)[0][0, 0, 0, 0], norms(step(*arrays))
+    step = jax.jit(on_each_shard(forward_backward, mesh, (split,) * 4, (split,) * 4)).lower(*arrays).compile()
+    return lambda _: step(*arrays)[0][0, 0, 0, 0], norms(step(*arrays)), memory_needed(step)
 
 
 def jaxformer(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
@@ -58,9 +60,11 @@ def jaxformer(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figure
     def attend(*qkv_BHTK: jax.Array) -> jax.Array:
         return jax.vmap(lambda q, k, v: attention(q, k, v, Causal(), K**-0.5))(*qkv_BHTK)
 
-    step, values = with_jax(attend, dtype, B, H, T, K)
-    is_fused = isinstance(attention, FusedAttention)
-    return step, {"values": values, "dtype": dtype.name, "attention": line, "is_fused": is_fused}
+    step, values, n_bytes = with_jax(attend, dtype, B, H, T, K)
+    return step, {
+        "values": values, "dtype": dtype.name, "attention": line, "is_fused": isinstance(attention, FusedAttention),
+        "memory_bytes": n_bytes,
+    }  # fmt: skip
 
 
 def flax(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
@@ -78,8 +82,8 @@ def flax(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
         q, k, v = (x.swapaxes(1, 2) for x in qkv_BHTK)
         return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(jnp.ones((len(q), T)))).swapaxes(1, 2)
 
-    step, values = with_jax(attend, dtype, B, H, T, K)
-    return step, {"values": values, "dtype": dtype.name}
+    step, values, n_bytes = with_jax(attend, dtype, B, H, T, K)
+    return step, {"values": values, "dtype": dtype.name, "memory_bytes": n_bytes}
 
 
 def torch(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:

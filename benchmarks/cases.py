@@ -7,7 +7,7 @@ from math import log
 from statistics import linear_regression
 from typing import Any
 
-from benchmarks.decoding import check_texts
+from benchmarks.decoding import check_same_text, check_texts
 from benchmarks.harness import Case, Figures, MeasurementError, Side
 
 TORCH = ("torch",)
@@ -54,6 +54,11 @@ def derive_decoding(settings: Mapping[str, Any], facts: dict[str, Figures], ms: 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Return the exponent of a power law, fitted by least squares of the logarithms."""
     return linear_regression([log(x) for x in sizes], [log(x) for x in values]).slope
+
+
+def derive_memory(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
+    """Return the MiB per device that each side needs."""
+    return {f"{name}, MiB": each["memory_bytes"] / 2**20 for name, each in facts.items()}
 
 
 def summarize_recurrence(points: dict[str, Figures]) -> Figures:
@@ -152,6 +157,43 @@ DECODING = Case(
     gpu={f"batch {B}": {"B": B, "shape": GPT2, "prompt": 32, "new": 256, "skip": ["speculative"]} for B in (1, 64)},
     check=check_texts,
     derive=derive_decoding,
+)  # fmt: skip
+
+CACHE = Case(
+    about="New tokens after a prompt of 8, greedily, with a decoder of 4 blocks of width 128 at initialisation (4 heads, "
+    "MLP 512, vocabulary 512): with a KV cache, and by a full pass over the text for each token, in compiled loops that "
+    "compute up to 32 rows too many. The texts must agree.",
+    unit="ms per text",
+    sides={
+        "with a cache": Side("benchmarks.context:with_cache", role="ours"),
+        "without": Side("benchmarks.context:without_cache"),
+    },
+    points={
+        f"{new:,} tokens": {
+            "prompt": 8, "new": new,
+            "shape": {
+                "vocab_size": 512, "context_length": 1152, "d_model": 128, "n_blocks": 4, "n_heads": 4, "d_ff": [512]
+            },
+        }
+        for new in (64, 128, 256, 512, 1024)
+    },
+    quick=["64 tokens", "256 tokens"],
+    smoke={"tiny": {"prompt": 8, "new": 8, "shape": TINY_DECODER}},
+    check=check_same_text,
+)  # fmt: skip
+
+SCORES = Case(
+    about="Causal attention of 4 float32 heads of width 64 on one sequence, output and gradients of queries, keys and "
+    "values, which must agree: blockwise, and with all T² scores of a head in memory. Memory is that of the compiled "
+    "program, with its inputs and outputs.",
+    sides={
+        "blockwise": Side("benchmarks.context:attend", {"implementation": "blockwise"}, role="ours"),
+        "stored scores": Side("benchmarks.context:attend", {"implementation": "xla"}),
+    },
+    points={f"T {T:,}": {"B": 1, "H": 4, "T": T, "K": 64} for T in (256, 512, 1024, 2048, 4096)},
+    quick=["T 512", "T 2,048"],
+    smoke={"T 16": {"B": 1, "H": 2, "T": 16, "K": 8}},
+    derive=derive_memory,
 )  # fmt: skip
 
 RECURRENCE = Case(
@@ -282,7 +324,7 @@ RESUMING = Case(
 )  # fmt: skip
 
 CASES = {
-    "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "recurrence": RECURRENCE, "imports": IMPORTS,
-    "first_step": FIRST_STEP, "input": INPUT, "checkpoint": CHECKPOINT, "inspection": INSPECTION, "scaling": SCALING,
-    "kernels": KERNELS, "pretrained": PRETRAINED, "resuming": RESUMING,
+    "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "cache": CACHE, "scores": SCORES,
+    "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT, "checkpoint": CHECKPOINT,
+    "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "pretrained": PRETRAINED, "resuming": RESUMING,
 }  # fmt: skip

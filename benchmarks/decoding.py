@@ -175,3 +175,10 @@ def check_texts(facts: dict[str, Figures]) -> None:
 def agreement(a: list[int], b: list[int]) -> float:
     """Return the fraction of a text that is the same up to the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) / len(a)
+
+
+def check_same_text(facts: dict[str, Figures]) -> None:
+    """Raise `MeasurementError` where the texts differ in their first half, past which rounding may tip a near tie."""
+    texts = [each["_tokens"] for each in facts.values()]
+    if (same := min(agreement(texts[0], text) for text in texts)) < 0.5:
+        raise MeasurementError(f"the texts with and without a cache differ after {same:.0%}.")
