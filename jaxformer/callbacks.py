@@ -28,7 +28,7 @@ from jaxformer.memory import memory_capacity
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.parameters import Row
-from jaxformer.runs import PLOTS, SAMPLES, count_parameters, parameter_order
+from jaxformer.runs import PLOTS, SAMPLES, count_parameters
 from jaxformer.sharding import local_copy
 from jaxformer.train.log import print_line
 from jaxformer.train.loop import FIRST_REPORT, Callback
@@ -117,11 +117,7 @@ def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch:
     """Print the update ratios that a row logs."""
     if "gradients" in row:
         rows = [Row(**parameter) for parameter in row["gradients"]]
-        order = parameter_order(setup.model, setup.config.model)
-        if setup.config.lora.rank:
-            names = {row.name for row in rows}
-            order = [factor for name in order for factor in (f"{name}.A", f"{name}.B") if factor in names]
-        print_line(update_grid(rows, order, row["lr"]))
+        print_line(update_grid(rows, setup.parameter_order, row["lr"]))
 
 
 def _print_samples(

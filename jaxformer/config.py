@@ -198,7 +198,8 @@ class TrainConfig:
     """Steps between tables of update ratios and between sample generations, the first of which come at step 100; 0:
     none, nor plots, report.html and the initialisation check."""
     gradients_every: int = 50
-    """Steps between rows of the log with the norms of gradient, weights and update of each parameter; 0: none."""
+    """Steps between rows of the log with the norms of gradient, weights and update of each parameter, which come
+    before as well, after log_every steps, twice as many, and so on; 0: none."""
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: only at the end, and where training is interrupted."""
     non_finite: Literal["stop", "skip"] = "stop"

@@ -49,6 +49,17 @@ def dotted(path: Iterable[object]) -> str:
     return ".".join(re.sub(r"^(\w*blocks)_(\d+)$", r"\1.\2", part) for part in parts)
 
 
+def in_order(rows: Sequence[Row], order: Sequence[str]) -> list[Row]:
+    """Return rows in the order of the names of their parameters, heads of one as they are; others come last."""
+    position = {name: i for i, name in enumerate(order)}
+    return sorted(rows, key=lambda row: position.get(parameter_name(row.name), len(order)))
+
+
+def parameter_name(row_name: str) -> str:
+    """Return the name of a row's parameter: `blocks.2.attention.W_K` for `blocks.2.attention.heads.1.W_K`."""
+    return re.sub(r"\.heads\.\d+", "", row_name)
+
+
 @jax.jit
 def parameter_norms(tree: Any) -> Norms:
     """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` for a matrix with heads. One

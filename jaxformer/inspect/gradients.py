@@ -17,7 +17,7 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.capture import Activations, capture_gradients
 from jaxformer.models.objective import Params, objective_of
-from jaxformer.parameters import Norms, Row, norm_rows, parameter_norms, row_names, row_norms
+from jaxformer.parameters import Norms, Row, norm_rows, parameter_name, parameter_norms, row_names, row_norms
 from jaxformer.terminal import WIDTH, align, wrap_columns
 
 EXAMPLES_PER_CHUNK = 8
@@ -59,7 +59,7 @@ def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float)
     update show `u`. The title names the learning rate."""
     by_parameter: dict[str, list[Row]] = {name: [] for name in order}
     for row in rows:  # or a head's row
-        by_parameter.setdefault(re.sub(r"\.heads\.\d+", "", row.name), []).append(row)
+        by_parameter.setdefault(parameter_name(row.name), []).append(row)
     ratios = {name: _thousandths(_combined(by_parameter[name])) for name in order}
     title = f"update ratios at learning rate {learning_rate:.3g}: norm of update / norm of weights, in thousandths"
     lines, single, stacks = [title], list[str](), set[str]()

@@ -17,7 +17,7 @@ from jaxformer.checkpoints import CheckpointManager
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.determinism import check_deterministic
 from jaxformer.distributed import AsyncMax, barrier, is_main_process
-from jaxformer.parameters import norm_rows, row_names
+from jaxformer.parameters import in_order, norm_rows, row_names
 from jaxformer.preemption import watch_preemption
 from jaxformer.sharding import assemble, batch_sharding, local_rows
 from jaxformer.signals import STOPPING, record_signals
@@ -293,9 +293,11 @@ class TrainLoop:
             **self.throughput.since_restart(step),
         }
         reported = is_due(t.report_every, step) or (t.report_every and step == FIRST_REPORT)
-        if metrics.finite and (step == self.config.steps or is_due(t.gradients_every, step) or reported):
+        is_early = step < t.gradients_every and is_doubled(t.log_every, step)
+        if metrics.finite and (step == self.config.steps or is_due(t.gradients_every, step) or reported or is_early):
             g_R, update_R, w_R = np.asarray(metrics.norms_3R).tolist()
-            row["gradients"] = [asdict(each) for each in norm_rows(self.names, learning_rate, g_R, w_R, update_R)]
+            rows = norm_rows(self.names, learning_rate, g_R, w_R, update_R)
+            row["gradients"] = [asdict(each) for each in in_order(rows, self.setup.parameter_order)]
         self.log.row(self._measure(step, row))
         self.n_skipped = 0
         return row
@@ -344,6 +346,11 @@ class TrainLoop:
 def is_due(every: int, step: int) -> bool:
     """Return True at every `every`-th step, and never where that is 0."""
     return every > 0 and step % every == 0
+
+
+def is_doubled(first: int, step: int) -> bool:
+    """Return True at `first`, twice, four times, … as many steps, and never where that is 0."""
+    return is_due(first, step) and (step // first).bit_count() == 1
 
 
 class Throughput:

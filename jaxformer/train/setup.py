@@ -28,8 +28,9 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
 from jaxformer.ops.masks import Causal, Packed
+from jaxformer.parameters import parameter_name, row_names
 from jaxformer.pretrained import Pretrained
-from jaxformer.runs import abstract_params
+from jaxformer.runs import abstract_params, parameter_order
 from jaxformer.sharding import abstract, batch_sharding, batch_shards, gather, shardings
 from jaxformer.train.kernels import FusedAttention, make_attention
 from jaxformer.train.optimizer import make_optimizer, make_schedule
@@ -125,6 +126,15 @@ class TrainSetup:
     def state_axes(self) -> Mapping[str, ParameterAxes]:
         """Axes of each parameter and each adapter by its dotted name."""
         return {**self.parameter_axes, **adapter_axes(self.parameter_axes, self.config.lora)}
+
+    @cached_property
+    def parameter_order(self) -> list[str]:
+        """Dotted names of the trained parameters in the order of their first use; see `runs.parameter_order`."""
+        names = parameter_order(self.model, self.config.model)
+        if not self.config.lora.rank:
+            return names
+        trained = {*map(parameter_name, row_names(self.abstract_state.params))}
+        return [factor for name in names for factor in (f"{name}.A", f"{name}.B") if factor in trained]
 
     @cached_property
     def abstract_params(self) -> Params:

@@ -106,7 +106,10 @@ def test_training_prints_and_writes_what_the_docs_describe(here, finished):
     keys = "step epoch tokens loss ppl val_loss val_ppl val_bpb entropy lr step_ms tokens_per_s data_wait_ms"
     assert set(keys.split()) <= last.keys()
     assert np.array(last["entropy"]).shape == (1, 2)
-    assert any(row["name"] == "blocks.0.attention.heads.1.W_K" for row in rows[5]["gradients"])
+    norms = {row["step"]: [each["name"] for each in row["gradients"]] for row in rows if "gradients" in row}
+    assert list(norms) == [3, 6, 10, 12, 20]  # early, at reports, at the end
+    order = ["embedding.W_E", "blocks.0.attention.heads.1.W_Q", "blocks.0.attention.heads.0.W_K", "W_out"]
+    assert all([name for name in names if name in order] == order for names in norms.values())
     assert last["val_loss"] < rows[0]["val_loss"]
     assert len(rows[0]["init_check"]["observed"]) == 1 and "init_check" not in last
     folder = here / "runs/quick"

@@ -11,6 +11,7 @@ from jaxformer.inspect.gradients import EXAMPLES_PER_CHUNK, Row, noise_scale, up
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
+from jaxformer.parameters import in_order
 from jaxformer.runs import parameter_order
 from tests.arrays import build, normal, random_tokens
 from tests.helpers import exhaustive
@@ -46,6 +47,15 @@ def test_update_grid_has_a_line_per_block_and_columns_in_order() -> None:
     cell = float(lines[4].split()[2].replace(",", ""))  # W_Q of the second block, its three heads together
     moved, weights = (tree["blocks_1"]["attention"]["W_Q"] for tree in (UPDATES, PARAMS))
     assert cell == pytest.approx(1e3 * np.linalg.norm(moved) / np.linalg.norm(weights), rel=5e-3)
+
+
+def test_rows_come_in_the_order_of_the_computation_heads_in_theirs() -> None:
+    names = [row.name for row in in_order(REPORT.rows, parameter_order(CONFIG.build(), CONFIG)[:-1])]
+    assert sorted(names) == sorted(ROWS)
+    assert names[:3] == ["embedding.W_E", "embedding.W_pos", "blocks.0.attention_norm.gamma"]
+    heads = [f"blocks.0.attention.heads.{h}.W_Q" for h in range(3)]
+    assert names[3:8] == [*heads, "blocks.0.attention.heads.0.W_K", "blocks.0.attention.heads.0.W_V"]
+    assert names[-1] == "W_out"  # which the order lacks
 
 
 def test_update_grid_disambiguates_names_wraps_and_falls_back_to_u() -> None:

@@ -23,7 +23,7 @@ from jaxformer.sharding import make_mesh
 from jaxformer.signals import ReceivedSignal
 from jaxformer.train import loop
 from jaxformer.train.log import read_metrics, without_timings
-from jaxformer.train.loop import Callback, Outcome, is_due, train
+from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.resume import Rollback
 from jaxformer.train.setup import TrainSetup, TrainState
@@ -78,6 +78,7 @@ def test_callbacks_are_due_at_their_intervals():
     assert [step for step in range(1001) if samples.is_due(step)] == [100, 500, 1000]
     assert [step for step in range(50) if check.is_due(step)] == [0, 20, 40]
     assert not any(is_due(0, step) for step in range(10))
+    assert [step for step in range(90) if is_doubled(10, step)] == [10, 20, 40, 80]
 
 
 @pytest.mark.slow
