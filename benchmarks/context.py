@@ -56,7 +56,8 @@ def without_cache(folder: Path, shape: dict[str, Any], prompt: int, new: int) ->
     def complete(params: Any, tokens_T: jax.Array, first: int, end: int) -> jax.Array:
         def add_token(t: int, tokens_T: jax.Array) -> jax.Array:
             x_TD = model.apply({"params": params}, tokens_T, method="features")  # causal: what follows t is not read
-            return tokens_T.at[t].set(model.apply({"params": params}, x_TD[t - 1], method="unembed").argmax())
+            logits_V: Any = model.apply({"params": params}, x_TD[t - 1], method="unembed")
+            return tokens_T.at[t].set(logits_V.argmax())
 
         return jax.lax.fori_loop(first, end, add_token, tokens_T)
 
