@@ -5,7 +5,8 @@
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
 of `benchmarks/results/ladder.json`. Between `<!-- RUNG FIELD -->` and `<!-- -->` stands one of the first seed, between
 `<!-- TABLE NAMES -->` and `<!-- end -->` a table, of all rows without names: those of `TABLES`, the perplexities by
-seed of a study, `<!-- seeds STUDY -->`, and `<!-- continuations -->` of a held-out prompt.
+seed of a study, `<!-- seeds STUDY -->`, and `<!-- continuations -->` of a held-out prompt. `<!-- case NAME -->` is the
+table of a case of `benchmarks/cases.py`.
 """
 
 import io
@@ -39,14 +40,19 @@ FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes"
 
 
 TABLE = re.compile(
-    rf"^<!-- ({'|'.join(TABLES)}|seeds|continuations)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL
+    rf"^<!-- ({'|'.join(TABLES)}|seeds|continuations|case)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL
 )
+
+
+def stored_figures(name: str) -> dict[str, Any]:
+    """Return the figures of a file of `benchmarks/results`."""
+    stored: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+    return stored["figures"]
 
 
 def studies() -> dict[str, Any]:
     """Return the stored studies by name; of each row, a study has the outcome by seed."""
-    stored: dict[str, Any] = json.loads((ROOT / "benchmarks/results/ladder.json").read_text(encoding="utf-8"))
-    return stored["figures"]
+    return stored_figures("ladder")
 
 
 def outcomes(study: str) -> dict[str, dict[str, Any]]:
@@ -68,13 +74,27 @@ def table(kind: str, names: list[str]) -> str:
         rows = by_seed(names[0] if names else "ladder")
     elif kind == "continuations":
         rows = continuations()
+    elif kind == "case":
+        rows = case(names[0])
     else:
         study, columns = TABLES[kind]
         figures = outcomes(study)
         rows = [list(columns.values())]
         rows += [[cell(figures[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in names or figures]
-    rows.insert(1, ["---:" if re.match(r"\d", x) else "---" for x in rows[1]])
+    rows.insert(1, ["---:" if re.match(r"[\d,.]+$", x) else "---" for x in rows[1]])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def case(name: str) -> list[list[str]]:
+    """Return the median time of each side of a case at each point, and the figures that are derived from it."""
+    figures = stored_figures(name)
+    points, sides = figures["points"], list(figures["roles"])
+    derived = list(next(iter(points.values()))["derived"])
+    table = [[figures["unit"], *sides, *derived]]
+    for label, point in points.items():
+        values = [*(point["ms"][side]["median"] for side in sides), *(point["derived"][key] for key in derived)]
+        table.append([label, *(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in values)])
+    return table
 
 
 def by_seed(study: str) -> list[list[str]]:
