@@ -160,9 +160,9 @@ DECODING = Case(
 )  # fmt: skip
 
 CACHE = Case(
-    about="New tokens after a prompt of 8, greedily, with a decoder of 2 blocks of width 64 at initialisation (4 heads, "
-    "MLP 256, vocabulary 512): with a KV cache, and by a full pass over the text for each token, in compiled loops "
-    "that compute up to 32 rows too many. The texts must agree.",
+    about="New tokens after a prompt of 8, greedily, with a decoder of 2 blocks of width 64 at initialisation (4 "
+    "heads, MLP 256, vocabulary 512): with a KV cache, and by a full pass over the text for each token, in compiled "
+    "loops that compute up to 32 rows too many. The texts must agree.",
     unit="ms per text",
     sides={
         "with a cache": Side("benchmarks.context:with_cache", role="ours"),

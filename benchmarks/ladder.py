@@ -88,6 +88,10 @@ BEFORE_ATTENTION = {
 """What an MLP reads in the rungs that derive attention."""
 ALTERNATIVES = {
     "base": Row("rmsnorm", "", "as it is: RMSNorm before each part, learned positions"),
+    "wide_heads": Row("rmsnorm", "--model.head-dim 64", "heads as wide as the model, concatenated"),
+    "summed_heads": Row(
+        "rmsnorm", "--model.head-dim 64 --model.no-output-projection", "heads as wide as the model, summed"
+    ),
     "colder": Row("rmsnorm", "--model.score-scale 0.5", "half the temperature: scores 2 / √d"),
     "warmer": Row("rmsnorm", "--model.score-scale 0.125", "twice the temperature: scores 1 / 2√d"),
     "no_positions": Row("rmsnorm", "--model.positions none", "no positions"),

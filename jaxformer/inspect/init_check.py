@@ -83,7 +83,9 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
         projected = c.d_model * std**2 * read
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * scaled
         entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, window))
-        attended = projected * averaged * (c.n_heads * c.width_of_head * std**2 if c.output_projection else 1)
+        attended = projected * averaged * (c.n_heads if c.sums_heads else 1)
+        if c.output_projection:
+            attended *= c.n_heads * c.width_of_head * std**2
         stream = _after(c, before, attended)
         read = _normed(c, stream) if c.norm != "none" and c.norm_placement != "post" else stream
         mlp = _mlp(c, read)

@@ -95,7 +95,8 @@ def _attribute(
             parts[f"{layer}.heads"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], before_TD["attention"])
         else:
             H, T, K = heads_HTK.shape
-            direction_THK = before_TD["attention"].reshape(T, H, K)
+            direction_THK = before_TD["attention"].reshape(T, -1, K)  # one for all where heads are summed
+            direction_THK = jnp.broadcast_to(direction_THK, (T, H, K))
             parts[f"{layer}.heads"] = jnp.einsum("htk,thk->ht", heads_HTK, direction_THK)
         if "b_O" in weights:
             parts[f"{layer}.b_O"] = before_TD["attention"] @ weights["b_O"]

@@ -46,7 +46,8 @@ class DecoderConfig(TokenModelConfig):
     projection_std: float | None = None
     """Of W_Q, W_K, W_V, W_O at first; without it, 1/sqrt(d_model)."""
     output_projection: bool = False
-    """Multiply the concatenated heads by W_O."""
+    """Multiply the concatenated heads by W_O. Without it, heads that share the model's width are concatenated, and
+    heads as wide as the model are summed."""
     attention_bias: bool = False
     """Biases in the projections of attention."""
     output_bias: bool | None = None
@@ -124,11 +125,11 @@ class DecoderConfig(TokenModelConfig):
         if self.n_heads % self.kv_heads:
             reason = "every key/value head serves equally many query heads"
             raise UserError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.kv_heads}; {reason}.")
-        if not self.output_projection and self.n_heads * self.width_of_head != self.d_model:
-            raise UserError(
-                f"{self.n_heads} heads of width {self.width_of_head} make {self.n_heads * self.width_of_head}, "
-                f"not d_model {self.d_model}; set output_projection."
-            )
+        total = self.n_heads * self.width_of_head
+        if not self.output_projection and not self.sums_heads and total != self.d_model:
+            remedy = f"set output_projection, or head_dim to {self.d_model} for their sum"
+            problem = f"{self.n_heads} heads of width {self.width_of_head} make {total}, not d_model {self.d_model}"
+            raise UserError(f"{problem}; {remedy}.")
         if self.prefix and self.window is not None:
             remedy = "leave one of them out"
             raise UserError(f"window is {self.window}, but a prefix is attended to from every position; {remedy}.")
@@ -176,6 +177,11 @@ class DecoderConfig(TokenModelConfig):
     def kv_heads(self) -> int:
         """Number G of key/value heads."""
         return self.n_kv_heads or self.n_heads
+
+    @property
+    def sums_heads(self) -> bool:
+        """True where the output of attention is the sum of the heads, each as wide as the model."""
+        return not self.output_projection and self.width_of_head == self.d_model
 
     @property
     def width_of_head(self) -> int:
@@ -259,7 +265,7 @@ class Decoder(nn.Module):
             return partial(
                 MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
                 c.output_projection, c.attention_bias, c.qk_norm, base, self.execution.attention, scaling,
-                epsilon("rmsnorm", c.norm_eps), c.output_bias, c.score_scale,
+                epsilon("rmsnorm", c.norm_eps), c.output_bias, c.score_scale, c.sums_heads,
             )  # fmt: skip
 
         norm = None if c.norm == "none" else norm_maker(c.norm, c.norm_eps)

@@ -47,6 +47,7 @@ class MultiHeadAttention(nn.Module):
       norm_eps: ε of the norms of queries and keys.
       output_bias: add `b_O`; None for as `bias` says.
       score_scale: factor of the scores in place of 1/√K.
+      sum_heads: without `W_O`, sum the heads in place of concatenating them; the output is `(T, K)`.
     """
 
     n_heads: int
@@ -63,6 +64,7 @@ class MultiHeadAttention(nn.Module):
     norm_eps: float = RMSNorm.eps
     output_bias: bool | None = None
     score_scale: float | None = None
+    sum_heads: bool = False
 
     def __call__(
         self,
@@ -106,7 +108,8 @@ class MultiHeadAttention(nn.Module):
                 k_GTK, v_GTK = read_layer(cache, x_TD.dtype)
             y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
-            return capture_point(self, OUTPUT, y_HTK.swapaxes(0, 1).reshape(T, H * K)), cache
+            y_TD = y_HTK.sum(axis=0) if self.sum_heads else y_HTK.swapaxes(0, 1).reshape(T, H * K)
+            return capture_point(self, OUTPUT, y_TD), cache
         W_HKD = self._parameter("W_O", self._init(D), H, K, D)
         y_TD = from_heads(y_HTK, W_HKD)
         if self.bias if self.output_bias is None else self.output_bias:

@@ -29,14 +29,14 @@ CASES: dict[str, Any] = {
     "experts": replace(WIDE, norm="rmsnorm", embedding_std=0.3, n_experts=8, experts_per_token=2),
     "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, n_experts=8, experts_per_token=1),
     "post, no residual": replace(WIDE, residual=False, norm="layernorm", norm_placement="post", unembedding="mlp"),
-    "no residual": replace(WIDE, residual=False, n_blocks=1),
+    "no residual, sum of heads": replace(WIDE, residual=False, n_blocks=1, output_projection=False, head_dim=96),
 }  # fmt: skip
 
 CASES_BY_COST = [
     *("residual", "modern"), *map(slow, ("experts", "post, window")),
     exhaustive("norms around parts, local and global"),
     *map(exhaustive, ("multihead_full", "rmsnorm", "qk_norm, swiglu", "one expert")),
-    *map(exhaustive, ("post, no residual", "no residual")),
+    *map(exhaustive, ("post, no residual", "no residual, sum of heads")),
 ]  # fmt: skip
 
 

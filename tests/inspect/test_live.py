@@ -45,7 +45,7 @@ CONFIGS = {
         qk_norm=False, positions="learned", max_context=30,
     ),
     "rung": DecoderConfig(
-        vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=1, scaled=False, residual=False,
+        vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=3, head_dim=16, scaled=False, residual=False,
         unembedding="mlp", d_ff=(32,), positions="sinusoidal",
     ),
 }  # fmt: skip

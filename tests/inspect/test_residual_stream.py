@@ -14,7 +14,7 @@ from tests.inspect.test_capture import DECODER, MODELS, T, V, random_model
 pytestmark = pytest.mark.slow
 
 STREAMS = {
-    "no norm": replace(DECODER, norm="none"),
+    "no norm, sum of heads": replace(DECODER, norm="none", output_projection=False, head_dim=DECODER.d_model),
     "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True, norm_eps=0.1),
     "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
     "norms of outputs": replace(DECODER, final_norm=True, norm="layernorm", norm_placement="both", attention_bias=True),

@@ -93,6 +93,12 @@ def test_without_output_projection_the_output_is_the_heads_side_by_side() -> Non
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).reshape(T, H * K))
 
 
+def test_heads_may_be_summed() -> None:
+    params = random_params(MultiHeadAttention(H, K, H, output_projection=False), *INPUTS)
+    module = MultiHeadAttention(H, K, H, output_projection=False, sum_heads=True)
+    assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).sum(axis=1))
+
+
 def test_unscaled_scores_are_not_divided() -> None:
     module = MultiHeadAttention(H, K, H, scaled=False, output_projection=False)
     params = random_params(module, *INPUTS)

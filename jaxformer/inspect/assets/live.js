@@ -348,7 +348,11 @@ class Pass {
         }
       }
     }
-    return p("W_O") ? linear(heads, p("W_O"), p("b_O"), H * K) : heads;
+    if (p("W_O")) return linear(heads, p("W_O"), p("b_O"), H * K);
+    if (H * K === D) return heads;
+    const sum = new Float32Array(T * D); // of heads as wide as the model
+    heads.forEach((x, i) => (sum[Math.floor(i / (H * K)) * D + (i % D)] += x));
+    return sum;
   }
 
   // Queries or keys after their norm and the rotation of features k and k + K/2 by the position.
