@@ -1,6 +1,7 @@
 """A decoder in the page: its logits, tokens, cache and head switches against the model's own, in one browser."""
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,16 +100,29 @@ LOGITS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
     const [model, tokens, off] = [new Model(data), arguments[1], new Set([arguments[2]])];
     const rows = (pass) => tokens.map((_, t) => Array.from(pass.logits(t)));
-    const [full, cached, ablated] = [new Pass(model), new Pass(model), new Pass(model)];
-    full.read(tokens);
-    const computed = tokens.map((_, t) => cached.read(tokens.slice(0, t + 1)));
-    ablated.read(tokens.slice(0, 9));
-    ablated.read(tokens, off);
+    const [full, cached, ablated, parted] = [1, 2, 3, 4].map(() => new Pass(model));
+    const read = (pass, ...given) => {
+      for (const job = pass.read(...given); ; ) {
+        const { done, value } = job.next();
+        if (done) return value;
+      }
+    };
+    read(full, tokens);
+    const computed = tokens.map((_, t) => read(cached, tokens.slice(0, t + 1)));
+    read(ablated, tokens.slice(0, 9));
+    read(ablated, tokens, off);
+    model.size = 1e9; // four positions at a time
+    read(parted, tokens.with(9, 0));
+    const job = parted.read(tokens, off);
+    const parts = Array.from({ length: 3 }, () => job.next().value[0]); // and no more
+    read(parted, tokens.slice(0, 15));
+    read(parted, tokens);
     const maps = Array.from({ length: data.config.n_heads }, (_, h) => Array.from(full.row(0, h, tokens.length - 1)));
     const result = [rows(full), rows(cached), rows(ablated), maps, [full.loss(), ablated.loss()]];
-    full.read(tokens.with(3, 0), off); // another token and another head at once, and back
-    full.read(tokens);
-    return [...result, rows(full), computed];
+    const inParts = [rows(parted), parted.loss(), parts];
+    read(full, tokens.with(3, 0), off); // another token and another head at once, and back
+    read(full, tokens);
+    return [...result, rows(full), computed, inParts];
 """
 TOKENS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
@@ -124,6 +138,26 @@ KEYS_AND_CLICK = """
     });
     button.click();
     return shown;
+"""
+
+
+SLOW = """
+    const [section] = document.querySelectorAll(".live");
+    const data = JSON.parse(section.querySelector("script").textContent);
+    Object.defineProperty(Model.prototype, "size", { get: () => 1e9, set() {}, configurable: true });
+    const container = section.parentNode.appendChild(document.createElement("div"));
+    container.className = "live slow";
+    live(container, data);
+    const shown = () => [container.querySelector(".status").textContent, container.ariaBusy];
+    const area = container.querySelector("textarea");
+    const first = shown();
+    area.value = arguments[0];
+    area.dispatchEvent(new Event("input"));
+    container.click(); // reads what was typed
+    container.querySelector(".heads input").click();
+    container.querySelector(".heads input").click();
+    container.querySelector(".controls button").click(); // adds no token to what is not yet computed
+    return [first, shown()];
 """
 
 
@@ -154,7 +188,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case
 @pytest.fixture(scope="module")
 def browser(page: tuple[Path, dict[str, Case]]) -> Iterator[Any]:
     with browsing(page[0]) as driver:
+        wait_for(driver, "return document.querySelector('.live .status')")
         yield driver
+
+
+def wait_for(browser: Any, script: str) -> None:
+    """Wait until a script returns something true."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(browser, 60).until(lambda browser: browser.execute_script(script))
 
 
 @pytest.mark.slow
@@ -174,12 +216,13 @@ def test_logits_equal_the_models(page, browser, name: str):
             return logits_TV, model.apply({"params": params}, jnp.array(tokens_T)), weights[0]
 
     logits_TV, ablated_TV, weights_HTT = apply(case.params)
-    full, cached, ablated, maps, losses, again, computed = browser.execute_script(
+    full, cached, ablated, maps, losses, again, computed, in_parts = browser.execute_script(
         LOGITS, case.index, tokens_T.tolist(), f"0.{head}"
     )
     assert_close(full, logits_TV, TOLERANCE)
     assert cached == again == full  # to the last bit
     assert computed == [1] * len(tokens_T)
+    assert in_parts == [full, losses[0], [0, 4, 8]]
     assert_close(ablated, ablated_TV, TOLERANCE)
     assert_close(maps, weights_HTT[:, -1], TOLERANCE)
     for loss, x_TV in zip(losses, (logits_TV, ablated_TV), strict=True):
@@ -281,6 +324,31 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert complaints(browser) == []
     policy = path.read_text().split("Content-Security-Policy")[1].split(">")[0]
     assert "default-src 'none'; script-src 'sha256-" in policy and "unsafe-eval" not in policy
+
+
+@pytest.mark.slow
+def test_long_computation_says_so_and_gives_way_to_what_is_typed(page, browser):
+    tokenizer = page[1]["quick"].tokenizer
+    text = "the \x00Union\x7f\x1b is strong"
+    first, then = browser.execute_script(SLOW, text)
+    assert first[0].startswith("Computing: 0 of ") and first[1] == "true"
+    n = len(tokenizer.encode(text))
+    assert then == [f"Computing: 0 of {n} positions …", "true"]
+    wait_for(browser, "return !document.querySelector('.slow').ariaBusy")
+    [slow] = browser.find_elements("css selector", ".slow")
+    assert f"{n} of at most 24 tokens; {n} computed in" in slow.find_element("css selector", ".status").text
+    labels = [button.get_property("textContent") for button in slow.find_elements("css selector", ".tokens button")]
+    assert "".join(labels) == "the ␀Union␡␛ is strong"  # nothing is invisible
+    browser.execute_script("arguments[0].remove(); delete Model.prototype.size", slow)
+
+
+@pytest.mark.slow
+def test_word_of_any_length_is_tokenized_at_once(page, browser):
+    word = "".join(np.random.default_rng(0).choice(list("theunio"), 50_000))
+    start = time.perf_counter()
+    [[tokens, _]] = browser.execute_script(TOKENS, page[1]["quick"].index, [word])
+    assert time.perf_counter() - start < 20
+    assert tokens == page[1]["quick"].tokenizer.encode(word)
 
 
 def test_section_says_how_weights_are_stored(page):

@@ -21,8 +21,10 @@ function attention(container, { texts, predictions, layers }) {
   for (const [name, tokens] of Object.entries(texts)) {
     if (several) make("p", box, name, "name");
     const strip = make("div", box, "", "tokens");
+    rove(strip);
     strips[name] = tokens.map((token, at) => {
       const button = make("button", strip, token);
+      button.tabIndex = at ? -1 : 0;
       if (token.endsWith("⏎")) strip.append("\n");
       for (const event of ["pointerenter", "focus"]) button.addEventListener(event, () => select(name, at));
       button.addEventListener("click", () => { pinned = pinned === button ? null : button; select(name, at, true); });
@@ -39,7 +41,7 @@ function attention(container, { texts, predictions, layers }) {
     current = [name, at];
     for (const strip of Object.values(strips)) for (const token of strip) { token.style.background = ""; token.className = ""; }
     strips[name][at].className = "from";
-    const about = [`${several ? `${name} ` : "position "}${at}: “${texts[name][at]}”.`];
+    const about = [`${several ? `${name[0].toUpperCase()}${name.slice(1)} ` : "Position "}${at}: “${texts[name][at]}”.`];
     if (chosen && chosen.layer.rows === name) {
       const { layer, head } = chosen;
       const shares = texts[layer.columns].map((_, column) => weight(layer, head, at, column));

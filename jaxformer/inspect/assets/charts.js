@@ -41,6 +41,18 @@ function onArrows(element, move) {
   });
 }
 
+/** Make the buttons below an element one stop of the Tab key, between which arrow keys move. */
+function rove(parent) {
+  const buttons = () => [...parent.querySelectorAll("button")];
+  parent.addEventListener("focusin", ({ target }) => {
+    for (const button of buttons()) button.tabIndex = button === target ? 0 : -1;
+  });
+  onArrows(parent, (columns, rows) => {
+    const all = buttons();
+    all[clamp(all.indexOf(document.activeElement) + columns + rows, 0, all.length - 1)].focus();
+  });
+}
+
 /** Return the scale of an axis: `at(value)` in pixels, and ticks as [value, label]. */
 function makeScale(axis, values, from, to, maxTicks) {
   const usable = values.filter((value) => value !== null && Number.isFinite(value) && (!axis.log || value > 0));

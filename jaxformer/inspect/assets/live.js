@@ -22,6 +22,33 @@ function decodeFloat16(bytes) {
   return numbers;
 }
 
+// Numbers, the lowest first (a binary heap).
+class Queue {
+  items = [];
+
+  push(number) {
+    const { items } = this;
+    let at = items.push(number) - 1;
+    for (let above; at > 0 && items[(above = (at - 1) >> 1)] > number; at = above) items[at] = items[above];
+    items[at] = number;
+  }
+
+  pop() {
+    const { items } = this;
+    const [first, last] = [items[0], items.pop()];
+    if (!items.length) return first;
+    let at = 0;
+    for (let below = 1; below < items.length; below = 2 * at + 1) {
+      if (items[below + 1] < items[below]) below++;
+      if (items[below] >= last) break;
+      items[at] = items[below];
+      at = below;
+    }
+    items[at] = last;
+    return first;
+  }
+}
+
 const LONGEST_WORD = 64; // of those whose tokens are kept, in characters
 
 // Byte-pair encoding, as the `tokenizers` library does it.
@@ -47,32 +74,30 @@ class Tokenizer {
     return [...this.begin, ...pieces.flatMap((piece) => this.encodePiece(piece))];
   }
 
-  // Merge the pair of the lowest rank, from the left, until there is none: all of that rank in one sweep, which a pair of
-  // a lower rank that it makes ends.
+  // Merge the pair of the lowest rank, from the left, until there is none.
   encodePiece(piece) {
     const known = this.words.get(piece);
     if (known) return known;
-    const tokens = this.symbolsOf(piece);
-    const rank = (i, j) => this.ranks.get(this.pair(tokens[i], tokens[j])) ?? Infinity;
-    const ranks = tokens.map((_, i) => rank(i, i + 1)); // infinite at the last
-    for (;;) {
-      const lowest = ranks.reduce((a, b) => Math.min(a, b), Infinity);
-      if (lowest === Infinity) break;
-      let [end, sweeps] = [0, true]; // what is before `end` is done
-      for (let at = 0; at < tokens.length; at++, end++) {
-        const merges = sweeps && ranks[at] === lowest;
-        tokens[end] = merges ? this.merged[lowest] : tokens[at];
-        ranks[end] = ranks[at];
-        if (!merges) continue;
-        at++;
-        ranks[end] = rank(end, at + 1);
-        if (end > 0) ranks[end - 1] = rank(end - 1, end);
-        sweeps = Math.min(ranks[end], ranks[end - 1] ?? Infinity) > lowest;
-      }
-      tokens.length = ranks.length = end;
+    const tokens = this.symbolsOf(piece); // undefined where one is merged into the one before it
+    const [next, previous] = [1, -1].map((step) => Int32Array.from(tokens, (_, at) => at + step));
+    const rank = (at) => this.ranks.get(this.pair(tokens[at], tokens[next[at]]));
+    const queue = new Queue(); // ranks of pairs, and among equal ones positions
+    const add = (at) => { if (rank(at) !== undefined) queue.push(rank(at) * 2 ** 31 + at); };
+    for (let at = 0; at < tokens.length - 1; at++) add(at);
+    while (queue.items.length) {
+      const first = queue.pop();
+      const [lowest, at] = [Math.floor(first / 2 ** 31), first % 2 ** 31];
+      if (rank(at) !== lowest) continue; // the pair is no more
+      tokens[at] = this.merged[lowest];
+      tokens[next[at]] = undefined;
+      next[at] = next[next[at]];
+      if (next[at] < tokens.length) previous[next[at]] = at;
+      add(at);
+      if (at > 0) add(previous[at]);
     }
-    if (piece.length <= LONGEST_WORD) this.words.set(piece, tokens);
-    return tokens;
+    const merged = tokens.filter((token) => token !== undefined);
+    if (piece.length <= LONGEST_WORD) this.words.set(piece, merged);
+    return merged;
   }
 
   // The tokens of single bytes or, where the vocabulary is of characters, of those and of the bytes of others.
@@ -94,10 +119,12 @@ class Tokenizer {
   label(token) {
     if (token === this.end) return "∅";
     const text = this.decode([token]);
-    return text ? text.replace(/[\n\r\t]/g, (letter) => ({ "\n": "⏎", "\r": "␍", "\t": "⇥" })[letter]) : `[${token}]`;
+    return text ? text.replace(/[\x00-\x1f\x7f]/g, (letter) => SYMBOLS[letter] ?? controlPicture(letter)) : `[${token}]`;
   }
 }
 
+const SYMBOLS = { "\n": "⏎", "\t": "⇥", "\x7f": "␡" };
+const controlPicture = (letter) => String.fromCharCode(0x2400 + letter.charCodeAt(0)); // Unicode has one for each
 const utf8 = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(bytes));
 
 const NORMALIZERS = {
@@ -217,6 +244,7 @@ class Model {
     this.parameters = Object.fromEntries(arrays.map(([name, size]) => [name, numbers.subarray(at, (at += size))]));
     this.config = config;
     this.maxTokens = max_tokens;
+    this.size = numbers.length;
   }
 
   embed(token, position) {
@@ -250,7 +278,7 @@ class Model {
     }
   }
 
-  // Logits (V) of the residual stream at one position, (D).
+  // Logits (T, V) of rows of the residual stream, (T, D).
   unembed(x) {
     const { unembedding, d_model: D, logit_soft_cap: cap } = this.config;
     const normed = this.norm(x, "final_norm");
@@ -276,8 +304,9 @@ class Pass {
     this.off = new Set();
   }
 
-  // Read a text with some heads switched off ("block.head"): zero ablation. Return the number of positions computed.
-  read(tokens, off = new Set()) {
+  // Read a text with some heads switched off ("block.head"): zero ablation. Before each few positions, yield how many of
+  // how many are computed; what is computed stays valid where the caller stops there. Return the number of positions.
+  *read(tokens, off = new Set()) {
     const { n_blocks: L, n_heads: H } = this.model.config;
     const T = tokens.length;
     let valid = 0;
@@ -285,20 +314,33 @@ class Pass {
     const isSame = (block) => Array.from({ length: H }, (_, h) => `${block}.${h}`).every((head) => off.has(head) === this.off.has(head));
     let block = 0;
     while (block < L && isSame(block)) block++;
-    [this.tokens, this.off] = [tokens, new Set(off)];
-    this.compute(0, block < L ? valid : 0, block);
-    this.compute(valid, T, 0);
-    const changed = block < L ? 0 : valid;
-    for (let t = Math.max(0, changed - 1); t < T - 1; t++) {
-      const logits = this.logits(t);
-      this.losses[t] = logSumExp(logits) - logits[tokens[t + 1]];
+    const first = block < L ? 0 : valid;
+    const few = Math.max(4, 4 * Math.floor(PRODUCTS_AT_ONCE / this.model.size / 4)); // as `linear` computes four at a time
+    this.tokens = tokens.slice(0, first);
+    this.off = new Set(off);
+    for (let start = first, end; start < T; start = end) {
+      yield [start - first, T - first];
+      end = Math.min(start + few, start < valid ? valid : T);
+      this.tokens = tokens.slice(0, end);
+      this.compute(start, end, start < valid ? block : 0);
+      this.computeLosses(Math.max(0, start - 1), end - 1);
     }
-    return T - changed;
+    return T - first;
+  }
+
+  computeLosses(first, last) {
+    if (first === last) return;
+    const width = this.width(this.model.config.n_blocks);
+    const logits = this.model.unembed(this.stream.at(-1).subarray(first * width, last * width));
+    const V = logits.length / (last - first);
+    for (let t = first; t < last; t++) {
+      const row = logits.subarray((t - first) * V, (t - first + 1) * V);
+      this.losses[t] = logSumExp(row) - row[this.tokens[t + 1]];
+    }
   }
 
   // Compute the positions from `first` up to `last`, from a block on.
   compute(first, last, block) {
-    if (first === last) return;
     const { model, stream } = this;
     const { n_blocks: L, d_model: D } = model.config;
     if (block === 0) for (let t = first; t < last; t++) stream[0].set(model.embed(this.tokens[t], t), t * D);
@@ -373,8 +415,13 @@ class Pass {
 
   // Logits (V) after a position; after `block` blocks only, unembedded as if it were the last (logit lens).
   logits(position, block = this.model.config.n_blocks) {
-    const width = this.stream[block].length / this.model.maxTokens;
+    const width = this.width(block);
     return this.model.unembed(this.stream[block].subarray(position * width, (position + 1) * width));
+  }
+
+  // Width of the residual stream before a block.
+  width(block) {
+    return this.stream[block].length / this.model.maxTokens;
   }
 
   // Attention weights (T) of a head from a position.
@@ -389,6 +436,9 @@ class Pass {
   }
 }
 
+// Products with weights between two looks at the clock, those of an update that is announced before it begins, and
+// milliseconds of computing after which the page goes on.
+const [PRODUCTS_AT_ONCE, LONG_PRODUCTS, TASK_MS] = [4e7, 1e8, 50];
 // Next tokens that are shown, likeliest tokens per layer, keys that the note names, and bounds of the map's cells.
 const [NEXT_TOKENS, LENS_TOKENS, NAMED_KEYS, MAP_CELLS] = [7, 3, 4, { least: 1, labelled: 11, most: 34, letters: 10 }];
 
@@ -422,6 +472,7 @@ function live(container, data) {
   let [typed, generated, tokens] = ["", [], []]; // the text as typed, the tokens added to it, the tokens of both
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
   let frame = 0; // animation frame that will read what was typed
+  let [job, timer] = [null, 0]; // the computation of what was read, until it is shown, and what continues it
   const active = () => (off.size ? ablated : full);
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
   const shade = (weight) => `rgba(${ink}, ${Math.sqrt(weight) / 2})`;
@@ -456,38 +507,72 @@ function live(container, data) {
   const tiles = makeTiles();
   let drawnMap = null;
 
-  // Read the text, and show all of it, and what follows a position.
+  // Read the text, compute, and show all of it, and what follows a position. What takes long lets the page go on
+  // between its parts, and gives way to the next update.
   function update(at = Infinity) {
-    ink = colour("--look").split(",").map(Number);
+    clearTimeout(timer);
     const start = performance.now();
+    let isAnnounced = false;
     const all = [...tokenizer.encode(typed), ...generated];
     tokens = all.slice(0, model.maxTokens);
-    computed = full.read(tokens);
-    if (off.size) computed = Math.max(computed, ablated.read(tokens, off));
-    const time = performance.now() - start;
+    job = compute();
+    work();
+
+    function* compute() {
+      const n = yield* full.read(tokens);
+      return off.size ? Math.max(n, yield* ablated.read(tokens, off)) : n;
+    }
+
+    function work() {
+      const begun = performance.now();
+      for (;;) {
+        const { done, value } = job.next();
+        if (done) return show(value);
+        const [n, total] = value;
+        const isLong = !isAnnounced && total * model.size > LONG_PRODUCTS;
+        if (!isLong && performance.now() - begun < TASK_MS) continue;
+        isAnnounced = true;
+        container.setAttribute("aria-busy", true);
+        status.textContent = `Computing: ${n} of ${total} positions …`;
+        timer = setTimeout(work);
+        return;
+      }
+    }
+
+    function show(n) {
+      [job, computed] = [null, n];
+      container.removeAttribute("aria-busy");
+      showAll(all.length, performance.now() - start);
+      pinned &&= at < tokens.length;
+      if (tokens.length) select(Math.min(at, tokens.length - 1));
+    }
+  }
+
+  // Show all but what depends on a position, for a text of n tokens that took some milliseconds.
+  function showAll(n, time) {
+    ink = colour("--look").split(",").map(Number);
     const counts = [`${tokens.length} of at most ${model.maxTokens} tokens`];
-    if (all.length > tokens.length) counts[0] = `${all.length} tokens, of which the model reads the first ${model.maxTokens}`;
+    if (n > tokens.length) counts[0] = `${format(n)} tokens, of which the model reads the first ${model.maxTokens}`;
     if (tokens.length) counts.push(`${computed} computed in ${time.toFixed(1)} ms, ${tokens.length - computed} read from the cache`);
     if (tokens.length > 1) counts.push(`loss ${full.loss().toFixed(3)} nats per token`);
     if (tokens.length > 1 && off.size) counts[counts.length - 1] += `, ${ablated.loss().toFixed(3)} without ${off.size === 1 ? "the head" : `the ${off.size} heads`} switched off`;
     status.textContent = `${counts.join("; ")}.`;
-    for (const button of steps) button.disabled = !tokens.length || all.length >= model.maxTokens;
+    for (const button of steps) button.disabled = !tokens.length || n >= model.maxTokens;
     strip.replaceChildren();
     tokens.forEach((token, at) => {
-      make("button", strip, label(token)).dataset.at = at;
+      const button = make("button", strip, label(token));
+      [button.dataset.at, button.tabIndex] = [at, at === tokens.length - 1 ? 0 : -1];
       if (label(token).endsWith("⏎")) strip.append("\n");
     });
     for (const part of [note, predictions, attention, cache]) part.hidden = !tokens.length;
-    pinned &&= at < tokens.length;
     if (!tokens.length) return;
     for (const tile of tiles) tile.paint();
     drawMap();
     drawCache();
-    select(Math.min(at, tokens.length - 1));
   }
 
   function append(token) {
-    if (steps[0].disabled) return; // by what was typed just before the click
+    if (job || steps[0].disabled) return; // by what was typed just before the click
     generated.push(token);
     area.value = typed + tokenizer.decode(generated);
     update();
@@ -496,6 +581,7 @@ function live(container, data) {
 
   // Show what follows a position, and where the chosen head looks from there.
   function select(at) {
+    if (job) return; // the tokens shown are of another text
     position = at;
     const [block, head] = chosen;
     const row = active().row(block, head, at);
@@ -575,6 +661,7 @@ function live(container, data) {
     button.addEventListener("click", () => {
       for (const other of heads.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button);
       chosen = [block, head];
+      if (job) return; // which ends by drawing it
       drawMap();
       drawCache();
       select(position);
@@ -627,7 +714,7 @@ function live(container, data) {
     const margin = 40 + 1.72 * CHARACTER_PIXELS * Math.max(...names.map((name) => name.length)); // for both labels
     const side = clamp((map.clientWidth - margin) / tokens.length, MAP_CELLS.least, MAP_CELLS.most);
     const labels = side >= MAP_CELLS.labelled ? names : names.map(() => "");
-    const rows = tokens.map((_, query) => active().row(block, head, query));
+    const [shown, rows] = [tokens, tokens.map((_, query) => active().row(block, head, query))];
     drawnMap = cells(map, {
       title: `attention of head ${head} of layer ${block}`, rows: labels, columns: labels, cell: [side, side], gap: side > 7,
       columnLabels: side >= MAP_CELLS.labelled,
@@ -638,7 +725,7 @@ function live(container, data) {
           return pixel;
         };
       },
-      told: (query, key) => `${quoted(tokens[query])} (${query}) to ${quoted(tokens[key])} (${key}): ${percent(rows[query][key])}`,
+      told: (query, key) => `${quoted(shown[query])} (${query}) to ${quoted(shown[key])} (${key}): ${percent(rows[query][key])}`,
       chosen: (query) => { if (!pinned) select(query); },
     });
   }
@@ -692,6 +779,7 @@ function live(container, data) {
   for (const name of ["pointerover", "focusin"]) {
     strip.addEventListener(name, (event) => { if (tokenAt(event) !== undefined && !pinned) select(tokenAt(event)); });
   }
+  rove(strip);
   strip.addEventListener("click", (event) => {
     const at = tokenAt(event);
     if (at === undefined) return;
@@ -702,10 +790,20 @@ function live(container, data) {
   dark.addEventListener("change", () => update(position));
   let width = 0;
   new ResizeObserver(() => {
-    if (map.clientWidth !== width && tokens.length) drawMap();
+    if (map.clientWidth !== width && tokens.length && !job) drawMap();
     width = map.clientWidth;
   }).observe(container);
   begin();
 }
 
-drawEach("live", live);
+drawEach("live", (container, data) => {
+  const loading = make("p", container, "Loading the model …", "loading");
+  new IntersectionObserver((entries, observer) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    observer.disconnect();
+    setTimeout(() => { // the page is painted first
+      live(container, data);
+      loading.remove();
+    });
+  }, { rootMargin: "50%" }).observe(container);
+});
