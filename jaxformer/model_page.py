@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer import terminal
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import translate_tokens
 from jaxformer.decode.classify import classify, classify_zero_shot, encode_labelled
 from jaxformer.decode.fill_mask import MASK, encode_masked
@@ -33,10 +35,11 @@ MAX_ATTENTION_WEIGHTS = 600_000
 MAX_HELD_OUT_TOKENS = 128
 """Tokens of a held-out text on a page."""
 N_LIVE_TOKENS = 24
-"""Tokens of a held-out text that the section with the model begins with."""
+"""Most tokens of a held-out text that the section with the model begins with, which are whole words."""
 END = "∅"
 """Symbol of the end-of-text token."""
-SYMBOLS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
+SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
+"""Symbols of control characters."""
 N_PICTURES, N_TRANSLATIONS = 8, 6
 """Held-out images and translations on a page."""
 N_CHANCES = 4
@@ -61,9 +64,9 @@ def write_model_page(
     token_text = lambda token: _token_text(run, token)  # noqa: E731
     if example is not None:
         if max_live_parameters and is_causal_lm(run.model):
-            text_T = example[0] if prompt else example[0][:N_LIVE_TOKENS]
+            tokenizer = run.text_model()[1]
+            text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
             try:
-                tokenizer = run.text_model()[1]
                 sections.append(live_section(run.model, run.params, tokenizer, text_T, max_live_parameters))
             except UserError as error:
                 facts.append(f"The model does not run in this page: {error}")
@@ -86,7 +89,13 @@ def write_model_page(
     if reason:
         facts.append(f"The data of the run cannot be read: {reason}")
     sections += training_sections(read_metrics(run.path), read_samples(run.path))
-    write_page(path.resolve(), f"{run.path.resolve().name}: inside", facts, sections)
+    write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections)
+
+
+def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
+    """Return the first tokens of a text, at most n, that end with a word; n where no word does."""
+    ends = [i for i in range(1, min(n + 1, len(tokens_T))) if tokenizer.token_bytes[int(tokens_T[i])][:1].isspace()]
+    return tokens_T[: ends[-1] if ends else n]
 
 
 def _token_text(run: Run, token: int) -> str:

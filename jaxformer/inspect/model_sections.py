@@ -115,11 +115,11 @@ def _predictions(
         p_V = p_TV[position]
         chances = [(token_text(int(other)), float(p_V[other])) for other in np.argsort(-p_V)[:N_CHANCES]]
         if mask_token is not None:
-            yield Prediction("in place of the mask", chances) if token == mask_token else None
+            yield Prediction("In place of the mask", chances) if token == mask_token else None
             continue
         next_token = int(tokens_T[position + 1]) if position + 1 < len(tokens_T) else None
         actual = None if next_token is None else (token_text(next_token), float(p_V[next_token]))
-        yield Prediction(f"next token after “{token_text(int(token))}”", chances, actual)
+        yield Prediction(f"Next token after “{token_text(int(token))}”", chances, actual)
 
 
 def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, token_text: TokenText) -> list[Section]:
@@ -178,7 +178,7 @@ def _attribution_heatmap(
     after = [f"for “{token_text(int(token))}”" for token in next_T]
     about = (
         "Logit that each head, MLP and the embedding adds for the token that follows (at the last position, for the "
-        "likeliest one): for it in the one colour, against it in the other."
+        "likeliest one): orange is for it, green against it."
     )
     logits_RT = np.stack(list(rows.values()))
     return Heatmap(
@@ -237,7 +237,7 @@ def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[
     rows = [row for row in saturation(model, params, batch, TEMPERATURES, layer) if row.entropy > 0 and row.scores > 0]
     if not rows:
         return []
-    curves = (("scores", "scores", False), ("scores_by_hand", "scores, by hand", True), ("W_Q", "W_Q", False),
+    curves = (("scores", "scores", False), ("scores_by_hand", "scores, by the formula", True), ("W_Q", "W_Q", False),
               ("W_K", "W_K", False))  # fmt: skip
     entropies = [row.entropy for row in rows]
     lines = [

@@ -169,7 +169,7 @@ def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.Capt
     path = untrained(tmp_path, model)
     assert inspect.main([str(path), "--prompt", "abcd"]) == 2
     assert "reads full windows only, of which a page shows nothing; leave --prompt out." in capsys.readouterr().err
-    assert inspect.main([str(path)]) == 0 and "<h1>other: inside</h1>" in (path / "inspect.html").read_text()
+    assert inspect.main([str(path)]) == 0 and "<h1>other: inspection</h1>" in (path / "inspect.html").read_text()
 
 
 def test_out_that_is_not_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture):

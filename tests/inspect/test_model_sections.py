@@ -72,7 +72,7 @@ def test_attention_section_has_maps_and_token_probabilities(decoder):
     *predictions, last = result.predictions["text"]
     for prediction, before, token in zip(predictions, TOKENS_T, explanations, strict=False):
         assert prediction is not None and prediction.actual is not None
-        assert prediction.heading == f"next token after “{WORDS[before]}”"
+        assert prediction.heading == f"Next token after “{WORDS[before]}”"
         assert prediction.actual == (WORDS[token.token], pytest.approx(token.probability, rel=1e-4))
         others = [(word, p) for word, p in prediction.chances if word != prediction.actual[0]]
         expected_others = [(WORDS[other], pytest.approx(p, rel=1e-4)) for other, p in token.alternatives]

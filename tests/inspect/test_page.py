@@ -167,7 +167,7 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
         note, predicted = find(".note")[0], find(".predicted")[0]
         shades = lambda: [token.value_of_css_property("background-color") for token in tokens]  # noqa: E731
         ActionChains(browser).move_to_element(tokens[1]).perform()
-        assert note.text == f"position 1: “ {EVIL}”. Head 0 of layer 0 attends to “ {EVIL}” 75 %, “The” 25 %."
+        assert note.text == f"Position 1: “ {EVIL}”. Head 0 of layer 0 attends to “ {EVIL}” 75 %, “The” 25 %."
         assert predicted.text.splitlines()[0] == f"next token after “{EVIL}”"
         assert [value.text for value in predicted.find_elements("css selector", ".value")] == ["60 %", "30 %", "5.0 %"]
         assert predicted.find_element("css selector", ".marked").text.split() == ["⏎", "5.0", "%", "in", "the", "text"]
@@ -177,7 +177,7 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
         find(".layers button")[1].click()  # the other head, from the same token
         assert "Head 1 of layer 0 attends to “The” 100 %." in note.text
         find(".map .area svg")[0].send_keys(Keys.END, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
-        assert find(".map .tip")[0].text == "“⏎” (2) to “⏎” (2): 60 %" and note.text.startswith("position 2")
+        assert find(".map .tip")[0].text == "“⏎” (2) to “⏎” (2): 60 %" and note.text.startswith("Position 2")
         dimmed = """
             const { data } = document.querySelector(".picture canvas").getContext("2d").getImageData(0, 0, 3, 2);
             return [...data].filter((_, i) => i % 4 === 3);

@@ -11,6 +11,8 @@ function headGrid(container, layers, { paintHead, choose, canRelease = false }) 
   const most = Math.max(...layers.map((layer) => layer.heads));
   grid.style.setProperty("--heads", most);
   const painted = [];
+  make("span", grid, "", "corner");
+  for (let head = 0; head < most; head++) make("span", grid, `head ${head}`, "head");
   for (const layer of layers) {
     make("span", grid, layer.name);
     for (let head = 0; head < layer.heads; head++) {
