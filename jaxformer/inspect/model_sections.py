@@ -83,8 +83,11 @@ def attention_section(
     )
     if prefix:
         about += f" The first {prefix} tokens are the prefix, which is visible to all and not predicted."
-    title = "Attention maps" if layers else "Tokens"
-    return AttentionSection(title, texts, layers, predictions, about=about if layers else "")
+    if not layers:
+        about = "Point at a token, or tap it to pin it, for the likeliest tokens after it."
+    elif mask_token is not None:
+        about += " A mask shows the likeliest tokens in its place."
+    return AttentionSection("Attention maps" if layers else "Next tokens", texts, layers, predictions, about=about)
 
 
 def _prefix_length(inputs: tuple[Any, ...]) -> int:
@@ -208,7 +211,7 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
     n_heads = max(len(layer.entropy) for layer in statistics.values())
     rises = [np.pad(np.asarray(rise_H, np.float64), (0, n_heads - len(rise_H)), constant_values=np.nan)
              for rise_H in ablation.mean.values()]  # fmt: skip
-    texts = [["" if np.isnan(rise) else f"{rise:+.3f}" for rise in row] for row in rises]
+    texts = [["" if np.isnan(rise) else f"{rise:+z.3f}" for rise in row] for row in rises]
     heatmap = Heatmap(
         "Head ablation", np.stack(rises), [layer_label(layer) for layer in statistics],
         [f"head {head}" for head in range(n_heads)], "diverging", texts=texts, cell=(72, 34),

@@ -157,6 +157,8 @@ def _column_texts(values: Sequence[str | float]) -> list[str]:
             return f"{value:,}"
         if math.isnan(value):
             return "-"
-        return f"{value:.3g}" if are_small or decimals < 0 else f"{value:,.{decimals}f}"
+        fixed = f"{value:,.{max(decimals, 0)}f}"
+        hides = value != 0 and not fixed.strip("-0.")
+        return f"{value:.3g}" if are_small or decimals < 0 or hides else fixed
 
     return [text(value) for value in values]

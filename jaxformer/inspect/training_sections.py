@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.inspect.charts import STEP, Axis, Line, Lines
+from jaxformer.inspect.labels import layer_label
 from jaxformer.inspect.page import Section, Table, Texts
 
 Row = Mapping[str, Any]
@@ -19,10 +20,13 @@ MAX_CHART_POINTS = 20_000
 """Points of all lines of a chart together, some 6 bytes each."""
 
 
-def training_sections(rows: Sequence[Row], samples: Sequence[str] = ()) -> list[Section]:
+def training_sections(
+    rows: Sequence[Row], samples: Sequence[str] = (), attention_layers: Sequence[str] = ()
+) -> list[Section]:
     """Return what the log, rows in the order of steps, has of: losses, attention entropy, update ratios, learning rate,
-    tokens per expert, the initialisation check; and the samples, given the oldest first."""
-    return [*_losses(rows), *_entropy(rows), *_updates(rows), *_learning_rate(rows), *_experts(rows),
+    tokens per expert, the initialisation check; and the samples, given the oldest first. `attention_layers` names the
+    layers whose entropies are logged; without it they have numbers."""
+    return [*_losses(rows), *_entropy(rows, attention_layers), *_updates(rows), *_learning_rate(rows), *_experts(rows),
             *_init_check(rows), *_samples(samples)]  # fmt: skip
 
 
@@ -54,9 +58,11 @@ def _losses(rows: Sequence[Row]) -> Iterator[Section]:
         yield Lines("Loss", [line for line in lines if line.x], STEP, Axis("loss, nats"))
 
 
-def _entropy(rows: Sequence[Row]) -> Iterator[Section]:
+def _entropy(rows: Sequence[Row], names: Sequence[str]) -> Iterator[Section]:
     if rows := _with(rows, "entropy", lambda layers: sum(map(len, layers))):
-        layers = [{f"layer {i}": heads for i, heads in enumerate(row["entropy"])} for row in rows]
+        n_layers = len(rows[0]["entropy"])
+        labels = names if len(names) == n_layers else [f"layer {i}" for i in range(n_layers)]
+        layers = [dict(zip(labels, row["entropy"], strict=True)) for row in rows]
         about = "Mean entropy of a row of the attention map, a line per head: 0 where it attends to one position."
         axis = Axis("nats", from_zero=True)
         yield Lines("Attention entropy", _lines_by_layer(rows, layers, "head"), STEP, axis, about=about)
@@ -92,7 +98,7 @@ def _learning_rate(rows: Sequence[Row]) -> Iterator[Section]:
 
 def _experts(rows: Sequence[Row]) -> Iterator[Section]:
     if rows := _with(rows, "router"):
-        layers = [{layer: load["share"] for layer, load in row["router"].items()} for row in rows]
+        layers = [{layer_label(layer.removesuffix(".mlp")): load["share"] for layer, load in row["router"].items()} for row in rows]
         axis = Axis("share", from_zero=True, percent=True)
         about = "Share of the router's choices per expert of each layer."
         yield Lines("Tokens per expert", _lines_by_layer(rows, layers, "expert"), STEP, axis, about=about)

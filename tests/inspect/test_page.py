@@ -119,6 +119,7 @@ def test_table_cells_hold_exact_values_and_show_the_digits_of_their_column():
     assert '<td class=number data-value="0.5">0.500</td>' in body and 'data-value="0.015">0.015<' in body
     assert 'data-value="1000">1,000<' in body and 'data-value="nan">-<' in body
     tiny = Table("t", ["x"], [[1e-7], [0.5], [2.5e-3], [1.5e-6]]).body()  # spans magnitudes
+    assert ">2e-05<" in Table("t", ["x"], [[0.5], [0.25], [2e-5], [0.0]]).body()  # not 0
     assert ">1e-07<" in tiny and ">0.0025<" in tiny
     assert "<td>short</td>" in (texts := Table("t", ["x"], [["short"], ["a text of several words"]]).body())
     assert "<td class=text>a text of several words</td>" in texts  # has room for some of them in a line
@@ -142,11 +143,18 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
     from selenium.webdriver import ActionChains, Keys
 
     long = Table("Long", ["a"], [[f"row {i}"] for i in range(82)])
-    write_page(tmp_path / "p.html", EVIL, [EVIL], [*SECTIONS, long])
+    plain = AttentionSection("Next tokens", ATTENTION.texts, [], ATTENTION.predictions)
+    write_page(tmp_path / "p.html", EVIL, [EVIL], [*SECTIONS, long, plain])
     with browsing(tmp_path / "p.html") as browser:
         find = lambda css: browser.find_elements("css selector", css)  # noqa: E731
         assert browser.find_element("tag name", "h1").text == EVIL
-        tokens = find(".tokens button")
+        tokens = find(".tokens button")[:3]
+        # Without attention, too, the text begins at a position with a prediction.
+        assert [note.text[:11] for note in find(".attention .note")] == ["Position 1:"] * 2
+        assert [len(each.find_elements("css selector", "li")) for each in find(".predicted")] == [3, 3]
+        tokens[0].send_keys(Keys.ARROW_RIGHT, Keys.END)
+        assert browser.switch_to.active_element == tokens[2]
+        assert [token.get_property("tabIndex") for token in tokens] == [-1, -1, 0]  # one stop of the Tab key
         assert [token.get_property("textContent") for token in tokens] == ["The", f" {EVIL}", "⏎"]
         assert [pre.text for pre in find("pre")] == [EVIL, "two\nlines"]
         assert [text.text for text in find(".legend button")] == [EVIL, "held-out"]

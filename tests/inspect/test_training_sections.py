@@ -58,6 +58,9 @@ def test_entropy_chart_has_a_line_per_head_and_a_name_per_layer():
     assert shown == [
         ("layer 0", "head 0", [2.0, 1.75]), ("layer 0", "head 1", [1.5, None]), ("layer 1", "head 0", [1.0, 0.5])
     ]  # fmt: skip
+    for names, first in ((("image layer 0", "text layer 0"), "image layer 0"), (("of another model",), "layer 0")):
+        sections = {section.title: section for section in training_sections(ROWS, (), names)}
+        assert isinstance(named := sections["Attention entropy"], Lines) and named.lines[0].name == first
 
 
 def test_update_ratios_have_a_line_per_parameter():
@@ -71,6 +74,7 @@ def test_update_ratios_have_a_line_per_parameter():
 
 def test_experts_learning_rate_and_initialisation_check_are_shown():
     assert [line.y for line in lines("Tokens per expert")] == [[0.25, 0.5], [0.75, 0.5]]
+    assert lines("Tokens per expert")[0].name == "layer 0"
     assert lines("Learning rate")[0].y == [0.1, 0.05, 0.0]
     table = by_title(ROWS)["Initialisation check"]
     assert isinstance(table, Table)

@@ -64,7 +64,7 @@ function attention(container, { texts, predictions, layers }) {
     chosen = { layer, head };
     drawMap();
     if (current && current[0] !== layer.rows) pinned = null;
-    select(layer.rows, current && current[0] === layer.rows ? current[1] : layer.T - 1, true);
+    select(layer.rows, current && current[0] === layer.rows ? current[1] : first(layer.rows), true);
   }
 
   function drawMap() {
@@ -106,8 +106,18 @@ function attention(container, { texts, predictions, layers }) {
     paint(canvas, columns, rows, (row, column) => [r, g, b, largest[row * columns + column]]);
   }
 
+  // The last position, or the last that has a prediction.
+  function first(name) {
+    const last = (predictions[name] ?? []).findLastIndex((prediction) => prediction);
+    return last < 0 ? texts[name].length - 1 : last;
+  }
+
   dark.addEventListener("change", () => { if (current) select(...current, true); });
-  if (!layers.length) return;
+  if (!layers.length) {
+    const name = Object.keys(texts).at(-1);
+    select(name, first(name));
+    return;
+  }
   const thumbnails = headGrid(container, layers, { paintHead, choose });
   map = make("div", container, "", "map");
   new ResizeObserver(() => { if (map.clientWidth !== width) drawMap(); }).observe(map);
