@@ -1,6 +1,7 @@
 """The public API is listed on one page, which changes with it."""
 
 import importlib
+import re
 
 import pytest
 
@@ -24,5 +25,9 @@ def test_every_public_name_resolves_from_its_package_and_has_a_docstring(name):
     assert len({*package.__all__}) == len(package.__all__)
 
 
-def test_version_is_that_of_the_citation():
-    assert f"version: {jaxformer.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_version_is_that_of_the_citation_which_the_readme_shows():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {jaxformer.__version__}\n" in citation
+    for field, value in re.findall(r"^  (\w+) = \{+(.*?)\}+,$", (ROOT / "README.md").read_text(), re.MULTILINE):
+        name = "  - name" if field == "author" else field
+        assert f"\n{name}: {value}\n" in citation, field
