@@ -51,6 +51,12 @@ def derive_decoding(settings: Mapping[str, Any], facts: dict[str, Figures], ms: 
     return {"tokens/s": 1e3 * facts["float32"]["tokens"] / ms["float32"], "GB/s": n_bytes_per_ms / 1e6, **shares}
 
 
+def derive_throughput(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
+    """Return the tokens per second of our sides."""
+    sides = {"attention", "gru"} & ms.keys()
+    return {f"{name}, tokens/s": 1e3 * settings["B"] * settings["T"] / ms[name] for name in sorted(sides)}
+
+
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Return the exponent of a power law, fitted by least squares of the logarithms."""
     return linear_regression([log(x) for x in sizes], [log(x) for x in values]).slope
@@ -208,6 +214,7 @@ RECURRENCE = Case(
     points={f"T {T:,}": {"B": 2, "T": T, "D": 256, "H": 4} for T in (128, 512, 1024, 2048, 4096)},
     quick=["T 128", "T 512", "T 2,048"],
     smoke={f"T {T}": {"B": 2, "T": T, "D": 16, "H": 2} for T in (8, 16)},
+    derive=derive_throughput,
     summarize=summarize_recurrence,
 )  # fmt: skip
 

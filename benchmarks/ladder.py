@@ -22,12 +22,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks import record
 from jaxformer.config_files import load_module
 from jaxformer.fields import nonfinite_to_none
 from jaxformer.ladder import continue_held_out, has_ended, rung_result
+from jaxformer.runs import load_data, load_run
+from jaxformer.sharding import make_mesh
+from jaxformer.train.run_evaluation import loss_by_position
 
 FILE = "ladder"
+HELD_OUT_BATCH = 512
 SHAPE = "--model.vocab-size 512 --model.d-model {width}"
 BUDGET = "--train.batch-size 32 --optimizer.learning-rate 0.1 --steps {steps}"
 
@@ -54,6 +60,8 @@ class Study:
     """By their names in the table."""
     continues: bool = False
     """Store continuations of held-out prompts by the runs with the first seed."""
+    by_position: bool = False
+    """Store the held-out loss at each position of a window."""
 
 
 def studies() -> dict[str, Study]:
@@ -71,7 +79,9 @@ def studies() -> dict[str, Study]:
         ),
         "recurrent": Study(
             f"{size} {BUDGET.format(steps=3000)} --train.eval-every 500",
-            {f"recurrent_{cell}": Row(f"recurrent_{cell}") for cell in ("tanh", "gru", "lstm")},
+            {f"recurrent_{cell}": Row(f"recurrent_{cell}") for cell in ("tanh", "gru", "lstm")}
+            | {name: Row(name, mlp.format(256).strip()) for name in ("residual", "two_blocks")},
+            by_position=True,
         ),
         "before_attention": Study(
             f"{SHAPE.format(width=32)}{mlp.format(64)} {BUDGET.format(steps=1000)}",
@@ -126,6 +136,14 @@ def outcome(row: Row, run: Path, sources: str) -> dict[str, Any]:
     return nonfinite_to_none(asdict(rung_result(run, sources))) | {"options": row.options, "change": row.change}
 
 
+def position_losses(run: Path) -> list[float]:
+    """Return the held-out loss in nats at each position of a window."""
+    opened, mesh = load_run(run), make_mesh("", jax.devices()[:1])
+    data = load_data(run, opened.config)
+    nats_T, weights_T = loss_by_position(opened, opened.params, data, mesh, HELD_OUT_BATCH)
+    return [round(float(nats), 4) for nats in nats_T / weights_T]
+
+
 def main() -> int:
     """Train, and store after each run; return the exit status."""
     parser = argparse.ArgumentParser(description="The ladder at a reduced size.", allow_abbrev=False)
@@ -147,6 +165,8 @@ def main() -> int:
                 print(f"error: {run} ended before its last step; the same command resumes it.", file=sys.stderr)
                 return status
             stored["rows"].setdefault(label, {})[str(seed)] = outcome(row, run, sources.get(row.config, "-"))
+            if study.by_position:
+                stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == own.seeds[0]:
                 stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]
             record.write(FILE, figures, record.versions("jax", "jaxlib", "flax"), own.results)
