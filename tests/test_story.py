@@ -37,14 +37,22 @@ def test_stored_figures_are_shown_as_they_are(page):
 
 def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypatch):
     figures = {"parameters": 1200, "loss": 2.0, "perplexity": None, "bits_per_byte": 1.5, "ended_early": "x"}
+    figures["loss_by_position"] = [5.0, 4.0, 3.0, 2.0]
+    timed = {"T 2,048": {"ms": {"a": {"median": 0.5}, "b": {"median": 1234.5}}, "derived": {"MiB": 12.5}}}
+    monkeypatch.setattr(
+        story, "stored_figures", lambda name: {"unit": "ms", "roles": {"a": "", "b": ""}, "points": timed}
+    )
     rows = {"a": {"0": figures, "1": figures | {"perplexity": 2.5}}}
     monkeypatch.setattr(story, "studies", lambda: {"ladder": {"rows": rows}})
     page = "```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\nold\n```\n\n<!-- a loss -->0<!-- -->\n"
-    page += "<!-- rungs a -->\n<!-- end -->\n<!-- seeds -->\n<!-- end -->\n"
+    tables = ("rungs a", "seeds", "positions ladder", "case speed")
+    page += "".join(f"<!-- {table} -->\n<!-- end -->\n" for table in tables)
     filled = story.fill(page)
     assert filled.startswith("```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\n3\n```\n")
     assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | - | 1.500 |" in filled
     assert "| perplexity with seed | 0 | 1 | mean |" in filled and "| `a` | - | 2.5 | 2.5 |" in filled
+    assert "| nats at position | 1 | 2 | 4 |" in filled and "| `a` | 5.000 | 4.000 | 2.000 |" in filled
+    assert "| ms | a | b | MiB |\n| --- | ---: | ---: | ---: |\n| T 2,048 | 0.5 | 1,234 | 12.5 |" in filled
     assert story.fill(filled) == filled
 
 

@@ -96,6 +96,42 @@ def ladder() -> str:
     return svg(740, 48 + 28 * len(rungs), [*parts, text(left, 36 + 28 * len(rungs), note)])
 
 
+def chart(left: float, title: str, unit: str, lines: dict[str, dict[int, float]]) -> list[str]:
+    """Return lines over a length, both on logarithmic scales, with their names and their last values."""
+    top, width, height = 40, 230, 180
+    lengths = list(next(iter(lines.values())))
+    values = [value for line in lines.values() for value in line.values()]
+    spread, low = math.log(max(values) / min(values)), min(values)
+    x = lambda n: left + width * math.log(n / lengths[0]) / math.log(lengths[-1] / lengths[0])  # noqa: E731
+    y = lambda value: top + height * (1 - math.log(value / low) / spread)  # noqa: E731
+    parts = [text(left, top - 18, title), f'<path d="M{left} {top + height + 6}h{width}" stroke="{INK}"/>']
+    parts += [text(x(n), top + height + 24, f"{n:,}", "middle") for n in lengths]
+    for (name, line), colour in zip(lines.items(), (BLUE, RED), strict=True):
+        points = " ".join(f"{x(n):.1f},{y(value):.1f}" for n, value in line.items())
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        last = line[lengths[-1]]
+        parts.append(text(left + width + 8, y(last) + 4, f"{name}: {last:,.0f} {unit}"))
+    return parts
+
+
+def context() -> str:
+    """Return the time of a text with and without a cache, and the memory of attention, over the length."""
+    charts = []
+    for case in ("cache", "scores"):
+        points = json.loads((ROOT / f"benchmarks/results/{case}.json").read_text())["figures"]["points"]
+        charts.append({int("".join(filter(str.isdigit, name))): point for name, point in points.items()})
+    texts, attention = charts
+    times = {
+        side: {n: point["ms"][side]["median"] for n, point in texts.items()} for side in ("with a cache", "without")
+    }
+    sides = ("blockwise", "stored scores")
+    memory = {side: {n: point["derived"][f"{side}, MiB"] for n, point in attention.items()} for side in sides}
+    parts = chart(20, "time of new tokens (both axes logarithmic)", "ms", times) + chart(
+        460, "memory of attention to T positions", "MiB", memory
+    )
+    return svg(880, 250, parts)
+
+
 def cache() -> str:
     """Return the slots of a KV cache after the prefill and after each of three decode steps."""
     left, size, n_slots, prompt = 130, 34, 10, 5
@@ -117,6 +153,7 @@ def cache() -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache,
+    "context.svg": context,
 }  # fmt: skip
 """Functions that draw, by the file of docs/story that they draw."""
 

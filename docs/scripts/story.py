@@ -5,8 +5,8 @@
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
 of `benchmarks/results/ladder.json`. Between `<!-- RUNG FIELD -->` and `<!-- -->` stands one of the first seed, between
 `<!-- TABLE NAMES -->` and `<!-- end -->` a table, of all rows without names: those of `TABLES`, the perplexities by
-seed of a study, `<!-- seeds STUDY -->`, and `<!-- continuations -->` of a held-out prompt. `<!-- case NAME -->` is the
-table of a case of `benchmarks/cases.py`.
+seed of a study, `<!-- seeds STUDY -->`, its losses by position, `<!-- positions STUDY -->`, and the continuations of a
+held-out prompt, `<!-- continuations -->`. `<!-- case NAME -->` is the table of a case of `benchmarks/cases.py`.
 """
 
 import io
@@ -40,7 +40,8 @@ FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes"
 
 
 TABLE = re.compile(
-    rf"^<!-- ({'|'.join(TABLES)}|seeds|continuations|case)( [\w ]+)? -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL
+    rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case)( [\w ]+)? -->\n.*?^<!-- end -->\n",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -72,6 +73,8 @@ def table(kind: str, names: list[str]) -> str:
     """Return a table in Markdown."""
     if kind == "seeds":
         rows = by_seed(names[0] if names else "ladder")
+    elif kind == "positions":
+        rows = by_position(names[0])
     elif kind == "continuations":
         rows = continuations()
     elif kind == "case":
@@ -108,6 +111,15 @@ def by_seed(study: str) -> list[list[str]]:
         shown = [*values, sum(known) / len(known) if known else None]
         table.append([f"`{name}`", *(format(x, ".4g") if x else "-" for x in shown)])
     return table
+
+
+def by_position(study: str) -> list[list[str]]:
+    """Return the held-out loss of each row at positions that double, counted from 1."""
+    losses = {name: row["loss_by_position"] for name, row in outcomes(study).items()}
+    length = len(next(iter(losses.values())))
+    shown = [2**i for i in range(length.bit_length())]
+    table = [["nats at position", *map(str, shown)]]
+    return table + [[f"`{name}`", *(f"{x[n - 1]:.3f}" for n in shown)] for name, x in losses.items()]
 
 
 def continuations() -> list[list[str]]:
