@@ -1,6 +1,7 @@
 """Plans for NVIDIA GPUs by XLA's real compiler, which needs no GPU."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,9 @@ from tests.helpers import ROOT, changed
 from tests.plan.gpu import needs_compiler
 
 pytestmark = needs_compiler
+
+SLOW_COMPILE = re.compile(r"slow_operation_alarm|\] Very slow compile\?|\] The operation took |^\**$")
+"""Pattern of the lines that XLA prints when a busy machine takes minutes to compile."""
 
 
 def plan(*options: str) -> subprocess.CompletedProcess[str]:
@@ -38,4 +42,5 @@ def test_plugin_without_a_gpu_is_one_line():
     done = plan("--mesh", "data=8")
     assert done.returncode == 0, done.stderr
     assert "on 8 x cpu" in done.stdout
-    assert done.stderr.count("\n") <= 1 and "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if not SLOW_COMPILE.search(line)]
+    assert len(lines) <= 1 and "Traceback" not in done.stderr
