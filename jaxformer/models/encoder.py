@@ -14,7 +14,7 @@ from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
-from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation
+from jaxformer.nn.mlp import MLP, Activation, activate
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.linear_cross_entropy import Unembedding
@@ -137,7 +137,7 @@ class MaskedLanguageModel(Encoder):
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
         """Return the input of `unembedding`, `(T, D)`."""
-        return self.head_norm(ACTIVATIONS[self.config.activation](self.head(x_TD)))
+        return self.head_norm(activate(self.config.activation, self.head(x_TD)))
 
     def unembedding(self) -> Unembedding:
         """Return the layer to the logits."""

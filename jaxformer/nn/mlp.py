@@ -17,19 +17,21 @@ Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu",
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-    "gelu": jax.checkpoint(jax.nn.gelu),
+    "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "swiglu": jax.nn.silu,
-    "geglu": jax.checkpoint(jax.nn.gelu),
+    "geglu": jax.nn.gelu,
     "tanh": jnp.tanh,
 }
 """Activations by name. 'swiglu' and 'geglu' gate: silu(x W_gate) · (x W), or gelu (Shazeer 2020); 'gelu' is the tanh
 approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid approximation of CLIP
-(Hendrycks and Gimpel 2016). The backward pass computes the tanh of gelu again: its input is read there anyway, and the
-tanh would be written and read, too."""
+(Hendrycks and Gimpel 2016)."""
 GATED = ("swiglu", "geglu")
 """Activations of a gate."""
+RECOMPUTED = ("gelu", "geglu")
+"""Activations that the backward pass computes again, from the product before the bias: it reads that anyway, and the
+sum and its tanh would be written and read, too."""
 
 
 _AXES = ("embed", "hidden")
@@ -65,16 +67,32 @@ class MLP(nn.Module):
 
     def _hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
         """Return the activations of the i-th hidden layer, from 1 on, `(…, hidden[i - 1])`."""
-        act, width = ACTIVATIONS[self.activation], self.hidden[i - 1]
-        y = self._linear(x, i, width)
-        if self.activation not in GATED:
-            return act(y)
-        return act(self._product(x, f"W_gate_{i}", i, width)) * y
+        width = self.hidden[i - 1]
+        y, b = self._product(x, f"W_{i}", i, width), self._bias(x, i, width)
+        if self.activation in GATED:
+            return activate(self.activation, self._product(x, f"W_gate_{i}", i, width)) * _add(y, b)
+        return activate(self.activation, y, b)
 
     def _linear(self, x: jax.Array, i: int, width: int) -> jax.Array:
-        y = self._product(x, f"W_{i}", i, width)
-        return y + parameter(self, f"b_{i}", uniform_fan_in(x.shape[-1]), (width,), _AXES[i % 2]) if self.bias else y
+        return _add(self._product(x, f"W_{i}", i, width), self._bias(x, i, width))
+
+    def _bias(self, x: jax.Array, i: int, width: int) -> jax.Array | None:
+        return parameter(self, f"b_{i}", uniform_fan_in(x.shape[-1]), (width,), _AXES[i % 2]) if self.bias else None
 
     def _product(self, x: jax.Array, name: str, i: int, width: int) -> jax.Array:
         axes = f"{_AXES[(i - 1) % 2]} -> {_AXES[i % 2]}"
         return x @ parameter(self, name, uniform_fan_in(x.shape[-1]), (x.shape[-1], width), axes)
+
+
+def activate(activation: str, y: jax.Array, b: jax.Array | None = None) -> jax.Array:
+    """Return the activation of a product and its bias, in the shape of the product; see `RECOMPUTED`."""
+
+    def act(y: jax.Array, b: jax.Array | None) -> jax.Array:
+        return ACTIVATIONS[activation](_add(y, b))
+
+    return (jax.checkpoint(act) if activation in RECOMPUTED else act)(y, b)
+
+
+def _add(y: jax.Array, b: jax.Array | None) -> jax.Array:
+    """Return a product and its bias, if there is one."""
+    return y if b is None else y + b

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops import workarounds
 from jaxformer.ops.precision import widened
 
 
@@ -19,8 +20,7 @@ def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
     """Return γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
-    wide_x = widened(x)
-    return (divide_by_rms(wide_x - _mean(wide_x), eps) * gamma + beta).astype(x.dtype)
+    return (divide_by_rms(center(widened(x)), eps) * gamma + beta).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
@@ -29,31 +29,41 @@ def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     return (divide_by_rms(widened(x), eps / D) * D**-0.5).astype(x.dtype)
 
 
+@jax.custom_jvp
+def center(x: jax.Array) -> jax.Array:
+    """Return x less its mean along the last axis, `(…, D)`."""
+    return x - _mean(x)
+
+
+@center.defjvp
+def _center_jvp(primals: tuple, tangents: tuple) -> tuple:
+    (x,), (dx,) = primals, tangents
+    return x - workarounds.stored(_mean(x)), dx - _mean(dx)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
     """Return x / √(mean(x²) + ε) along the last axis, `(…, D)`; NaN for a row whose squares overflow.
 
     The derivative is computed from the result: from x, it needs the cube of the norm, which overflows from 1e13 on.
     """
-    return _divide(x, eps)[0]
+    return x * _inverse_rms(x, eps)
 
 
 @divide_by_rms.defjvp
 def _divide_by_rms_jvp(eps: float, primals: tuple, tangents: tuple) -> tuple:
     (x,), (dx,) = primals, tangents
-    y, scale = _divide(x, eps)
+    scale = workarounds.stored(_inverse_rms(x, eps))
+    y = x * scale
     return y, scale * (dx - y * _mean(y * dx))
 
 
-def _divide(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """Return the result of `divide_by_rms`, and the factor of x in it, `(…, 1)`."""
+def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """Return 1 / √(mean(x²) + ε), `(…, 1)`; NaN for a row whose squares overflow."""
     if is_one_row(x):
-        x = jnp.where(jnp.isinf(x * x), jnp.nan, x)
-        scale = jax.lax.rsqrt(_mean(x * x + eps))
-    else:
-        square = _mean(x * x)
-        scale = jnp.where(jnp.isinf(square), jnp.nan, jax.lax.rsqrt(square + eps))
-    return x * scale, scale
+        return jax.lax.rsqrt(_mean(jnp.where(jnp.isinf(x * x), jnp.nan, x * x + eps)))
+    square = _mean(x * x)
+    return jnp.where(jnp.isinf(square), jnp.nan, jax.lax.rsqrt(square + eps))
 
 
 def _mean(x: jax.Array) -> jax.Array:

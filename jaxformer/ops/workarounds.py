@@ -128,7 +128,8 @@ def stored(x: jax.Array) -> jax.Array:
 
     XLA's GPU compiler would compute updates of parameters a second time to sum their squares, and keep a copy of the
     optimizer's old state for that. Gain: with `in_order`, a step of GPT-2 of two blocks copies 1 array in place of 68.
-    Seen with jax 0.10.
+    It would compute mean and norm of rows again where they are differentiated, and store the rows in float32 for the
+    gradients of gain and shift. Gain: 4 % of the memory traffic of a step of gpt2_124m. Seen with jax 0.10.
     """
     return jax.lax.optimization_barrier(x)
 

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from math import erf, sqrt
 from typing import get_args
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation, uniform_fan_in
+from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation, activate, uniform_fan_in
 from tests.arrays import apply, assert_close, first_params, normal, random_params
 
 T, D, OUT = 5, 7, 3
@@ -74,11 +75,13 @@ def test_initializer_is_centred_and_keeps_the_dtype() -> None:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
-def test_gelu_saves_its_input_alone_for_the_backward_pass(activation: str) -> None:
-    """And not the tanh that it computes of it, which is as large."""
-    x = normal(T, D)
-    _, pullback = jax.vjp(ACTIVATIONS[activation], x)
-    saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == x.shape]
+def test_gelu_saves_its_product_alone_for_the_backward_pass(activation: str) -> None:
+    """And not the sum with the bias and its tanh, which are as large."""
+    y, b = normal(T, D), normal(D, seed=1)
+    _, pullback = jax.vjp(partial(activate, activation), y, b)
+    saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == y.shape]
     assert len(saved) == 1
-    np.testing.assert_array_equal(saved[0], x)
-    assert_close(pullback(jnp.ones_like(x))[0], jax.grad(lambda x: jax.nn.gelu(x).sum())(x))
+    np.testing.assert_array_equal(saved[0], y)
+    gradients = jax.grad(lambda y, b: jax.nn.gelu(y + b).sum(), argnums=(0, 1))(y, b)
+    for actual, expected in zip(pullback(jnp.ones_like(y)), gradients, strict=True):
+        assert_close(actual, expected)

@@ -80,6 +80,22 @@ def test_values_and_gradients_from_tiny_to_huge_are_those_of_float64(name: str, 
     np.testing.assert_allclose(jnp.sum(pull(onto)[0] * direction), jnp.sum(onto * dy), rtol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NORMS)
+def test_second_derivatives_are_those_of_the_textbook_formula(name: str) -> None:
+    """Statistics are stored for the backward pass, which is differentiated here."""
+    x = normal(2, D)
+    textbook = {
+        "rms": lambda x: GAMMA * x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 0.1),
+        "layer": lambda x: BETA + GAMMA * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 0.1),
+        "l2": lambda x: x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True) + 0.1),
+    }
+    hessians = [
+        jax.hessian(lambda x, f=f: (f(x) ** 3).sum())(x) for f in (lambda x: NORMS[name](x, 0.1), textbook[name])
+    ]
+    assert_close(*hessians)
+
+
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e15])
 def test_a_row_alone_is_as_among_others(name: str, size: float) -> None:
