@@ -46,6 +46,7 @@ kernels = [
     for i in body if i.opcode not in FREE
 ]
 print(json.dumps({
+    "traffic": program.memory_traffic(),
     "kernels": len(kernels),
     "copies": kernels.count("copy"),
     "attention": setup.attention_line,
@@ -56,8 +57,12 @@ print(json.dumps({
 }))
 """
 
-KERNELS = 1100
-"""Of gpt2_124m, for 148 parameters; jax 0.10 makes 1,063, and 1,584 where each parameter's norms are taken apart."""
+KERNELS = 1150
+"""Of gpt2_124m, for 148 parameters; jax 0.10 makes 1,097, and some 500 more where each parameter's norms are
+taken apart."""
+TRAFFIC = 110e9
+"""Bytes of a step of gpt2_124m, of 32,768 tokens; jax 0.10 moves 107.1 GB, and 114.0 GB where the statistics of norms are not
+stored, and the sum with the bias is, for the backward pass."""
 
 
 def compile_step(mesh: str, remat: str, topology: str = "h100:8", spec: str = "") -> Any:
@@ -90,8 +95,9 @@ def test_tensor_parallelism_sends_what_its_paper_says():
     assert sum(n_bytes for _, n_bytes in result["sent"].values()) == pytest.approx(sent, rel=0.25)
 
 
-def test_gpt2_attends_by_cudnn_in_every_block_and_takes_its_norms_in_few_kernels():
+def test_gpt2_attends_by_cudnn_in_every_block_with_few_kernels_and_little_memory_traffic():
     result = compile_step("", "none", "h100:1", f"{ROOT}/configs/gpt.py:gpt2_124m")
     assert (result["forward"], result["backward"]) == (12, 12)
     assert result["sent"] == {}
     assert result["kernels"] < KERNELS and result["copies"] < 10
+    assert result["traffic"] < TRAFFIC
