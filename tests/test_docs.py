@@ -106,7 +106,9 @@ def test_links_lead_to_files_and_headings(page):
         file = ROOT / page.parent / link
         assert file.exists(), link
         headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else [""]
-        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}  # as MkDocs and GitHub
+        slugs = {
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+        }  # as MkDocs and GitHub
         assert anchor in slugs, anchor
 
 

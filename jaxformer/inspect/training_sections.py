@@ -98,7 +98,10 @@ def _learning_rate(rows: Sequence[Row]) -> Iterator[Section]:
 
 def _experts(rows: Sequence[Row]) -> Iterator[Section]:
     if rows := _with(rows, "router"):
-        layers = [{layer_label(layer.removesuffix(".mlp")): load["share"] for layer, load in row["router"].items()} for row in rows]
+        layers = [
+            {layer_label(layer.removesuffix(".mlp")): load["share"] for layer, load in row["router"].items()}
+            for row in rows
+        ]
         axis = Axis("share", from_zero=True, percent=True)
         about = "Share of the router's choices per expert of each layer."
         yield Lines("Tokens per expert", _lines_by_layer(rows, layers, "expert"), STEP, axis, about=about)
