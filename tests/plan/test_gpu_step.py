@@ -58,10 +58,11 @@ print(json.dumps({
 """
 
 KERNELS = 1150
-"""Of gpt2_124m, for 148 parameters; jax 0.10 makes 1,097, and 500 more where each parameter's norms are taken apart."""
+"""Of gpt2_124m, for 148 parameters; jax 0.10 makes 1,097, and some 500 more where each parameter's norms are
+taken apart."""
 TRAFFIC = 110e9
-"""Bytes of a step of gpt2_124m, of 32,768 tokens. jax 0.10 moves 107.1 GB, and 114.0 GB where the backward pass does not
-find statistics of norms stored, and finds the sum with the bias."""
+"""Bytes of a step of gpt2_124m, of 32,768 tokens; jax 0.10 moves 107.1 GB, and 114.0 GB where the statistics of norms
+are not stored, and the sum with the bias is, for the backward pass."""
 
 
 def compile_step(mesh: str, remat: str, topology: str = "h100:8", spec: str = "") -> Any:
