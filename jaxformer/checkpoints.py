@@ -255,6 +255,13 @@ def _primary_host() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(primary_host=None if is_split() else 0)
 
 
+def _from_one_device(tree: Any) -> Any:
+    """Return the tree with one copy of each array that all devices of this process hold whole. Orbax would have each
+    device write a slice of it, and compile a program per slice (google/orbax#2934)."""
+    is_copied = lambda x: isinstance(x, jax.Array) and x.is_fully_replicated and x.is_fully_addressable  # noqa: E731
+    return jax.tree.map(lambda x: x.addressable_data(0) if is_copied(x) else x, tree)
+
+
 def _arrays_handler() -> ocp.StandardCheckpointHandler:
     """Return the reader and writer of arrays: one file per shard where each process has a folder of its own."""
     return ocp.StandardCheckpointHandler(multiprocessing_options=_primary_host(), use_ocdbt=not is_split())
@@ -382,9 +389,9 @@ class CheckpointManager(CheckpointReader):
         try:
             if not self._path.is_dir():  # Orbax would create it
                 raise FileNotFoundError
-            items: dict[str, Any] = {"params": ocp.args.StandardSave(params)}
+            items: dict[str, Any] = {"params": ocp.args.StandardSave(_from_one_device(params))}
             if opt_state is not None:
-                items["opt_state"] = ocp.args.StandardSave(opt_state)
+                items["opt_state"] = ocp.args.StandardSave(_from_one_device(opt_state))
             self._manager.save(
                 step,
                 args=ocp.args.Composite(**items, position=ocp.args.JsonSave(dict(position))),

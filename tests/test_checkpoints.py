@@ -99,6 +99,20 @@ def folder(saved, tmp_path):
     return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
+def test_saving_copies_of_all_devices_compiles_nothing(tmp_path):
+    params = jax.device_put(state(3), NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec()))
+    compiled = []
+    listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        with CheckpointManager(tmp_path) as checkpoints:
+            checkpoints.save(3, params, params, {"step": 3}, None)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert not compiled
+    assert_step(tmp_path, 3)
+
+
 def test_restore_has_requested_shardings(folder):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
