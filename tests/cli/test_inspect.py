@@ -106,6 +106,11 @@ def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pyt
     )
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run(tmp_path_factory.mktemp("inspect") / "small", [WORDS])
+
+
 def untrained(folder: Path, model: ModelConfig, scale: float = 1.0) -> Path:
     """Create a run of an untrained small model, whose data does not exist."""
     tokenizer = Tokenizer.train([WORDS], 280)
@@ -172,26 +177,25 @@ def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.Capt
     assert inspect.main([str(path)]) == 0 and "<h1>other: inspection</h1>" in (path / "inspect.html").read_text()
 
 
-def test_out_that_is_not_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
-    path = small_run(tmp_path / "small", [WORDS])
+def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     os.mkfifo(tmp_path / "fifo")
-    assert inspect.main([str(path), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
+    assert inspect.main([str(small), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
     assert "it must be a file in a folder that exists." in capsys.readouterr().err
     assert (tmp_path / "fifo").is_fifo()
 
 
 def test_full_disk_is_a_user_error_and_leaves_the_old_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
-    path = small_run(tmp_path / "small", [WORDS])
+    path = shutil.copytree(run, tmp_path / "full")
     (path / "inspect.html").write_text("old")
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert inspect.main([str(path), "--prompt", "ab"]) == 2
+    assert inspect.main([str(path), "--prompt", EVIL]) == 2
     error = capsys.readouterr().err
     assert error == f"error: {path}/inspect.html: No space left on device; free some space.\n"
     assert (path / "inspect.html").read_text() == "old" and not list(path.glob("*.new"))
@@ -211,20 +215,18 @@ def test_full_disk_is_a_user_error_and_leaves_the_old_page(
     ],
 )
 def test_wrong_input_is_a_user_error(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    options: list[str], message: str, small: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
-    path = small_run(tmp_path / "small", [WORDS])
-    assert inspect.main([str(path), *options]) == 2
+    assert inspect.main([str(small), *options]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
-    assert not (path / "inspect.html").exists()
+    assert not (small / "inspect.html").exists()
 
 
-def test_prompt_with_too_many_attention_weights_is_refused(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_prompt_with_too_many_attention_weights_is_refused(small: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
     monkeypatch.setattr(model_page, "MAX_ATTENTION_WEIGHTS", 50)
-    path = small_run(tmp_path / "small", [WORDS])
-    assert inspect.main([str(path), "--prompt", "0123456789"]) == 2
+    assert inspect.main([str(small), "--prompt", "0123456789"]) == 2
     assert "--prompt has 10 tokens, and so the model 200 attention weights" in (error := capsys.readouterr().err)
     assert error.endswith("a page holds at most 50: shorten it to about 5 tokens.\n")
