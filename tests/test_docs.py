@@ -34,7 +34,7 @@ from jaxformer.cli.options import option_groups
 from jaxformer.config_files import load_module
 from jaxformer.interop.export import export_run
 from jaxformer.runs import create_run, load_run
-from tests.arrays import first_params
+from tests.arrays import random_params
 from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 
 PAGES = {
@@ -53,12 +53,13 @@ LINES = "".join(text for kind, text in BLOCKS if kind == "bash").replace("\\\n",
 COMMANDS = list(dict.fromkeys(line for line in LINES if line))
 INLINE = sorted({code for page in PAGES.values() for code in re.findall(r"`([^`\n]+)`", page)})
 MAX_README_WORDS = 900
+ON_ALL_DEVICES = ("--train.batch-size", f"{jax.device_count()}")
 NOT_OF_AN_MLP = {"--model.n-blocks", "--model.n-heads"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def create_untrained_run(folder: Path, spec: str, model: dict, data: dict) -> None:
-    """Save the initial parameters of a small model in a run of their own."""
+    """Save random parameters of a small model in a run of their own."""
     config = load_config(f"{ROOT}/configs/{spec}")
     config = replace(config, model=replace(config.model, d_model=8, **model), data=replace(config.data, **data))
     run_folder = create_run(
@@ -66,7 +67,7 @@ def create_untrained_run(folder: Path, spec: str, model: dict, data: dict) -> No
         allow_suffix=False,
     )  # fmt: skip
     with CheckpointManager(run_folder) as checkpoints:
-        params = first_params(config.model.build(), *config.model.example())
+        params = random_params(config.model.build(), *config.model.example())
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)
 
 
@@ -79,8 +80,9 @@ def here(tmp_path_factory):
     create_untrained_run(folder, "mlm.py", {"vocab_size": 281, "n_blocks": 1}, {"path": str(folder / "books")})
     small = {"vocab_size": 280, "context_length": 16, "n_blocks": 1, "n_heads": 2, "d_ff": (32,)}
     create_untrained_run(folder, "quick.py:llama", small, {"path": str(folder / "books"), "val_path": None})
-    result = run("train.py", *tiny(folder / "books", steps=2), cwd=folder)  # the newest run is the default of --run
-    assert result.returncode == 0, result.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train.main(tiny(folder / "books", 2, *ON_ALL_DEVICES)) == 0  # the newest run is the default of --run
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
     example, template = (
         re.search(rf"^```{kind}\n(.*?)^```", PAGES[Path("docs/finetuning.md")], re.M | re.S)[1]
@@ -235,12 +237,12 @@ def test_commands_run(here, monkeypatch, capsys, command):
             if "--data.template" in words:  # conversations
                 del small[2:4]
             options = changed(words[2:], *small[2:]) if "--config" in words else tiny(here / "books", 2, *words[2:])
-            options = changed(options, "--steps", "2")
+            options = changed(options, "--steps", "2", "--train.report-every", "0")  # `here` has samples and plots
             if "--mesh" in words:
                 result = run("train.py", *options, cwd=here)
                 assert result.returncode == 0, result.stderr
             else:
-                assert train.main(changed(options, "--train.batch-size", f"{jax.device_count()}")) == 0
+                assert train.main(changed(options, *ON_ALL_DEVICES)) == 0
         else:
             assert words[:2] == ["python", "train.py"]
             result = run(words[1], *words[2:], cwd=here)
