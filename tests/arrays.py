@@ -22,14 +22,19 @@ def rung(name: str) -> Any:
     return load_config(f"{LADDER}:{name}").model
 
 
+def as_array(values: Any, dtype: Any = np.float32) -> jax.Array:
+    """Return a JAX array; `jnp.asarray` would compile a conversion per shape."""
+    return jax.device_put(np.asarray(values, dtype))
+
+
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     """float32 from N(0, 1)."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return as_array(np.random.default_rng(seed).normal(size=shape))
 
 
 def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> jax.Array:
     """int32, uniform."""
-    return jnp.asarray(np.random.default_rng(seed).integers(vocab_size, size=shape), jnp.int32)
+    return as_array(np.random.default_rng(seed).integers(vocab_size, size=shape), np.int32)
 
 
 def first_params(module: nn.Module, *args: Any) -> Params:
@@ -46,9 +51,9 @@ def random_params(module: nn.Module, *args: Any, seed: int = 0) -> Params:
     def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
         name, values = path[-1].key, draw.normal(size=shape.shape)
         if name.startswith("gamma"):
-            return jnp.asarray(1 + 0.3 * values, jnp.float32)
+            return as_array(1 + 0.3 * values)
         fan_in = prod(shape.shape[: 2 if name == "W_O" else 1])  # 1 for a single number
-        return jnp.asarray(values / (1 if name in ("W_E", "W_pos") else sqrt(fan_in)), jnp.float32)
+        return as_array(values / (1 if name in ("W_E", "W_pos") else sqrt(fan_in)))
 
     return jax.tree_util.tree_map_with_path(leaf, shapes)
 

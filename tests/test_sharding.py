@@ -230,8 +230,10 @@ def test_clip_parameters_are_sharded_as_listed():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_matrix_of_every_config_is_split_over_both_axes(name):
-    """A device holds a fourth of it, and hardly more of all parameters."""
+    """A device holds a fourth of it, and hardly more of all parameters. Two blocks stand for all."""
     config, mesh = CONFIGS[name].model, make_mesh(CUBE)
+    if getattr(config, "n_blocks", 0) > 2:
+        config = replace(config, n_blocks=2)
     params, axes = flatten_dict(abstract_params(config.build(), config), sep="."), parameter_axes(config.build())
     n_on_device = 0
     for path, leaf in params.items():

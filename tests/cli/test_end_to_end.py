@@ -15,7 +15,7 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.checkpoints import CheckpointReader
-from jaxformer.cli import sample
+from jaxformer.cli import sample, train
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
@@ -235,7 +235,10 @@ def test_a_removed_run_folder_is_one_sentence(here):
 def test_a_run_is_locked_and_a_second_interruption_stops_at_once(here):
     process = start("train.py", *tiny(here / "books", steps=5000), "--run", "busy", cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "busy") > 3)
+    process.send_signal(signal.SIGSTOP)  # to leave the processor to the second
     second = run("train.py", "--resume", "--run", "busy", cwd=here)
+    process.send_signal(signal.SIGCONT)
+    wait_for(lambda: process.poll() is not None or CheckpointReader(here / "busy").steps())
     assert second.returncode == 2
     assert second.stderr.startswith(f"error: process {process.pid} is training in busy; wait")
     load_run(here / "busy")  # reading disturbs nobody
@@ -281,20 +284,20 @@ def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here, fini
     assert_same_run(here / "hung-up", here / "runs/quick")
 
 
-def test_resuming_with_another_config_or_data_is_refused(here, finished):
+def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+
     def content() -> dict:
         return {p: p.read_bytes() for p in (here / "runs/quick").rglob("*") if p.is_file()}
 
-    def refused(*options: str) -> str:
-        result = run("train.py", "--resume", "--run", "runs/quick", *options, cwd=here)
-        assert result.returncode == 2
-        return result.stderr
-
     before = content()
-    assert "model.n_blocks 1, not 3" in refused("--model.n-blocks", "3")
+    assert train.main(["--resume", "--run", "runs/quick", "--model.n-blocks", "3"]) == 2
+    assert "model.n_blocks 1, not 3" in capsys.readouterr().err
     write_books(here / "others", words=800)
-    assert "not what this run was trained on" in refused("--data.path", "others")
-    assert "has taken 20 steps already" in refused("--steps", "5")
+    for options, said in ((["--data.path", "others"], "not what this run was trained on"),
+                          (["--steps", "5"], "has taken 20 steps already")):  # fmt: skip
+        result = run("train.py", "--resume", "--run", "runs/quick", *options, cwd=here)
+        assert result.returncode == 2 and said in result.stderr
     assert content() == before
 
 

@@ -112,14 +112,15 @@ def test_prompt_lookup_proposes_the_continuation_of_the_longest_match():
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [exhaustive("look-up"), "small"])
 def test_samples_are_distributed_as_those_of_generate(draft):
-    """The joint distribution of three tokens, from many seeds, against the probabilities that the model gives."""
+    """The joint distribution of three tokens, from many seeds, against the draws of `generate`."""
     sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
     n_draws, n = 1500, 3
-    run = partial(
-        speculate, MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, max_new_tokens=n, context_length=CONTEXT,
-        n_proposed=2,
+    speculation = speculate(
+        MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, range(n_draws), n_samples=n_draws, max_new_tokens=n,
+        context_length=CONTEXT, n_proposed=2,
     )  # fmt: skip
-    drawn = [tuple(tokens_of(run(seeds=[seed])).tolist()) for seed in range(n_draws)]
+    rows = np.concatenate([piece.tokens_BN for piece in speculation], axis=1)
+    drawn = [tuple(row[row != EMPTY].tolist()) for row in rows]
     plain = [tuple(row) for row in all_draws(sampling, n, n_draws)]
     texts = sorted({*drawn, *plain})
     counts = np.array([[draws.count(text) for text in texts] for draws in (drawn, plain)])

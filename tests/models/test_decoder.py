@@ -136,7 +136,7 @@ def test_no_output_depends_on_a_later_input(case: Small) -> None:
         return (weights_TV * logits_TV).sum(-1)
 
     gradient_TSD = jax.jit(jax.jacrev(mixed_logits))(jnp.zeros((T, case.config.d_model)))
-    felt_TS = np.asarray((gradient_TSD != 0).any(-1))
+    felt_TS = (np.asarray(gradient_TSD) != 0).any(-1)
     assert not felt_TS[np.triu_indices(T, 1)].any()
     assert felt_TS.any(axis=1).all()
     if case.config.residual:
@@ -149,31 +149,31 @@ def test_no_output_depends_on_a_later_input(case: Small) -> None:
 @pytest.mark.slow
 def test_prefill_and_decode_at_every_split_equal_the_full_forward(case: Small) -> None:
     full_TV = case.forward(TOKENS_T)
-    lengths_B = jnp.arange(1, T + 1)  # one row a split: a ragged batch
-    tokens_BT = jnp.stack([TOKENS_T] * T)
+    lengths_B = np.arange(1, T + 1)  # one row a split: a ragged batch
+    tokens_BT = np.stack([TOKENS_T] * T)
     prefilled_BTV, cache = case.prefill(tokens_BT, lengths_B)
     decoded_BTV = case.decode(tokens_BT, lengths_B, cache)
-    for n, prefilled_TV, decoded_TV in zip(range(1, T + 1), prefilled_BTV, decoded_BTV, strict=True):
-        assert_close(jnp.concatenate([prefilled_TV[:n], decoded_TV[: T - n]]), full_TV)
+    for n, prefilled_TV, decoded_TV in zip(lengths_B, *map(np.asarray, (prefilled_BTV, decoded_BTV)), strict=True):
+        assert_close(np.concatenate([prefilled_TV[:n], decoded_TV[: T - n]]), full_TV)
 
 
 @pytest.mark.slow
 def test_the_content_of_padding_changes_no_bit(case: Small) -> None:
-    lengths_B = jnp.array([1, 3, 6])
-    tokens_BT = jnp.stack([TOKENS_T] * 3)
-    other_BT = jnp.where(jnp.arange(T) < lengths_B[:, None], tokens_BT, random_tokens(V, 3, T, seed=9))
+    lengths_B = np.minimum(np.arange(1, T + 1), T - 1)  # as many rows as for the splits, whose programs these are
+    tokens_BT = np.stack([TOKENS_T] * T)
+    other_BT = np.where(np.arange(T) < lengths_B[:, None], tokens_BT, random_tokens(V, T, T, seed=9))
     assert (tokens_BT != other_BT).any(axis=1).all()
     prefilled, other = case.prefill(tokens_BT, lengths_B), case.prefill(other_BT, lengths_B)
     for i, n in enumerate(lengths_B.tolist()):
-        np.testing.assert_array_equal(prefilled[0][i, :n], other[0][i, :n])
+        np.testing.assert_array_equal(np.asarray(prefilled[0])[i, :n], np.asarray(other[0])[i, :n])
     decoded, other_decoded = (case.decode(tokens_BT, lengths_B, cache) for _, cache in (prefilled, other))
-    np.testing.assert_array_equal(decoded[:, :1], other_decoded[:, :1])
+    np.testing.assert_array_equal(np.asarray(decoded)[:, :1], np.asarray(other_decoded)[:, :1])
 
 
 def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
     tokens_BT = random_tokens(V, 5, T, seed=1)
     together = jax.jit(jax.vmap(case.forward))(tokens_BT)
-    assert_close(together, jnp.stack([case.forward(tokens_T) for tokens_T in tokens_BT]))
+    assert_close(together, np.stack([case.forward(tokens_T) for tokens_T in np.asarray(tokens_BT)]))
 
 
 @pytest.mark.slow
@@ -394,7 +394,7 @@ def test_groups_of_blocks_are_consecutive_and_alike() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"scan": True}, exhaustive({"scan": True, "remat": "block"})], ids=str)
 def test_scanned_groups_equal_the_loop_and_so_do_their_gradients(fields: dict) -> None:
-    config = replace(CONFIGS["local and global"], n_blocks=5, global_blocks=(2,), dropout=0.2)
+    config = replace(CONFIGS["local and global"], n_blocks=3, global_blocks=(0,), dropout=0.2)
     params = build(config)[1]
 
     def loss(params: Params, execution: Execution) -> jax.Array:

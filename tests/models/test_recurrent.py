@@ -26,7 +26,7 @@ from tests.helpers import exhaustive, slow
 
 V, S, T = 11, 6, 5
 SOURCE_S, TARGET_T = random_tokens(V, S), random_tokens(V, T, seed=1)
-VALID_S = jnp.arange(S) < 4
+VALID_S = np.arange(S) < 4
 BAHDANAU = RecurrentConfig(V, 32, d_embedding=I, d_model=D, attention="additive", d_attention=A)
 CONFIGS = {
     "bahdanau": BAHDANAU,
@@ -118,16 +118,18 @@ def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
 @pytest.mark.slow
 def test_an_output_depends_on_all_earlier_tokens_and_no_later_one(case: Small) -> None:
     logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
-    variants = jnp.stack([TARGET_T.at[i].add(1) % V for i in range(T)])
-    others_TTV = jax.vmap(lambda target_T: case.forward(SOURCE_S, VALID_S, target_T))(variants)
-    same = jax.vmap(lambda target_T: case.forward(SOURCE_S, VALID_S, target_T))(jnp.stack([TARGET_T] * T))
-    felt_TT = np.asarray((others_TTV != same).any(-1))  # [i, t]: does output t change with token i?
+    same = np.stack([TARGET_T] * T)
+    variants = (same + np.eye(T, dtype=np.int32)) % V
+    forward = jax.jit(jax.vmap(lambda target_T: case.forward(SOURCE_S, VALID_S, target_T)))
+    others_TTV, same_TTV = (np.asarray(forward(targets_TT)) for targets_TT in (variants, same))
+    felt_TT = (others_TTV != same_TTV).any(-1)  # [i, t]: does output t change with token i?
     np.testing.assert_array_equal(felt_TT, np.triu(np.ones((T, T), bool)))
-    assert_close(same[0], logits_TV)
+    assert_close(same_TTV[0], logits_TV)
 
 
 def test_padding_changes_no_bit(case: Small) -> None:
-    other_S = jnp.where(VALID_S, SOURCE_S, (SOURCE_S + 3) % V)
+    source_S = np.asarray(SOURCE_S)
+    other_S = np.where(VALID_S, source_S, (source_S + 3) % V)
     assert (other_S != SOURCE_S).any()
     logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
     np.testing.assert_array_equal(logits_TV, case.forward(other_S, VALID_S, TARGET_T))
@@ -136,17 +138,17 @@ def test_padding_changes_no_bit(case: Small) -> None:
 
 
 def test_every_valid_token_of_the_source_is_felt(case: Small) -> None:
-    logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
+    logits_TV = np.asarray(case.forward(SOURCE_S, VALID_S, TARGET_T))
     for i in np.flatnonzero(VALID_S):
-        other = case.forward(SOURCE_S.at[i].set((SOURCE_S[i] + 1) % V), VALID_S, TARGET_T)
-        assert jnp.abs(other - logits_TV).max() > 1e-4
+        other_S = (np.asarray(SOURCE_S) + (np.arange(S) == i)) % V
+        assert np.abs(case.forward(other_S.astype(np.int32), VALID_S, TARGET_T) - logits_TV).max() > 1e-4
 
 
 def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
-    source_BS, target_BT = random_tokens(V, 3, S, seed=4), random_tokens(V, 3, T, seed=5)
-    valid_BS = jnp.arange(S) < jnp.array([[6], [1], [3]])
+    source_BS, target_BT = map(np.asarray, (random_tokens(V, 3, S, seed=4), random_tokens(V, 3, T, seed=5)))
+    valid_BS = np.arange(S) < np.array([[6], [1], [3]])
     together = jax.jit(jax.vmap(case.forward))(source_BS, valid_BS, target_BT)
-    assert_close(together, jnp.stack([case.forward(*row) for row in zip(source_BS, valid_BS, target_BT, strict=True)]))
+    assert_close(together, np.stack([case.forward(*row) for row in zip(source_BS, valid_BS, target_BT, strict=True)]))
 
 
 @pytest.mark.slow
@@ -154,14 +156,14 @@ def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
     full_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
     for n in (1, 3):
         # Padding on the left of the prefix, as prompts of a batch have it.
-        padded, place = jnp.pad(TARGET_T[:n], (3 - n, 0), constant_values=7), jnp.arange(3)
+        padded, place = np.pad(TARGET_T[:n], (3 - n, 0), constant_values=7), np.arange(3)
         cache = case.start(SOURCE_S, VALID_S)
-        logits_TV, cache = case.extend(padded, jnp.where(place < 3 - n, EMPTY, place - 3 + n), cache)
-        rows = list(logits_TV[3 - n :])
+        logits_TV, cache = case.extend(padded, np.where(place < 3 - n, EMPTY, place - 3 + n), cache)
+        rows = list(np.asarray(logits_TV)[3 - n :])
         for t in range(n, T):
-            logits_TV, cache = case.extend(TARGET_T[t][None], jnp.array([t]), cache)
-            rows.append(logits_TV[0])
-        assert_close(jnp.stack(rows), full_TV)
+            logits_1V, cache = case.extend(np.asarray(TARGET_T)[[t]], np.array([t]), cache)
+            rows.append(np.asarray(logits_1V)[0])
+        assert_close(np.stack(rows), full_TV)
 
 
 @pytest.mark.slow
@@ -173,9 +175,9 @@ def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
         logits_TV = case.model.apply({"params": params}, SOURCE_S, VALID_S, TARGET_T)
         return negative_log_likelihood(logits_TV, jnp.roll(TARGET_T, -1)).mean()
 
-    gradient = jax.jit(jax.grad(loss))(case.params)
+    gradient = jax.device_get(jax.jit(jax.grad(loss))(case.params))
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
-        assert jnp.isfinite(leaf).all() and (leaf != 0).any(), path
+        assert np.isfinite(leaf).all() and leaf.any(), path
 
 
 @pytest.mark.slow
@@ -183,7 +185,7 @@ def test_a_source_of_padding_alone_gives_finite_numbers_and_gradients() -> None:
     case, nothing_S = drawn(BAHDANAU), jnp.zeros(S, bool)
     function = lambda params: case.model.apply({"params": params}, SOURCE_S, nothing_S, TARGET_T).sum()  # noqa: E731
     value, gradient = jax.jit(jax.value_and_grad(function))(case.params)
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((value, gradient)))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((value, gradient)))
 
 
 @pytest.mark.slow
@@ -204,10 +206,11 @@ def test_beam_search_takes_the_model_as_it_is(n_beams: int) -> None:
         one = jax.tree.map(lambda x: x[None], cache)
         return search(advance, one, logits_1V, 0.0, n_beams=n_beams, max_new_tokens=new, stop_tokens=())
 
-    found = jax.jit(search_from)(SOURCE_S)
+    found = jax.device_get(jax.jit(search_from)(SOURCE_S))
+    nll = jax.jit(negative_log_likelihood)
     for tokens_T, score in zip(found.tokens_PNT[0], found.scores_PN[0], strict=True):
-        logits_TV = case.forward(SOURCE_S, VALID_S, jnp.concatenate([first, tokens_T[:-1]]))
-        assert_close(score, -negative_log_likelihood(logits_TV, tokens_T).sum())
+        logits_TV = case.forward(SOURCE_S, VALID_S, np.concatenate([first, tokens_T[:-1]]))
+        assert_close(score, -np.sum(nll(logits_TV, tokens_T)))
         if n_beams == 1:
             np.testing.assert_array_equal(tokens_T, logits_TV.argmax(-1))
 
@@ -220,7 +223,7 @@ def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
     got = small.forward(SOURCE_S, VALID_S, TARGET_T)
     wanted = case.forward(SOURCE_S, VALID_S, TARGET_T)
     assert_close(got, wanted, 0.05)  # a weight is off by at most 1/254 of its column's largest
-    assert jnp.abs(got - wanted).max() > 0
+    assert np.any(np.asarray(got) != np.asarray(wanted))
 
 
 @pytest.mark.slow
@@ -249,10 +252,10 @@ def test_dropout_acts_only_with_a_key() -> None:
 @pytest.mark.slow
 def test_a_bfloat16_cache_stores_the_source_in_bfloat16() -> None:
     case = drawn(BAHDANAU)
-    start = partial(case.model.apply, {"params": case.params}, method="start")
+    start = jax.jit(partial(case.model.apply, {"params": case.params}, method="start"), static_argnums=(2, 3))
     cache = start(SOURCE_S, VALID_S, 16, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(cache.memory)} == {jnp.dtype("bfloat16"), jnp.dtype("bool")}
-    logits_TV, longer = case.extend(TARGET_T, jnp.arange(T), cache)
+    logits_TV, longer = case.extend(TARGET_T, np.arange(T), cache)
     assert_close(logits_TV, case.forward(SOURCE_S, VALID_S, TARGET_T), 2**-6)  # bfloat16 rounds to 2⁻⁹
     assert jax.tree.map(lambda x: x.dtype, longer) == jax.tree.map(lambda x: x.dtype, cache)
     with pytest.raises(UserError, match="int8; use float32 or bfloat16"):
@@ -290,20 +293,26 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
 def test_linear_attention_is_one_average_of_the_source_for_all_states() -> None:
     """The state's part of the score is the same for all source positions, and the softmax does not see it."""
 
-    def weights_and_slope(attention: str) -> tuple[jax.Array, jax.Array]:
+    def weights_and_slope(attention: str) -> tuple[np.ndarray, np.ndarray]:
         small = drawn(replace(BAHDANAU, attention=attention))
         weights = lambda params: capture(  # noqa: E731
             small.model, params, SOURCE_S, VALID_S, TARGET_T, names=("reader.weights",)
         )["reader.weights"]
-        loss = lambda params: jnp.sum(weights(params) * normal(T, S))  # noqa: E731
-        return weights(small.params), jax.grad(loss)(small.params)["reader"]["W_a"]
+        draw_TS = normal(T, S)
+
+        @jax.jit
+        def both(params: Params) -> tuple[jax.Array, Params]:
+            return weights(params), jax.grad(lambda params: jnp.sum(weights(params) * draw_TS))(params)
+
+        weights_TS, slope = jax.device_get(both(small.params))
+        return weights_TS, slope["reader"]["W_a"]
 
     weights_TS, slope_DA = weights_and_slope("linear")
-    assert_close(weights_TS, jnp.broadcast_to(weights_TS[0], (T, S)))
-    assert jnp.ptp(weights_TS[0, :4]) > 0.05  # it is no uniform average
-    assert jnp.abs(slope_DA).max() < 1e-6
+    assert_close(weights_TS, np.broadcast_to(weights_TS[0], (T, S)))
+    assert np.ptp(weights_TS[0, :4]) > 0.05  # it is no uniform average
+    assert np.abs(slope_DA).max() < 1e-6
     weights_TS, slope_DA = weights_and_slope("additive")
-    assert jnp.ptp(weights_TS, axis=0).max() > 0.01 and jnp.abs(slope_DA).max() > 1e-3
+    assert np.ptp(weights_TS, axis=0).max() > 0.01 and np.abs(slope_DA).max() > 1e-3
 
 
 def test_a_plain_recurrent_language_model_is_elmans_network() -> None:
