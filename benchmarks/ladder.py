@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks import record
 from jaxformer.config_files import load_module
@@ -136,6 +137,25 @@ def outcome(row: Row, run: Path, sources: str) -> dict[str, Any]:
     return nonfinite_to_none(asdict(rung_result(run, sources))) | {"options": row.options, "change": row.change}
 
 
+def count_tokens(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the held-out loss of tables of counts from the training text of a run, as outcomes of a study: of tokens,
+    and of the tokens after each token, to which one count is added, spread as the tokens are."""
+    opened = load_run(run)
+    data: Any = load_data(run, opened.config)  # text windows, as of all rungs
+    V, corpus = opened.text_model()[0].vocab_size, data.corpus
+    train_N, val_M = np.asarray(corpus.train.tokens, np.int64), np.asarray(corpus.val.tokens, np.int64)
+    unigram_V = (np.bincount(train_N, minlength=V) + 1) / (len(train_N) + V)
+    pairs_VV = np.bincount(train_N[:-1] * V + train_N[1:], minlength=V * V).reshape(V, V)
+    bigram_VV = (pairs_VV + unigram_V) / (pairs_VV.sum(axis=1, keepdims=True) + 1)
+    chances = {"tokens": unigram_V[val_M[1:]], "pairs": bigram_VV[val_M[:-1], val_M[1:]]}
+    changes = {"tokens": "tokens", "pairs": "tokens after each token"}
+    losses = {name: float(-np.log(p_M).mean()) for name, p_M in chances.items()}
+    return {
+        name: {"0": {"loss": loss, "perplexity": float(np.exp(loss)), "ended_early": "", "change": changes[name]}}
+        for name, loss in losses.items()
+    }
+
+
 def position_losses(run: Path) -> list[float]:
     """Return the held-out loss in nats at each position of a window."""
     opened, mesh = load_run(run), make_mesh("", jax.devices()[:1])
@@ -169,6 +189,8 @@ def main() -> int:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == own.seeds[0]:
                 stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]
+            if "counts" not in figures:
+                figures["counts"] = {"rows": count_tokens(run)}
             record.write(FILE, figures, record.versions("jax", "jaxlib", "flax"), own.results)
     return 0
 

@@ -32,6 +32,7 @@ TABLES = {
     "rungs": ("ladder", COLUMNS),
     "outcomes": ("ladder", ALL_COLUMNS),
     "mixing": ("before_attention", {"rung": "rung", "change": "an MLP on"} | CHANGE_COLUMNS),
+    "counts": ("counts", {"change": "counted in the training text"} | {n: COLUMNS[n] for n in ("loss", "perplexity")}),
     "recurrent": ("recurrent", {"rung": "model"} | CHANGE_COLUMNS | {"minutes": "minutes"}),
     "alternatives": ("alternatives", {"change": "`rmsnorm` with"} | CHANGE_COLUMNS),
 }
