@@ -32,7 +32,7 @@ function format(value, digits = 4) {
   }
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 9 });
 }
-const percent = (share) => (share === null ? "-" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
+const percent = (share) => (share === null ? "-" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}\u00a0%`);
 
 for (const header of document.querySelectorAll("th")) {
   header.firstChild.addEventListener("click", () => {
