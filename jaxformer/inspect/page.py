@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
+from jaxformer.terminal import SYMBOLS
 
 ASSETS = Path(__file__).parent / "assets"
 """Folder of the page's HTML, styles and scripts. The HTML's content security policy allows the page's own scripts alone
@@ -92,8 +93,8 @@ class Texts(Section):
     texts: Sequence[str]
 
     def body(self) -> str:
-        """Return the HTML of all texts."""
-        return "\n".join(f"<pre>{html.escape(text)}</pre>" for text in self.texts)
+        """Return the HTML of all texts, with symbols for control characters."""
+        return "\n".join(f"<pre>{html.escape(text.translate(SYMBOLS))}</pre>" for text in self.texts)
 
 
 def embed(kind: str, data: Any) -> str:

@@ -126,6 +126,10 @@ def test_table_cells_hold_exact_values_and_show_the_digits_of_their_column():
     assert ">123,456.0<" not in Table("t", ["x"], [[123456.0]]).body()
 
 
+def test_control_characters_of_texts_have_symbols():
+    assert "<pre>a␛[1mb␀\n\tc</pre>" in Texts("Samples", ["a\x1b[1mb\0\n\tc"]).body()
+
+
 def test_long_table_says_how_many_rows_it_has():
     rows = [[f"row {i}", i] for i in range(82)]
     assert "Show all 82 rows</button>" in Table("t", ["a", "n"], rows).body()
