@@ -43,6 +43,13 @@ def browsing(page: Path, width: int = 1200, scheme: str = "light") -> Iterator[A
         browser.quit()
 
 
+def wait_for(browser: Any, script: str) -> None:
+    """Wait until a script returns something true."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(browser, 60).until(lambda browser: browser.execute_script(script))
+
+
 def complaints(browser: Any) -> list[str]:
     """Return the errors and warnings of the console."""
     return [entry["message"] for entry in browser.get_log("browser")]

@@ -26,7 +26,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs import create_run
 from jaxformer.train.log import read_metrics
 from tests.arrays import random_params
-from tests.browser import browsing, complaints, embedded
+from tests.browser import browsing, complaints, embedded, wait_for
 from tests.helpers import small_run, tiny, write_books
 
 pytestmark = pytest.mark.slow
@@ -67,6 +67,7 @@ def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest
     expected = [p["update"] for table in tables for p in table if p["name"] == "embedding.W_E"]
     assert updates["embedding.W_E"] == rounded(expected)
     with browsing(page) as browser:
+        wait_for(browser, "return document.querySelector('.live .status')")
         for section in (".live", ".attention"):
             tokens = browser.find_elements("css selector", f"{section} .tokens button")
             assert "".join(token.get_property("textContent") for token in tokens) == EVIL
@@ -85,6 +86,9 @@ def test_page_without_a_prompt_shows_a_held_out_text(run: Path, capsys: pytest.C
     text = (run / "inspect.html").read_text()
     [shown] = embedded(text, "Attention maps")
     assert len(shown["texts"]["text"]) == 32  # a full window
+    [live] = embedded(text, "Your own text")
+    whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].replace("\n", "⏎")
+    assert first and whole.startswith(first) and whole[len(first)] in " ⏎"  # ends with a word
     assert "Heads and gradients are measured on held-out data: 2 examples." in text
 
 

@@ -23,7 +23,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.mlp import ACTIVATIONS
 from tests.arrays import assert_close, build
-from tests.browser import browsing, complaints, embedded
+from tests.browser import browsing, complaints, embedded, wait_for
 
 VOCAB, CONTEXT, TOLERANCE = 600, 24, 1e-4
 QUICK = DecoderConfig(
@@ -190,13 +190,6 @@ def browser(page: tuple[Path, dict[str, Case]]) -> Iterator[Any]:
     with browsing(page[0]) as driver:
         wait_for(driver, "return document.querySelector('.live .status')")
         yield driver
-
-
-def wait_for(browser: Any, script: str) -> None:
-    """Wait until a script returns something true."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    WebDriverWait(browser, 60).until(lambda browser: browser.execute_script(script))
 
 
 @pytest.mark.slow
