@@ -20,7 +20,7 @@ from jaxformer.extras import import_extra, missing_extras
 from jaxformer.fields import flatten, to_dict
 from jaxformer.files import write_atomically
 from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
-from jaxformer.inspect.page import Section, Table, write_page
+from jaxformer.inspect.page import Section, Table, as_preformatted, write_page
 from jaxformer.ladder import RungResult, continue_held_out
 from jaxformer.runs import read_config
 from jaxformer.train.log import read_metrics
@@ -32,7 +32,8 @@ Continuation = tuple[str, str, float, str]
 MAX_POINTS = 300
 """Points of a line in a small chart."""
 HEAD = (
-    "rung", "change", "perplexity", "loss", "bpb", "ended early", "the sources", "parameters", "targets", "minutes"
+    "rung", "change", "perplexity", "loss", "bits per byte", "ended early", "the sources", "parameters", "targets",
+    "minutes",
 )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ class Continuations(Section):
         for heading, rows in self.texts:
             parts.append(f'<p class="name">{html.escape(heading)}</p>')
             parts += [
-                f"<pre><b>{html.escape(rung)}</b>  <mark>{html.escape(prompt)}</mark>{html.escape(text)}</pre>"
+                f"<pre><b>{html.escape(rung)}</b>  <mark>{html.escape(prompt)}</mark>{as_preformatted(text)}</pre>"
                 for rung, prompt, text in rows
             ]
         return "\n".join(parts)

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -93,8 +94,14 @@ class Texts(Section):
     texts: Sequence[str]
 
     def body(self) -> str:
-        """Return the HTML of all texts, with symbols for control characters."""
-        return "\n".join(f"<pre>{html.escape(text.translate(SYMBOLS))}</pre>" for text in self.texts)
+        """Return the HTML of all texts."""
+        return "\n".join(f"<pre>{as_preformatted(text)}</pre>" for text in self.texts)
+
+
+def as_preformatted(text: str) -> str:
+    """Return the HTML of a text of a model, with symbols for control characters and for several empty lines."""
+    text = re.sub(r"\n{3,}", lambda run: "⏎" * len(run[0]) + "\n", text.translate(SYMBOLS))
+    return html.escape(text)
 
 
 def embed(kind: str, data: Any) -> str:

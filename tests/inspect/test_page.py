@@ -126,8 +126,8 @@ def test_table_cells_hold_exact_values_and_show_the_digits_of_their_column():
     assert ">123,456.0<" not in Table("t", ["x"], [[123456.0]]).body()
 
 
-def test_control_characters_of_texts_have_symbols():
-    assert "<pre>a␛[1mb␀\n\tc</pre>" in Texts("Samples", ["a\x1b[1mb\0\n\tc"]).body()
+def test_control_characters_and_empty_lines_of_texts_have_symbols():
+    assert Texts("Samples", ["a\x1b[1mb\0\n\tc\n\n<d\n\n\n\ne"]).body() == "<pre>a␛[1mb␀\n\tc\n\n&lt;d⏎⏎⏎⏎\ne</pre>"
 
 
 def test_long_table_says_how_many_rows_it_has():
