@@ -84,10 +84,10 @@ def test_exactly_the_tiles_with_something_visible_are_looked_at(T: int, S: int, 
 def test_a_fully_masked_row_is_zero_and_passes_no_gradient() -> None:
     q, k, v = qkv(4, 2, 9, 9, 8)
     blind = 5
-    mask = jnp.ones((9, 9), bool).at[blind].set(False)
-    y, dq, *others = value_and_gradients(partial(blockwise_attention, block=4), q, k, v, mask)
+    mask = jnp.asarray(np.arange(9)[:, None].repeat(9, 1) != blind)
+    y, dq, *others = map(np.asarray, value_and_gradients(partial(blockwise_attention, block=4), q, k, v, mask))
     assert not y[:, blind].any() and not dq[:, blind].any()
-    assert y[:, blind - 1].all() and all(jnp.isfinite(g).all() and g.any() for g in others)
+    assert y[:, blind - 1].all() and all(np.isfinite(g).all() and g.any() for g in others)
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4, 1e31])
@@ -98,7 +98,7 @@ def test_huge_scores_stay_finite(size: float) -> None:
     y, *gradients = value_and_gradients(partial(blockwise_attention, block=2), q, k, v, Causal())
     best = [0, 0, 2, 2, 2, 2] if size > 0 else [0, 1, 1, 3, 3, 3]  # the largest visible score takes all
     np.testing.assert_allclose(y[0, :, 0], best, atol=1e-6)
-    assert all(jnp.isfinite(g).all() for g in gradients)
+    assert all(np.isfinite(g).all() for g in gradients)
 
 
 @pytest.mark.slow
@@ -115,11 +115,11 @@ def test_bfloat16_keeps_its_dtype_and_sums_in_float32() -> None:
 @pytest.mark.slow
 def test_vmap_maps_over_examples_and_their_masks() -> None:
     q, k, v = normal(3, 4, 9, 8), normal(3, 2, 9, 8, seed=1), normal(3, 2, 9, 8, seed=2)
-    mask = jnp.stack([jnp.arange(9)[:, None] >= jnp.arange(9), random_mask(9, 9), jnp.ones((9, 9), bool)])
+    mask = np.stack([np.tri(9, dtype=bool), random_mask(9, 9), np.ones((9, 9), bool)])
     attend = partial(blockwise_attention, scale=SCALE, block=4)
     squared = lambda attend: lambda *qkvm: (attend(*qkvm) ** 2).sum()  # noqa: E731
     got = jax.jit(jax.vmap(jax.grad(squared(attend), argnums=(0, 1, 2))))(q, k, v, mask)
-    wanted = jax.vmap(jax.grad(squared(partial(attention, scale=SCALE)), argnums=(0, 1, 2)))(q, k, v, mask)
+    wanted = jax.jit(jax.vmap(jax.grad(squared(partial(attention, scale=SCALE)), argnums=(0, 1, 2))))(q, k, v, mask)
     assert_all_close(got, wanted)
 
 

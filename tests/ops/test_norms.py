@@ -31,7 +31,8 @@ def test_by_hand() -> None:
 @pytest.mark.slow
 def test_zero_rows_give_finite_gradients() -> None:
     for norm in (lambda x: rms_norm(x, GAMMA), lambda x: layer_norm(x, GAMMA, BETA), l2_normalize):
-        assert jnp.isfinite(jax.grad(lambda x, norm=norm: norm(x).sum())(jnp.zeros((T, D)))).all()
+        gradient = jax.jit(jax.grad(lambda x, norm=norm: norm(x).sum()))
+        assert np.isfinite(gradient(np.zeros((T, D), np.float32))).all()
 
 
 @pytest.mark.parametrize("gain_dtype", [jnp.float32, jnp.bfloat16])
@@ -91,7 +92,8 @@ def test_second_derivatives_are_those_of_the_textbook_formula(name: str) -> None
         "l2": lambda x: x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True) + 0.1),
     }
     hessians = [
-        jax.hessian(lambda x, f=f: (f(x) ** 3).sum())(x) for f in (lambda x: NORMS[name](x, 0.1), textbook[name])
+        jax.jit(jax.hessian(lambda x, f=f: (f(x) ** 3).sum()))(x)
+        for f in (lambda x: NORMS[name](x, 0.1), textbook[name])
     ]
     assert_close(*hessians)
 
@@ -113,9 +115,10 @@ def test_a_row_alone_is_as_among_others(name: str, size: float) -> None:
 def test_a_row_whose_squares_overflow_is_not_finite_and_the_others_are(
     name: str, is_alone: bool, dtype: jnp.dtype
 ) -> None:
-    x = normal(T, D).at[1].mul(1e25).at[3].mul(1e37).astype(dtype)
+    sizes = np.float32([1, 1e25, 1, 1e37, 1])[:, None]
+    x = (np.asarray(normal(T, D)) * sizes).astype(dtype)
     norm = lambda x: NORMS[name](x, 1e-6)  # noqa: E731
     norm = jax.vmap(norm) if is_alone else norm
-    for y in (norm(x), jax.grad(lambda x: norm(x).sum())(x)):
-        np.testing.assert_array_equal(jnp.isnan(y).all(-1), [False, True, False, True, False])
-        assert jnp.isfinite(y[jnp.array([0, 2, 4])]).all()
+    for y in map(np.asarray, jax.jit(lambda x: (norm(x), jax.grad(lambda x: norm(x).sum())(x)))(x)):
+        np.testing.assert_array_equal(np.isnan(y).all(-1), [False, True, False, True, False])
+        assert np.isfinite(y[[0, 2, 4]]).all()
