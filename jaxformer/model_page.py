@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxformer import terminal
 from jaxformer.contract import Task, contract_of
-from jaxformer.data.dataset import Batch
+from jaxformer.data.dataset import Batch, evenly_spaced
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import translate_tokens
 from jaxformer.decode.classify import classify, classify_zero_shot, encode_labelled
@@ -146,9 +146,10 @@ def _task_sections(run: Run, batch: Batch) -> list[Section]:
 
 def _classified_images(run: Run, batch: Batch) -> Section:
     """Return images with the likeliest classes and the attention over their patches."""
-    images = np.asarray(batch.inputs[0])[:N_PICTURES]
+    chosen = evenly_spaced(len(batch.targets), N_PICTURES)  # a folder's images are in the order of its classes
+    images = np.asarray(batch.inputs[0])[chosen]
     pictures = []
-    for number, (image_HWC, label) in enumerate(zip(images, batch.targets, strict=False)):
+    for number, image_HWC, label in zip(chosen, images, np.asarray(batch.targets)[chosen], strict=True):
         p_V = np.asarray(classify(run.model, run.params, jnp.asarray(image_HWC)))
         names = run.classes or [str(i) for i in range(len(p_V))]
         pictures.append(_picture(image_HWC, f"held-out image {number}", names, p_V, int(label)))
