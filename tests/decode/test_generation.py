@@ -24,7 +24,7 @@ from jaxformer.models.objective import Params
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import make_mesh, shardings
-from tests.arrays import assert_close, build, random_params, random_tokens
+from tests.arrays import apply, assert_close, build, random_params, random_tokens
 from tests.helpers import exhaustive
 
 V, CONTEXT = 23, 11
@@ -502,7 +502,7 @@ def test_logits_past_the_context_attend_to_a_window_of_the_context() -> None:
     tokens_T = random_tokens(V, 3 * CONTEXT)
     params = build(free)[1]
     past, windowed, full = (
-        c.build().apply({"params": params}, tokens_T)
+        apply(c.build(), params, tokens_T)
         for c in (free, replace(free, window=CONTEXT), replace(free, context_length=len(tokens_T)))
     )
     assert_close(past, windowed)

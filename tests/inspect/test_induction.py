@@ -46,7 +46,7 @@ def trained() -> tuple[Any, Any]:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state = optimizer.init(params)
+    state = jax.jit(optimizer.init)(params)
     for _ in range(1500):
         params, state, loss = step(params, state, *repeated(rng, 32))
         if loss < 0.02:

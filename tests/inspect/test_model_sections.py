@@ -33,6 +33,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
+from tests.arrays import apply
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +96,7 @@ def test_attention_section_has_cross_attention():
         "decoder layer 0": ("target", "target", (2, 3, 3)),
         "decoder layer 0, cross-attention": ("target", "source", (2, 3, 6)),
     }
-    logits_TV = model.apply({"params": params}, *inputs)
+    logits_TV = apply(model, params, *inputs)
     first = result.predictions["target"][0]
     assert first is not None and first.actual == (
         "two",
@@ -121,7 +122,7 @@ def test_masked_tokens_have_likeliest_tokens():
     model, params = random_model(ENCODER)
     tokens_T = jnp.array([3, 10, 4], jnp.int32)
     result = attention_section(model, params, (tokens_T, jnp.ones(3, bool)), WORDS.__getitem__, mask_token=10)
-    p_V = jax.nn.softmax(model.apply({"params": params}, tokens_T, jnp.ones(3, bool))[1])
+    p_V = jax.nn.softmax(apply(model, params, tokens_T, jnp.ones(3, bool))[1])
     first, *_ = np.argsort(-np.asarray(p_V))
     before, masked, after = result.predictions["text"]
     assert before is after is None and masked is not None and masked.actual is None

@@ -9,6 +9,7 @@ import pytest
 from jaxformer.errors import UserError
 from jaxformer.inspect import attribution_patching, capture, intervene, patch_activations
 from jaxformer.models.decoder import DecoderConfig
+from tests.arrays import apply, first_params
 from tests.inspect.test_capture import DECODER, MODELS, T, V, random_model
 
 TOKENS = jnp.arange(T)[::-1]
@@ -27,7 +28,7 @@ def third_of_token_3(logits_TV: jax.Array) -> jax.Array:
 def test_patching_the_last_stream_gives_the_source_logits():
     model, params, _ = random_model(DECODER)
     other = (TOKENS + 5) % V
-    ours, theirs = (model.apply({"params": params}, tokens) for tokens in (TOKENS, other))
+    ours, theirs = (apply(model, params, tokens) for tokens in (TOKENS, other))
     result = patch_activations(
         model, params, [TOKENS], [other], ["embedding", "blocks.*.before", "blocks.1.after"], last_of_token_3
     )
@@ -40,7 +41,7 @@ def test_patching_the_last_stream_gives_the_source_logits():
     for position in (0, T - 1):
         mixed = TOKENS.at[position].set(other[position])
         np.testing.assert_allclose(
-            result["embedding"][position], model.apply({"params": params}, mixed)[-1, 3], rtol=1e-4, atol=1e-4
+            result["embedding"][position], apply(model, params, mixed)[-1, 3], rtol=1e-4, atol=1e-4
         )
 
 
@@ -50,7 +51,7 @@ def test_patching_a_later_position_changes_no_earlier_logit():
     result = patch_activations(
         model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.heads", third_of_token_3
     )
-    plain = model.apply({"params": params}, TOKENS)[2, 3]
+    plain = apply(model, params, TOKENS)[2, 3]
     for by_position in result.values():
         np.testing.assert_allclose(by_position[3:], jnp.full(T - 3, plain), rtol=1e-5)
         assert abs(by_position[2] - plain) > 1e-4
@@ -80,7 +81,7 @@ def test_positions_are_patched_even_with_as_many_heads():
         model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.heads", first_of_token_3
     )
     (by_position,) = result.values()
-    plain = model.apply({"params": params}, TOKENS)[0, 3]
+    plain = apply(model, params, TOKENS)[0, 3]
     np.testing.assert_allclose(
         by_position[1:], jnp.full(T - 1, plain), rtol=1e-5
     )  # no later position changes the first
@@ -116,7 +117,7 @@ def test_attribution_is_the_directional_derivative():
     replaced = ["blocks.0.attention.weights", "blocks.1.before", "blocks.0.attention.visible"]
     estimate = attribution_patching(model, params, [TOKENS], [OTHER], replaced, last_of_token_3)
     assert set(estimate) == set(replaced[:2])  # booleans have no gradient
-    plain = model.apply({"params": params}, TOKENS)
+    plain = apply(model, params, TOKENS)
     step = 1e-2
     for name, by_position in estimate.items():
         ours, theirs = (capture(model, params, x, names=name)[name] for x in (TOKENS, OTHER))
@@ -142,7 +143,7 @@ def test_attribution_correlates_with_exact_patching_in_a_trained_model():
         12, 6, 16, 2, 2, d_ff=(32,), norm="rmsnorm", output_projection=True, final_norm=True, embedding_std=0.3
     )
     model, optimizer, rng = config.build(), optax.adam(2e-2), np.random.default_rng(0)
-    params = model.init(jax.random.key(0), jnp.zeros(6, jnp.int32))["params"]
+    params = first_params(model, np.zeros(6, np.int32))
 
     @jax.jit
     def step(params, state, tokens_BT):
@@ -154,7 +155,7 @@ def test_attribution_correlates_with_exact_patching_in_a_trained_model():
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state = optimizer.init(params)
+    state = jax.jit(optimizer.init)(params)
     for _ in range(30):
         params, state, loss = step(params, state, rng.integers(0, 12, (128, 6)).astype(np.int32))
     assert loss < 0.3  # of log 12 = 2.5 at first
@@ -164,7 +165,7 @@ def test_attribution_correlates_with_exact_patching_in_a_trained_model():
     for part in ("heads", "mlp"):
         a, b = (np.concatenate([x for name, x in sorted(r.items()) if name.endswith(part)]) for r in (exact, estimate))
         assert np.corrcoef(a, b)[0, 1] > 0.9
-        plain = one_over_two(model.apply({"params": params}, tokens))
+        plain = one_over_two(apply(model, params, tokens))
         assert np.abs(a - plain).argmax() == np.abs(b - plain).argmax()
 
 

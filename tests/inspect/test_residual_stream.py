@@ -9,6 +9,7 @@ import pytest
 from jaxformer.errors import UserError
 from jaxformer.inspect import logit_attribution, logit_lens
 from jaxformer.models.decoder import DecoderConfig
+from tests.arrays import apply
 from tests.inspect.test_capture import DECODER, MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ TOKENS = jnp.arange(T)[::-1]
 @pytest.mark.parametrize("name", STREAMS)
 def test_attributions_sum_to_the_logit_before_a_soft_cap(name):
     model, params, _ = random_model(STREAMS[name])
-    logits_TV = replace(STREAMS[name], logit_soft_cap=None).build().apply({"params": params}, TOKENS)
+    logits_TV = apply(replace(STREAMS[name], logit_soft_cap=None).build(), params, TOKENS)
     target_T, baseline_T = (TOKENS * 3) % V, (TOKENS + 1) % V
     chosen = lambda tokens_T: np.take_along_axis(np.asarray(logits_TV), np.asarray(tokens_T)[:, None], 1)[:, 0]  # noqa: E731
     scale = np.abs(logits_TV).max()
@@ -45,11 +46,11 @@ def test_logit_lens_ends_with_the_models_logits(name):
     model, params, _ = random_model(STREAMS[name])
     result = logit_lens(model, params, TOKENS)
     assert list(result) == ["embedding", "blocks.0.after", "blocks.1.after"]
-    logits_TV = model.apply({"params": params}, TOKENS)
+    logits_TV = apply(model, params, TOKENS)
     np.testing.assert_allclose(result["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-5 * np.abs(logits_TV).max())
     alone = DecoderConfig(**{**vars(STREAMS[name]), "n_blocks": 1}).build()  # a model that ends after the first block
     first = {key: value for key, value in params.items() if key != "blocks_1"}
-    expected = alone.apply({"params": first}, TOKENS)
+    expected = apply(alone, first, TOKENS)
     np.testing.assert_allclose(result["blocks.0.after"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
@@ -62,7 +63,7 @@ def test_model_without_an_additive_stream_is_refused(name):
 
 def test_lens_and_attribution_of_a_prefix_model():
     model, params, _ = random_model(MODELS["prefix"])
-    logits_TV = model.apply({"params": params}, TOKENS, 4)
+    logits_TV = apply(model, params, TOKENS, 4)
     np.testing.assert_allclose(logit_lens(model, params, TOKENS, 4)["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-4)
     parts = logit_attribution(model, params, TOKENS, 4, target_T=TOKENS)
     total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())

@@ -1,8 +1,10 @@
 """Schedules and optimizers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,10 +96,10 @@ def test_the_schedule_of_a_setup_is_that_of_its_optimizer():
     config = Config("x", MLPConfig(9, 4, d_model=4, d_ff=(4,)), TextConfig(), 10, optimizer=CONFIGS["nesterov_sgd"])
     optimizer = HalvingSetup(config, make_mesh("", jax.devices()[:1])).optimizer
     params = {"W": jnp.ones(2)}
-    state = optimizer.init(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     sizes = []
     for _ in range(3):
-        updates, state = optimizer.update({"W": jnp.zeros(2) + (not sizes)}, state, params)
+        updates, state = update({"W": np.full(2, not sizes, np.float32)}, state, params)
         sizes.append(float(updates["W"][0]))
     np.testing.assert_allclose(sizes, [-1.9, -0.5 * 0.81, -0.25 * 0.729], rtol=1e-6)
 
@@ -106,10 +108,10 @@ def test_nesterov_follows_its_formula():
     config = OptimizerConfig("nesterov_sgd", learning_rate=0.1, momentum=0.9)
     optimizer = make_optimizer(config, make_schedule(config, 10), AXES)
     w, v = np.array([1.0, -2.0]), np.zeros(2)
-    params, state = jnp.array(w), optimizer.init(jnp.array(w))
+    params = jnp.array(w)
+    state, take = optimizer.init(params), step_of(optimizer)
     for _ in range(3):
-        updates, state = optimizer.update(params, state, params)  # the gradient of w²/2 is w
-        params = optax.apply_updates(params, updates)
+        params, state = take(params, state, params)  # the gradient of w²/2 is w
         v = 0.9 * v + w
         w = w - 0.1 * (w + 0.9 * v)
     np.testing.assert_allclose(params, w, rtol=1e-6)
@@ -134,13 +136,23 @@ AXES = {
 """Axes of all parameters of these tests; a leading axis counts matrices apart."""
 
 
+def step_of(optimizer: optax.GradientTransformation) -> Callable:
+    """A compiled step `(gradients, state, params)` to parameters and state."""
+
+    @jax.jit
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
 def follow(config: OptimizerConfig, params: dict, gradients: list[dict]) -> list[dict]:
     """The parameters after each step of given gradients."""
     optimizer, after = make_optimizer(config, make_schedule(config, len(gradients)), AXES), []
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    state, take = jax.jit(optimizer.init)(params), step_of(optimizer)
     for grads in gradients:
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = take(grads, state, params)
         after.append(params)
     return after
 
@@ -252,11 +264,16 @@ def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
     """Down the bowl: the parameters after each step."""
     optimizer = make_optimizer(config, make_schedule(config, steps), AXES)
     params = {"W": jnp.ones((6, 4))}
-    state, after = optimizer.init(params), []
-    for _ in range(steps):
+    state, after = jax.jit(optimizer.init)(params), []
+
+    @jax.jit
+    def take(params: dict, state: Any) -> tuple[dict, Any]:
         grads = {"W": CURVE * gradient_point(config, params, state)["W"]}
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = take(params, state)
         after.append(np.asarray(params["W"]))
     return after
 
@@ -266,11 +283,10 @@ def test_schedule_free_is_that_of_optax_at_the_average():
     after = schedule_free_run(OptimizerConfig("schedule_free", learning_rate=0.05, weight_decay=0.1), 20)
     plain = optax.contrib.schedule_free_adamw(0.05, b1=0.9, b2=0.95, weight_decay=0.1)
     y = jnp.ones((6, 4))
-    state = plain.init(y)
+    state, take, average = jax.jit(plain.init)(y), step_of(plain), jax.jit(optax.contrib.schedule_free_eval_params)
     for x in after:
-        updates, state = plain.update(CURVE * y, state, y)
-        y = optax.apply_updates(y, updates)
-        np.testing.assert_allclose(x, optax.contrib.schedule_free_eval_params(state, y), rtol=0, atol=1e-6)
+        y, state = take(CURVE * y, state, y)
+        np.testing.assert_allclose(x, average(state, y), rtol=0, atol=1e-6)
     assert np.abs(after[-1] - y).max() > 0.01  # the average is not where the gradient is taken
 
 
@@ -302,19 +318,19 @@ def test_only_schedule_free_needs_the_gradient_at_another_point(config):
 def test_updates_are_counted_by_the_optimizer(config):
     optimizer = make_optimizer(config, make_schedule(config, 10), AXES)
     params = {"W_1": normal(3, 5), "gamma": jnp.ones(3)}
-    state = optimizer.init(params)
+    state, take = jax.jit(optimizer.init)(params), step_of(optimizer)
     for count in range(3):
         assert updates_taken(state) == count
-        _, state = optimizer.update(params, state, params)
+        _, state = take(params, state, params)
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.weight_decay], ids=lambda c: c.name)
 def test_weight_decay_applies_to_matrices_and_embeddings_only(config):
-    params = {name: jnp.ones((3, 2)) for name in ("W_E", "W_1", "W_pos")}
-    params |= {"gamma": jnp.ones(3), "b_1": jnp.ones(3), "b_Q": jnp.ones((3, 1, 2))}
-    zero = jax.tree.map(jnp.zeros_like, params)
+    shapes = dict.fromkeys(("W_E", "W_1", "W_pos"), (3, 2)) | {"gamma": 3, "b_1": 3, "b_Q": (3, 1, 2)}
+    params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    zero = jax.tree.map(np.zeros_like, params)
     optimizer = make_optimizer(config, make_schedule(config, 10), AXES)
-    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    updates, _ = jax.jit(lambda zero, params: optimizer.update(zero, optimizer.init(params), params))(zero, params)
     for name in ("W_E", "W_1"):
         np.testing.assert_allclose(updates[name], -config.learning_rate * config.weight_decay, rtol=1e-4)
     for name in ("W_pos", "gamma", "b_1", "b_Q"):
@@ -341,10 +357,11 @@ def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
 
     step = jax.jit(step, donate_argnums=(0, 1))
     params = first_params(model, batch[0, :7])
-    first, state = loss(params), jax.jit(optimizer.init)(params)
+    loss_of = jax.jit(loss)
+    first, state = loss_of(params), jax.jit(optimizer.init)(params)
     for _ in range(20):
         params, state = step(params, state)
-    assert loss(params) < first - 0.1
+    assert loss_of(params) < first - 0.1
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
@@ -356,7 +373,7 @@ def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
         restored = disk.restore(tmp_path / "state", like)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    copy = jax.tree.map(jnp.copy, params)
+    copy = jax.device_get(params)
     jax.tree.map(np.testing.assert_array_equal, step(copy, restored), step(params, state))
 
 
