@@ -155,6 +155,7 @@ TESTED_ELSEWHERE = (
     "--mesh fsdp=2 --compute",
     "--model.n-blocks 6",
     "log-to tensorboard",
+    "jaxformer inspect",
     "jaxformer ladder",
     "jaxformer verify ",
     "train.py --resume",

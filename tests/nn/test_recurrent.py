@@ -75,13 +75,9 @@ def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> N
     h_TD, weights_TS, last = jax.jit(lambda: layer.apply({"params": params}, method=call))()
     np.testing.assert_array_equal(weights_TS, jnp.broadcast_to(valid_S, (4, S)))
     fixed = FixedContext("lstm", I, D, 3)
-    run = (
-        lambda: fixed.apply(  # noqa: E731
-            {"params": {name: params[name] for name in ("recurrence", "C")}},
-            method=lambda m: m(x_TI, zeros, m.read(h_SE[2:3], jnp.ones(1, bool))),
-        )
-    )
-    wanted_TD, _, wanted_last = jax.jit(run)()
+    read = lambda m: m(x_TI, zeros, m.read(h_SE[2:3], jnp.ones(1, bool)))  # noqa: E731
+    inner = {name: params[name] for name in ("recurrence", "C")}
+    wanted_TD, _, wanted_last = jax.jit(lambda: fixed.apply({"params": inner}, method=read))()
     assert_close(h_TD, wanted_TD, 1e-6)
     jax.tree.map(assert_close, last, wanted_last)
 
