@@ -242,7 +242,7 @@ class TrainSetup:
             remedy = "set compute.attention to auto"
         elif self.compute_dtype == jnp.float32:
             remedy = "set compute.precision to bfloat16"
-        elif config.data.has_segments:
+        elif config.data.has_segments and isinstance(self._make_attention(is_packed=False)[0], FusedAttention):
             remedy = "set data.packing to windows"
         else:
             remedy = "docs/accelerators.md lists remedies"
@@ -250,23 +250,27 @@ class TrainSetup:
 
     @cached_property
     def _attention(self) -> tuple[Callable[..., jax.Array], str]:
-        shape, dtype, devices = self.config.model.contract.attention, self.compute_dtype, self.mesh.devices
-        if shape is None:
+        if self.config.model.contract.attention is None:
             return attention, "attention: no multi-head layers"
-        H, G, K, T, mask = shape
-        if self.config.data.has_segments:
-            segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
-            mask = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
-        q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), dtype) for n_heads in (H, G))
-        is_local = bool(set(devices.flat) & set(jax.local_devices()))
-        chosen, line = make_attention(
-            self.config.compute.attention, devices.flat[0].platform, q_HTK, k_GTK, mask, self.mesh.shape["tensor"],
-            try_first=is_local,
-        )  # fmt: skip
+        is_local = bool(set(self.mesh.devices.flat) & set(jax.local_devices()))
+        chosen, line = self._make_attention(self.config.data.has_segments, try_first=is_local)
         lines = list(dict.fromkeys(all_gather(line[:1000]))) if is_local else [line]
         if len(lines) > 1:  # different programs would wait for each other for ever
             raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
         return chosen, line
+
+    def _make_attention(self, is_packed: bool, try_first: bool = False) -> tuple[Callable[..., jax.Array], str]:
+        """Return the attention for the model's shapes, with packed documents or without, and its line for the log."""
+        shape, platform = self.config.model.contract.attention, self.mesh.devices.flat[0].platform
+        assert shape is not None
+        H, G, K, T, mask = shape
+        if is_packed:
+            segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
+            mask = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
+        q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), self.compute_dtype) for n_heads in (H, G))
+        return make_attention(
+            self.config.compute.attention, platform, q_HTK, k_GTK, mask, self.mesh.shape["tensor"], try_first=try_first
+        )
 
     @cached_property
     def sharded_model(self) -> nn.Module:

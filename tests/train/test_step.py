@@ -538,6 +538,7 @@ class Accelerator:
         ("gpu", {}, {}, PACKED, None),
         ("gpu", {}, {"window": 2}, PACKED, r"not triton: .* one of 2 positions\); set data.packing to windows"),
         ("tpu", {}, {}, {}, r"splash attention needs at least 128 .*; docs/accelerators.md lists remedies"),
+        ("tpu", {}, {}, PACKED, r"splash attention needs at least 128 .*; docs/accelerators.md lists remedies"),
     ],
 )
 def test_unfused_attention_of_an_accelerator_is_a_warning_with_reason_and_remedy(
