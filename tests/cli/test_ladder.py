@@ -1,7 +1,6 @@
 """Training the ladder from the command line."""
 
 import csv
-import html
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxformer.cli import ladder
+from jaxformer.inspect.page import as_preformatted
 from tests.helpers import ROOT, exhaustive, write_books
 
 SMALL = [
@@ -42,7 +42,7 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     assert prompts[0] == prompts[1] and [t for _, t in prompts[0]] == [0.5] * 3 + [0.0] * 3
     books = " ".join(" ".join(file.read_text() for file in Path("books").iterdir()).split())
     assert all(prompt in books for prompt, _ in prompts[0]) and all(row["text"] for rows in texts for row in rows)
-    assert html.escape(texts[1][0]["text"]) in Path("runs/ladder/ladder.html").read_text()
+    assert as_preformatted(texts[1][0]["text"]) in Path("runs/ladder/ladder.html").read_text()
 
     assert ladder.main(options) == 0
     again = capfd.readouterr().out

@@ -156,6 +156,8 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
         # Without attention, too, the text begins at a position with a prediction.
         assert [note.text[:11] for note in find(".attention .note")] == ["Position 1:"] * 2
         assert [len(each.find_elements("css selector", "li")) for each in find(".predicted")] == [3, 3]
+        tokens[0].send_keys(Keys.CONTROL, Keys.ARROW_RIGHT)  # which is not the page's
+        assert browser.switch_to.active_element == tokens[0]
         tokens[0].send_keys(Keys.ARROW_RIGHT, Keys.END)
         assert browser.switch_to.active_element == tokens[2]
         assert [token.get_property("tabIndex") for token in tokens] == [-1, -1, 0]  # one stop of the Tab key

@@ -29,13 +29,13 @@ function makeTip(container) {
   };
 }
 
-/** Call `move(columns, rows)` for arrow keys, Home and End. */
+/** Call `move(columns, rows)` for arrow keys, Home and End; with Alt, Ctrl or Meta they are the browser's. */
 function onArrows(element, move) {
   const moves = {
     ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-Infinity, 0], End: [Infinity, 0],
   };
   element.addEventListener("keydown", (event) => {
-    if (!(event.key in moves)) return;
+    if (!(event.key in moves) || event.altKey || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
     move(...moves[event.key]);
   });
