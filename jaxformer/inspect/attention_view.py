@@ -30,7 +30,7 @@ class Prediction:
     """A model's prediction after a token, or in its place."""
 
     heading: str
-    """Subject of the prediction, such as 'next token after “the”'."""
+    """Subject of the prediction, such as 'Next token after “the”'."""
     chances: Sequence[tuple[str, float]]
     """Likeliest tokens and their probabilities."""
     actual: tuple[str, float] | None = None
