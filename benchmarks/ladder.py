@@ -1,7 +1,7 @@
 """The ladder at a reduced size, and what beside it is compared at one budget: the figures of docs/ladder.md.
 
-    python -m benchmarks.ladder --data.path books/train --data.val-path books/val [--studies NAME …] [--seeds N …]
-        [--folder FOLDER] [--results FOLDER]
+    python -m benchmarks.ladder --data.path books/train --data.val-path books/val [--studies NAME …] [--rows NAME …]
+        [--seeds N …] [--folder FOLDER] [--results FOLDER]
 
 A study is a table of runs with equal options but for those of a row. Each run is trained with each seed, seed after
 seed, in a folder of its own; one that has ended is not trained again, and one that was interrupted is resumed, so that
@@ -35,8 +35,11 @@ from jaxformer.train.run_evaluation import loss_by_position
 
 FILE = "ladder"
 HELD_OUT_BATCH = 512
-SHAPE = "--model.vocab-size 512 --model.d-model {width}"
-BUDGET = "--train.batch-size 32 --optimizer.learning-rate 0.1 --steps {steps}"
+WIDTH_64, WIDTH_32 = (f"--model.vocab-size 512 --model.d-model {width}" for width in (64, 32))
+MLP = "--model.d-ff {0} {0}"
+SGD = "--optimizer.learning-rate 0.1"
+ADAMW = "--optimizer.name adamw --optimizer.learning-rate 0.003"
+BUDGET = "--train.batch-size {} --steps {} --train.eval-every 500 --compute.grad-accumulation-steps 1"
 
 
 @dataclass(frozen=True)
@@ -61,37 +64,47 @@ class Study:
     """By their names in the table."""
     continues: bool = False
     """Store continuations of held-out prompts by the runs with the first seed."""
-    by_position: bool = False
-    """Store the held-out loss at each position of a window."""
+    by_position: tuple[str, ...] = ()
+    """Rows of which the held-out loss at each position of a window is stored."""
 
 
 def studies() -> dict[str, Study]:
     """Return all studies by name. Rungs and their order are those of configs/ladder.py."""
-    rungs = list(load_module("ladder").REPORTED)
-    mlp = " --model.d-ff {0} {0}"
-    size = SHAPE.format(width=64)
-    base = f"{size}{mlp.format(256)} {BUDGET.format(steps=1000)} --train.eval-every 500"
+    size = f"{WIDTH_64} {MLP.format(256)}"
     options = {"multihead_full": "--model.head-dim 64"}  # as wide as the model, which the config's is not at this size
     return {
         "ladder": Study(
-            f"{size}{mlp.format(256)} {BUDGET.format(steps=3000)} --train.eval-every 500",
-            {name: Row(name, options.get(name, "")) for name in rungs},
+            f"{size} {SGD} {BUDGET.format(32, 3000)}",
+            {name: Row(name, options.get(name, "")) for name in load_module("ladder").REPORTED},
             continues=True,
+            by_position=("residual", "two_blocks", "rmsnorm"),
         ),
         "recurrent": Study(
-            f"{size} {BUDGET.format(steps=3000)} --train.eval-every 500",
-            {f"recurrent_{cell}": Row(f"recurrent_{cell}") for cell in ("tanh", "gru", "lstm")}
-            | {name: Row(name, mlp.format(256).strip()) for name in ("residual", "two_blocks")},
-            by_position=True,
+            f"{WIDTH_64} {SGD} {BUDGET.format(32, 3000)}",
+            {name: Row(name) for name in RECURRENT},
+            by_position=RECURRENT,
+        ),
+        "concatenated": Study(
+            f"{size} {ADAMW}",
+            {
+                f"adamw_{B}": Row("mlp_concat", BUDGET.format(B, n), f"AdamW, {n:,} batches of {B}")
+                for B, n in ((32, 3000), (256, 1200))
+            },
         ),
         "before_attention": Study(
-            f"{SHAPE.format(width=32)}{mlp.format(64)} {BUDGET.format(steps=1000)}",
+            f"{WIDTH_32} {MLP.format(64)} {SGD} {BUDGET.format(32, 1000)}",
             {name: Row(name, change=change) for name, change in BEFORE_ATTENTION.items()},
         ),
-        "alternatives": Study(base, ALTERNATIVES),
-    }  # fmt: skip
+        "unmasked": Study(
+            f"{WIDTH_64} {MLP.format(128)} {ADAMW} {BUDGET.format(32, 1500)}",
+            {name: Row(name, change=BEFORE_ATTENTION[name]) for name in ("mix_qkv", "mix_unmasked")},
+            continues=True,
+        ),
+        "alternatives": Study(f"{size} {SGD} {BUDGET.format(32, 1000)}", ALTERNATIVES),
+    }
 
 
+RECURRENT = ("recurrent_tanh", "recurrent_gru", "recurrent_lstm")
 BEFORE_ATTENTION = {
     "mix_static": "A X", "mix_dynamic": "(X B) X", "mix_gram": "X Xᵀ X", "mix_qkv": "Q Kᵀ V",
     "mix_unmasked": "Q Kᵀ V without a mask",
@@ -169,6 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The ladder at a reduced size.", allow_abbrev=False)
     all_studies = studies()
     parser.add_argument("--studies", nargs="+", choices=list(all_studies), default=list(all_studies))
+    parser.add_argument("--rows", nargs="+", help="rows to train (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/reduced"), help="folder of the runs")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help=f"folder of {FILE}.json")
@@ -179,13 +193,15 @@ def main() -> int:
     for seed, name in product(own.seeds, own.studies):
         study, stored = all_studies[name], figures.setdefault(name, {"rows": {}})
         stored["options"] = study.options
-        for label, row in study.rows.items():
+        for label in [label for label in study.rows if own.rows is None or label in own.rows]:
+            row = study.rows[label]
             run = own.folder / name / f"seed-{seed}" / label
             if status := train(row, [*shlex.split(f"{study.options} {row.options}"), *data], run, seed):
                 print(f"error: {run} ended before its last step; the same command resumes it.", file=sys.stderr)
                 return status
             stored["rows"].setdefault(label, {})[str(seed)] = outcome(row, run, sources.get(row.config, "-"))
-            if study.by_position:
+            stored["rows"] = {label: stored["rows"][label] for label in study.rows if label in stored["rows"]}
+            if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == own.seeds[0]:
                 stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]

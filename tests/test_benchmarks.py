@@ -1,22 +1,31 @@
 """Benchmarks: the harness, the report and the shell scripts."""
 
 import ast
+import hashlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import report, sources
+from benchmarks import books, report, sources
+from benchmarks import ladder as reduced_ladder
 from benchmarks.cases import CASES
 from benchmarks.harness import Case, MeasurementError, Side, measure
+from benchmarks.ladder import Row, Study, studies
+from jaxformer.cli.arguments import load_config, parse
+from jaxformer.cli.train import Arguments
 from jaxformer.errors import UserError
 from jaxformer.train.log import read_metrics
 from tests.helpers import ROOT, write_books
@@ -387,3 +396,68 @@ def test_all_parts_run_at_tiny_shapes_on_a_cpu(tmp_path):
     assert training["tiny"]["derived"]["of the rate of large products"] > 0
     assert set(decoding["tiny"]["ms"]) == {"float32", "int8", "speculative", "transformers", "memory"}
     assert kernels["tiny"]["facts"]["jaxformer"]["total, ms per step"] > 0
+
+
+def test_books_are_copied_when_all_are_those_listed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "corpora/19C").mkdir(parents=True)
+    (tmp_path / "corpora/19C/a.txt").write_bytes(b"text")
+    digest = hashlib.sha256(b"text").hexdigest()
+    listed = tmp_path / "books.tsv"
+    listed.write_text(f"split\tsource_path\tbytes\tsha256\nval\t19C/a.txt\t4\t{digest}\n")
+    monkeypatch.setattr(books, "LIST", listed)
+    monkeypatch.setattr("sys.argv", ["books", str(tmp_path / "corpora"), str(tmp_path / "books")])
+    assert books.main() == 0
+    assert (tmp_path / "books/val/19C-a.txt").read_bytes() == b"text"
+    shutil.rmtree(tmp_path / "books")
+    with listed.open("a") as file:
+        file.write(f"train\t19C/b.txt\t4\t{digest}\n")
+    for content, said in ((None, "is missing; name a clone"), (b"text\r", "has 5 bytes that are not those listed")):
+        if content:
+            (tmp_path / "corpora/19C/b.txt").write_bytes(content)
+        assert books.main() == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "books").exists()
+
+
+def test_books_of_the_ladder_are_50_and_3():
+    rows = books.LIST.read_text().splitlines()[1:]
+    assert Counter(row.split("\t")[0] for row in rows) == {"train": 50, "val": 3}
+
+
+@pytest.mark.slow
+def test_rows_of_the_studies_of_the_ladder_are_runs():
+    for name, study in studies().items():
+        for label, row in study.rows.items():
+            arguments = Arguments(load_config(f"ladder:{row.config}"))
+            config = parse(shlex.split(f"{study.options} {row.options}"), arguments, "ladder", "").fields
+            assert config.model.vocab_size == 512, (name, label)
+            assert config != arguments.fields
+    page = (ROOT / "docs/ladder.md").read_text().replace("\\\n    ", "")
+    assert f"--data.val-path books/val {studies()['ladder'].options}\n" in page
+
+
+@pytest.mark.exhaustive
+def test_outcomes_of_a_study_are_stored_and_trained_once(tmp_path, monkeypatch):
+    options = (
+        "--model.vocab-size 280 --model.context-length 8 --model.d-model 8 --model.d-ff 12 --train.batch-size 8 "
+        "--train.eval-examples 4 --train.sample-tokens 2 --steps 4 --train.eval-every 2 --train.report-every 0"
+    )
+    study = Study(
+        options, {"residual": Row("residual"), "rope": Row("residual", "--model.positions rope", "RoPE")}, True
+    )
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    monkeypatch.setattr(reduced_ladder, "studies", lambda: {"ladder": study})
+    monkeypatch.setattr("sys.argv", [
+        "ladder", "--seeds", "0", "--folder", str(tmp_path / "runs"), "--results", str(tmp_path),
+        "--data.path", str(write_books(tmp_path / "books")),
+    ])  # fmt: skip
+    assert reduced_ladder.main() == 0
+    stored = json.loads((tmp_path / "ladder.json").read_text())["figures"]
+    rows = stored["ladder"]["rows"]
+    assert list(rows) == ["residual", "rope"] and rows["rope"]["0"]["change"] == "RoPE"
+    assert rows["residual"]["0"]["loss"] != rows["rope"]["0"]["loss"] and rows["residual"]["0"]["steps"] == 4
+    assert len(stored["ladder"]["continuations"]["rope"]) == 6
+    counts = {name: row["0"]["loss"] for name, row in stored["counts"]["rows"].items()}
+    assert 0 < counts["pairs"] < counts["tokens"] < np.log(280)
+    monkeypatch.setattr(reduced_ladder, "has_ended", lambda _: True)
+    monkeypatch.setattr(reduced_ladder.sys, "executable", "no-python")  # which would be run to train again
+    assert reduced_ladder.main() == 0

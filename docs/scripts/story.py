@@ -3,10 +3,11 @@
     python docs/scripts/story.py [PAGE.md ...]
 
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
-of `benchmarks/results/ladder.json`. Between `<!-- RUNG FIELD -->` and `<!-- -->` stands one of the first seed, between
-`<!-- TABLE NAMES -->` and `<!-- end -->` a table, of all rows without names: those of `TABLES`, the perplexities by
-seed of a study, `<!-- seeds STUDY -->`, its losses by position, `<!-- positions STUDY -->`, and the continuations of a
-held-out prompt, `<!-- continuations -->`. `<!-- case NAME -->` is the table of a case of `benchmarks/cases.py`.
+of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
+the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
+names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity with each seed, `<!-- positions STUDIES -->` of the
+loss by position, `<!-- continuations STUDY -->` of a held-out prompt, and `<!-- case NAME -->` of a case of
+`benchmarks/cases.py`.
 """
 
 import io
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STORY = ROOT / "docs/story"
 PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md"]
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
-FIGURE = re.compile(r"<!-- (\w+) (\w+) -->.*?<!-- -->")
+FIGURE = re.compile(r"<!-- (?:(\w+)/)?(\w+) (\w+) -->.*?<!-- -->")
 COLUMNS = {
     "rung": "rung", "parameters": "parameters", "loss": "nats per token", "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
@@ -33,13 +34,13 @@ TABLES = {
     "outcomes": ("ladder", ALL_COLUMNS),
     "mixing": ("before_attention", {"rung": "rung", "change": "an MLP on"} | CHANGE_COLUMNS),
     "counts": ("counts", {"change": "counted in the training text"} | {n: COLUMNS[n] for n in ("loss", "perplexity")}),
+    "unmasked": ("unmasked", {"rung": "rung", "change": "an MLP on"} | CHANGE_COLUMNS),
     "recurrent": ("recurrent", {"rung": "model"} | CHANGE_COLUMNS | {"minutes": "minutes"}),
+    "concatenated": ("concatenated", {"change": "`mlp_concat` with", "targets": "targets"} | CHANGE_COLUMNS),
     "alternatives": ("alternatives", {"change": "`rmsnorm` with"} | CHANGE_COLUMNS),
 }
 """Study and columns by the name of a table."""
 FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes": ".1f"}
-
-
 TABLE = re.compile(
     rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case)( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,
@@ -70,14 +71,21 @@ def cell(figures: dict[str, Any], field: str) -> str:
     return format(value, FORMATS.get(field, ",")) if isinstance(value, int | float) else str(value)
 
 
+def figure(study: str, row: str, field: str) -> str:
+    """Return one figure of a study; `total minutes` are those of all its rows."""
+    if row == "total":
+        return format(sum(figures[field] for figures in outcomes(study).values()), ".0f")
+    return cell(outcomes(study)[row], field)
+
+
 def table(kind: str, names: list[str]) -> str:
     """Return a table in Markdown."""
     if kind == "seeds":
         rows = by_seed(names[0] if names else "ladder")
     elif kind == "positions":
-        rows = by_position(names[0])
+        rows = by_position(names)
     elif kind == "continuations":
-        rows = continuations()
+        rows = continuations(names[0] if names else "ladder")
     elif kind == "case":
         rows = case(names[0])
     else:
@@ -114,18 +122,18 @@ def by_seed(study: str) -> list[list[str]]:
     return table
 
 
-def by_position(study: str) -> list[list[str]]:
-    """Return the held-out loss of each row at positions that double, counted from 1."""
-    losses = {name: row["loss_by_position"] for name, row in outcomes(study).items()}
-    length = len(next(iter(losses.values())))
-    shown = [2**i for i in range(length.bit_length())]
+def by_position(names: list[str]) -> list[list[str]]:
+    """Return the held-out loss at positions that double, counted from 1, of the rows of studies that store it."""
+    rows = {name: row for study in names for name, row in outcomes(study).items()}
+    losses = {name: row["loss_by_position"] for name, row in rows.items() if "loss_by_position" in row}
+    shown = [2**i for i in range(len(next(iter(losses.values()))).bit_length())]
     table = [["nats at position", *map(str, shown)]]
     return table + [[f"`{name}`", *(f"{x[n - 1]:.3f}" for n in shown)] for name, x in losses.items()]
 
 
-def continuations() -> list[list[str]]:
-    """Return what each rung makes of one held-out prompt, at temperature 0.5 and greedy."""
-    stored = studies()["ladder"]["continuations"]
+def continuations(study: str) -> list[list[str]]:
+    """Return what each row of a study makes of one held-out prompt, at temperature 0.5 and greedy."""
+    stored = studies()[study]["continuations"]
     prompt = next(iter(stored.values()))[0][0]
     as_cell = lambda text: " ".join(text.split()).replace("|", "\\|")  # noqa: E731
     table = [["rung", f"“{as_cell(prompt)}” at temperature 0.5", "greedy"]]
@@ -137,7 +145,7 @@ def continuations() -> list[list[str]]:
 
 def fill_figures(page: str) -> str:
     """Return a page with the stored figures."""
-    page = FIGURE.sub(lambda m: f"<!-- {m[1]} {m[2]} -->{cell(outcomes('ladder')[m[1]], m[2])}<!-- -->", page)
+    page = FIGURE.sub(lambda m: m[0].partition("-->")[0] + f"-->{figure(m[1] or 'ladder', m[2], m[3])}<!-- -->", page)
     return TABLE.sub(
         lambda m: f"<!-- {m[1]}{m[2] or ''} -->\n\n{table(m[1], (m[2] or '').split())}\n<!-- end -->\n", page
     )
