@@ -35,8 +35,8 @@ from jaxformer.train.run_evaluation import loss_by_position
 
 FILE = "ladder"
 HELD_OUT_BATCH = 512
-WIDTH_64, WIDTH_32 = (f"--model.vocab-size 512 --model.d-model {width}" for width in (64, 32))
-MLP = "--model.d-ff {0} {0}"
+SHAPE = "--model.vocab-size 512 --model.d-model 64"
+MLP = "--model.d-ff 256 256"
 SGD = "--optimizer.learning-rate 0.1"
 ADAMW = "--optimizer.name adamw --optimizer.learning-rate 0.003"
 BUDGET = "--train.batch-size {} --steps {} --train.eval-every 500 --compute.grad-accumulation-steps 1"
@@ -70,17 +70,20 @@ class Study:
 
 def studies() -> dict[str, Study]:
     """Return all studies by name. Rungs and their order are those of configs/ladder.py."""
-    size = f"{WIDTH_64} {MLP.format(256)}"
+    size = f"{SHAPE} {MLP}"
     options = {"multihead_full": "--model.head-dim 64"}  # as wide as the model, which the config's is not at this size
     return {
         "ladder": Study(
             f"{size} {SGD} {BUDGET.format(32, 3000)}",
-            {name: Row(name, options.get(name, "")) for name in load_module("ladder").REPORTED},
+            {
+                name: Row(name, options.get(name, ""), BEFORE_ATTENTION.get(name, ""))
+                for name in load_module("ladder").REPORTED
+            },
             continues=True,
             by_position=("residual", "two_blocks", "rmsnorm"),
         ),
         "recurrent": Study(
-            f"{WIDTH_64} {SGD} {BUDGET.format(32, 3000)}",
+            f"{SHAPE} {SGD} {BUDGET.format(32, 3000)}",
             {name: Row(name) for name in RECURRENT},
             by_position=RECURRENT,
         ),
@@ -91,15 +94,6 @@ def studies() -> dict[str, Study]:
                 for B, n in ((32, 3000), (256, 1200))
             },
         ),
-        "before_attention": Study(
-            f"{WIDTH_32} {MLP.format(64)} {SGD} {BUDGET.format(32, 1000)}",
-            {name: Row(name, change=change) for name, change in BEFORE_ATTENTION.items()},
-        ),
-        "unmasked": Study(
-            f"{WIDTH_64} {MLP.format(128)} {ADAMW} {BUDGET.format(32, 1500)}",
-            {name: Row(name, change=BEFORE_ATTENTION[name]) for name in ("mix_qkv", "mix_unmasked")},
-            continues=True,
-        ),
         "alternatives": Study(f"{size} {SGD} {BUDGET.format(32, 1000)}", ALTERNATIVES),
     }
 
@@ -109,7 +103,7 @@ BEFORE_ATTENTION = {
     "mix_static": "A X", "mix_dynamic": "(X B) X", "mix_gram": "X Xᵀ X", "mix_qkv": "Q Kᵀ V",
     "mix_unmasked": "Q Kᵀ V without a mask",
 }  # fmt: skip
-"""What an MLP reads in the rungs that derive attention."""
+"""Input of the MLP in the rungs that derive attention."""
 ALTERNATIVES = {
     "base": Row("rmsnorm", "", "as it is: RMSNorm before each part, learned positions"),
     "wide_heads": Row("rmsnorm", "--model.head-dim 64", "heads as wide as the model, concatenated"),

@@ -156,7 +156,7 @@ def as_text(results: Sequence[RungResult]) -> str:
     """Return the table for the terminal: short columns side by side, and one line per rung for the others."""
 
     def number(x: float, digits: int) -> str:
-        return "" if math.isnan(x) else f"{x:.{digits}f}"
+        return "" if math.isnan(x) else f"{x:.{digits}f}" if x < 1e6 else f"{x:.{digits}e}"
 
     cells = [
         (

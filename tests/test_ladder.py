@@ -135,6 +135,7 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert max(map(len, text)) <= 100 and [line.split()[0] for line in text[:3]] == ["rung", "residual", "four_blocks"]
     assert text[-2] == f"residual     1.23 0.5; 0.25 | {REPORTED['residual']}"
     assert text[-1] == "four_blocks  - 1 (at step 5) | NaN before step 100"
+    assert " 2.00e+45 " in as_text([replace(results[0], perplexity=2e45)])
 
 
 @pytest.mark.slow

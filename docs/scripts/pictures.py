@@ -88,10 +88,10 @@ def ladder() -> str:
         if value is None:
             parts.append(text(left, y + 14, figures["ended_early"]))
             continue
-        x = left + width * math.log(value / low) / math.log(high / low)
+        x = left + width * max(0.0, math.log(value / low)) / math.log(high / low)  # without a mask, it is near 1
         parts.append(f'<path d="M{left} {y + 10}H{x:.1f}" stroke="{INK}" stroke-opacity="0.3"/>')
         parts.append(f'<circle cx="{x:.1f}" cy="{y + 10}" r="6" fill="{BLUE}"/>')
-        parts.append(text(x + 12, y + 14, f"{value:.1f}"))
+        parts.append(text(x + 12, y + 14, f"{value:.3g}"))
     note = f"held-out perplexity, from {low:.0f}, logarithmic"
     return svg(740, 48 + 28 * len(rungs), [*parts, text(left, 36 + 28 * len(rungs), note)])
 

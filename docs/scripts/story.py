@@ -92,7 +92,8 @@ def table(kind: str, names: list[str]) -> str:
         study, columns = TABLES[kind]
         figures = outcomes(study)
         rows = [list(columns.values())]
-        rows += [[cell(figures[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in names or figures]
+        shown = names or [name for name in figures if kind != "mixing" or figures[name]["change"]]
+        rows += [[cell(figures[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in shown]
     rows.insert(1, ["---:" if re.match(r"[\d,.]+$", x) else "---" for x in rows[1]])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
