@@ -394,7 +394,7 @@ def test_groups_of_blocks_are_consecutive_and_alike() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"scan": True}, exhaustive({"scan": True, "remat": "block"})], ids=str)
 def test_scanned_groups_equal_the_loop_and_so_do_their_gradients(fields: dict) -> None:
-    config = replace(CONFIGS["local and global"], n_blocks=3, global_blocks=(0,), dropout=0.2)
+    config = replace(CONFIGS["local and global"], n_blocks=5, global_blocks=(2,), dropout=0.2)
     params = build(config)[1]
 
     def loss(params: Params, execution: Execution) -> jax.Array:
