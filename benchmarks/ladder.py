@@ -63,7 +63,7 @@ class Study:
     rows: Mapping[str, Row]
     """By their names in the table."""
     continues: bool = False
-    """Store continuations of held-out prompts by the runs with the first seed."""
+    """Store continuations of held-out prompts by the runs with seed 0."""
     by_position: tuple[str, ...] = ()
     """Rows of which the held-out loss at each position of a window is stored."""
 
@@ -181,9 +181,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/reduced"), help="folder of the runs")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help=f"folder of {FILE}.json")
     own, data = parser.parse_known_args()
+    known = [label for name in own.studies for label in all_studies[name].rows]
+    if unknown := set(own.rows or ()) - {*known}:
+        parser.error(f"there is no row {min(unknown)}; there are {', '.join(known)}")
     sources = load_module("ladder").REPORTED
     file = own.results / f"{FILE}.json"
     figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.exists() else {}
+    counted = False
     for seed, name in product(own.seeds, own.studies):
         study, stored = all_studies[name], figures.setdefault(name, {"rows": {}})
         stored["options"] = study.options
@@ -197,10 +201,10 @@ def main() -> int:
             stored["rows"] = {label: stored["rows"][label] for label in study.rows if label in stored["rows"]}
             if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
-            if study.continues and seed == own.seeds[0]:
+            if study.continues and seed == 0:
                 stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]
-            if "counts" not in figures:
-                figures["counts"] = {"rows": count_tokens(run)}
+            if not counted:  # once a call: the books are those of all its runs
+                figures["counts"], counted = {"rows": count_tokens(run)}, True
             record.write(FILE, figures, record.versions("jax", "jaxlib", "flax"), own.results)
     return 0
 

@@ -60,7 +60,7 @@ def studies() -> dict[str, Any]:
 
 def outcomes(study: str) -> dict[str, dict[str, Any]]:
     """Return the fields of each row of a study, by its name, with the first seed."""
-    return {name: next(iter(seeds.values())) for name, seeds in studies()[study]["rows"].items()}
+    return {name: seeds[min(seeds, key=int)] for name, seeds in studies()[study]["rows"].items()}
 
 
 def cell(figures: dict[str, Any], field: str) -> str:
@@ -74,7 +74,7 @@ def cell(figures: dict[str, Any], field: str) -> str:
 def figure(study: str, row: str, field: str) -> str:
     """Return one figure of a study; `total minutes` are those of all its rows."""
     if row == "total":
-        return format(sum(figures[field] for figures in outcomes(study).values()), ".0f")
+        return format(sum(figures[field] or 0 for figures in outcomes(study).values()), ".0f")
     return cell(outcomes(study)[row], field)
 
 
@@ -136,8 +136,8 @@ def continuations(study: str) -> list[list[str]]:
     """Return what each row of a study makes of one held-out prompt, at temperature 0.5 and greedy."""
     stored = studies()[study]["continuations"]
     prompt = next(iter(stored.values()))[0][0]
-    as_cell = lambda text: " ".join(text.split()).replace("|", "\\|")  # noqa: E731
-    table = [["rung", f"“{as_cell(prompt)}” at temperature 0.5", "greedy"]]
+    as_cell = lambda text: f"`{' '.join(text.split()).replace('`', '').replace('|', '¦')}`"  # noqa: E731
+    table = [["rung", f"{as_cell(prompt)} at temperature 0.5", "greedy"]]
     for name, rows in stored.items():
         texts = [text for own_prompt, _, text in rows if own_prompt == prompt]
         table.append([f"`{name}`", *(as_cell(text) for text in texts or ("-", "-"))])
