@@ -32,9 +32,8 @@ CHANGE_COLUMNS = {name: COLUMNS[name] for name in ("parameters", "loss", "perple
 TABLES = {
     "rungs": ("ladder", COLUMNS),
     "outcomes": ("ladder", ALL_COLUMNS),
-    "mixing": ("before_attention", {"rung": "rung", "change": "an MLP on"} | CHANGE_COLUMNS),
+    "mixing": ("ladder", {"rung": "rung", "change": "an MLP on"} | CHANGE_COLUMNS),
     "counts": ("counts", {"change": "counted in the training text"} | {n: COLUMNS[n] for n in ("loss", "perplexity")}),
-    "unmasked": ("unmasked", {"rung": "rung", "change": "an MLP on"} | CHANGE_COLUMNS),
     "recurrent": ("recurrent", {"rung": "model"} | CHANGE_COLUMNS | {"minutes": "minutes"}),
     "concatenated": ("concatenated", {"change": "`mlp_concat` with", "targets": "targets"} | CHANGE_COLUMNS),
     "alternatives": ("alternatives", {"change": "`rmsnorm` with"} | CHANGE_COLUMNS),
@@ -68,7 +67,7 @@ def cell(figures: dict[str, Any], field: str) -> str:
     value = figures[field]
     if value is None:
         return str(figures["ended_early"]) if field == "loss" else "-"
-    return format(value, FORMATS.get(field, ",")) if isinstance(value, int | float) else str(value)
+    return format(value, FORMATS.get(field, ",")) if isinstance(value, int | float) else value or "-"
 
 
 def figure(study: str, row: str, field: str) -> str:
