@@ -93,7 +93,9 @@ def table(kind: str, names: list[str]) -> str:
         rows = [list(columns.values())]
         shown = names or [name for name in figures if kind != "mixing" or figures[name]["change"]]
         rows += [[cell(figures[name] | {"rung": f"`{name}`"}, field) for field in columns] for name in shown]
-    rows.insert(1, ["---:" if re.match(r"[\d,.]+$", x) else "---" for x in rows[1]])
+    known = [[x for x in column[1:] if x != "-"] for column in zip(*rows, strict=True)]
+    numbers = [sum(bool(re.match(r"[\d,.]+$", x)) for x in column) > len(column) / 2 for column in known]
+    rows.insert(1, ["---:" if is_number else "---" for is_number in numbers])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
