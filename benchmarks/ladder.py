@@ -5,7 +5,7 @@
 
 A study is a table of runs with equal options but for those of a row. Each run is trained with each seed, seed after
 seed, in a folder of its own; one that has ended is not trained again, and one that was interrupted is resumed, so that
-the same command continues. After each run the outcomes are stored as `ladder.json`, from which `docs/scripts/story.py`
+the same command continues. After each run the outcomes are stored as `ladder.json`, from which `docs.scripts.story`
 makes the tables. The status is 0 when all runs have ended, 1 if training failed, 2 for wrong input.
 """
 

@@ -1,18 +1,16 @@
 """Draw the pictures of docs/story as SVG.
 
-python docs/scripts/pictures.py
+python -m docs.scripts.pictures
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-STORY = ROOT / "docs/story"
+from docs.scripts.story import STORY, outcomes, stored_figures
+
 INK, BLUE, RED = "#808080", "#4c78c8", "#d2603a"
 """Colours that stand out from a light and from a dark page."""
 
@@ -78,8 +76,7 @@ def scale() -> str:
 
 def ladder() -> str:
     """Return the perplexity of each rung of the ladder as points on a logarithmic scale."""
-    stored = json.loads((ROOT / "benchmarks/results/ladder.json").read_text())["figures"]["ladder"]["rows"]
-    rungs = {name: seeds[min(seeds, key=int)] for name, seeds in stored.items()}
+    rungs = outcomes("ladder")
     low, high, left, width = 20.0, 220.0, 160, 480
     parts = []
     for i, (name, figures) in enumerate(rungs.items()):
@@ -118,7 +115,7 @@ def context() -> str:
     """Return the time of a text with and without a cache, and the memory of attention, over the length."""
     charts = []
     for case in ("cache", "scores"):
-        points = json.loads((ROOT / f"benchmarks/results/{case}.json").read_text())["figures"]["points"]
+        points = stored_figures(case)["points"]
         charts.append({int("".join(filter(str.isdigit, name))): point for name, point in points.items()})
     texts, attention = charts
     times = {

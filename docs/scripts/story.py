@@ -1,13 +1,13 @@
 """Write what their Python prints into the chapters of docs/story, and into them and docs/ladder.md the stored figures.
 
-    python docs/scripts/story.py [PAGE.md ...]
+    python -m docs.scripts.story [PAGE.md ...]
 
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
 of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
-names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity with each seed, `<!-- positions STUDIES -->` of the
-loss by position, `<!-- continuations STUDY -->` of a held-out prompt, and `<!-- case NAME -->` of a case of
-`benchmarks/cases.py`.
+names: those of `TABLES`, `<!-- seeds -->` of the perplexity of each rung with each seed, `<!-- continuations -->` of a
+held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, and `<!-- case NAME -->` of a case
+of `benchmarks/cases.py`.
 """
 
 import io
@@ -80,11 +80,11 @@ def figure(study: str, row: str, field: str) -> str:
 def table(kind: str, names: list[str]) -> str:
     """Return a table in Markdown."""
     if kind == "seeds":
-        rows = by_seed(names[0] if names else "ladder")
+        rows = by_seed()
     elif kind == "positions":
         rows = by_position(names)
     elif kind == "continuations":
-        rows = continuations(names[0] if names else "ladder")
+        rows = continuations()
     elif kind == "case":
         rows = case(names[0])
     else:
@@ -111,9 +111,9 @@ def case(name: str) -> list[list[str]]:
     return table
 
 
-def by_seed(study: str) -> list[list[str]]:
-    """Return the perplexity of each row with each seed, and their mean."""
-    rows = studies()[study]["rows"]
+def by_seed() -> list[list[str]]:
+    """Return the perplexity of each rung with each seed, and their mean."""
+    rows = studies()["ladder"]["rows"]
     seeds = sorted({seed for outcome in rows.values() for seed in outcome}, key=int)
     table = [["perplexity with seed", *seeds, "mean"]]
     for name, outcome in rows.items():
@@ -133,9 +133,9 @@ def by_position(names: list[str]) -> list[list[str]]:
     return table + [[f"`{name}`", *(f"{x[n - 1]:.3f}" for n in shown)] for name, x in losses.items()]
 
 
-def continuations(study: str) -> list[list[str]]:
-    """Return what each row of a study makes of one held-out prompt, at temperature 0.5 and greedy."""
-    stored = studies()[study]["continuations"]
+def continuations() -> list[list[str]]:
+    """Return what each rung makes of one held-out prompt, at temperature 0.5 and greedy."""
+    stored = studies()["ladder"]["continuations"]
     prompt = next(iter(stored.values()))[0][0]
     as_cell = lambda text: f"`{' '.join(text.split()).replace('`', '').replace('|', '¦')}`"  # noqa: E731
     table = [["rung", f"{as_cell(prompt)} at temperature 0.5", "greedy"]]
