@@ -206,7 +206,8 @@ def test_commands_run(here, monkeypatch, capsys, command):
             options = [word for i, word in enumerate(small) if not {small[i - 1], word} & NOT_OF_AN_MLP]
             options += ["--data.path", str(here / "books"), "--data.val-path", "none"]
             assert ladder.main(["--rungs", "mlp_rowwise", *changed(words[4:], *options)]) == 0
-            assert (here / "runs/ladder/ladder.html").exists()
+            folder = words[words.index("--folder") + 1] if "--folder" in words else "runs/ladder"
+            assert (here / folder / "ladder.html").exists()
         elif words[:4] == ["python", "-m", "jaxformer", "inspect"]:
             assert inspect.main([*words[4:-1], "The people"]) == 0  # the small model's context is short
             assert (here / "runs/quick/inspect.html").exists()
