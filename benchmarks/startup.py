@@ -64,5 +64,6 @@ def first_step(folder: Path, options: list[str], is_cold: bool) -> tuple[Any, Fi
         shutil.rmtree(run)
         return ms
 
-    step(0)
+    if not is_cold:
+        step(0)
     return step, {}
