@@ -110,6 +110,12 @@ ALTERNATIVES = {
     "summed_heads": Row(
         "rmsnorm", "--model.head-dim 64 --model.no-output-projection", "heads as wide as the model, summed"
     ),
+    "wide_values": Row("rmsnorm", "--model.value-dim 32", "values twice as wide as queries and keys"),
+    "wide_values_same_size": Row(
+        "rmsnorm",
+        "--model.head-dim 8 --model.value-dim 24",
+        "values three times as wide as queries and keys, as many parameters",
+    ),
     "colder": Row("rmsnorm", "--model.score-scale 0.5", "half the temperature: scores 2 / √d"),
     "warmer": Row("rmsnorm", "--model.score-scale 0.125", "twice the temperature: scores 1 / 2√d"),
     "no_positions": Row("rmsnorm", "--model.positions none", "no positions"),

@@ -41,7 +41,9 @@ class AttentionShape(NamedTuple):
     n_kv_heads: int
     """Query heads H and key/value heads G."""
     head_dim: int
-    """Width K of a head."""
+    """Width K of a head's queries and keys."""
+    value_dim: int
+    """Width of its values."""
     n_positions: int
     """Queries T, and as many keys."""
     mask: Any = None

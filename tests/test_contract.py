@@ -48,7 +48,15 @@ def test_the_last_axis_of_logits_is_the_number_of_classes(name: str) -> None:
     "config",
     [
         *MODELS.values(),
-        *(replace(MODELS["decoder"], **fields) for fields in ({"window": 2}, {"prefix": True}, {"n_kv_heads": 1})),
+        *(
+            replace(MODELS["decoder"], **fields)
+            for fields in (
+                {"window": 2},
+                {"prefix": True},
+                {"n_kv_heads": 1},
+                {"output_projection": True, "value_dim": 3},
+            )
+        ),
     ],
     ids=str,
 )
@@ -59,7 +67,8 @@ def test_the_shape_of_attention_is_that_of_a_call(config: ModelConfig) -> None:
     def listen(call, args, kwargs, context):
         if isinstance(context.module, MultiHeadAttention) and context.method_name == "attend":
             (H, T, K), (G, S, _), mask = args[0].shape, args[1].shape, args[3]
-            calls.append((AttentionShape(H, G, K, T, ARRAY if isinstance(mask, jax.Array) else mask), S))
+            value_dim = args[2].shape[-1]
+            calls.append((AttentionShape(H, G, K, value_dim, T, ARRAY if isinstance(mask, jax.Array) else mask), S))
         return call(*args, **kwargs)
 
     with nn.intercept_methods(listen):

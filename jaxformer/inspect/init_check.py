@@ -85,7 +85,7 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
         entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, window))
         attended = projected * averaged * (c.n_heads if c.sums_heads else 1)
         if c.output_projection:
-            attended *= c.n_heads * c.width_of_head * std**2
+            attended *= c.n_heads * c.width_of_values * std**2
         stream = _after(c, before, attended)
         read = _normed(c, stream) if c.norm != "none" and c.norm_placement != "post" else stream
         mlp = _mlp(c, read)

@@ -122,7 +122,8 @@ def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
     scale = (c.width_of_head**-0.5 if c.scaled else 1.0) if c.score_scale is None else c.score_scale
     settings = {
         **{name: getattr(c, name) for name in CONFIG_FIELDS},
-        "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "scale": scale, "windows": c.block_windows,
+        "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "value_dim": c.width_of_values, "scale": scale,
+        "windows": c.block_windows,
         "norm_eps": None if c.norm == "none" else epsilon(c.norm, c.norm_eps), "qk_eps": epsilon("rmsnorm", c.norm_eps),
         "frequencies": [_frequencies(c, i) for i in range(c.n_blocks)],
         "has_lens": c.residual and (c.norm == "none" or c.norm_placement != "post"),

@@ -68,7 +68,9 @@ def resolved(config: DecoderConfig) -> DecoderConfig:
     scale = config.width_of_head**-0.5 if config.scaled else 1.0
     renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
     return dataclasses.replace(
-        config, n_kv_heads=config.kv_heads, head_dim=config.width_of_head, max_context=config.n_positions,
+        config, n_kv_heads=config.kv_heads, head_dim=config.width_of_head,
+        value_dim=None if config.width_of_values == config.width_of_head else config.value_dim,
+        max_context=config.n_positions,
         norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
         output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
         score_scale=scale if config.score_scale is None else config.score_scale, scaled=True,

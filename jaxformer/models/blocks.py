@@ -71,7 +71,8 @@ class BlocksConfig(ModelConfig):
 
     def attention_shape(self, n_positions: int, mask: Any = None) -> AttentionShape:
         """Return the shape of self-attention over some positions; the mask is as in `AttentionShape`."""
-        return AttentionShape(self.n_heads, self.n_heads, self.width_of_head, n_positions, mask)
+        K = self.width_of_head
+        return AttentionShape(self.n_heads, self.n_heads, K, K, n_positions, mask)
 
     def make_norm(self) -> nn.Module:
         """Return a norm."""

@@ -41,6 +41,8 @@ class DecoderConfig(TokenModelConfig):
     """Key/value heads that the query heads share; without it, as many as n_heads."""
     head_dim: int | None = None
     """Width of a head; without it, d_model / n_heads."""
+    value_dim: int | None = None
+    """Width of a head's values and output; without it, that of its queries and keys."""
     scaled: bool = True
     """Divide the scores by the square root of the head's width."""
     projection_std: float | None = None
@@ -125,10 +127,11 @@ class DecoderConfig(TokenModelConfig):
         if self.n_heads % self.kv_heads:
             reason = "every key/value head serves equally many query heads"
             raise UserError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.kv_heads}; {reason}.")
-        total = self.n_heads * self.width_of_head
+        total = self.n_heads * self.width_of_values
         if not self.output_projection and not self.sums_heads and total != self.d_model:
-            remedy = f"set output_projection, or head_dim to {self.d_model} for their sum"
-            problem = f"{self.n_heads} heads of width {self.width_of_head} make {total}, not d_model {self.d_model}"
+            name = "head_dim" if self.value_dim is None else "value_dim"
+            remedy = f"set output_projection, or {name} to {self.d_model} for their sum"
+            problem = f"{self.n_heads} heads of width {self.width_of_values} make {total}, not d_model {self.d_model}"
             raise UserError(f"{problem}; {remedy}.")
         if self.prefix and self.window is not None:
             remedy = "leave one of them out"
@@ -181,12 +184,17 @@ class DecoderConfig(TokenModelConfig):
     @property
     def sums_heads(self) -> bool:
         """True where the output of attention is the sum of the heads, each as wide as the model."""
-        return not self.output_projection and self.width_of_head == self.d_model
+        return not self.output_projection and self.width_of_values == self.d_model
 
     @property
     def width_of_head(self) -> int:
-        """Width K of a head."""
+        """Width K of a head's queries and keys."""
         return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def width_of_values(self) -> int:
+        """Width of a head's values and output."""
+        return self.value_dim or self.width_of_head
 
     @property
     def attention_window(self) -> int:
@@ -241,7 +249,9 @@ class DecoderConfig(TokenModelConfig):
             extrapolates=self.extrapolates,
             has_prefix=self.prefix,
             has_segments=not self.prefix,
-            attention=AttentionShape(self.n_heads, self.kv_heads, self.width_of_head, self.context_length, mask),
+            attention=AttentionShape(
+                self.n_heads, self.kv_heads, self.width_of_head, self.width_of_values, self.context_length, mask
+            ),
             has_residual_stream=self.residual,
         )
 
@@ -265,7 +275,7 @@ class Decoder(nn.Module):
             return partial(
                 MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
                 c.output_projection, c.attention_bias, c.qk_norm, base, self.execution.attention, scaling,
-                epsilon("rmsnorm", c.norm_eps), c.output_bias, c.score_scale, c.sums_heads,
+                epsilon("rmsnorm", c.norm_eps), c.output_bias, c.score_scale, c.sums_heads, c.value_dim,
             )  # fmt: skip
 
         norm = None if c.norm == "none" else norm_maker(c.norm, c.norm_eps)
@@ -396,4 +406,4 @@ class Decoder(nn.Module):
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
         """Return an empty cache of `n_slots` slots for one sequence."""
         c = self.config
-        return init_cache(c.n_blocks, c.kv_heads, n_slots, c.width_of_head, dtype)
+        return init_cache(c.n_blocks, c.kv_heads, n_slots, c.width_of_head, dtype, c.value_dim)

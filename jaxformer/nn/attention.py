@@ -33,7 +33,7 @@ class MultiHeadAttention(nn.Module):
 
     Attributes:
       n_heads: query heads H.
-      head_dim: width K of a head.
+      head_dim: width K of a head's queries and keys, and of its values without value_dim.
       n_kv_heads: key/value heads G that the query heads share; G divides H. None for H.
       scaled: divide the scores by √K.
       init_std: standard deviation of every projection at initialisation; None for 1/√D.
@@ -48,6 +48,7 @@ class MultiHeadAttention(nn.Module):
       output_bias: add `b_O`; None for as `bias` says.
       score_scale: factor of the scores in place of 1/√K.
       sum_heads: without `W_O`, sum the heads in place of concatenating them; the output is `(T, K)`.
+      value_dim: width of a head's values and output; None for head_dim. Shapes here call it K, too.
     """
 
     n_heads: int
@@ -65,6 +66,7 @@ class MultiHeadAttention(nn.Module):
     output_bias: bool | None = None
     score_scale: float | None = None
     sum_heads: bool = False
+    value_dim: int | None = None
 
     def __call__(
         self,
@@ -89,7 +91,7 @@ class MultiHeadAttention(nn.Module):
         if x_TD.ndim != 2:
             raise UserError(f"expected an input of shape (T, D), got {x_TD.shape}; use jax.vmap for a batch.")
         T, D = x_TD.shape
-        H, K = self.n_heads, self.head_dim
+        H = self.n_heads
         positions_T = jnp.arange(T) if positions_T is None else positions_T
         q_HTK = self._add_bias(to_heads(x_TD, self._projection("Q", D, H)), "Q")
         if isinstance(source, LayerCache):
@@ -108,9 +110,9 @@ class MultiHeadAttention(nn.Module):
                 k_GTK, v_GTK = read_layer(cache, x_TD.dtype)
             y_HTK = self.attend(q_HTK, k_GTK, v_GTK, mask)
         if not self.output_projection:
-            y_TD = y_HTK.sum(axis=0) if self.sum_heads else y_HTK.swapaxes(0, 1).reshape(T, H * K)
+            y_TD = y_HTK.sum(axis=0) if self.sum_heads else y_HTK.swapaxes(0, 1).reshape(T, -1)
             return capture_point(self, OUTPUT, y_TD), cache
-        W_HKD = self._parameter("W_O", self._init(D), H, K, D)
+        W_HKD = self._parameter("W_O", self._init(D), H, self._width("V"), D)
         y_TD = from_heads(y_HTK, W_HKD)
         if self.bias if self.output_bias is None else self.output_bias:
             y_TD = y_TD + self._parameter("b_O", nn.initializers.zeros, D)
@@ -124,13 +126,17 @@ class MultiHeadAttention(nn.Module):
 
     def _projection(self, name: str, d_model: int, n_heads: int) -> jax.Array:
         """Return `W_Q`, `W_K` or `W_V`, `(D, H, K)`."""
-        return self._parameter(f"W_{name}", self._init(d_model), d_model, n_heads, self.head_dim)
+        return self._parameter(f"W_{name}", self._init(d_model), d_model, n_heads, self._width(name))
+
+    def _width(self, name: str) -> int:
+        """Return the width of a head's queries, keys or values."""
+        return self.value_dim or self.head_dim if name == "V" else self.head_dim
 
     def _add_bias(self, y_HTK: jax.Array, name: str) -> jax.Array:
         """Return queries, keys or values with `b_Q`, `b_K` or `b_V`, where there are biases."""
         if not self.bias:
             return y_HTK
-        return y_HTK + self._parameter(f"b_{name}", nn.initializers.zeros, len(y_HTK), 1, self.head_dim)
+        return y_HTK + self._parameter(f"b_{name}", nn.initializers.zeros, len(y_HTK), 1, self._width(name))
 
     def _normalize_and_rotate(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
         """Return queries or keys after `qk_norm` and the rotation, `(H, T, K)`."""

@@ -71,7 +71,8 @@ def attention(
     mask: Mask = None,
     scale: float = 1.0,
 ) -> jax.Array:
-    """Return weighted sums of the values, `(H, T, K)` in the dtype of the values; see `attention_weights`.
+    """Return weighted sums of the values, `(H, T, K)` in their dtype and width, which may be another than that of
+    queries and keys; see `attention_weights`.
 
     A query without a visible key gets zeros, and passes no gradient.
 

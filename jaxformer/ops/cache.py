@@ -43,8 +43,11 @@ class KVCache(NamedTuple):
     position_S: jax.Array
 
 
-def init_cache(n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: Any) -> KVCache:
-    """Return an empty cache for keys and values in float32, bfloat16 or int8.
+def init_cache(
+    n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: Any, value_dim: int | None = None
+) -> KVCache:
+    """Return an empty cache for keys and values in float32, bfloat16 or int8. Values are as wide as keys without
+    `value_dim`.
 
     Raises:
       UserError: another dtype.
@@ -53,7 +56,7 @@ def init_cache(n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtyp
         raise UserError(f"the cache's dtype is {name}; it must be float32, bfloat16 or int8.")
     scale_GS = jnp.zeros((n_kv_heads, n_slots), jnp.float32) if dtype == jnp.int8 else None
     k_GKS = Stored(jnp.zeros((n_kv_heads, head_dim, n_slots), dtype), scale_GS)
-    v_GSK = Stored(jnp.zeros((n_kv_heads, n_slots, head_dim), dtype), scale_GS)
+    v_GSK = Stored(jnp.zeros((n_kv_heads, n_slots, value_dim or head_dim), dtype), scale_GS)
     return KVCache((LayerCache(k_GKS, v_GSK),) * n_layers, jnp.full((n_slots,), EMPTY, jnp.int32))
 
 
@@ -101,7 +104,7 @@ def decode_step(
         weights_GRS *= layer.v_GSK.scale_GS[:, None, :]
     mixed_GRK = einsum("grs,gsk->grk", weights_GRS.astype(dtype), layer.v_GSK.values.astype(dtype))
     mixed_GRK += own_weight_GR1.astype(dtype) * widened(_rounded(v_G1K, layer.v_GSK.values.dtype))
-    y_H1K = mixed_GRK.reshape(H, 1, K).astype(dtype)
+    y_H1K = mixed_GRK.reshape(H, 1, -1).astype(dtype)
     after = zero_after(y_H1K[:1, :, :1])
     return y_H1K, write_layer(layer, k_G1K + after, v_G1K + after, slot)
 

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -246,8 +247,8 @@ def model_flops(setup: TrainSetup) -> ModelFlops:
     calls: list[tuple[Any, Any, Mask]] = []
 
     def record(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask, scale: float) -> jax.Array:
-        calls.append((q_HTK, k_GSK, mask))
-        return q_HTK
+        calls.append((q_HTK, v_GSK, mask))
+        return jnp.zeros((*q_HTK.shape[:2], v_GSK.shape[-1]), v_GSK.dtype)
 
     config, rngs = setup.config, {}
     params = abstract_params(setup.model, config.model)
@@ -259,9 +260,9 @@ def model_flops(setup: TrainSetup) -> ModelFlops:
         params, *config.model.example()
     )
     attention, n_scores, visible = 0.0, 0, 1.0
-    for q_HTK, k_GSK, mask in calls:
-        (H, T, K), S = q_HTK.shape, k_GSK.shape[1]
-        attention += 3 * 4 * H * K * visible_pairs(mask, T, S)
+    for q_HTK, v_GSK, mask in calls:
+        (H, T, K), (_, S, value_dim) = q_HTK.shape, v_GSK.shape
+        attention += 3 * 2 * H * (K + value_dim) * visible_pairs(mask, T, S)
         n_scores += H * T * S
         visible = min(1.0, visible_pairs(mask, T, S, BLOCK) / (T * S)) if BLOCK < T else 1.0
     weights = {scope: 3 * flops for scope, flops in flops_by_scope(jaxpr).items()}

@@ -82,15 +82,17 @@ class FusedAttention:
     tensor: int = 1
     """Size of the mesh axis `tensor`."""
 
-    def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
+    def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask, value_dim: int) -> str | None:
         """Return the reason why the kernel does not support shapes and dtypes; None if it does."""
+        if value_dim != (K := k_GSK.shape[-1]):
+            return f"it takes values as wide as keys, {K}, not {value_dim}"
         return KERNELS[self.kernel].refuses(q_HTK, k_GSK, mask)
 
     def __call__(
         self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
     ) -> jax.Array:
         """Return what `ops.attention.attention` returns."""
-        if self.refuses(q_HTK, k_GSK, mask):
+        if self.refuses(q_HTK, k_GSK, mask, v_GSK.shape[-1]):
             return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale)
 
         def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
@@ -116,6 +118,7 @@ def make_attention(
     mask: Mask = None,
     tensor: int = 1,
     *,
+    value_dim: int | None = None,
     try_first: bool = True,
 ) -> tuple[Attention, str]:
     """Return the attention for such queries and keys, and a line for the log that names it and the reason.
@@ -127,6 +130,7 @@ def make_attention(
       q_HTK, k_GSK: shapes and dtype of queries and keys of most calls, for one example.
       mask: mask of most calls; `contract.ARRAY` for an array, and shape and dtype for the segments of `Packed`.
       tensor: number of devices over which the heads lie.
+      value_dim: width of the values; None for that of the keys.
       try_first: run the kernel here before it is trusted. Compiling for devices that are elsewhere has to do without.
 
     Raises:
@@ -143,7 +147,7 @@ def make_attention(
     reasons = list[str]()
     for kernel in kernels if name == "auto" else (name,):
         fused = FusedAttention(kernel, tensor)
-        reason = fused.refuses(q_HTK, k_GSK, mask)
+        reason = fused.refuses(q_HTK, k_GSK, mask, value_dim or k_GSK.shape[-1])
         if reason is None and try_first:
             reason = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
         if reason is None:

@@ -263,14 +263,15 @@ class TrainSetup:
         """Return the attention for the model's shapes, with packed documents or without, and its line for the log."""
         shape, platform = self.config.model.contract.attention, self.mesh.devices.flat[0].platform
         assert shape is not None
-        H, G, K, T, mask = shape
+        H, G, K, value_dim, T, mask = shape
         if is_packed:
             segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
             mask = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
         q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), self.compute_dtype) for n_heads in (H, G))
         return make_attention(
-            self.config.compute.attention, platform, q_HTK, k_GTK, mask, self.mesh.shape["tensor"], try_first=try_first
-        )
+            self.config.compute.attention, platform, q_HTK, k_GTK, mask, self.mesh.shape["tensor"],
+            value_dim=value_dim, try_first=try_first,
+        )  # fmt: skip
 
     @cached_property
     def sharded_model(self) -> nn.Module:

@@ -9,6 +9,7 @@ import pytest
 from jaxformer.inspect import capture
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.ops import masks
+from jaxformer.ops.attention import attention
 from tests.helpers import ROOT
 
 FIXTURE = np.load(ROOT / "tests/fixtures/attention_torch.npz")
@@ -25,6 +26,13 @@ def test_weights_agree_with_torch(name):
     result = capture(module, params, x_TD, jnp.arange(T), mask)
     np.testing.assert_allclose(result["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
     np.testing.assert_allclose(result["output"], FIXTURE[f"{name}.out"], atol=1e-5)
+
+
+def test_values_wider_than_keys_agree_with_torch():
+    q_HTK, k_HTK, v_HTK, y_HTK = (jnp.asarray(FIXTURE[f"wide.{name}"], jnp.float32) for name in ("q", "k", "v", "out"))
+    assert q_HTK.shape[-1] < v_HTK.shape[-1]
+    y = attention(q_HTK, k_HTK, v_HTK, masks.Causal(), q_HTK.shape[-1] ** -0.5)
+    np.testing.assert_allclose(y, y_HTK, atol=1e-5)
 
 
 @pytest.mark.slow

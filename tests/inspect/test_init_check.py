@@ -21,7 +21,7 @@ CASES: dict[str, Any] = {
     "modern": replace(quick.modern.model, n_blocks=1, context_length=32, vocab_size=500, norm_eps=1e-4),
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
-    "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8),
+    "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8, value_dim=40),
     "norms around parts, local and global": replace(
         WIDE, norm="rmsnorm", norm_placement="both", activation="geglu", window=8, global_blocks=(1,), score_scale=0.1,
         embedding_scale=2.0, embedding_std=0.5, bias=False,

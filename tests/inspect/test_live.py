@@ -39,15 +39,15 @@ CONFIGS = {
     "gemma": replace(
         QUICK, n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3, window=5,
         global_blocks=(1,), local_rope_base=50.0, rope_scaling=2.0, embedding_scale=4.0, logit_soft_cap=3.0,
-        score_scale=0.3,
+        score_scale=0.3, value_dim=11,
     ),
     "post": replace(
         QUICK, attention_bias=True, d_ff=(32, 24), activation="gelu", norm="layernorm", norm_placement="post",
         qk_norm=False, positions="learned", max_context=30,
     ),
     "rung": DecoderConfig(
-        vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=3, head_dim=16, scaled=False, residual=False,
-        unembedding="mlp", d_ff=(32,), positions="sinusoidal",
+        vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=3, head_dim=12, value_dim=16, scaled=False,
+        residual=False, unembedding="mlp", d_ff=(32,), positions="sinusoidal",
     ),
 }  # fmt: skip
 CORPUS = [
@@ -148,7 +148,8 @@ SLOW = """
     const container = section.parentNode.appendChild(document.createElement("div"));
     container.className = "live slow";
     live(container, data);
-    const shown = () => [container.querySelector(".status").textContent, container.ariaBusy];
+    const button = container.querySelector(".controls button");
+    const shown = () => [container.querySelector(".status").textContent, container.ariaBusy, button.ariaDisabled];
     const area = container.querySelector("textarea");
     const first = shown();
     area.value = arguments[0];
@@ -156,7 +157,7 @@ SLOW = """
     container.click(); // reads what was typed
     container.querySelector(".heads input").click();
     container.querySelector(".heads input").click();
-    container.querySelector(".controls button").click(); // adds no token to what is not yet computed
+    button.click(); // adds no token to what is not yet computed
     return [first, shown()];
 """
 
@@ -324,10 +325,11 @@ def test_long_computation_says_so_and_gives_way_to_what_is_typed(page, browser):
     tokenizer = page[1]["quick"].tokenizer
     text = "the \x00Union\x7f\x1b is strong"
     first, then = browser.execute_script(SLOW, text)
-    assert first[0].startswith("Computing: 0 of ") and first[1] == "true"
+    assert first[0].startswith("Computing: 0 of ") and first[1:] == ["true", "true"]
     n = len(tokenizer.encode(text))
-    assert then == [f"Computing: 0 of {n} positions …", "true"]
-    wait_for(browser, "return !document.querySelector('.slow').ariaBusy")
+    assert then == [f"Computing: 0 of {n} positions …", "true", "true"]
+    wait_for(browser, "return document.querySelector('.slow').ariaBusy === 'false'")
+    assert browser.execute_script("return document.querySelector('.slow .controls button').ariaDisabled") == "false"
     [slow] = browser.find_elements("css selector", ".slow")
     assert f"{n} of at most 24 tokens; {n} computed in" in slow.find_element("css selector", ".status").text
     labels = [button.get_property("textContent") for button in slow.find_elements("css selector", ".tokens button")]

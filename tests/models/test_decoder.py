@@ -44,7 +44,7 @@ MODERN = replace(
 CONFIGS = {name: small(name) for name in RUNGS} | {
     "modern": MODERN,
     "vaswani": replace(PLAIN, positions="sinusoidal", norm="layernorm", norm_placement="post", activation="gelu"),
-    "window": replace(PLAIN, window=3, positions="rope", head_dim=4),
+    "window": replace(PLAIN, window=3, positions="rope", head_dim=4, value_dim=7),
     "experts": replace(MODERN, n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
     "local and global": replace(
@@ -326,7 +326,9 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"n_kv_heads": 0}, ["n_kv_heads", "0"]),
         ({"positions": "rope", "head_dim": 5}, ["5", "even"]),
         ({"unembedding": "mlp", "residual": True}, ["mlp", "residual"]),
-        ({"output_projection": False, "n_heads": 3, "head_dim": 5}, ["15", "13"]),
+        ({"output_projection": False, "n_heads": 3, "head_dim": 5}, ["15", "13", "head_dim to 13"]),
+        ({"output_projection": False, "n_heads": 3, "value_dim": 7}, ["21", "13", "value_dim to 13"]),
+        ({"value_dim": 0}, ["value_dim", "0"]),
         ({"dropout": 1.0}, ["dropout", "1.0"]),
         ({"dropout": -0.1}, ["dropout", "-0.1"]),
         ({"d_model": -1}, ["d_model", "-1"]),

@@ -99,6 +99,16 @@ def test_heads_may_be_summed() -> None:
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).sum(axis=1))
 
 
+def test_values_may_be_of_another_width_than_keys() -> None:
+    module = MultiHeadAttention(H, K, H, output_projection=False, bias=True, value_dim=3)
+    params = random_params(module, *INPUTS)
+    assert {name: leaf.shape for name, leaf in params.items() if name.endswith("V")} == {
+        "W_V": (D, H, 3), "b_V": (H, 1, 3),
+    }  # fmt: skip
+    unbiased = {**params, **{f"b_{name}": jnp.zeros_like(params[f"b_{name}"]) for name in "QKV"}}
+    assert_close(apply(module, unbiased, *INPUTS)[0], explicit(params, 1 / sqrt(K)).reshape(T, H * 3))
+
+
 def test_unscaled_scores_are_not_divided() -> None:
     module = MultiHeadAttention(H, K, H, scaled=False, output_projection=False)
     params = random_params(module, *INPUTS)

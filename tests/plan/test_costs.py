@@ -105,6 +105,7 @@ def test_scores_and_cache_of_gpt2():
 
 def test_cache_is_of_decoders():
     assert cache_bytes(setup_of(CONFIG, n_kv_heads=2)) == 2 * L * 2 * 4 * T * 4 + T * 4
+    assert cache_bytes(setup_of(CONFIG, n_kv_heads=2, value_dim=7)) == L * 2 * (4 + 7) * T * 4 + T * 4
     vit = replace(load_config(f"{ROOT}/configs/vision.py:vit"), mesh="")
     assert cache_bytes(TrainSetup(vit, make_mesh())) is None
 

@@ -109,6 +109,9 @@ def test_model_flops_by_hand():
     weights = L * (4 * D * D + 2 * D * F) + D * V
     attention = L * 4 * D * (T * (T + 1) // 2)  # two products over the pairs that a causal mask does not hide
     assert model_flops(TrainSetup(CONFIG, make_mesh())).total == 3 * (2 * T * weights + attention)
+    wide = TrainSetup(replace(CONFIG, model=replace(MODEL, value_dim=12)), make_mesh())  # three times as wide as keys
+    weights += L * 2 * 2 * D * D
+    assert model_flops(wide).total == 3 * (2 * T * weights + 2 * attention)
 
 
 @pytest.mark.slow

@@ -72,6 +72,15 @@ def test_attention_is_chosen_by_platform_shape_and_option(
     assert make_attention(name, platform, q, q, mask) == (function, line)
 
 
+def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
+    q, v = jnp.ones((2, 128, 16), jnp.bfloat16), jnp.ones((2, 128, 24), jnp.bfloat16)
+    chosen = make_attention("auto", "tpu", like(128), like(128), Causal(), value_dim=24)
+    assert chosen == (
+        unfused_attention, "attention: xla (not splash: it takes values as wide as keys, 16, not 24)",
+    )  # fmt: skip
+    assert (FusedAttention("splash")(q, q, v) == unfused_attention(q, q, v)).all()
+
+
 @pytest.mark.parametrize(
     ("name", "platform", "dtype", "message"),
     [

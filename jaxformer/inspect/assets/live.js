@@ -1,8 +1,9 @@
 "use strict";
 
 // A decoder in the page: its tokenizer, its forward pass with a KV cache, and what is shown of them. `inspect/live.py`
-// packs the run. Axes as in Python: T positions, D model width, H query heads, G key/value heads, K head width, F width
-// of the MLP, V vocabulary. A matrix holds a row per output, and arrays of several axes are flat.
+// packs the run. Axes as in Python: T positions, D model width, H query heads, G key/value heads, K width of a head's
+// queries and keys, J of its values, F width of the MLP, V vocabulary. A matrix holds a row per output, and arrays of
+// several axes are flat.
 
 function decodeBase64(text) {
   const letters = atob(text);
@@ -288,16 +289,17 @@ class Model {
   }
 }
 
-// A forward pass over a text with all that it computed: per block the residual stream before it, (T, D), keys and values,
-// (T, G, K), and attention weights, (H, T, T), where T is the most that there may be. What is still valid is a cache.
+// A forward pass over a text with all that it computed: per block the residual stream before it, (T, D), keys, (T, G, K),
+// values, (T, G, J), and attention weights, (H, T, T), where T is the most that there may be. What is still valid is a
+// cache.
 class Pass {
   constructor(model) {
     this.model = model;
-    const { n_blocks: L, d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, vocab_size: V, unembedding } = model.config;
+    const { n_blocks: L, d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, vocab_size: V, unembedding } = model.config;
     const N = model.maxTokens;
     const arrays = (n, width) => Array.from({ length: n }, (_, i) => new Float32Array(N * width(i)));
     this.stream = arrays(L + 1, (i) => (unembedding === "mlp" && i === L ? V : D));
-    [this.keys, this.values] = [arrays(L, () => G * K), arrays(L, () => G * K)];
+    [this.keys, this.values] = [arrays(L, () => G * K), arrays(L, () => G * J)];
     this.weights = arrays(L, () => H * N);
     this.losses = new Float32Array(N); // of the token after each position, in nats
     this.tokens = [];
@@ -365,35 +367,35 @@ class Pass {
   // Attention of rows x, whose positions begin at `first`, to all positions up to their own.
   attention(i, x, first) {
     const { model, keys, values, weights } = this;
-    const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, windows, scale } = model.config;
+    const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, windows, scale } = model.config;
     const [T, N, p] = [x.length / D, model.maxTokens, (name) => model.parameters[`blocks_${i}.attention.${name}`]];
     const q = this.rotate(i, linear(x, p("W_Q"), p("b_Q"), D), p("gamma_Q"), first, H);
     keys[i].set(this.rotate(i, linear(x, p("W_K"), p("b_K"), D), p("gamma_K"), first, G), first * G * K);
-    values[i].set(linear(x, p("W_V"), p("b_V"), D), first * G * K);
-    const heads = new Float32Array(T * H * K);
+    values[i].set(linear(x, p("W_V"), p("b_V"), D), first * G * J);
+    const heads = new Float32Array(T * H * J);
     for (let t = 0; t < T; t++) {
       const position = first + t;
       const start = Math.max(0, position - windows[i] + 1);
       for (let h = 0; h < H; h++) {
-        const [from, group] = [(t * H + h) * K, Math.floor(h / (H / G))];
+        const [own, group] = [t * H + h, Math.floor(h / (H / G))];
         const scores = new Float64Array(position + 1 - start);
         for (let s = start; s <= position; s++) {
           let sum = 0;
-          for (let k = 0, at = (s * G + group) * K; k < K; k++) sum += q[from + k] * keys[i][at + k];
+          for (let k = 0, at = (s * G + group) * K; k < K; k++) sum += q[own * K + k] * keys[i][at + k];
           scores[s - start] = scale * sum;
         }
         const row = softmax(scores);
         weights[i].subarray((h * N + position) * N, (h * N + position + 1) * N).fill(0).set(row, start);
         if (this.off.has(`${i}.${h}`)) continue;
         for (let s = start; s <= position; s++) {
-          for (let k = 0, at = (s * G + group) * K; k < K; k++) heads[from + k] += row[s - start] * values[i][at + k];
+          for (let j = 0, at = (s * G + group) * J; j < J; j++) heads[own * J + j] += row[s - start] * values[i][at + j];
         }
       }
     }
-    if (p("W_O")) return linear(heads, p("W_O"), p("b_O"), H * K);
-    if (H * K === D) return heads;
+    if (p("W_O")) return linear(heads, p("W_O"), p("b_O"), H * J);
+    if (H * J === D) return heads;
     const sum = new Float32Array(T * D); // of heads as wide as the model
-    heads.forEach((x, i) => (sum[Math.floor(i / (H * K)) * D + (i % D)] += x));
+    heads.forEach((x, i) => (sum[Math.floor(i / (H * J)) * D + (i % D)] += x));
     return sum;
   }
 
@@ -463,7 +465,7 @@ function sample(probabilities) {
 
 function live(container, data) {
   const [model, tokenizer] = [new Model(data), new Tokenizer(data.tokenizer)];
-  const { n_blocks: L, n_heads: H, n_kv_heads: G, head_dim: K, has_lens } = model.config;
+  const { n_blocks: L, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, has_lens } = model.config;
   const label = (token) => tokenizer.label(token);
   const quoted = (token) => `“${label(token)}”`;
   const full = new Pass(model); // with all heads
@@ -532,7 +534,7 @@ function live(container, data) {
         const isLong = !isAnnounced && total * model.size > LONG_PRODUCTS;
         if (!isLong && performance.now() - begun < TASK_MS) continue;
         isAnnounced = true;
-        container.setAttribute("aria-busy", true);
+        setBusy(true);
         status.textContent = `Computing: ${n} of ${total} positions …`;
         timer = setTimeout(work);
         return;
@@ -541,11 +543,17 @@ function live(container, data) {
 
     function show(n) {
       [job, computed] = [null, n];
-      container.removeAttribute("aria-busy");
+      setBusy(false);
       showAll(all.length, performance.now() - start);
       pinned &&= at < tokens.length;
       if (tokens.length) select(Math.min(at, tokens.length - 1));
     }
+  }
+
+  // Buttons that add a token keep the focus meanwhile, which `disabled` would take.
+  function setBusy(isBusy) {
+    container.ariaBusy = isBusy;
+    for (const button of steps) button.ariaDisabled = isBusy;
   }
 
   // Show all but what depends on a position, for a text of n tokens that took some milliseconds.
@@ -736,27 +744,27 @@ function live(container, data) {
     const [[block, head], pass, T, N] = [chosen, active(), tokens.length, model.maxTokens];
     const group = Math.floor(head / (H / G));
     make("h3", cache, "KV cache");
-    const numbers = 2 * L * G * K;
+    const numbers = L * G * (K + J);
     const perPosition = Object.entries(model.parameters)
       .filter(([name]) => /W_(Q|K|V|O|out|gate|\d)/.test(name)).reduce((sum, [, array]) => sum + array.length, 0);
     const heads = `${G} ${G === 1 ? "head" : "heads"}${G < H ? ` (each serves ${H / G} heads of queries)` : ""}`;
     const products = (n) => `${((n * perPosition) / 1e6).toPrecision(3)} million`;
     const saved = computed < T ? `, ${products(computed)} products with weights in place of ${products(T)}` : "";
-    make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys and values of width ${K} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update computed ${computed === 1 ? "one position" : `${computed} positions`}, marked by the line below the columns${saved}.`);
+    make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys ${K === J ? "" : `of width ${K} `}and values of width ${J} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update computed ${computed === 1 ? "one position" : `${computed} positions`}, marked by the line below the columns${saved}.`);
     const canvas = make("canvas", cache);
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `keys and values of head ${head} of layer ${block}, ${T} of ${N} slots filled`);
     const parts = [pass.keys[block], pass.values[block]];
     const scales = parts.map((part) => {
-      const filled = part.subarray(0, T * G * K);
+      const filled = part.subarray(0, (T * part.length) / N);
       return colourScale(filled.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-30), true);
     });
     const [accent, none] = [[...rgb("--accent"), 255], [0, 0, 0, 0]];
-    paint(canvas, N, 2 * K + 3, (row, slot) => {
-      if (slot >= T || row === K || row === 2 * K + 1) return none;
-      if (row === 2 * K + 2) return slot >= T - computed ? accent : none;
-      const part = row < K ? 0 : 1;
-      return scales[part](parts[part][(slot * G + group) * K + (part ? row - K - 1 : row)]);
+    paint(canvas, N, K + J + 3, (row, slot) => {
+      if (slot >= T || row === K || row === K + J + 1) return none;
+      if (row === K + J + 2) return slot >= T - computed ? accent : none;
+      if (row < K) return scales[0](parts[0][(slot * G + group) * K + row]);
+      return scales[1](parts[1][(slot * G + group) * J + row - K - 1]);
     });
     make("p", cache, `Keys above, values below, of head ${head} of layer ${block}; a column per slot.`, "name");
   }
