@@ -302,6 +302,9 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     tokens = case.tokenizer.encode("x" * 40)
     assert f"{len(tokens)} tokens, of which the model reads the first 24" in status.text
     assert not find(".controls button")[0].is_enabled()
+    browser.execute_cdp_cmd("Input.insertText", {"text": "\n" * 50_000})  # as pasted: a second, if all were laid out
+    next_frame()
+    assert area.get_property("value") == "x" * 40 + "\n" * (4096 - 40)
     area.clear()
     area.send_keys("a\b")
     next_frame()

@@ -438,6 +438,8 @@ class Pass {
   }
 }
 
+// Most characters of a text that is typed or pasted: a browser takes a second to lay out tens of thousands of lines.
+const LONGEST_TEXT = 4096;
 // Products with weights between two looks at the clock, those of an update that is announced before it begins, and
 // milliseconds of computing after which the page goes on.
 const [PRODUCTS_AT_ONCE, LONG_PRODUCTS, TASK_MS] = [4e7, 1e8, 50];
@@ -481,7 +483,7 @@ function live(container, data) {
 
   const field = make("label", container, "Your text", "field");
   const area = make("textarea", field);
-  [area.rows, area.spellcheck, area.autocapitalize] = [3, false, "off"];
+  [area.rows, area.spellcheck, area.autocapitalize, area.maxLength] = [3, false, "off", LONGEST_TEXT];
   const controls = make("div", container, "", "controls");
   const add = (text, title, pick) => {
     const button = make("button", controls, text);
