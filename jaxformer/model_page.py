@@ -22,7 +22,6 @@ from jaxformer.decode.translation import encode_source
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture_shapes, model_sections
 from jaxformer.inspect.charts import Heatmap
-from jaxformer.inspect.labels import layer_label
 from jaxformer.inspect.live import live_section
 from jaxformer.inspect.page import Section, Table, write_page
 from jaxformer.inspect.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
@@ -89,17 +88,8 @@ def write_model_page(
         sections += measured
     if reason:
         facts.append(f"The data of the run cannot be read: {reason}")
-    sections += training_sections(read_metrics(run.path), read_samples(run.path), _attention_layers(run, batch))
+    sections += training_sections(read_metrics(run.path), run.config.model, read_samples(run.path))
     write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections)
-
-
-def _attention_layers(run: Run, batch: Batch | None) -> list[str]:
-    """Return the labels of the layers with attention, in the order of the log; [] without examples."""
-    if batch is None:
-        return []
-    first = jax.tree.map(lambda x: x[0], batch.inputs)
-    maps = capture_shapes(run.model, run.params, *first, names="*attention.weights", missing_ok=True)
-    return [layer_label(name.removesuffix(".weights")) for name in maps]
 
 
 def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:

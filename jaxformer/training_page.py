@@ -44,7 +44,7 @@ def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
     fact = f"{type(config.model.build()).__name__}, step {last['step']:,} of {config.steps:,}{loss}."
     title = f"{folder.resolve().name}: training"
     try:
-        write_page(folder / REPORT, title, [fact], training_sections(rows, read_samples(folder)))
+        write_page(folder / REPORT, title, [fact], training_sections(rows, config.model, read_samples(folder)))
     except OSError as error:
         print_line(f"{REPORT} cannot be written: {error.strerror or error}; training continues")
         return False

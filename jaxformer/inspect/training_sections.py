@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import evenly_spaced
+from jaxformer.inspect.capture import capture_shapes
 from jaxformer.inspect.charts import STEP, Axis, Line, Lines
 from jaxformer.inspect.labels import layer_label
 from jaxformer.inspect.page import Section, Table, Texts
+from jaxformer.runs import abstract_params
 
 Row = Mapping[str, Any]
 """Row of `metrics.jsonl`."""
@@ -20,14 +24,20 @@ MAX_CHART_POINTS = 20_000
 """Points of all lines of a chart together, some 6 bytes each."""
 
 
-def training_sections(
-    rows: Sequence[Row], samples: Sequence[str] = (), attention_layers: Sequence[str] = ()
-) -> list[Section]:
+def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequence[str] = ()) -> list[Section]:
     """Return what the log, rows in the order of steps, has of: losses, attention entropy, update ratios, learning rate,
-    tokens per expert, the initialisation check; and the samples, given the oldest first. `attention_layers` names the
-    layers whose entropies are logged; without it they have numbers."""
-    return [*_losses(rows), *_entropy(rows, attention_layers), *_updates(rows), *_learning_rate(rows), *_experts(rows),
+    tokens per expert, the initialisation check; and the samples, given the oldest first."""
+    return [*_losses(rows), *_entropy(rows, config), *_updates(rows), *_learning_rate(rows), *_experts(rows),
             *_init_check(rows), *_samples(samples)]  # fmt: skip
+
+
+@cache
+def attention_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Return the labels of a model's layers with attention, in the order of the log."""
+    model = config.build()
+    params, example = abstract_params(model, config), config.example()
+    maps = capture_shapes(model, params, *example, names="*attention.weights", missing_ok=True)
+    return tuple(layer_label(name.removesuffix(".weights")) for name in maps)
 
 
 def _lines_by_layer(rows: Sequence[Row], layers: Sequence[Mapping[str, Sequence[Any]]], member: str) -> list[Line]:
@@ -58,10 +68,11 @@ def _losses(rows: Sequence[Row]) -> Iterator[Section]:
         yield Lines("Loss", [line for line in lines if line.x], STEP, Axis("loss, nats"))
 
 
-def _entropy(rows: Sequence[Row], names: Sequence[str]) -> Iterator[Section]:
+def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
     if rows := _with(rows, "entropy", lambda layers: sum(map(len, layers))):
-        n_layers = len(rows[0]["entropy"])
-        labels = names if len(names) == n_layers else [f"layer {i}" for i in range(n_layers)]
+        labels, n_layers = attention_layers(config), len(rows[0]["entropy"])
+        if len(labels) != n_layers:  # the log is of another model
+            labels = tuple(f"layer {i}" for i in range(n_layers))
         layers = [dict(zip(labels, row["entropy"], strict=True)) for row in rows]
         about = "Mean entropy of a row of the attention map, a line per head: 0 where it attends to one position."
         axis = Axis("nats", from_zero=True)
