@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.stats import chisquare
 
+from jaxformer.decode import samplers
 from jaxformer.decode.samplers import (
     TOKENS_PER_BLOCK,
     Drawn,
@@ -22,14 +23,7 @@ from jaxformer.decode.samplers import (
     Sampling,
     _invert,
     apply_filters,
-    apply_penalties,
-    argmax,
-    distribution,
     draw,
-    filter_min_p,
-    filter_top_k,
-    filter_top_p,
-    filter_typical,
     init_history,
     sample,
     top_mass,
@@ -49,17 +43,32 @@ SIGNIFICANCE = 1e-3
 UNCHANGED = ("nothing", "top-k beyond the vocabulary", "minimum reached")
 """Cases that leave probabilities as they are."""
 LARGEST = jax.jit(top_mass, static_argnames="mass")
+argmax = jax.jit(samplers.argmax)
+apply_penalties = jax.jit(samplers.apply_penalties, static_argnames="sampling")
+distribution = jax.jit(samplers.distribution, static_argnames="sampling")
+filter_min_p, filter_top_k, filter_top_p, filter_typical = (
+    jax.jit(function, static_argnums=1)
+    for function in (samplers.filter_min_p, samplers.filter_top_k, samplers.filter_top_p, samplers.filter_typical)
+)
 EVERYTHING = Sampling(**CASES["all"])
 
 
 def history(sampling: Sampling, prompt: list[int], generated: list[int], vocab_size: int = 5) -> History:
     """Of a row with these tokens; the prompt is padded with token 1, which must not count."""
-    after = init_history(sampling, vocab_size, jnp.array([*prompt, 1, 1]), len(prompt))
-    for token in generated:
-        after = update_history(after, jnp.int32(token), sampling)
-    return after
+    padded = [np.array(row + [1] * (6 - len(row)), np.int32) for row in (prompt, generated)]
+    return _history(sampling, vocab_size, *padded, len(prompt), len(generated))
 
 
+@partial(jax.jit, static_argnames=("sampling", "vocab_size"))
+def _history(
+    sampling: Sampling, vocab_size: int, prompt_T: jax.Array, generated_T: jax.Array, n_prompt: int, n_generated: int
+) -> History:
+    after = init_history(sampling, vocab_size, prompt_T, n_prompt)
+    update = lambda i, after: update_history(after, generated_T[i], sampling)  # noqa: E731
+    return jax.lax.fori_loop(0, n_generated, update, after)
+
+
+@partial(jax.jit, static_argnames="sampling")
 def first(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> Drawn:
     """What is drawn after a prompt of token 0."""
     return sample(logits_V, init_history(sampling, len(logits_V), jnp.zeros(1, jnp.int32), 1), key, sampling)
@@ -113,10 +122,10 @@ def test_probabilities_equal_hugging_face(name: str, hugging_face: dict) -> None
     ],
 )
 def test_top_k_by_hand(probs: np.ndarray, k: int, expected: list[int]) -> None:
-    logits = jnp.log(jnp.asarray(probs, jnp.float32))
-    filtered = filter_top_k(logits, k)
+    logits = np.log(probs).astype(np.float32)
+    filtered = np.asarray(filter_top_k(logits, k))
     assert kept_tokens(filtered) == expected
-    assert_array_equal(filtered[jnp.array(expected)], logits[jnp.array(expected)])
+    assert_array_equal(filtered[expected], logits[expected])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,7 @@ def test_top_k_by_hand(probs: np.ndarray, k: int, expected: list[int]) -> None:
     ],
 )
 def test_top_p_by_hand(probs: np.ndarray, p: float, expected: list[int]) -> None:
-    assert kept_tokens(filter_top_p(jnp.log(jnp.asarray(probs, jnp.float32)), p)) == expected
+    assert kept_tokens(filter_top_p(np.log(probs).astype(np.float32), p)) == expected
 
 
 # Shares of the largest, 0.4: 0.25, 1, 0.125, 0.75, 0.375.
@@ -402,7 +411,7 @@ def test_plain_sampling_has_no_sort_no_loop_and_two_random_numbers() -> None:
 def test_extreme_options_give_a_distribution(size: float) -> None:
     """With a banned token, too, whose -inf must not meet a factor of 0."""
     sampling = Sampling(size, repetition_penalty=size, logit_bias=((0, -1e6), (1, 1e6)), bad_words=((2,),))
-    probs_V = jax.jit(distribution, static_argnums=2)(jnp.arange(5.0), history(sampling, [3], []), sampling)
+    probs_V = distribution(jnp.arange(5.0), history(sampling, [3], []), sampling)
     assert probs_V[2] == 0
     assert_allclose(probs_V.sum(), 1, rtol=1e-6)
 
@@ -458,13 +467,12 @@ def test_a_token_beyond_the_vocabulary_is_refused(sampling: Sampling, message: s
 
 
 def test_only_the_first_tokens_are_drawn_where_a_number_is_given() -> None:
-    logits_V = jnp.array([0.0, 1.0, 2.0, 9.0, 8.0])
+    logits_V = np.float32([0, 1, 2, 9, 8])
     for temperature in (0.0, 1.0):
-        history = init_history(Sampling(temperature), 5, jnp.zeros(1, jnp.int32), 1)
         sampling = Sampling(temperature, n_tokens=3)
-        probabilities_V = distribution(logits_V, history, sampling)
-        wanted = jax.nn.softmax(logits_V[:3]) if temperature else jnp.array([0.0, 0.0, 1.0])
-        assert_close(probabilities_V, jnp.append(wanted, jnp.zeros(2)))
-        assert {int(sample(logits_V, history, jax.random.key(i), sampling).token) for i in range(9)} <= {0, 1, 2}
+        probabilities_V = distribution(logits_V, history(sampling, [0], []), sampling)
+        wanted = np.exp(logits_V[:3] - 2) if temperature else np.array([0, 0, 1])
+        assert_close(probabilities_V, np.append(wanted / wanted.sum(), [0, 0]))
+        assert {int(first(logits_V, jax.random.key(i), sampling).token) for i in range(9)} <= {0, 1, 2}
     with pytest.raises(UserError, match="n-tokens is 0; it must be at least 1"):
         Sampling(n_tokens=0)

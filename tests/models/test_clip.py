@@ -36,8 +36,8 @@ OTHER = replace(
     vision=replace(VISION, positions="sinusoidal", norm="rmsnorm", activation="gelu"),
     text=replace(TEXT, positions="rope", norm_placement="post", attention_bias=False),
 )
-IMAGE = jnp.asarray(np.random.default_rng(0).integers(256, size=(8, 8, 1)), jnp.uint8)
-TOKENS_T, VALID_T = random_tokens(V, T), jnp.arange(T) < 4
+IMAGE = np.random.default_rng(0).integers(256, size=(8, 8, 1)).astype(np.uint8)
+TOKENS_T, VALID_T = np.asarray(random_tokens(V, T)), np.arange(T) < 4
 
 
 def build(config: CLIPConfig) -> tuple:
@@ -87,11 +87,11 @@ def test_the_defaults_have_as_many_parameters_as_the_release() -> None:
 def test_embeddings_have_length_1_and_are_float32_whatever_is_computed_in(case: tuple) -> None:
     model, params = case
     for dtype in (jnp.float32, jnp.bfloat16):
-        narrow = jax.tree.map(partial(jnp.asarray, dtype=dtype), params)
+        narrow = jax.tree.map(lambda x, dtype=dtype: np.asarray(x).astype(dtype), params)
         image_E, text_E, _ = apply(model, narrow, IMAGE, TOKENS_T, VALID_T)
         for found in (image_E, text_E):
             assert found.shape == (E,) and found.dtype == jnp.float32
-            assert_close(jnp.linalg.norm(found), 1.0, 1e-6)
+            assert_close(np.linalg.norm(found), 1.0, 1e-6)
 
 
 @pytest.mark.slow
@@ -99,9 +99,9 @@ def test_the_content_of_padding_changes_no_bit_and_padding_is_as_if_it_were_not_
     model, params = case
     encode = partial(apply, model, params, method="encode_text")
     padded = encode(TOKENS_T, VALID_T)
-    np.testing.assert_array_equal(padded, encode(jnp.where(VALID_T, TOKENS_T, (TOKENS_T + 1) % V), VALID_T))
+    np.testing.assert_array_equal(padded, encode(np.where(VALID_T, TOKENS_T, (TOKENS_T + 1) % V), VALID_T))
     assert_close(padded, encode(TOKENS_T[:4]))
-    assert jnp.abs(padded - encode(TOKENS_T)).max() > 0.1
+    assert np.abs(padded - encode(TOKENS_T, np.ones(T, bool))).max() > 0.1
 
 
 @pytest.mark.slow
@@ -115,10 +115,10 @@ def test_text_attention_is_causal_and_the_last_token_attends_to_all() -> None:
     def encode(tokens_T, n):
         return model.apply({"params": params}, tokens_T, jnp.arange(T) < n, method="encode_text")
 
-    lengths = jnp.arange(1, T + 1)
-    changed_TT = jnp.where(jnp.eye(T, dtype=bool), (TOKENS_T + 1) % V, TOKENS_T)
-    differ_TN = jnp.abs(encode(changed_TT, lengths) - encode(TOKENS_T[None], lengths)).max(-1)
-    # Two batches of different size may be rounded differently.
+    lengths = np.arange(1, T + 1)
+    changed_TT = np.where(np.eye(T, dtype=bool), (TOKENS_T + 1) % V, TOKENS_T)
+    texts_TT = np.broadcast_to(TOKENS_T, (T, T))
+    differ_TN = np.abs(np.asarray(encode(changed_TT, lengths)) - encode(texts_TT, lengths)).max(-1)
     np.testing.assert_array_equal(differ_TN > 1e-4, np.arange(T)[:, None] < lengths)
     assert differ_TN[np.arange(T)[:, None] >= lengths].max() < 1e-6
 
@@ -127,10 +127,13 @@ def test_text_attention_is_causal_and_the_last_token_attends_to_all() -> None:
 def test_every_patch_matters_where_it_is(case: tuple) -> None:
     model, params = case
     encode = partial(apply, model, params, method="encode_image")
+    whole = np.asarray(encode(IMAGE))
     for y, x in ((0, 0), (0, 4), (4, 0), (4, 4)):
-        assert jnp.abs(encode(IMAGE.at[y : y + 4, x : x + 4].set(0)) - encode(IMAGE)).max() > 1e-3
-    moved = jnp.concatenate([IMAGE[4:], IMAGE[:4]])  # the same patches elsewhere
-    assert jnp.abs(encode(moved) - encode(IMAGE)).max() > 1e-3
+        part = IMAGE.copy()
+        part[y : y + 4, x : x + 4] = 0
+        assert np.abs(encode(part) - whole).max() > 1e-3
+    moved = np.concatenate([IMAGE[4:], IMAGE[:4]])  # the same patches elsewhere
+    assert np.abs(encode(moved) - whole).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -139,16 +142,16 @@ def test_pixels_are_standardised() -> None:
     config = replace(CONFIG, vision=replace(VISION, image_size=4, positions="none"))
     model, params = build(config)
     embed = lambda image: model.apply({"params": params}, image, method=lambda m, image: m.vision_embedding(image))  # noqa: E731
-    found = embed(jnp.full((4, 4, 1), 255, jnp.uint8))
-    assert_close(found[1], 2.5 * params["vision_embedding"]["W_E"].sum(0))
+    found = jax.jit(embed)(np.full((4, 4, 1), 255, np.uint8))
+    assert_close(found[1], 2.5 * np.asarray(params["vision_embedding"]["W_E"]).sum(0))
     assert_close(found[0], params["vision_embedding"]["x_class"])
 
 
 @pytest.mark.slow
 def test_a_batch_equals_its_pairs_computed_separately(case: tuple) -> None:
     model, params = case
-    images = jnp.stack([IMAGE, IMAGE[::-1], IMAGE[:, ::-1]])
-    tokens_BT, valid_BT = random_tokens(V, 3, T, seed=2), jnp.arange(T) < jnp.array([[6], [1], [3]])
+    images = np.stack([IMAGE, IMAGE[::-1], IMAGE[:, ::-1]])
+    tokens_BT, valid_BT = np.asarray(random_tokens(V, 3, T, seed=2)), np.arange(T) < np.array([[6], [1], [3]])
     together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(images, tokens_BT, valid_BT)
     for i in range(3):
         alone = apply(model, params, images[i], tokens_BT[i], valid_BT[i])
@@ -159,8 +162,9 @@ def test_a_batch_equals_its_pairs_computed_separately(case: tuple) -> None:
 def test_the_scale_stops_at_100_and_its_gradient_does_not() -> None:
     model, params = build(CONFIG)
     scale = lambda t: jnp.exp(model.apply({"params": {**params, "t": t}}, method="log_scale"))  # noqa: E731
+    value_and_grad = jax.jit(jax.value_and_grad(scale))
     for t, wanted in ((2.0, exp(2.0)), (log(100), 100.0), (5.0, 100.0)):
-        value, grad = jax.value_and_grad(scale)(jnp.float32(t))
+        value, grad = value_and_grad(np.float32(t))
         assert_close(value, wanted)
         assert_close(grad, wanted)  # of exp
 
@@ -207,7 +211,7 @@ def test_dropout_acts_only_with_a_key() -> None:
     for tower in (0, 1):
         np.testing.assert_array_equal(drawn[0][tower], drawn[1][tower])
         for a, b in ((drawn[0], without), (drawn[0], drawn[2])):
-            assert jnp.abs(a[tower] - b[tower]).max() > 0.01
+            assert np.abs(np.asarray(a[tower]) - b[tower]).max() > 0.01
 
 
 def test_every_parameter_has_a_sharding() -> None:
