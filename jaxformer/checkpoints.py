@@ -186,7 +186,10 @@ class CheckpointReader:
     def _metadata(self, step: int, item: str) -> Any:
         """Return Orbax's tree of the metadata of an item's arrays."""
         reader = ocp.PyTreeCheckpointer(primary_host=_primary_host().primary_host)
-        return reader.metadata(self._path / str(step) / item).item_metadata.tree
+        metadata = reader.metadata(self._path / str(step) / item).item_metadata
+        if metadata is None:
+            raise FileNotFoundError(f"no {item}, which a training that goes on may have removed")
+        return metadata.tree
 
     def _find_corruption(self, step: int) -> str | None:
         """Return the corruption of a checkpoint, verified once."""

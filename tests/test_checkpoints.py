@@ -373,6 +373,14 @@ def test_missing_step_is_named(folder):
         CheckpointReader(folder).step(12)
 
 
+def test_checkpoint_removed_while_it_is_read_is_a_user_error(folder):
+    reader = CheckpointReader(folder)
+    step = reader.step()
+    shutil.rmtree(folder / f"checkpoints/{step}/params")
+    with pytest.raises(UserError, match=r"checkpoint 15 of .* cannot be read: FileNotFoundError no params, which a tr"):
+        reader.restore_params(step, SHAPES)
+
+
 def test_run_lock_excludes_writers_not_readers(folder):
     with CheckpointManager(folder):
         with (
