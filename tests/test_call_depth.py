@@ -40,9 +40,8 @@ def test_few_frames_lead_to_the_first_matrix_product(monkeypatch, tmp_path):
 
     bind = dot_general_p.bind
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", ["train.py", *tiny(write_books(tmp_path / "books"), 20, "--train.batch-size", "8")]
-    )
+    changes = ("--train.batch-size", "8", "--train.report-every", "0")
+    monkeypatch.setattr(sys, "argv", ["train.py", *tiny(write_books(tmp_path / "books"), 20, *changes)])
     monkeypatch.setattr(dot_general_p, "bind", record)
     with pytest.raises(FirstProduct):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

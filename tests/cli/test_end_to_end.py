@@ -36,6 +36,8 @@ from tests.helpers import (
 )
 
 pytestmark = pytest.mark.slow
+WITHOUT_REPORTS = ("--train.report-every", "0")
+"""Options of runs that no sample or report is read of."""
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +223,8 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, finished, 
 
 
 def test_a_removed_run_folder_is_one_sentence(here):
-    process = start("train.py", *tiny(here / "books", steps=5000), "--run", "gone", cwd=here)
+    options = tiny(here / "books", 5000, *WITHOUT_REPORTS)
+    process = start("train.py", *options, "--run", "gone", cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "gone") > 3)
     (here / "gone").rename(here / "moved")
     _, err = process.communicate(timeout=300)
@@ -233,7 +236,9 @@ def test_a_removed_run_folder_is_one_sentence(here):
 
 
 def test_a_run_is_locked_and_a_second_interruption_stops_at_once(here):
-    process = start("train.py", *tiny(here / "books", steps=5000), "--run", "busy", cwd=here)
+    rarely = ("--train.checkpoint-every", "200")  # so that none is removed while it is read
+    options = tiny(here / "books", 5000, *WITHOUT_REPORTS, *rarely)
+    process = start("train.py", *options, "--run", "busy", cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "busy") > 3)
     process.send_signal(signal.SIGSTOP)  # to leave the processor to the second
     second = run("train.py", "--resume", "--run", "busy", cwd=here)
@@ -320,9 +325,8 @@ def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, finished):
 
 
 def test_a_non_finite_loss_stops_and_names_step_and_module(here):
-    result = run(
-        "train.py", *tiny(here / "books", 20, "--run", "broken", "--optimizer.learning-rate", "1e18"), cwd=here
-    )
+    options = tiny(here / "books", 20, "--run", "broken", "--optimizer.learning-rate", "1e18", *WITHOUT_REPORTS)
+    result = run("train.py", *options, cwd=here)
     assert result.returncode == 1, result.stdout + result.stderr
     last = result.stdout.splitlines()[-3:]
     way_back = f"begin again with: python {ROOT}/train.py --resume --run broken"
@@ -380,7 +384,8 @@ def test_rungs_of_the_ladder_train(here, name):
 
 @pytest.mark.exhaustive
 def test_two_runs_started_together_have_separate_folders(here, tmp_path):
-    processes = [start("train.py", *tiny(here / "books", steps=2), cwd=tmp_path) for _ in range(2)]
+    options = tiny(here / "books", 2, *WITHOUT_REPORTS)
+    processes = [start("train.py", *options, cwd=tmp_path) for _ in range(2)]
     first_lines = {process.communicate(timeout=300)[0].splitlines()[0] for process in processes}
     assert first_lines == {"run runs/quick", "run runs/quick-2"}
 
