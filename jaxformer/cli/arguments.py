@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from jaxformer.cli.options import help_text, option_groups
 from jaxformer.config import Config, ModelConfig
 from jaxformer.config_files import load_module
-from jaxformer.data.infer_config import infer_patch_size
+from jaxformer.data.infer_config import fit_patches
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
 from jaxformer.fields import check_fields
 from jaxformer.object_store import is_url
@@ -254,17 +254,22 @@ def model_fields(arguments: Sequence[str]) -> set[str]:
     return {flag.removeprefix(prefix).replace("-", "_") for flag in given}
 
 
-def with_image_size(model: ModelConfig, arguments: Sequence[str]) -> ModelConfig:
-    """Return the model's config with the image size of unparsed arguments, and patches that divide it unless given."""
-    holder, given = model.contract.patches, model_fields(arguments)
-    prefix = f"{holder}." if holder else ""
-    if holder is None or f"{prefix}image_size" not in given or f"{prefix}patch_size" in given:
+def with_fitting_patches(model: ModelConfig, arguments: Sequence[str]) -> ModelConfig:
+    """Return the model's config where unparsed arguments give the size of images or of patches, but not both: with this
+    one, and the other so that patches divide images. Of images, the data may still say another size."""
+    holder, prefix = model.contract.patches, "--model."
+    if holder is None:
         return model
-    flag = f"--model.{prefix}image-size"
+    prefix += f"{holder}." if holder else ""
+    flags = {f"{prefix}{name.replace('_', '-')}": name for name in ("image_size", "patch_size")}
+    given = flags.keys() & options_given(arguments)
+    if len(given) != 1:
+        return model
+    (flag,) = given
     size = tuple(read_value(flag, int, word) for word in peek(arguments, {flag: None})[0][flag])
     if not holder:
-        return infer_patch_size(model, size)
-    return replace(model, **{holder: infer_patch_size(getattr(model, holder), size)})
+        return fit_patches(model, flags[flag], size)
+    return replace(model, **{holder: fit_patches(getattr(model, holder), flags[flag], size)})
 
 
 def folder_named(flag: str, value: str) -> Path:

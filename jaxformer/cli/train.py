@@ -25,7 +25,7 @@ from jaxformer.cli.arguments import (
     peek,
     read_value,
     run_named,
-    with_image_size,
+    with_fitting_patches,
 )
 from jaxformer.cli.options import MERGED
 from jaxformer.config import Config
@@ -158,7 +158,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
     if pretrained is not None:
         config = dataclasses.replace(config, model=pretrained.model, init_from=run_name(pretrained.path))
-    config = dataclasses.replace(config, model=with_image_size(config.model, arguments))
+    config = dataclasses.replace(config, model=with_fitting_patches(config.model, arguments))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = parse(arguments, defaults, command("train"), DESCRIPTION)
     config = options.fields

@@ -59,17 +59,28 @@ def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Containe
     return replace(model, image_size=size, **({} if patch is None else {"patch_size": new_patch}))
 
 
-def infer_patch_size(model: Any, size: tuple[int, ...]) -> Any:
-    """Return the config with images of this size, one number for both sides, and patches that divide it; the config
-    itself where this is no size."""
+def fit_patches(model: Any, given: str, size: tuple[int, ...]) -> Any:
+    """Return the config with images or patches of this size, one number for both sides, and the other of the two so
+    that patches divide images; the config itself where this is no size.
+
+    Args:
+      given: `image_size` or `patch_size`.
+    """
     sides = size * 2 if len(size) == 1 else size
-    if len(sides) != 2 or min(sides) < 1 or max(sides) > MAX_BY_FIELD["image_size"]:
+    if len(sides) != 2 or min(sides) < 1 or max(sides) > MAX_BY_FIELD[given]:
         return model
-    patches = [
-        _infer_side(old, patch, new, fixed_size=True, fixed_patch=False)[1]
-        for old, patch, new in zip(model.image_size, model.patch_size, sides, strict=True)
-    ]
-    return replace(model, image_size=sides, patch_size=tuple(patches))
+    if given == "image_size":
+        fitted = [
+            _infer_side(old, patch, new, fixed_size=True, fixed_patch=False)
+            for old, patch, new in zip(model.image_size, model.patch_size, sides, strict=True)
+        ]
+    else:
+        fitted = [
+            _infer_side(old, patch, old, fixed_size=False, fixed_patch=True)
+            for old, patch in zip(model.image_size, sides, strict=True)
+        ]
+    images, patches = zip(*fitted, strict=True)
+    return replace(model, image_size=images, patch_size=patches)
 
 
 def _infer_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: bool) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import pytest
 from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import _OneLine, as_command, load_config, parse, with_image_size
+from jaxformer.cli.arguments import _OneLine, as_command, load_config, parse, with_fitting_patches
 from jaxformer.cli.options import MERGED, POSITIONAL, help_text
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
@@ -318,15 +318,18 @@ def test_each_rung_changes_only_the_named_fields_of_the_one_before():
         ("--model.image-size 40 21", (40, 21), (10, 7)),
         ("--model.image_size=40", (40, 40), (10, 10)),
         ("--model.image-size 40 --model.patch-size 8", (28, 28), (7, 7)),  # to be parsed as it is
+        ("--model.patch-size 8", (32, 32), (8, 8)),
+        ("--model.patch-size 8 14", (32, 28), (8, 14)),
+        ("--model.patch-size 0", (28, 28), (7, 7)),  # to be refused
         ("--steps 3", (28, 28), (7, 7)),
     ],
 )
-def test_patches_divide_a_given_image_size(options, size, patch):
+def test_patches_divide_images_where_one_of_their_sizes_is_given(options, size, patch):
     vit = ViTConfig(image_size=(28,), patch_size=(7,))
-    fitted = with_image_size(vit, options.split())
+    fitted = with_fitting_patches(vit, options.split())
     assert fitted == replace(vit, image_size=size, patch_size=patch)
     clip = CLIPConfig(ImageTowerConfig(image_size=(28,), patch_size=(7,)))
-    fitted = with_image_size(clip, options.replace("model.", "model.vision.").split())
+    fitted = with_fitting_patches(clip, options.replace("model.", "model.vision.").split())
     assert fitted == replace(clip, vision=replace(clip.vision, image_size=size, patch_size=patch))
 
 
