@@ -2,8 +2,9 @@
 
     python -m benchmarks.first_run
 
-The lines that the README shows of the log, the minutes until the run ended, and the sampled text are written to
-benchmarks/results/first_run.json. `python -m docs.scripts.story README.md` puts them into the README.
+The lines that the README shows of the log, the sampled text and the curves of loss and attention entropy are written to
+benchmarks/results/first_run.json. `python -m docs.scripts.story README.md` puts them into the README, and `python -m
+docs.scripts.pictures` draws the curves.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import record
+from jaxformer.train.log import read_metrics
 
 README = record.ROOT / "README.md"
 
@@ -39,10 +41,19 @@ def output(words: Sequence[str], run: Path) -> str:
 
 
 def shown(log: str) -> list[str]:
-    """Return the lines of a log that the README shows: data, model, and of the steps the first two and the last."""
-    lines = log.splitlines()
+    """Return the lines of a log that the README shows: data, model, and the first two and the last step, without their
+    speed, which is that of the machine and of what else it did."""
+    lines = [re.sub(r"  [\d,]+ tokens/s.*", "", line) for line in log.splitlines()]
     steps = [line for line in lines if line.startswith("step ")]
     return [line for line in lines if line.startswith(("data:", "model:"))] + [*steps[:2], steps[-1]]
+
+
+def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[list[Any]]]:
+    """Return steps and values of a log's losses in nats per token, training and held-out, and of the attention entropy
+    in nats of each head of each block."""
+    names = {"loss": "loss", "val_loss": "held_out", "entropy": "entropy"}
+    rounded = lambda x: [*map(rounded, x)] if isinstance(x, list) else round(x, 3)  # noqa: E731
+    return {ours: [[row["step"], rounded(row[key])] for row in rows if key in row] for key, ours in names.items()}
 
 
 def main() -> None:
@@ -52,10 +63,9 @@ def main() -> None:
     options = parser.parse_args()
     train, sample = commands(README.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        log = output(train, Path(folder) / "quick")
-        minutes = (time.perf_counter() - start) / 60
-        figures = {"log": shown(log), "minutes": round(minutes, 1), "sample": output(sample, Path(folder) / "quick")}
+        figures: dict[str, Any] = {"log": shown(output(train, Path(folder) / "quick"))}
+        figures["sample"] = output(sample, Path(folder) / "quick")
+        figures |= curves(read_metrics(Path(folder) / "quick"))
     print(f"written: {record.write('first_run', figures, record.versions('jax', 'jaxlib', 'flax'), options.results)}")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import books, report, sources
+from benchmarks import books, first_run, report, sources
 from benchmarks import ladder as reduced_ladder
 from benchmarks.cases import CASES
 from benchmarks.harness import Case, MeasurementError, Side, measure
@@ -130,6 +130,18 @@ def test_report_shows_the_stored_results():
     begin, end = report.BEGIN, report.END
     page = report.README.read_text()
     assert page.split(begin)[1].split(end)[0] == f"\n{report.report(ROOT / 'benchmarks/results')}\n"
+
+
+def test_first_run_is_that_of_the_readme():
+    train, sample = first_run.commands(first_run.README.read_text())
+    assert train == ["train.py"] and sample[:2] == ["sample.py", "--prompt"]
+    log = "run a\ndata: b\nmodel: c\nstep 0 d\nupdate ratios\nstep 100 e\nstep 200 f\n"
+    log += "step 300  g  1,500 tokens/s  2 min left\nfinal: h\n"
+    assert first_run.shown(log) == ["data: b", "model: c", "step 0 d", "step 100 e", "step 300  g"]
+    rows = [{"step": 0, "val_loss": 7.68512, "entropy": [[1.23456], [2.0]]}, {"step": 10, "loss": 6.5}]
+    assert first_run.curves(rows) == {
+        "loss": [[10, 6.5]], "held_out": [[0, 7.685]], "entropy": [[0, [[1.235], [2.0]]]],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

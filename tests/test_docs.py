@@ -99,7 +99,8 @@ def test_pages_hold_commands_and_snippets():
 
 
 def test_the_readme_is_short():
-    assert len(PAGES[Path("README.md")].split()) <= MAX_README_WORDS
+    shown = re.sub("<!--.*?-->", "", PAGES[Path("README.md")])
+    assert len(shown.split()) <= MAX_README_WORDS
 
 
 @pytest.mark.parametrize("page", [*PAGES, Path("CHANGELOG.md"), Path("CONTRIBUTING.md")], ids=str)

@@ -29,7 +29,7 @@ def test_chapter_shows_what_its_code_prints(chapter):
     assert_same_but_for_rounding(chapter.read_text(), story.fill(chapter.read_text()))
 
 
-@pytest.mark.parametrize("page", story.PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", [*story.PAGES, story.README], ids=lambda path: path.stem)
 def test_stored_figures_are_shown_as_they_are(page):
     assert page.read_text() == story.fill_figures(page.read_text())
     assert not re.search(rf"^{story.FIGURE.pattern}", page.read_text(), re.MULTILINE), "a comment ends a paragraph"
@@ -56,9 +56,32 @@ def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypa
     assert story.fill(filled) == filled
 
 
+def test_first_run_has_its_log_and_its_text(monkeypatch):
+    pieces = [
+        {"config": f"quick.py:{name}", "devices": 2, "factor": factor, "val_bpb": bits, "steps": 1200, "step_ms": 80}
+        for name, factor, bits in (("quick", 1, 1.5), ("quick", 1, 1.75), ("quick", 2, 9.0), ("modern", 1, 9.0))
+    ]
+    figures = {"log": ["data: a", "step 0"], "sample": "A\nman said. " + "Yes. " * 80, "pieces": pieces}
+    monkeypatch.setattr(story, "stored_figures", lambda name: figures)
+    page = "".join(f"<!-- first_run {part} -->\nold\n<!-- end -->\n" for part in ("log", "sample"))
+    page += "In <!-- margins/quick minutes -->9<!-- --> minutes, <!-- margins/quick seeds -->9<!-- -->: "
+    page += "<!-- margins/quick bits -->9<!-- -->\n"
+    filled = story.fill_figures(page)
+    assert "-->\n\n```text\ndata: a\nstep 0\n```\n\n<!-- end -->\n" in filled
+    assert (
+        "-->\n\n> A man said. Yes. " in filled and filled.count("\n> ") == 4 and " Yes. …\n\n<!-- end -->\n" in filled
+    )
+    assert (
+        "minutes -->2<!-- -->" in filled
+        and "seeds -->2<!-- -->" in filled
+        and "bits -->1.625 ± 0.177<!-- -->" in filled
+    )
+
+
 def test_pictures_are_those_that_the_script_draws():
     used = set(re.findall(r"\((\w+\.svg)\)", "".join(path.read_text() for path in story.STORY.glob("*.md"))))
-    assert used == pictures.PICTURES.keys()
+    assert "(docs/quick.svg)" in story.README.read_text()
+    assert used | {"../quick.svg"} == pictures.PICTURES.keys()
     for name, draw in pictures.PICTURES.items():
         shown = (story.STORY / name).read_text()
         assert_same_but_for_rounding(shown, draw())

@@ -1,4 +1,5 @@
-"""Write what their Python prints into the chapters of docs/story, and into them and docs/ladder.md the stored figures.
+"""Write what their Python prints into the chapters of docs/story, and stored figures into these, docs/ladder.md and the
+README.
 
     python -m docs.scripts.story [PAGE.md ...]
 
@@ -8,19 +9,25 @@ the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end 
 names: those of `TABLES`, `<!-- seeds -->` of the perplexity of each rung with each seed, `<!-- continuations -->` of a
 held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, and `<!-- case NAME -->` of a case
 of `benchmarks/cases.py`.
+
+The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `minutes`)
+and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
 """
 
 import io
 import json
 import re
 import sys
+import textwrap
 from contextlib import redirect_stdout
 from pathlib import Path
+from statistics import mean, median, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY = ROOT / "docs/story"
 PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md"]
+README = ROOT / "README.md"
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"<!-- (?:(\w+)/)?(\w+) (\w+) -->.*?<!-- -->")
 COLUMNS = {
@@ -41,7 +48,7 @@ TABLES = {
 """Study and columns by the name of a table."""
 FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes": ".1f"}
 TABLE = re.compile(
-    rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case)( [\w ]+)? -->\n.*?^<!-- end -->\n",
+    rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case|first_run)( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -72,13 +79,36 @@ def cell(figures: dict[str, Any], field: str) -> str:
 
 def figure(study: str, row: str, field: str) -> str:
     """Return one figure of a study; `total minutes` are those of all its rows."""
+    if study == "margins":
+        return margin(row, field)
     if row == "total":
         return format(sum(figures[field] or 0 for figures in outcomes(study).values()), ".0f")
     return cell(outcomes(study)[row], field)
 
 
+def margin(config: str, field: str) -> str:
+    """Return the number of `seeds` of a config of quick.py on two devices, mean and standard deviation of their `bits`
+    per byte, or the `minutes` of all steps, by the median step of the median seed."""
+    which = {"config": f"quick.py:{config}", "devices": 2, "factor": 1}
+    pieces = [piece for piece in stored_figures("margins")["pieces"] if which.items() <= piece.items()]
+    if field == "minutes":
+        return f"{median(piece['step_ms'] * piece['steps'] for piece in pieces) / 60_000:.0f}"
+    bits = [piece["val_bpb"] for piece in pieces]
+    return str(len(bits)) if field == "seeds" else f"{mean(bits):.3f} ± {stdev(bits):.3f}"
+
+
+def first_run(part: str) -> str:
+    """Return the log of the README's run as a block of text, or the first lines of the text sampled from it."""
+    figures = stored_figures("first_run")
+    if part == "log":
+        return "\n".join(["```text", *figures["log"], "```\n"])
+    return textwrap.indent(textwrap.fill(figures[part], 86, max_lines=4, placeholder=" …"), "> ") + "\n"
+
+
 def table(kind: str, names: list[str]) -> str:
-    """Return a table in Markdown."""
+    """Return a table in Markdown, or another block that stands between marks."""
+    if kind == "first_run":
+        return first_run(names[0])
     if kind == "seeds":
         rows = by_seed()
     elif kind == "positions":
@@ -167,5 +197,6 @@ def fill(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in [Path(name) for name in sys.argv[1:]] or PAGES:
-        path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in [Path(name).resolve() for name in sys.argv[1:]] or [*PAGES, README]:
+        filled = (fill_figures if path == README else fill)(path.read_text(encoding="utf-8"))
+        path.write_text(filled, encoding="utf-8")
