@@ -102,7 +102,9 @@ def first_run(part: str) -> str:
     figures = stored_figures("first_run")
     if part == "log":
         return "\n".join(["```text", *figures["log"], "```\n"])
-    return textwrap.indent(textwrap.fill(figures[part], 86, max_lines=4, placeholder=" …"), "> ") + "\n"
+    return (
+        textwrap.indent(textwrap.fill(" ".join(figures[part].split()), 86, max_lines=4, placeholder=" …"), "> ") + "\n"
+    )
 
 
 def table(kind: str, names: list[str]) -> str:

@@ -95,7 +95,8 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
         "Norm of a step's update over that of the weights, a line per parameter (or head's part of one). One far above "
         "the others is unstable; one far below hardly learns."
     )
-    yield Lines("Update ratios", lines, STEP, Axis("update / weight", log=True), 380, about=about)
+    if len(rows) > 1:  # of one step, the table says all
+        yield Lines("Update ratios", lines, STEP, Axis("update / weight", log=True), 380, about=about)
     table = [[p["name"], *(_number(p[key]) for key in ("g", "w", "u", "update"))] for p in rows[-1]["gradients"]]
     columns = ["parameter", "‖gradient‖", "‖weights‖", "lr·g/w", "update/w"]
     yield Table(f"Gradients at step {rows[-1]['step']:,}", columns, table)

@@ -79,6 +79,8 @@ def test_update_ratios_have_a_line_per_parameter():
     assert (by_member["W_out"].x, by_member["W_out"].y) == ([20, 30], [None, 0.0625])
     assert by_member["blocks.0.attention.heads.1.W_Q"].y == [0.5]
     assert [line.name for line in by_member.values()] == ["W_Q", "W_Q", "W_out"]
+    one = by_title(ROWS[:4])
+    assert "Gradients at step 20" in one and "Update ratios" not in one
     table = by_title(ROWS)["Gradients at step 30"]
     assert isinstance(table, Table) and list(table.rows) == [["W_out", 0.5, 2.0, 0.25, 0.0625]]
 
