@@ -48,11 +48,15 @@ def shown(log: str) -> list[str]:
     return [line for line in lines if line.startswith(("data:", "model:"))] + [*steps[:2], steps[-1]]
 
 
+def rounded(x: Any) -> Any:
+    """Return a number, or those of nested lists, with three decimals."""
+    return [rounded(y) for y in x] if isinstance(x, list) else round(x, 3)
+
+
 def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[list[Any]]]:
     """Return steps and values of a log's losses in nats per token, training and held-out, and of the attention entropy
     in nats of each head of each block."""
     names = {"loss": "loss", "val_loss": "held_out", "entropy": "entropy"}
-    rounded = lambda x: [*map(rounded, x)] if isinstance(x, list) else round(x, 3)  # noqa: E731
     return {ours: [[row["step"], rounded(row[key])] for row in rows if key in row] for key, ours in names.items()}
 
 
