@@ -2,10 +2,15 @@
 
 Softmax is computed over one block of keys at a time, with a running maximum and sum (Milakov and Gimelshein 2018; Rabe
 and Staats 2021). The backward pass recomputes the blocks of scores, from the log of the sums (Dao et al. 2022).
+
+A tile is the scores of a block of queries and a block of keys. Accelerators compute that of all heads and examples at
+once; a CPU's core computes one of a group of heads after another, which stays in its cache.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +28,9 @@ does not attend twice."""
 
 
 def blockwise_attention(
-    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0, *, block: int = 512
-) -> jax.Array:
+    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0, *, block: int = 512,
+    one_by_one: bool = False,
+) -> jax.Array:  # fmt: skip
     """Return the output of `ops.attention.attention`, in memory linear in T and S, forward and backward.
 
     Blocks that a `Causal` mask hides, or that of a `Packed`, take no time. Differentiable once, in reverse. Masked keys
@@ -33,26 +39,31 @@ def blockwise_attention(
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
       block: most queries, and most keys, of a block.
+      one_by_one: compute one group of heads of one example after another, also under `jax.vmap`; else all at once.
     """
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
-    tiles = Tiles(T, S, block, causal_part(mask))
+    tiles = Tiles(T, S, block, causal_part(mask), H // G, one_by_one)
     rest: jax.Array | None = None
     if isinstance(mask, Packed):
-        rest = jnp.pad(mask.segments_T, (0, tiles.n_q * tiles.b_q - T))
+        rest = jnp.pad(mask.segments_T, (0, tiles.n_q * tiles.b_q - T))[None]
     elif not isinstance(mask, Causal | None):
-        rest = jnp.pad(mask, ((0, tiles.n_q * tiles.b_q - T), (0, tiles.n_k * tiles.b_k - S)))
-    q_NGRbK = split(q_HTK * scale, tiles.n_q, tiles.b_q).reshape(tiles.n_q, G, H // G, tiles.b_q, K)
-    k_MGcK, v_MGcK = (split(zero_hidden(x, mask, T), tiles.n_k, tiles.b_k) for x in (k_GSK, v_GSK))
-    y_NGRbK = tiled_attention(tiles, q_NGRbK, k_MGcK, v_MGcK, rest)
-    y_HTK = jnp.moveaxis(y_NGRbK.reshape(tiles.n_q, H, tiles.b_q, -1), 0, 1).reshape(H, tiles.n_q * tiles.b_q, -1)
-    return y_HTK[:, :T]
+        rest = jnp.pad(mask, ((0, tiles.n_q * tiles.b_q - T), (0, tiles.n_k * tiles.b_k - S)))[None]
+    q_HNbK = split(q_HTK * scale, tiles.n_q, tiles.b_q)
+    q_GNrK = q_HNbK.reshape(G, -1, tiles.n_q, tiles.b_q, K).swapaxes(1, 2).reshape(G, tiles.n_q, -1, K)
+    k_GMcK, v_GMcK = (split(zero_hidden(x, mask, T), tiles.n_k, tiles.b_k) for x in (k_GSK, v_GSK))
+    if one_by_one:
+        y_GNrK = tiled_attention(tiles, q_GNrK, k_GMcK, v_GMcK, rest)
+    else:
+        y_GNrK = tiled_attention(tiles, *(x.swapaxes(0, 1) for x in (q_GNrK, k_GMcK, v_GMcK)), rest).swapaxes(0, 1)
+    y_HNbK = y_GNrK.reshape(G, tiles.n_q, -1, tiles.b_q, y_GNrK.shape[-1]).swapaxes(1, 2)
+    return y_HNbK.reshape(H, tiles.n_q * tiles.b_q, -1)[:, :T]
 
 
 def split(x_HTK: jax.Array, n: int, b: int) -> jax.Array:
-    """Split `(H, T, K)` into n blocks of b positions, `(n, H, b, K)`, padded with zeros."""
+    """Split `(H, T, K)` into n blocks of b positions, `(H, n, b, K)`, padded with zeros."""
     H, T, K = x_HTK.shape
-    return jnp.moveaxis(jnp.pad(x_HTK, ((0, 0), (0, n * b - T), (0, 0))).reshape(H, n, b, K), 1, 0)
+    return jnp.pad(x_HTK, ((0, 0), (0, n * b - T), (0, 0))).reshape(H, n, b, K)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,9 @@ class Tiles:
     S: int
     block: int
     causal: Causal | None
+    heads: int = 1
+    """Query heads per group, whose rows of a block of queries follow each other: r = heads · b_q rows."""
+    one_by_one: bool = False
 
     @property
     def n_q(self) -> int:
@@ -84,36 +98,137 @@ class Tiles:
         """Keys per block."""
         return -(-self.S // self.n_k)
 
-    def visible(self) -> tuple[np.ndarray, ...]:
-        """Return query block and key block of every tile with a visible key, row by row."""
+    def is_visible(self) -> np.ndarray:
+        """Return True for each tile with a visible key, `(n_q, n_k)`."""
         i, j = np.indices((self.n_q, self.n_k))
         if self.causal is None:
-            return i.ravel(), j.ravel()
+            return np.full(i.shape, True)
         furthest = (i + 1) * self.b_q - 1 - j * self.b_k  # of the tile's last query from its first key
         nearest = i * self.b_q - ((j + 1) * self.b_k - 1)
-        return np.nonzero((furthest >= 0) & (nearest < (self.causal.window or self.T)))
+        return (furthest >= 0) & (nearest < (self.causal.window or self.T))
 
-    def mask(self, i: jax.Array, j: jax.Array, rest: jax.Array | None) -> jax.Array:
-        """Return the mask of a tile, `(b_q, b_k)` bool; the padding of the last block is hidden.
+    def mask(self, i: jax.Array, j: jax.Array, rest: jax.Array | None, example: jax.Array | int) -> jax.Array:
+        """Return the mask of a tile, `(r, b_k)` bool; the padding of the last block is hidden.
 
         Args:
-          rest: segments `(T,)` or a mask `(T, S)`, padded to whole blocks; None if `causal` is all.
+          rest: for each example, segments `(T,)` or a mask `(T, S)`, padded to whole blocks; None if `causal` is all.
         """
-        query_b, key_c = i * self.b_q + jnp.arange(self.b_q), j * self.b_k + jnp.arange(self.b_k)
-        mask_bc = jnp.broadcast_to(key_c < self.S, (self.b_q, self.b_k))
+        query_r = i * self.b_q + jnp.arange(self.heads * self.b_q) % self.b_q
+        key_c = j * self.b_k + jnp.arange(self.b_k)
+        mask_rc = jnp.broadcast_to(key_c < self.S, (len(query_r), self.b_k))
         if self.causal is not None:
-            mask_bc &= self.causal(query_b, key_c)
+            mask_rc &= self.causal(query_r, key_c)
         if rest is None:
-            return mask_bc
-        if rest.ndim == 1:
-            return mask_bc & segment(rest[query_b], rest[key_c])
-        return mask_bc & jax.lax.dynamic_slice(rest, (i * self.b_q, j * self.b_k), (self.b_q, self.b_k))
+            return mask_rc
+        if rest.ndim == 2:
+            return mask_rc & segment(rest[example, query_r], rest[example, key_c])
+        start, sizes = (example, i * self.b_q, j * self.b_k), (1, self.b_q, self.b_k)
+        return mask_rc & jnp.tile(jax.lax.dynamic_slice(rest, start, sizes)[0], (self.heads, 1))
 
 
-def scores(tiles: Tiles, i: jax.Array, j: jax.Array, q: jax.Array, k: jax.Array, rest: jax.Array | None) -> jax.Array:
-    """Return the scores of one tile, `(G, R, b_q, b_k)` float32 or wider, minus infinity where masked."""
-    scores_GRbc = jnp.einsum("grbk,gck->grbc", at(q, i), at(k, j), preferred_element_type=wide(q.dtype))
-    return jnp.where(tiles.mask(i, j, rest), scores_GRbc, -jnp.inf)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> jax.Array:
+    """Return attention over blocks: `(N, G, r, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, r, K)`; with
+    `one_by_one`, G comes first."""
+    return forward(tiles, q, k, v, rest)[0]
+
+
+def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> tuple:
+    """Return the output, and the residuals for `backward`."""
+    attend = over_examples(attend_one_by_one, tiles) if tiles.one_by_one else partial(attend_at_once, tiles)
+    y, log_total = (checkpoint_name(x, SAVED) for x in attend(rest, q, k, v))
+    return y, (q, k, v, rest, y, log_total)
+
+
+def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
+    """Return the gradients with respect to q, k and v (Dao et al. 2022, algorithm 4)."""
+    q, k, v, rest, y, log_total = saved
+    differentiate = (
+        over_examples(gradients_one_by_one, tiles) if tiles.one_by_one else partial(gradients_at_once, tiles)
+    )
+    dot = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · gradient to it
+    gradients = differentiate(rest, q, k, v, dy, log_total, dot)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None
+
+
+tiled_attention.defvjp(forward, backward)
+
+
+def scores(q_rK: jax.Array, k_cK: jax.Array, mask_rc: jax.Array) -> jax.Array:
+    """Return the scores of one tile, `(…, r, c)` float32 or wider, minus infinity where masked."""
+    scores_rc = jnp.einsum("...rk,...ck->...rc", q_rK, k_cK, preferred_element_type=wide(q_rK.dtype))
+    return jnp.where(mask_rc, scores_rc, -jnp.inf)
+
+
+def initial_sums(rows: tuple[int, ...], v: jax.Array) -> tuple[jax.Array, ...]:
+    """Return weighted sum of values `(…, K)`, sum of weights and maximum of scores before the first tile."""
+    dtype = wide(v.dtype)
+    # The maximum starts finite, so that a row without a visible key gives zeros and no NaN.
+    return jnp.zeros((*rows, v.shape[-1]), dtype), jnp.zeros(rows, dtype), jnp.full(rows, MASKED, dtype)
+
+
+def add_tile(
+    sums: tuple[jax.Array, ...], q_rK: jax.Array, k_cK: jax.Array, v_cK: jax.Array, mask_rc: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return the sums and the maximum of `initial_sums` with one more tile."""
+    sum_rK, total_r, before_r = sums
+    scores_rc = scores(q_rK, k_cK, mask_rc)
+    top_r = jnp.maximum(before_r, scores_rc.max(-1))
+    weights_rc = jnp.exp(scores_rc - top_r[..., None])
+    shrink_r = jnp.exp(before_r - top_r)
+    part_rK = jnp.einsum("...rc,...ck->...rk", weights_rc.astype(v_cK.dtype), v_cK, preferred_element_type=sum_rK.dtype)
+    return sum_rK * shrink_r[..., None] + part_rK, total_r * shrink_r + weights_rc.sum(-1), top_r
+
+
+def output(sums: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the output, and the log of the sum of exponentials of each row."""
+    sum_K, total, top = sums
+    total = jnp.where(total > 0, total, 1)
+    return (sum_K / total[..., None]).astype(dtype), top + jnp.log(total)
+
+
+def tile_gradients(
+    mask_rc: jax.Array, q_rK: jax.Array, k_cK: jax.Array, v_cK: jax.Array, dy_rK: jax.Array, log_total_r: jax.Array,
+    dot_r: jax.Array,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Return what one tile adds to the gradients with respect to its queries, keys and values."""
+    product = partial(jnp.einsum, preferred_element_type=wide(q_rK.dtype))
+    weights_rc = jnp.exp(scores(q_rK, k_cK, mask_rc) - log_total_r[..., None])
+    to_weights = product("...rk,...ck->...rc", dy_rK, v_cK)
+    to_scores = (weights_rc * (to_weights - dot_r[..., None])).astype(q_rK.dtype)
+    return (
+        product("...rc,...ck->...rk", to_scores, k_cK),
+        product("...rc,...rk->...ck", to_scores, q_rK),
+        product("...rc,...rk->...ck", weights_rc.astype(dy_rK.dtype), dy_rK),
+    )
+
+
+def attend_at_once(
+    tiles: Tiles, rest: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the logs of the sums, from a loop over the visible tiles of all heads."""
+
+    def step(sums: tuple, ij: tuple) -> tuple:
+        i, j = ij
+        more = add_tile(tuple(at(x, i) for x in sums), at(q, i), at(k, j), at(v, j), tiles.mask(i, j, rest, 0))
+        return tuple(put(x, i, value) for x, value in zip(sums, more, strict=True)), None
+
+    return output(jax.lax.scan(step, initial_sums(q.shape[:-1], v), np.nonzero(tiles.is_visible()))[0], v.dtype)
+
+
+def gradients_at_once(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients from q, k, v, dy, logs of sums and dots; see `backward`."""
+    q, k, v, *others = arrays
+
+    def step(sums: tuple, ij: tuple) -> tuple:
+        i, j = ij
+        mask_rc = tiles.mask(i, j, rest, 0)
+        parts = tile_gradients(mask_rc, at(q, i), at(k, j), at(v, j), *(at(x, i) for x in others))
+        return tuple(put(x, n, at(x, n) + part) for x, n, part in zip(sums, (i, j, j), parts, strict=True)), None
+
+    start = tuple(jnp.zeros(x.shape, wide(x.dtype)) for x in (q, k, v))
+    gradients: tuple[jax.Array, ...] = jax.lax.scan(step, start, np.nonzero(tiles.is_visible()))[0]
+    return gradients
 
 
 def at(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -126,62 +241,84 @@ def put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
     return dynamic_update_index_in_dim(x, value, i, 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> jax.Array:
-    """Return attention over blocks: `(N, G, R, b, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, R, b, K)`."""
-    return forward(tiles, q, k, v, rest)[0]
+def over_examples(function: Callable[..., Any], tiles: Tiles) -> Callable[..., Any]:
+    """Return a function of `rest` and arrays with the groups first, for which `vmap` makes more groups."""
+    mapped = jax.custom_batching.custom_vmap(partial(function, tiles))
+
+    @mapped.def_vmap
+    def batched(n: int, is_batched: list[Any], rest: jax.Array | None, *arrays: jax.Array) -> tuple[Any, Any]:
+        def merge(x: jax.Array, has_axis: bool) -> jax.Array:
+            x = x if has_axis else jnp.broadcast_to(x, (n, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        if rest is not None and (is_batched[0] or len(rest) > 1):  # one mask may serve all
+            rest = merge(rest, is_batched[0])
+        groups = len(arrays[0]) if not is_batched[1] else arrays[0].shape[1]
+        results = mapped(rest, *map(merge, arrays, is_batched[1:]))
+        return tuple(x.reshape(n, groups, *x.shape[1:]) for x in results), (True,) * len(results)
+
+    return mapped
 
 
-def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> tuple:
-    """Return the output, and the residuals for `backward`."""
-    dtype = wide(q.dtype)
+def attend_one_by_one(
+    tiles: Tiles, rest: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the logs of the sums, from a loop over blocks of queries, and one over their keys."""
 
-    def step(carry: tuple, ij: tuple) -> tuple:
-        i, j = ij
-        sum_NGRbK, total_NGRb, top_NGRb = carry
-        scores_GRbc = scores(tiles, i, j, q, k, rest)
-        top = jnp.maximum(at(top_NGRb, i), scores_GRbc.max(-1))
-        weights_GRbc = jnp.exp(scores_GRbc - top[..., None])
-        shrink = jnp.exp(at(top_NGRb, i) - top)
-        part = jnp.einsum("grbc,gck->grbk", weights_GRbc.astype(v.dtype), at(v, j), preferred_element_type=dtype)
-        return (
-            put(sum_NGRbK, i, at(sum_NGRbK, i) * shrink[..., None] + part),
-            put(total_NGRb, i, at(total_NGRb, i) * shrink + weights_GRbc.sum(-1)),
-            put(top_NGRb, i, top),
-        ), None
+    def row(_: None, indices: tuple) -> tuple:
+        g, i, first, end = indices
+        q_rK, example = block_of(q, g, i), example_of(g, q, rest)
 
-    rows = q.shape[:-1]
-    # The maximum starts finite, so that a row without a visible key gives zeros and no NaN.
-    start = (jnp.zeros((*rows, v.shape[-1]), dtype), jnp.zeros(rows, dtype), jnp.full(rows, MASKED, dtype))
-    (sum_NGRbK, total_NGRb, top_NGRb), _ = jax.lax.scan(step, start, tiles.visible())
-    total_NGRb = jnp.where(total_NGRb > 0, total_NGRb, 1)
-    y = checkpoint_name((sum_NGRbK / total_NGRb[..., None]).astype(v.dtype), SAVED)
-    log_total_NGRb = checkpoint_name(top_NGRb + jnp.log(total_NGRb), SAVED)
-    return y, (q, k, v, rest, y, log_total_NGRb)
+        def step(j: jax.Array, sums: tuple) -> tuple:
+            return add_tile(sums, q_rK, block_of(k, g, j), block_of(v, g, j), tiles.mask(i, j, rest, example))
+
+        return None, output(jax.lax.fori_loop(first, end, step, initial_sums(q_rK.shape[:-1], v)), v.dtype)
+
+    results: tuple[jax.Array, ...] = jax.lax.scan(row, None, loops(len(q), tiles.is_visible()))[1]
+    y, log_total = (x.reshape(*q.shape[:2], *x.shape[1:]) for x in results)
+    return y, log_total
 
 
-def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
-    """Return the gradients with respect to q, k and v (Dao et al. 2022, algorithm 4)."""
-    q, k, v, rest, y, log_total_NGRb = saved
-    dtype = wide(q.dtype)
-    dot_NGRb = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · gradient to it
+def gradients_one_by_one(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients from q, k, v, dy, logs of sums and dots, from a loop over blocks of keys, and one over the
+    queries that see them."""
+    q, k, v, *others = arrays
 
-    def step(carry: tuple, ij: tuple) -> tuple:
-        i, j = ij
-        dq, dk, dv = carry
-        weights_GRbc = jnp.exp(scores(tiles, i, j, q, k, rest) - at(log_total_NGRb, i)[..., None])
-        to_weights = jnp.einsum("grbk,gck->grbc", at(dy, i), at(v, j), preferred_element_type=dtype)
-        to_scores = (weights_GRbc * (to_weights - at(dot_NGRb, i)[..., None])).astype(q.dtype)
-        product = partial(jnp.einsum, preferred_element_type=dtype)
-        return (
-            put(dq, i, at(dq, i) + product("grbc,gck->grbk", to_scores, at(k, j))),
-            put(dk, j, at(dk, j) + product("grbc,grbk->gck", to_scores, at(q, i))),
-            put(dv, j, at(dv, j) + product("grbc,grbk->gck", weights_GRbc.astype(dy.dtype), at(dy, i))),
-        ), None
+    def column(dq: jax.Array, indices: tuple) -> tuple:
+        g, j, first, end = indices
+        k_cK, v_cK, example = block_of(k, g, j), block_of(v, g, j), example_of(g, q, rest)
 
-    start = tuple(jnp.zeros(x.shape, dtype) for x in (q, k, v))
-    (dq, dk, dv), _ = jax.lax.scan(step, start, tiles.visible())
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+        def step(i: jax.Array, sums: tuple) -> tuple:
+            dq, dk_cK, dv_cK = sums
+            mask_rc, of_queries = tiles.mask(i, j, rest, example), (block_of(x, g, i) for x in others)
+            part, to_k, to_v = tile_gradients(mask_rc, block_of(q, g, i), k_cK, v_cK, *of_queries)
+            dq = jax.lax.dynamic_update_slice(dq, (block_of(dq, g, i) + part)[None, None], (g, i, 0, 0))
+            return dq, dk_cK + to_k, dv_cK + to_v
+
+        start = (dq, *(jnp.zeros(x.shape, wide(x.dtype)) for x in (k_cK, v_cK)))
+        dq, *sums = jax.lax.fori_loop(first, end, step, start)
+        return dq, sums
+
+    indices = loops(len(q), tiles.is_visible().T)
+    sums: Any = jax.lax.scan(column, jnp.zeros(q.shape, wide(q.dtype)), indices)
+    dq, (dk, dv) = sums
+    return dq, dk.reshape(k.shape), dv.reshape(v.shape)
 
 
-tiled_attention.defvjp(forward, backward)
+def block_of(x: jax.Array, g: jax.Array, i: jax.Array) -> jax.Array:
+    """Return block i of group g."""
+    return jax.lax.dynamic_slice(x, (g, i, *(0,) * (x.ndim - 2)), (1, 1, *x.shape[2:]))[0, 0]
+
+
+def example_of(g: jax.Array, q: jax.Array, rest: jax.Array | None) -> jax.Array | int:
+    """Return the index of the example that group g is of."""
+    return 0 if rest is None else g // (len(q) // len(rest))
+
+
+def loops(n_groups: int, is_visible: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return group, row, and first and end of the visible tiles in the row, for each row of tiles of each group: those
+    that a `Causal` lets through are next to each other."""
+    n, n_tiles = is_visible.shape
+    first = is_visible.argmax(axis=1)
+    end = np.where(is_visible.any(axis=1), n_tiles - is_visible[:, ::-1].argmax(axis=1), 0)
+    return np.repeat(np.arange(n_groups), n), *(np.tile(x, n_groups) for x in (np.arange(n), first, end))

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_policies
 
 from jaxformer.ops.attention import attention
-from jaxformer.ops.blockwise import SAVED, Tiles, blockwise_attention
+from jaxformer.ops.blockwise import SAVED, Tiles, blockwise_attention, loops
 from jaxformer.ops.masks import Causal, Mask, Packed
 from tests.arrays import normal
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
+
+ORDERS = pytest.mark.parametrize("one_by_one", [False, True], ids=["at_once", "one_by_one"])
 
 
 def random_mask(T: int, S: int) -> jax.Array:
@@ -22,6 +24,7 @@ def random_mask(T: int, S: int) -> jax.Array:
 
 
 @pytest.mark.slow
+@ORDERS
 @pytest.mark.parametrize(
     ("H", "G", "T", "S", "K", "block", "mask"),
     [
@@ -43,11 +46,12 @@ def random_mask(T: int, S: int) -> jax.Array:
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, jax.Array | Packed) else str(x),
 )
-def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask) -> None:
+def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask, one_by_one) -> None:
     q, k, v = qkv(H, G, T, S, K)
     arrays = q, k, jnp.concatenate((v, v[..., :2]), -1)  # values wider than keys
     wanted = value_and_gradients(attention, *arrays, mask)
-    assert_all_close(value_and_gradients(partial(blockwise_attention, block=block), *arrays, mask), wanted)
+    blockwise = partial(blockwise_attention, block=block, one_by_one=one_by_one)
+    assert_all_close(value_and_gradients(blockwise, *arrays, mask), wanted)
 
 
 @pytest.mark.slow
@@ -67,7 +71,7 @@ def test_agrees_with_jax_nn_at_any_shape(data) -> None:
         return length_first(y)
 
     arrays = qkv(G * R, G, T, T, K)
-    blockwise = partial(blockwise_attention, block=block)
+    blockwise = partial(blockwise_attention, block=block, one_by_one=data.draw(st.booleans()))
     assert_all_close(*(value_and_gradients(f, *arrays, Causal(window)) for f in (blockwise, wanted)))
 
 
@@ -78,15 +82,19 @@ def test_exactly_the_tiles_with_something_visible_are_looked_at(T: int, S: int, 
     for t in range(len(mask)):  # the queries that fill up the last block, too: they cost nothing more
         mask[t, max(0, t - (window or T + S) + 1) : t + 1] = True
     per_tile = mask.reshape(tiles.n_q, tiles.b_q, tiles.n_k, tiles.b_k).any(axis=(1, 3))
-    np.testing.assert_array_equal(np.argwhere(per_tile), np.stack(tiles.visible(), axis=1))
+    np.testing.assert_array_equal(np.argwhere(per_tile), np.argwhere(tiles.is_visible()))
+    looped = [(i, j) for _, i, first, end in zip(*loops(1, per_tile), strict=True) for j in range(first, end)]
+    np.testing.assert_array_equal(np.argwhere(per_tile).reshape(-1, 2), np.reshape(looped, (-1, 2)))
 
 
 @pytest.mark.slow
-def test_a_fully_masked_row_is_zero_and_passes_no_gradient() -> None:
+@ORDERS
+def test_a_fully_masked_row_is_zero_and_passes_no_gradient(one_by_one: bool) -> None:
     q, k, v = qkv(4, 2, 9, 9, 8)
     blind = 5
     mask = jnp.asarray(np.arange(9)[:, None].repeat(9, 1) != blind)
-    y, dq, *others = map(np.asarray, value_and_gradients(partial(blockwise_attention, block=4), q, k, v, mask))
+    blockwise = partial(blockwise_attention, block=4, one_by_one=one_by_one)
+    y, dq, *others = map(np.asarray, value_and_gradients(blockwise, q, k, v, mask))
     assert not y[:, blind].any() and not dq[:, blind].any()
     assert y[:, blind - 1].all() and all(np.isfinite(g).all() and g.any() for g in others)
 
@@ -103,10 +111,12 @@ def test_huge_scores_stay_finite(size: float) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_keeps_its_dtype_and_sums_in_float32() -> None:
+@ORDERS
+def test_bfloat16_keeps_its_dtype_and_sums_in_float32(one_by_one: bool) -> None:
     arrays = [x.astype(jnp.bfloat16) for x in qkv(4, 2, 67, 67, 16)]
     exact = value_and_gradients(attention, *(x.astype(jnp.float32) for x in arrays), Causal())
-    rounded = value_and_gradients(partial(blockwise_attention, block=16), *arrays, Causal())
+    blockwise = partial(blockwise_attention, block=16, one_by_one=one_by_one)
+    rounded = value_and_gradients(blockwise, *arrays, Causal())
     for got, want in zip(rounded, exact, strict=True):
         assert got.dtype == jnp.bfloat16
         # q·scale, the weights, what goes back to the scores, and the result are rounded to 8 bits: 2^-8 each.
@@ -114,24 +124,35 @@ def test_bfloat16_keeps_its_dtype_and_sums_in_float32() -> None:
 
 
 @pytest.mark.slow
-def test_vmap_maps_over_examples_and_their_masks() -> None:
-    q, k, v = normal(3, 4, 9, 8), normal(3, 2, 9, 8, seed=1), normal(3, 2, 9, 8, seed=2)
-    mask = np.stack([np.tri(9, dtype=bool), random_mask(9, 9), np.ones((9, 9), bool)])
-    attend = partial(blockwise_attention, scale=SCALE, block=4)
-    squared = lambda attend: lambda *qkvm: (attend(*qkvm) ** 2).sum()  # noqa: E731
-    got = jax.jit(jax.vmap(jax.grad(squared(attend), argnums=(0, 1, 2))))(q, k, v, mask)
-    wanted = jax.jit(jax.vmap(jax.grad(squared(partial(attention, scale=SCALE)), argnums=(0, 1, 2))))(q, k, v, mask)
-    assert_all_close(got, wanted)
+@ORDERS
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, 0, 0, None), (None, 0, None, 0), (0, 0, 0, "packed")], ids=str)
+def test_vmap_maps_over_examples_and_their_masks(axes: tuple, one_by_one: bool) -> None:
+    arrays: list[Any] = [normal(3, 4, 9, 8), normal(3, 2, 9, 8, seed=1), normal(3, 2, 9, 8, seed=2)]
+    mask: Any = np.stack([np.tri(9, dtype=bool), random_mask(9, 9), np.ones((9, 9), bool)])
+    if axes[3] == "packed":
+        axes, mask = (0, 0, 0, 0), Packed(np.arange(27).reshape(3, 9) // np.array([[2], [4], [5]]))
+    of_example = [
+        x if axis == 0 else jax.tree.map(lambda x: x[1], x) for x, axis in zip((*arrays, mask), axes, strict=True)
+    ]
+    attend = partial(blockwise_attention, scale=SCALE, block=4, one_by_one=one_by_one)
+
+    def gradients(attend: Any) -> Any:
+        squared = lambda *qkvm: (attend(*qkvm) ** 2).sum()  # noqa: E731
+        return jax.jit(jax.vmap(jax.grad(squared, argnums=(0, 1, 2)), axes))(*of_example)
+
+    assert_all_close(gradients(attend), gradients(partial(attention, scale=SCALE)))
 
 
-def test_a_rematerialised_block_attends_once_if_it_may_save_the_result() -> None:
-    def scans(policy) -> int:
-        block = jax.checkpoint(lambda x: blockwise_attention(x, x, x, Causal(), block=4), policy=policy)
+@ORDERS
+def test_a_rematerialised_block_attends_once_if_it_may_save_the_result(one_by_one: bool) -> None:
+    def passes(policy) -> int:
+        attend = partial(blockwise_attention, mask=Causal(), block=4, one_by_one=one_by_one)
+        block = jax.checkpoint(lambda x: attend(x, x, x), policy=policy)
         gradient = jax.grad(lambda x: (block(x) ** 2).sum())
-        return str(jax.make_jaxpr(gradient)(normal(2, 9, 8))).count("scan[")
+        return str(jax.make_jaxpr(gradient)(normal(2, 9, 8))).count("custom_vmap_call[" if one_by_one else "scan[")
 
-    assert scans(checkpoint_policies.save_only_these_names(SAVED)) == 2  # forward and backward
-    assert scans(checkpoint_policies.nothing_saveable) == 3  # forward, once more, and backward
+    assert passes(checkpoint_policies.save_only_these_names(SAVED)) == 2  # forward and backward
+    assert passes(checkpoint_policies.nothing_saveable) == 3  # forward, once more, and backward
 
 
 @pytest.mark.slow

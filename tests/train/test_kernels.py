@@ -26,7 +26,14 @@ from jaxformer.ops.masks import Causal, Mask
 from jaxformer.plan.roofline import _jaxprs, without_dead_code
 from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard
 from jaxformer.train import kernels
-from jaxformer.train.kernels import FusedAttention, make_attention, trial, unfused_attention
+from jaxformer.train.kernels import (
+    FusedAttention,
+    cpu_attention,
+    cpu_blockwise_attention,
+    make_attention,
+    trial,
+    unfused_attention,
+)
 from tests.arrays import normal
 from tests.helpers import ROOT
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
@@ -50,8 +57,8 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize(
     ("name", "platform", "q", "mask", "function", "line"),
     [
-        ("auto", "cpu", like(128), Causal(), unfused_attention, "attention: xla (cpu has no fused kernel)"),
-        ("auto", "cpu", like(512), Causal(), unfused_attention, "attention: blockwise (cpu has no fused kernel)"),
+        ("auto", "cpu", like(128), Causal(), cpu_attention, "attention: xla (cpu has no fused kernel)"),
+        ("auto", "cpu", like(512), Causal(), cpu_attention, "attention: blockwise (cpu has no fused kernel)"),
         ("auto", "gpu", like(128), Causal(), FusedAttention("cudnn"), "attention: cudnn"),
         ("auto", "tpu", like(128), Causal(), FusedAttention("splash"), "attention: splash"),
         ("cudnn", "gpu", like(128), Causal(3), FusedAttention("cudnn"), "attention: cudnn"),
@@ -64,6 +71,7 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
          "attention: xla (not splash: splash attention needs at least 128 positions, and there are 64)"),
         ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as configured"),
         ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as configured"),
+        ("blockwise", "cpu", like(128), Causal(), cpu_blockwise_attention, "attention: blockwise, as configured"),
     ],
 )  # fmt: skip
 def test_attention_is_chosen_by_platform_shape_and_option(
@@ -174,10 +182,11 @@ def test_trial_returns_the_reason_of_a_failure(attend, reason: str | None) -> No
 
 @pytest.mark.parametrize("length", [100, 600])
 @pytest.mark.parametrize("mask", [Causal(50), None, "array"])
-def test_unfused_attention_is_attention(length: int, mask: Mask | str) -> None:
+@pytest.mark.parametrize("unfused", [unfused_attention, cpu_attention], ids=["accelerator", "cpu"])
+def test_unfused_attention_is_attention(unfused: Any, length: int, mask: Mask | str) -> None:
     arrays = qkv(2, 1, length, length, 8)
     given = Causal(70).array(length, length) if isinstance(mask, str) else mask
-    assert_all_close(*(value_and_gradients(f, *arrays, given) for f in (unfused_attention, attention)))
+    assert_all_close(*(value_and_gradients(f, *arrays, given) for f in (unfused, attention)))
 
 
 @pytest.mark.slow
