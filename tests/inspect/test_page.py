@@ -218,6 +218,8 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
         assert shown() < 20
         find(".unfold")[0].click()
         assert shown() == 82
+        ticks = "return [[0.17, 8.5, 3], [0, 40, 4], [-Infinity, Infinity, 3]].map((x) => linearTicks(...x))"
+        assert browser.execute_script(ticks) == [[2, 4, 6, 8], [0, 10, 20, 30, 40], []]  # never one alone
         assert complaints(browser) == []
 
 

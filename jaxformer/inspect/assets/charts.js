@@ -76,7 +76,7 @@ function linearTicks(low, high, maxTicks) {
   const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough * 0.999);
   const ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(Number((i * step).toPrecision(12)));
-  return ticks;
+  return ticks.length > 1 || maxTicks > 9 ? ticks : linearTicks(low, high, maxTicks + 1); // one alone is no scale
 }
 
 function logTicks(low, high, maxTicks) {
