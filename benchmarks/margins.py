@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--seeds", type=int, help="most seeds per row (default: all)")
     parser.add_argument("--devices", type=int, nargs="+", help="numbers of devices (default: all)")
+    parser.add_argument("--factors", type=float, nargs="+", help="factors on the learning rate (default: all)")
     parser.add_argument("--steps", type=int, help="steps of the schedule to take (default: the recipe's)")
     parser.add_argument("--write", action="store_true", help="train nothing; write the record of what is there")
     parser.add_argument("--piece", help=argparse.SUPPRESS)
@@ -288,6 +289,7 @@ def main() -> None:
                 for p in recipe.pieces(options.data)
                 if (options.seeds is None or p.seed < options.seeds)
                 and (options.devices is None or p.devices in options.devices)
+                and (options.factors is None or p.factor in options.factors)
             ]
             if not planned:
                 print(f"{recipe.config} is left out: {options.data} has no {recipe.data}")
