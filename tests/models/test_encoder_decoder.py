@@ -39,8 +39,8 @@ CONFIGS = {
     ),
     "learned": replace(POST, positions="learned", n_decoder_blocks=1),
 }  # fmt: skip
-SOURCE_S, TARGET_T = random_tokens(V, S), random_tokens(V, T, seed=1)
-VALID_S = jnp.arange(S) < 4
+SOURCE_S, TARGET_T = np.asarray(random_tokens(V, S)), np.asarray(random_tokens(V, T, seed=1))
+VALID_S = np.arange(S) < 4
 INPUTS = (SOURCE_S, VALID_S, TARGET_T)
 
 
@@ -98,8 +98,8 @@ def test_no_logit_depends_on_a_later_target_token_or_source_padding(case: tuple)
         with nn.intercept_methods(add):
             return (weights_TV * model.apply({"params": params}, *INPUTS)).sum(-1)
 
-    nudges = jnp.zeros((S, D)), jnp.zeros((T, D))
-    source, target = jax.jit(jax.jacrev(mixed_logits, argnums=(0, 1)))(*nudges)
+    nudges = np.zeros((S, D), np.float32), np.zeros((T, D), np.float32)
+    source, target = jax.device_get(jax.jit(jax.jacrev(mixed_logits, argnums=(0, 1)))(*nudges))
     np.testing.assert_array_equal((source != 0).any(-1), np.broadcast_to(VALID_S, (T, S)))
     np.testing.assert_array_equal((target != 0).any(-1), np.tri(T, dtype=bool))
 
@@ -107,7 +107,7 @@ def test_no_logit_depends_on_a_later_target_token_or_source_padding(case: tuple)
 @pytest.mark.slow
 def test_the_content_of_padding_changes_no_bit(case: tuple) -> None:
     model, params = case
-    other_S = jnp.where(VALID_S, SOURCE_S, (SOURCE_S + 1) % V)
+    other_S = np.where(VALID_S, SOURCE_S, (SOURCE_S + 1) % V)
     np.testing.assert_array_equal(apply(model, params, *INPUTS), apply(model, params, other_S, VALID_S, TARGET_T))
 
 
@@ -141,9 +141,9 @@ def test_decoding_with_a_cache_equals_the_full_pass(case: tuple) -> None:
 @pytest.mark.slow
 def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
     model, params = case
-    source_BS, target_BT = random_tokens(V, 3, S, seed=2), random_tokens(V, 3, T, seed=3)
-    valid_BS = jnp.arange(S) < jnp.array([[7], [1], [4]])
-    together = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(source_BS, valid_BS, target_BT)
+    source_BS, target_BT = (np.asarray(random_tokens(V, 3, n, seed=seed)) for n, seed in ((S, 2), (T, 3)))
+    valid_BS = np.arange(S) < np.array([[7], [1], [4]])
+    together = np.asarray(jax.jit(jax.vmap(partial(model.apply, {"params": params})))(source_BS, valid_BS, target_BT))
     for row in zip(together, source_BS, valid_BS, target_BT, strict=True):
         assert_close(row[0], apply(model, params, *row[1:]))
 
@@ -164,7 +164,7 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert_close(without, apply(replace(config, dropout=0.0).build(), params, *INPUTS), 0)
     drawn = [apply(model, params, *INPUTS, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert min(jnp.abs(a - b).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
+    assert min(np.abs(np.subtract(a, b)).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_dropout_falls_on_the_embedding() -> None:
     model, params = build(replace(POST, norm_placement="pre", dropout=0.5, positions="none", n_decoder_blocks=1))
     flat = flatten_dict(params, sep=".")
     last = (".W_O", ".mlp.W_2", ".mlp.b_2")
-    params = unflatten_dict({name: w * (not name.endswith(last)) for name, w in flat.items()}, sep=".")
+    params = unflatten_dict({name: np.asarray(w) * (not name.endswith(last)) for name, w in flat.items()}, sep=".")
 
     @jax.jit
     def stream() -> jax.Array:
@@ -201,7 +201,7 @@ def test_beam_search_of_one_beam_takes_the_likeliest_token_at_each_step() -> Non
     """For two sources at once, by the model's own methods alone; found again by full passes."""
     model, params = build(POST)
     new, start = 4, 0
-    source_BS, valid_BS = jnp.stack([SOURCE_S, SOURCE_S[::-1]]), jnp.stack([VALID_S, jnp.ones(S, bool)])
+    source_BS, valid_BS = np.stack([SOURCE_S, SOURCE_S[::-1]]), np.stack([VALID_S, np.ones(S, bool)])
     call = partial(model.apply, {"params": params})
 
     def one(token: jax.Array, position: jax.Array, cache: tuple) -> tuple:
@@ -216,9 +216,10 @@ def test_beam_search_of_one_beam_takes_the_likeliest_token_at_each_step() -> Non
         return search(advance, cache, logits_PV, 1.0, n_beams=1, max_new_tokens=new, stop_tokens=())
 
     full = jax.jit(call)
-    for source_S, valid_S, tokens_T in zip(source_BS, valid_BS, found().tokens_PNT[:, 0], strict=True):
-        target = jnp.concatenate([jnp.array([start]), tokens_T[:-1]])
-        np.testing.assert_array_equal(full(source_S, valid_S, target).argmax(-1), tokens_T)
+    tokens_PT = np.asarray(found().tokens_PNT)[:, 0]
+    for source_S, valid_S, tokens_T in zip(source_BS, valid_BS, tokens_PT, strict=True):
+        target = np.append(np.int32([start]), tokens_T[:-1])
+        np.testing.assert_array_equal(np.asarray(full(source_S, valid_S, target)).argmax(-1), tokens_T)
 
 
 def test_source_and_target_caches_have_the_given_dtype() -> None:
