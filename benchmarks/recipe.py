@@ -3,12 +3,14 @@
     python -m benchmarks.recipe train --data.path books/train --data.val-path books/val [--folder FOLDER] [--seeds N]
         [--rungs NAME ...] [--long] [OPTIONS OF ladder]
     python -m benchmarks.recipe time [--folder FOLDER] [--rungs NAME ...] [--rounds N]
+    python -m benchmarks.recipe trials --folder FOLDER
     python -m benchmarks.recipe write [--folder FOLDER]
 
 `train` trains the rungs of `RECIPE` in `configs/ladder.py`, each with every seed, and with --long the first of them for
 ten times as many tokens. It can be stopped and started again: a run that has ended is not trained again, and another is
-resumed. `time` measures training steps of all rungs, interleaved. `write` stores the outcomes of the folder as
-`recipe.json`, and writes their table, with that of `recipe_trials.json`, into `docs/ladder.md`.
+resumed. `time` measures training steps of all rungs, interleaved. `trials` stores the outcomes of other runs, which
+chose the rungs' options on text that no other figure uses, as `recipe_trials.json`. `write` stores the outcomes of the
+folder as `recipe.json`, and writes their table, with that of the trials, into `docs/ladder.md`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -34,6 +38,7 @@ from jaxformer.config import Config
 from jaxformer.config_files import load_module
 from jaxformer.data.windows import next_token_batch
 from jaxformer.errors import UserError
+from jaxformer.fields import flatten, to_dict
 from jaxformer.ladder import ended_early, has_ended
 from jaxformer.runs import abstract_params, count_parameters, read_config
 from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
@@ -48,7 +53,7 @@ TIMED_TARGETS = 8_192
 """Targets per rung and round of `time`, whatever the batch."""
 QUIET = ("--train.report-every", "0", "--train.gradients-every", "0")
 """Options that leave out what is looked at while training."""
-HEAD = ("rung", "change", "parameters", "targets", "held-out loss", "gain", "ms per 1,000 targets")
+HEAD = ("rung", "change", "parameters", "targets", "seeds", "held-out loss", "gain", "ms per 1,000 targets")
 
 
 def train(folder: Path, rungs: Sequence[str], seeds: int, long: bool, options: Sequence[str]) -> int:
@@ -67,11 +72,16 @@ def train(folder: Path, rungs: Sequence[str], seeds: int, long: bool, options: S
     return 0
 
 
+def _long(first: str) -> str:
+    """Return the name of the first rung with `LONG` times the targets."""
+    return f"{first}, {LONG} times the targets"
+
+
 def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what the ended runs of each rung reached: change, parameters, and by seed the targets and the held-out
     loss in nats of each evaluation, the last of which is of the whole held-out text."""
     recipe = load_module("ladder").RECIPE
-    long = f"{next(iter(recipe))}, {LONG} times the targets"
+    long = _long(next(iter(recipe)))
     rungs: dict[str, dict[str, Any]] = {}
     for name, change in {**recipe, long: ""}.items():
         pattern = f"long-*/{next(iter(recipe))}" if name == long else f"seed-*/{name}"
@@ -143,19 +153,78 @@ def table(figures: Mapping[str, Any]) -> str:
         targets = next(iter(rung["seeds"].values()))[-1][0]
         rows.append((
             f"`{name}`" if rung["change"] else name, rung["change"] or "-", f"{rung['parameters']:,}", f"{targets:,}",
-            with_spread([*losses.values()]), with_spread(gains) if gains and rung["change"] else "-",
+            str(len(losses)), with_spread([*losses.values()]), with_spread(gains) if gains and rung["change"] else "-",
             f"{median(times):.0f}" if times else "-",
         ))  # fmt: skip
         before = losses
     return markdown(rows)
 
 
+def goal(figures: Mapping[str, Any]) -> str:
+    """Return sentences on the goal: the loss of the last rung beside that of the first with more tokens, the tokens
+    after which the first had it, and the time of both; empty where one of them is missing."""
+    rungs, times = figures["rungs"], figures["ms_per_1000_targets"]
+    first, *_, last = [name for name in rungs if rungs[name]["change"]] * 2
+    long = _long(first)
+    if long not in rungs:
+        return ""
+    small, best = ([*last_losses(rungs[name]).values()] for name in (long, last))
+    curves = list(rungs[long]["seeds"].values())
+    curve = [(points[0][0], mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
+    targets = {name: next(iter(rungs[name]["seeds"].values()))[-1][0] for name in (long, last)}
+    text = (
+        f"After {targets[last]:,} targets, the held-out loss of `{last}` is {with_spread(best)}; that of `{first}` is "
+        f"{with_spread(small)} after {targets[long]:,}"
+    )
+    if (equal := targets_at(curve, mean(best))) is not None:
+        text += f", and was that of `{last}` after about {equal:,.0f}, {equal / targets[last]:.1f} times as many"
+    if first in times and last in times:
+        ratio = median(a / b for a, b in zip(times[last], times[first], strict=True))
+        text += f". A target takes `{last}` {ratio:.2f} times as long"
+    return f"{text}.\n"
+
+
+def targets_at(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
+    """Return the targets after which a curve of losses is first at a loss, between its points; None if it never is."""
+    for (before, high), (after, low) in pairwise(curve):
+        if low <= loss < high:
+            return before + (after - before) * (high - loss) / (high - low)
+    return None
+
+
+def trials(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the outcome of each ended run of a folder: the rung that its config differs least from, how, the targets,
+    the held-out loss in nats, and why it ended early, if so."""
+    rungs = {name: load_config(f"ladder:{name}") for name in load_module("ladder").RECIPE}
+    outcomes: dict[str, dict[str, Any]] = {}
+    for run in sorted(path for path in folder.iterdir() if (path / "config.json").exists() and has_ended(path)):
+        config: Any = read_config(run)
+        changes = {name: _changes(rung, config) for name, rung in rungs.items()}
+        rung = min(changes, key=lambda name: len(changes[name]))
+        losses = [row["val_loss"] for row in read_metrics(run) if "val_loss" in row]
+        outcomes[run.name] = {
+            "rung": rung,
+            "with": ", ".join(changes[rung]),
+            "targets": config.steps * config.train.batch_size * config.model.context_length,
+            "loss": None if ended_early(run) else losses[-1],
+            "ended": ended_early(run),
+        }
+    return outcomes
+
+
+def _changes(before: Config, after: Config) -> list[str]:
+    """Return the fields that differ and make another training of the same data."""
+    old, new = (flatten(to_dict(config)) for config in (before, after))
+    names = [n for n in {**old, **new} if n.startswith(("model.", "optimizer.", "train.batch_size", "data.stride"))]
+    return [f"{name.partition('.')[2]} {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+
+
 def trials_table(trials: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the trainings that chose the options as a table in Markdown; a positive gain is a lower loss."""
-    rows = [("trial", "with", "CPU s", "held-out loss", "gain")]
-    for name, x in trials.items():
-        gain = f"{trials[x['over']]['loss'] - x['loss']:+.3f} over {x['over']}" if x["over"] else "-"
-        rows.append((name, x["with"], f"{x['cpu_seconds']:.0f}", f"{x['loss']:.3f}", gain))
+    """Return the trainings that chose the options as a table in Markdown, the best first."""
+    rows = [("held-out loss", "nearest rung", "with", "targets")]
+    for x in sorted(trials.values(), key=lambda x: x["loss"] or inf):
+        loss = f"{x['loss']:.3f}" if x["loss"] else x["ended"]
+        rows.append((loss, f"`{x['rung']}`", x["with"] or "-", f"{x['targets']:,}"))
     return markdown(rows)
 
 
@@ -167,10 +236,10 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]]) -> str:
     """Return what the page of the ladder shows."""
-    measured = table(figures) if figures else "No candidate of this size has been trained yet.\n"
+    measured = f"{table(figures)}\n{goal(figures)}" if figures else "No candidate of this size has been trained yet.\n"
     return (
-        f"{measured}\nTrials of models 64 wide, one seed each, learning rates not tuned; held out are 120,000 tokens\n"
-        f"of three of the training books, each window of its own context:\n\n{trials_table(trials)}"
+        f"{measured}\nThese {len(trials)} trials, one seed each, chose the options. They held out the first\n"
+        f"150,000 bytes of three of the training books, and trained on the others:\n\n{trials_table(trials)}"
     )
 
 
@@ -184,7 +253,7 @@ def main() -> int:
     """Train, measure or write; return the exit status."""
     recipe: dict[str, str] = load_module("ladder").RECIPE
     parser = argparse.ArgumentParser(description="The recipe of the ladder.", allow_abbrev=False)
-    parser.add_argument("what", choices=("train", "time", "write"))
+    parser.add_argument("what", choices=("train", "time", "trials", "write"))
     parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="folder of the runs")
     parser.add_argument("--rungs", nargs="+", choices=[*recipe], default=[*recipe], help="rungs (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds per rung (default: 3)")
@@ -207,11 +276,15 @@ def main() -> int:
             own.folder.mkdir(parents=True, exist_ok=True)
             times.write_text(json.dumps(measure_time(own.rungs, own.rounds)) + "\n", encoding="utf-8")
             return 0
+        software = record.versions("jax", "jaxlib", "flax", "optax")
+        if own.what == "trials":
+            record.write("recipe_trials", trials(own.folder), software)
+            return 0
         if not (rungs := outcomes(own.folder)):
             raise UserError(f"{own.folder} holds no run of the recipe that has ended; train them first.")
         taken = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
         figures = {"rungs": rungs, "ms_per_1000_targets": taken}
-        record.write("recipe", figures, record.versions("jax", "jaxlib", "flax", "optax"))
+        record.write("recipe", figures, software)
         page = record.ROOT / "docs" / "ladder.md"
         insert(page, BEGIN, section(figures, read("recipe_trials")), END)
     except UserError as error:

@@ -62,12 +62,26 @@ def test_gains_are_of_the_same_seeds() -> None:
         "a, long": rung("", s0=3.0),
     }
     _, rule, *lines = recipe.table({"rungs": rungs, "ms_per_1000_targets": {"a": [3.0, 1.0, 2.0]}}).splitlines()
-    assert rule == "|" + "---|" * 7
+    assert rule == "|" + "---|" * 8
     assert lines == [
-        "| `a` | first | 1,000 | 800 | 5.100 ± 0.141 | - | 2 |",
-        "| `b` | second | 1,000 | 800 | 3.133 ± 1.858 | 0.900 ± 0.141 | - |",
-        "| a, long | - | 1,000 | 800 | 3.000 | - | - |",
+        "| `a` | first | 1,000 | 800 | 2 | 5.100 ± 0.141 | - | 2 |",
+        "| `b` | second | 1,000 | 800 | 3 | 3.133 ± 1.858 | 0.900 ± 0.141 | - |",
+        "| a, long | - | 1,000 | 800 | 1 | 3.000 | - | - |",
     ]
+
+
+def test_goal_is_the_loss_of_the_first_rung_after_more_tokens() -> None:
+    def rung(change: str, *curve: tuple[int, float]) -> dict:
+        return {"change": change, "parameters": 1000, "seeds": {"0": [list(point) for point in curve]}}
+
+    long = (0, 9.0), (2000, 5.0), (6000, 3.0), (8000, 2.5)
+    rungs = {"a": rung("first", (800, 6.0)), "b": rung("second", (800, 4.0)), recipe._long("a"): rung("", *long)}
+    times = {"a": [2.0, 4.0, 2.0], "b": [1.0, 2.0, 3.0]}
+    assert recipe.goal({"rungs": rungs, "ms_per_1000_targets": times}) == (
+        "After 800 targets, the held-out loss of `b` is 4.000; that of `a` is 2.500 after 8,000, and was that of `b` "
+        "after about 4,000, 5.0 times as many. A target takes `b` 0.50 times as long.\n"
+    )
+    assert recipe.targets_at([*long], 2.0) is None
 
 
 @pytest.mark.slow
@@ -79,14 +93,35 @@ def test_outcomes_are_those_of_ended_runs(tmp_path: Path) -> None:
         if rows[-1]["step"] == config.steps:
             (run / f"checkpoints/{config.steps}").mkdir(parents=True)
 
-    model: Any = ladder.squared_relu.model
-    steps, per_step = ladder.squared_relu.steps, ladder.squared_relu.train.batch_size * model.context_length
+    last = load_config(f"ladder:{LAST}")
+    model: Any = last.model
+    steps, per_step = last.steps, last.train.batch_size * model.context_length
     write(0, {"step": 2, "val_loss": 5.5}, {"step": steps, "val_loss": 4.5})
     write(1, {"step": 2, "val_loss": 5.6})
     assert recipe.outcomes(tmp_path)[LAST]["seeds"] == {"0": [[2 * per_step, 5.5], [steps * per_step, 4.5]]}
     write(2, {"step": 7, "diverged": {"began": 3}})
     with pytest.raises(UserError, match=f"seed-2/{LAST} diverged at step 3, which no rung"):
         recipe.outcomes(tmp_path)
+
+
+@pytest.mark.slow
+def test_trials_are_described_by_the_nearest_rung(tmp_path: Path) -> None:
+    rung = load_config(f"ladder:{LAST}")
+    optimizer = replace(rung.optimizer, learning_rate=0.5)
+    for name, config, rows in [
+        ("higher", replace(rung, optimizer=optimizer), [{"step": rung.steps, "val_loss": 4.5}]),
+        ("diverged", replace(rung, optimizer=optimizer, seed=1), [{"step": 7, "diverged": {"began": 3}}]),
+        ("running", rung, [{"step": 7, "loss": 5.0}]),
+    ]:
+        run = create_run(tmp_path / name, config, Tokenizer.train([], 257), allow_suffix=False)
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / f"higher/checkpoints/{rung.steps}").mkdir(parents=True)
+    outcomes = recipe.trials(tmp_path)
+    assert [*outcomes] == ["diverged", "higher"]
+    assert recipe.trials_table(outcomes).splitlines()[2:] == [
+        f"| 4.500 | `{LAST}` | learning_rate 0.5 | 799,744 |",
+        f"| diverged at step 3 | `{LAST}` | learning_rate 0.5 | 799,744 |",
+    ]
 
 
 def test_each_seed_trains_all_rungs_and_the_first_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
