@@ -78,8 +78,8 @@ def _long(first: str) -> str:
 
 
 def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what the ended runs of each rung reached: change, parameters, and by seed the targets and the held-out
-    loss in nats of each evaluation, the last of which is of the whole held-out text."""
+    """Return what the ended runs of each rung reached: its change to the rung before, parameters, and by seed the
+    targets and the held-out loss in nats of each evaluation, the last of which is of the whole held-out text."""
     recipe = load_module("ladder").RECIPE
     long = _long(next(iter(recipe)))
     rungs: dict[str, dict[str, Any]] = {}
@@ -94,7 +94,8 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
             per_step = config.train.batch_size * config.model.context_length
             curve = [[row["step"] * per_step, row["val_loss"]] for row in read_metrics(run) if "val_loss" in row]
             n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
-            rung = rungs.setdefault(name, {"change": change, "parameters": n_parameters, "seeds": {}})
+            before = dict(pairwise([*recipe][::-1])).get(name)
+            rung = rungs.setdefault(name, {"change": change, "before": before, "parameters": n_parameters, "seeds": {}})
             rung["seeds"][str(config.seed)] = curve
     return rungs
 
@@ -146,17 +147,17 @@ def with_spread(values: Sequence[float]) -> str:
 
 def table(figures: Mapping[str, Any]) -> str:
     """Return the outcomes as a table in Markdown. A rung's gain is over the rung before it, seed by seed."""
-    rows, before = [HEAD], dict[str, float]()
-    for name, rung in figures["rungs"].items():
+    rows, rungs = [HEAD], figures["rungs"]
+    for name, rung in rungs.items():
         losses, times = last_losses(rung), figures["ms_per_1000_targets"].get(name)
+        before = last_losses(rungs[rung["before"]]) if rung["before"] in rungs else {}
         gains = [before[seed] - losses[seed] for seed in sorted(losses.keys() & before.keys())]
         targets = next(iter(rung["seeds"].values()))[-1][0]
         rows.append((
             f"`{name}`" if rung["change"] else name, rung["change"] or "-", f"{rung['parameters']:,}", f"{targets:,}",
-            str(len(losses)), with_spread([*losses.values()]), with_spread(gains) if gains and rung["change"] else "-",
+            str(len(losses)), with_spread([*losses.values()]), with_spread(gains) if gains else "-",
             f"{median(times):.0f}" if times else "-",
         ))  # fmt: skip
-        before = losses
     return markdown(rows)
 
 
@@ -173,7 +174,7 @@ def goal(figures: Mapping[str, Any]) -> str:
     curve = [(points[0][0], mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
     targets = {name: next(iter(rungs[name]["seeds"].values()))[-1][0] for name in (long, last)}
     text = (
-        f"After {targets[last]:,} targets, the held-out loss of `{last}` is {with_spread(best)}; that of `{first}` is "
+        f"After {targets[last]:,} targets, the held-out loss of `{last}` is {with_spread(best)}. That of `{first}` is "
         f"{with_spread(small)} after {targets[long]:,}"
     )
     if (equal := targets_at(curve, mean(best))) is not None:
@@ -236,7 +237,13 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]]) -> str:
     """Return what the page of the ladder shows."""
-    measured = f"{table(figures)}\n{goal(figures)}" if figures else "No candidate of this size has been trained yet.\n"
+    measured = "No candidate of this size has been trained yet.\n"
+    if figures:
+        missing = [f"`{name}`" for name in load_module("ladder").RECIPE if name not in figures["rungs"]]
+        measured = "\n".join([
+            table(figures), *[f"Not trained yet: {', '.join(missing)}.\n"] * bool(missing),
+            *[text for text in [goal(figures)] if text],
+        ])  # fmt: skip
     return (
         f"{measured}\nThese {len(trials)} trials, one seed each, chose the options. They held out the first\n"
         f"150,000 bytes of three of the training books, and trained on the others:\n\n{trials_table(trials)}"

@@ -53,12 +53,14 @@ def test_candidates_learn_a_batch_by_heart(name: str) -> None:
 
 
 def test_gains_are_of_the_same_seeds() -> None:
-    def rung(change: str, **losses: float) -> dict:
-        return {"change": change, "parameters": 1000, "seeds": {s: [[400, 9.0], [800, x]] for s, x in losses.items()}}
+    def rung(change: str, before: str | None = None, **losses: float) -> dict:
+        seeds = {s: [[400, 9.0], [800, x]] for s, x in losses.items()}
+        return {"change": change, "before": before, "parameters": 1000, "seeds": seeds}
 
     rungs = {
         "a": rung("first", s0=5.0, s1=5.2),
-        "b": rung("second", s0=4.0, s1=4.4, s2=1.0),
+        "b": rung("second", "a", s0=4.0, s1=4.4, s2=1.0),
+        "d": rung("fourth", "c", s0=3.5),
         "a, long": rung("", s0=3.0),
     }
     _, rule, *lines = recipe.table({"rungs": rungs, "ms_per_1000_targets": {"a": [3.0, 1.0, 2.0]}}).splitlines()
@@ -66,6 +68,7 @@ def test_gains_are_of_the_same_seeds() -> None:
     assert lines == [
         "| `a` | first | 1,000 | 800 | 2 | 5.100 ± 0.141 | - | 2 |",
         "| `b` | second | 1,000 | 800 | 3 | 3.133 ± 1.858 | 0.900 ± 0.141 | - |",
+        "| `d` | fourth | 1,000 | 800 | 1 | 3.500 | - | - |",
         "| a, long | - | 1,000 | 800 | 1 | 3.000 | - | - |",
     ]
 
@@ -78,7 +81,7 @@ def test_goal_is_the_loss_of_the_first_rung_after_more_tokens() -> None:
     rungs = {"a": rung("first", (800, 6.0)), "b": rung("second", (800, 4.0)), recipe._long("a"): rung("", *long)}
     times = {"a": [2.0, 4.0, 2.0], "b": [1.0, 2.0, 3.0]}
     assert recipe.goal({"rungs": rungs, "ms_per_1000_targets": times}) == (
-        "After 800 targets, the held-out loss of `b` is 4.000; that of `a` is 2.500 after 8,000, and was that of `b` "
+        "After 800 targets, the held-out loss of `b` is 4.000. That of `a` is 2.500 after 8,000, and was that of `b` "
         "after about 4,000, 5.0 times as many. A target takes `b` 0.50 times as long.\n"
     )
     assert recipe.targets_at([*long], 2.0) is None
