@@ -14,6 +14,7 @@ import pytest
 from benchmarks import recipe
 from configs import ladder
 from jaxformer.cli.arguments import load_config
+from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
 from jaxformer.errors import UserError
@@ -111,11 +112,12 @@ def test_outcomes_are_those_of_ended_runs(tmp_path: Path) -> None:
 def test_trials_are_described_by_the_nearest_rung(tmp_path: Path) -> None:
     rung = load_config(f"ladder:{LAST}")
     optimizer = replace(rung.optimizer, learning_rate=0.5)
-    for name, config, rows in [
+    runs: list[tuple[str, Config, list[dict]]] = [
         ("higher", replace(rung, optimizer=optimizer), [{"step": rung.steps, "val_loss": 4.5}]),
         ("diverged", replace(rung, optimizer=optimizer, seed=1), [{"step": 7, "diverged": {"began": 3}}]),
         ("running", rung, [{"step": 7, "loss": 5.0}]),
-    ]:
+    ]
+    for name, config, rows in runs:
         run = create_run(tmp_path / name, config, Tokenizer.train([], 257), allow_suffix=False)
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / f"higher/checkpoints/{rung.steps}").mkdir(parents=True)
