@@ -79,13 +79,14 @@ def _fits_on_one_device(setup: TrainSetup) -> bool:
 def _probe(setup: TrainSetup, data: Dataset) -> Any:
     """Log attention entropy and router load on held-out examples."""
     model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
+    has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
     inputs_B, mask_BT = jax.tree.map(lambda x: x[_unpadded_examples(batch)], (batch.inputs, target_mask(batch)))
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(setup.model_params(state), setup.mesh)
         entropy = attention_entropy(model, params, *inputs_B, target_mask_BT=mask_BT)
         heads = [np.asarray(entropy_H).tolist() for entropy_H in entropy]
-        values = {"entropy": heads, "router": router_report(model, params, inputs_B)}
+        values = {"entropy": heads, "router": router_report(model, params, inputs_B) if has_experts else {}}
         return {name: value for name, value in values.items() if value}
 
     return call

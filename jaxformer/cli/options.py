@@ -11,6 +11,7 @@ import textwrap
 import types
 import typing
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -36,7 +37,8 @@ class Option:
     hint: Any
     """The field's type."""
     default: Any
-    doc: str
+    owner: type
+    """The dataclass of the field."""
     positional: bool
 
     @property
@@ -58,11 +60,12 @@ class Option:
 
     def help(self) -> str:
         """Return the field's docstring and its default."""
+        doc = field_docstrings(self.owner).get(self.path[-1], "")
         if self.default is None or self.default in ((), ""):
-            return self.doc
+            return doc
         words = map(str, self.default if isinstance(self.default, tuple) else (self.default,))
         shown = " ".join(word if re.fullmatch(r"\S+", word) else repr(word) for word in words)
-        return f"{self.doc} (default: {shown})".strip()
+        return f"{doc} (default: {shown})".strip()
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
     about = (inspect.getdoc(type(default)) or "").split("\n\n")[0] if prefix else ""
     group = Group(f"{prefix.rstrip('.')} options".strip(), about, [])
     inner: list[Group] = []
-    hints, docs = typing.get_type_hints(type(default), include_extras=True), field_docstrings(type(default))
+    hints = typing.get_type_hints(type(default), include_extras=True)
     for f in dataclasses.fields(default):
         value, hint, field_path = getattr(default, f.name), hints[f.name], (*path, f.name)
         hint, *marks = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
@@ -95,7 +98,7 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
         elif HIDDEN not in marks:
             positional = POSITIONAL in marks
             flag = f.name if positional else f"--{prefix}{f.name}".replace("_", "-")
-            group.options.append(Option(field_path, flag, hint, value, docs.get(f.name, ""), positional))
+            group.options.append(Option(field_path, flag, hint, value, type(default), positional))
     return [group, *inner]
 
 
@@ -133,6 +136,7 @@ def _metavar(hint: Any) -> str:
     return METAVARS.get(hint, "VALUE")
 
 
+@cache
 def field_docstrings(cls: type) -> dict[str, str]:
     """Return the text below each field of a dataclass and of those that it inherits from."""
     docs: dict[str, str] = {}

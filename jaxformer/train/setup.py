@@ -145,7 +145,7 @@ class TrainSetup:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        shapes = jax.eval_shape(self._init)
+        shapes = jax.eval_shape(self._begin, self.abstract_params)
         return abstract(shapes, shardings(shapes, self.state_axes, self.mesh))
 
     @cached_property
@@ -317,8 +317,7 @@ class TrainSetup:
         if self.config.model.contract.task is Task.CONTRASTIVE:
             return None
         call: Callable[..., Any] = lambda params, *example: self.model.apply({"params": params}, *example)  # noqa: E731
-        params = abstract_params(self.model, self.config.model)
-        logits = jax.eval_shape(call, params, *self.config.model.example())
+        logits = jax.eval_shape(call, self.abstract_params, *self.config.model.example())
         return jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
 
     def check_fit(self, batch: Batch) -> None:
