@@ -79,24 +79,32 @@ def _long(first: str) -> str:
 
 def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what the ended runs of each rung reached: its change to the rung before, parameters, and by seed the
-    targets and the held-out loss in nats of each evaluation, the last of which is of the whole held-out text."""
+    targets and the held-out loss in nats of each evaluation, the last of which is of the whole held-out text; of the
+    first, which is the sources' own, also why seeds ended early."""
     recipe = load_module("ladder").RECIPE
-    long = _long(next(iter(recipe)))
+    first = next(iter(recipe))
+    long = _long(first)
     rungs: dict[str, dict[str, Any]] = {}
     for name, change in {**recipe, long: ""}.items():
-        pattern = f"long-*/{next(iter(recipe))}" if name == long else f"seed-*/{name}"
+        pattern = f"long-*/{first}" if name == long else f"seed-*/{name}"
         for run in sorted(folder.glob(pattern)):
             if not has_ended(run):
                 continue
-            if cause := ended_early(run):
+            cause = ended_early(run)
+            if cause and name not in (first, long):
                 raise UserError(f"{run} {cause}, which no rung of the recipe may; change its settings.")
             config: Any = read_config(run)
             per_step = config.train.batch_size * config.model.context_length
             curve = [[row["step"] * per_step, row["val_loss"]] for row in read_metrics(run) if "val_loss" in row]
             n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
             before = dict(pairwise([*recipe][::-1])).get(name)
-            rung = rungs.setdefault(name, {"change": change, "before": before, "parameters": n_parameters, "seeds": {}})
-            rung["seeds"][str(config.seed)] = curve
+            rung = rungs.setdefault(
+                name, {"change": change, "before": before, "parameters": n_parameters, "seeds": {}, "ended": {}}
+            )
+            if cause:
+                rung["ended"][str(config.seed)] = cause
+            else:
+                rung["seeds"][str(config.seed)] = curve
     return rungs
 
 
@@ -135,13 +143,21 @@ def _timer(config: Config) -> Callable[[], float]:
     return measure
 
 
+def _seeds(rung: Mapping[str, Any]) -> str:
+    """Return the number of seeds, and why training with others ended early."""
+    causes = [f"seed {seed} {cause}" for seed, cause in rung["ended"].items()]
+    return ", ".join([str(len(rung["seeds"])), *causes])
+
+
 def last_losses(rung: Mapping[str, Any]) -> dict[str, float]:
     """Return the last held-out loss by seed."""
     return {seed: curve[-1][1] for seed, curve in rung["seeds"].items()}
 
 
 def with_spread(values: Sequence[float]) -> str:
-    """Return the mean and, of several values, their standard deviation."""
+    """Return the mean and, of several values, their standard deviation; "-" for no value."""
+    if not values:
+        return "-"
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
@@ -152,10 +168,10 @@ def table(figures: Mapping[str, Any]) -> str:
         losses, times = last_losses(rung), figures["ms_per_1000_targets"].get(name)
         before = last_losses(rungs[rung["before"]]) if rung["before"] in rungs else {}
         gains = [before[seed] - losses[seed] for seed in sorted(losses.keys() & before.keys())]
-        targets = next(iter(rung["seeds"].values()))[-1][0]
+        targets = [f"{curve[-1][0]:,}" for curve in rung["seeds"].values()]
         rows.append((
-            f"`{name}`" if rung["change"] else name, rung["change"] or "-", f"{rung['parameters']:,}", f"{targets:,}",
-            str(len(losses)), with_spread([*losses.values()]), with_spread(gains) if gains else "-",
+            f"`{name}`" if rung["change"] else name, rung["change"] or "-", f"{rung['parameters']:,}",
+            targets[0] if targets else "-", _seeds(rung), with_spread([*losses.values()]), with_spread(gains),
             f"{median(times):.0f}" if times else "-",
         ))  # fmt: skip
     return markdown(rows)

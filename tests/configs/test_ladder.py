@@ -56,13 +56,13 @@ def test_candidates_learn_a_batch_by_heart(name: str) -> None:
 def test_gains_are_of_the_same_seeds() -> None:
     def rung(change: str, before: str | None = None, **losses: float) -> dict:
         seeds = {s: [[400, 9.0], [800, x]] for s, x in losses.items()}
-        return {"change": change, "before": before, "parameters": 1000, "seeds": seeds}
+        return {"change": change, "before": before, "parameters": 1000, "seeds": seeds, "ended": {}}
 
     rungs = {
         "a": rung("first", s0=5.0, s1=5.2),
         "b": rung("second", "a", s0=4.0, s1=4.4, s2=1.0),
         "d": rung("fourth", "c", s0=3.5),
-        "a, long": rung("", s0=3.0),
+        "a, long": rung("", s0=3.0) | {"ended": {"1": "diverged at step 5"}},
     }
     _, rule, *lines = recipe.table({"rungs": rungs, "ms_per_1000_targets": {"a": [3.0, 1.0, 2.0]}}).splitlines()
     assert rule == "|" + "---|" * 8
@@ -70,7 +70,7 @@ def test_gains_are_of_the_same_seeds() -> None:
         "| `a` | first | 1,000 | 800 | 2 | 5.100 ± 0.141 | - | 2 |",
         "| `b` | second | 1,000 | 800 | 3 | 3.133 ± 1.858 | 0.900 ± 0.141 | - |",
         "| `d` | fourth | 1,000 | 800 | 1 | 3.500 | - | - |",
-        "| a, long | - | 1,000 | 800 | 1 | 3.000 | - | - |",
+        "| a, long | - | 1,000 | 800 | 1, seed 1 diverged at step 5 | 3.000 | - | - |",
     ]
 
 
