@@ -44,11 +44,14 @@ def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypa
     )
     rows = {"a": {"0": figures, "1": figures | {"perplexity": 2.5}}}
     monkeypatch.setattr(story, "studies", lambda: {"ladder": {"rows": rows}})
-    page = "```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\nold\n```\n\n<!-- a loss -->0<!-- -->\n"
+    code = "```python\nimport numpy as np\nnp.set_printoptions(precision=1)\nx = 3\n```\n\n```python\nprint(x)\n```\n"
+    page = f"{code}\n```text\nold\n```\n\n<!-- a loss -->0<!-- -->\n"
     tables = ("rungs a", "seeds", "positions ladder", "case speed")
     page += "".join(f"<!-- {table} -->\n<!-- end -->\n" for table in tables)
+    options = np.get_printoptions()
     filled = story.fill(page)
-    assert filled.startswith("```python\nx = 3\n```\n\n```python\nprint(x)\n```\n\n```text\n3\n```\n")
+    assert np.get_printoptions() == options  # those of the next page
+    assert filled.startswith(f"{code}\n```text\n3\n```\n")
     assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | - | 1.500 |" in filled
     assert "| perplexity with seed | 0 | 1 | mean |" in filled and "| `a` | - | 2.5 | 2.5 |" in filled
     assert "| nats at position | 1 | 2 | 4 |" in filled and "| `a` | 5.000 | 4.000 | 2.000 |" in filled

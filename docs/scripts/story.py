@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[2]
 STORY = ROOT / "docs/story"
 PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md"]
@@ -195,7 +197,8 @@ def fill(page: str) -> str:
         shown = "".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines())
         return match[1] + (f"\n```text\n{shown}```\n" if shown else "")
 
-    return BLOCK.sub(with_output, fill_figures(page))
+    with np.printoptions():  # which a page may set for itself
+        return BLOCK.sub(with_output, fill_figures(page))
 
 
 if __name__ == "__main__":
