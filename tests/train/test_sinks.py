@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jaxformer.callbacks import make_callbacks
 from jaxformer.config import Config, TrainConfig
@@ -64,8 +63,10 @@ class Killed(Exception):
     """Stand-in for a signal that ends a run without a save."""
 
 
-def events(file: Path) -> Iterator[Event]:
+def events(file: Path) -> Iterator[Any]:
     """Yield the events of a file of TFRecords: length, its checksum, content, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event  # takes a second, which other workers need not spend
+
     content = file.read_bytes()
     while content:
         (length,) = struct.unpack("<Q", content[:8])
@@ -75,6 +76,8 @@ def events(file: Path) -> Iterator[Event]:
 
 def tensorboard_rows(folder: Path) -> list[tuple[int, dict[str, float]]]:
     """Return the rows that TensorBoard shows: files by name, each superseding the steps from its START event on."""
+    from tensorboardX.proto.event_pb2 import SessionLog
+
     rows: list[tuple[int, dict[str, float]]] = []
     for file in sorted((folder / "tensorboard").iterdir()):
         first, *others = events(file)
