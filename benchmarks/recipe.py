@@ -194,10 +194,11 @@ def goal(figures: Mapping[str, Any]) -> str:
         f"{with_spread(small)} after {targets[long]:,}"
     )
     if (equal := targets_at(curve, mean(best))) is not None:
-        text += f", and was that of `{last}` after about {equal:,.0f}, {equal / targets[last]:.1f} times as many"
+        about, times_as_many = float(f"{equal:.2g}"), equal / targets[last]
+        text += f", and was that of `{last}` after about {about:,.0f}, {times_as_many:.1f} times as many"
     if first in times and last in times:
         ratio = median(a / b for a, b in zip(times[last], times[first], strict=True))
-        text += f". A target takes `{last}` {ratio:.2f} times as long"
+        text += f". A target takes `{last}` {ratio:.2f} times as long as `{first}`"
     return f"{text}.\n"
 
 

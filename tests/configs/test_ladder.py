@@ -83,7 +83,7 @@ def test_goal_is_the_loss_of_the_first_rung_after_more_tokens() -> None:
     times = {"a": [2.0, 4.0, 2.0], "b": [1.0, 2.0, 3.0]}
     assert recipe.goal({"rungs": rungs, "ms_per_1000_targets": times}) == (
         "After 800 targets, the held-out loss of `b` is 4.000. That of `a` is 2.500 after 8,000, and was that of `b` "
-        "after about 4,000, 5.0 times as many. A target takes `b` 0.50 times as long.\n"
+        "after about 4,000, 5.0 times as many. A target takes `b` 0.50 times as long as `a`.\n"
     )
     assert recipe.targets_at([*long], 2.0) is None
 
