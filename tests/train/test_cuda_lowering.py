@@ -37,8 +37,8 @@ def gpu(monkeypatch):
     assume_gpu("9.0")
     choose = train_setup.make_attention
 
-    def on_gpu(name, platform, *arguments, try_first):
-        return choose(name, "gpu", *arguments, try_first=False)
+    def on_gpu(name, platform, *arguments, value_dim, try_first):
+        return choose(name, "gpu", *arguments, value_dim=value_dim, try_first=False)
 
     monkeypatch.setattr(train_setup, "make_attention", on_gpu)
 
