@@ -85,7 +85,7 @@ def ladder_sections(
         Table(
             "Outcomes", HEAD, rows, about="Each rung is the one before with one change. Losses are of held-out text."
         ),
-        _held_out_losses(results, logs),
+        _held_out_losses(results, folder, logs),
         _small_multiples(results, changes, logs),
         *_entropies(results, logs),
         *_continuations(continuations),
@@ -118,9 +118,19 @@ def _losses(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
     return [row["step"] for row in rows], [row[key] for row in rows]
 
 
-def _held_out_losses(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any]]]) -> Section:
-    lines = [Line(*_losses(logs[r.rung], "val_loss"), _label(r), points=True) for r in results]
-    return Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 420)
+def _comparable(results: Sequence[RungResult], folder: Path) -> list[RungResult]:
+    """Return the rungs that do not read the tokens that they predict; all of them where there is no such rung. Beside a
+    loss near 0, those of the others look alike."""
+    configs = {r.rung: flatten(to_dict(read_config(folder / r.rung))) for r in results}
+    return [r for r in results if configs[r.rung].get("model.causal", True)] or list(results)
+
+
+def _held_out_losses(results: Sequence[RungResult], folder: Path, logs: dict[str, list[dict[str, Any]]]) -> Section:
+    shown = _comparable(results, folder)
+    lines = [Line(*_losses(logs[r.rung], "val_loss"), _label(r), points=True) for r in shown]
+    left_out = " and ".join(r.rung for r in results if r not in shown)
+    about = f"Without {left_out}, which reads the tokens that it predicts." if left_out else ""
+    return Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 420, about=about)
 
 
 def _small_multiples(
@@ -186,7 +196,7 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
     rows.writerow([field.name for field in fields(RungResult)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
     write_atomically(folder / "ladder.csv", text.getvalue())
-    curves = [_loss_curve(folder / r.rung, r.ended_early) for r in results]
+    curves = [_loss_curve(folder / r.rung, r.ended_early) for r in _comparable(results, folder)]
     continuations = continue_held_out([folder / r.rung for r in results])
     written = ["ladder.csv"]
     if not missing_extras("matplotlib"):

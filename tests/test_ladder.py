@@ -150,6 +150,19 @@ def test_a_diverged_rung_ended_at_the_step_where_divergence_began(tmp_path):
     assert "four_blocks (diverged at step 118)" in (tmp_path / "ladder.html").read_text()
 
 
+@pytest.mark.slow
+def test_held_out_losses_are_compared_without_those_of_a_rung_that_reads_what_it_predicts(tmp_path):
+    for name, loss in (("mix_qkv", 3.7), ("mix_unmasked", 0.2)):
+        write_run(tmp_path, name, [{"step": 0, "val_loss": 6.0}, {"step": 10_644, "val_loss": loss, "step_ms": 1.0}])
+    both = [rung_result(tmp_path / name, "") for name in ("mix_qkv", "mix_unmasked")]
+    for results, shown in ((both, ["mix_qkv"]), (both[1:], ["mix_unmasked"])):
+        write_results(results, tmp_path)
+        page = (tmp_path / "ladder.html").read_text()
+        [chart] = embedded(page, "Held-out loss")
+        assert [line["name"] for line in chart["lines"]] == shown
+        assert ("Without mix_unmasked, which reads the tokens that it predicts." in page) == (results is both)
+
+
 def test_an_unfinished_run_has_not_ended(tmp_path):
     write_run(tmp_path, "residual", [{"step": 0, "val_loss": 8.0}, {"step": 50, "loss": 7.0, "step_ms": 1.0}])
     assert not has_ended(tmp_path / "residual")
