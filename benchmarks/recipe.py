@@ -8,9 +8,10 @@
 
 `train` trains the rungs of `RECIPE` in `configs/ladder.py`, each with every seed, and with --long the first of them for
 ten times as many tokens. It can be stopped and started again: a run that has ended is not trained again, and another is
-resumed. `time` measures training steps of all rungs, interleaved. `trials` stores the outcomes of other runs, which
-chose the rungs' options on text that no other figure uses, as `recipe_trials.json`. `write` stores the outcomes of the
-folder as `recipe.json`, and writes their table, with that of the trials, into `docs/ladder.md`.
+resumed. `time` measures training steps of all rungs, interleaved. `trials` stores the outcomes of other runs as
+`recipe_trials.json`: those that chose the rungs' options, by losses of text that no other figure is measured on.
+`write` stores the outcomes of the folder as `recipe.json`, and writes their table, with that of the trials, into
+`docs/ladder.md`.
 """
 
 from __future__ import annotations
@@ -179,11 +180,11 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def goal(figures: Mapping[str, Any]) -> str:
     """Return sentences on the goal: the loss of the last rung beside that of the first with more tokens, the tokens
-    after which the first had it, and the time of both; empty where one of them is missing."""
+    after which the first had it, and the time of both; empty where no seed of one of the two has ended as planned."""
     rungs, times = figures["rungs"], figures["ms_per_1000_targets"]
     first, *_, last = [name for name in rungs if rungs[name]["change"]] * 2
     long = _long(first)
-    if long not in rungs:
+    if long not in rungs or not (rungs[long]["seeds"] and rungs[last]["seeds"]):
         return ""
     small, best = ([*last_losses(rungs[name]).values()] for name in (long, last))
     curves = list(rungs[long]["seeds"].values())
@@ -215,7 +216,7 @@ def trials(folder: Path) -> dict[str, dict[str, Any]]:
     the held-out loss in nats, and why it ended early, if so."""
     rungs = {name: load_config(f"ladder:{name}") for name in load_module("ladder").RECIPE}
     outcomes: dict[str, dict[str, Any]] = {}
-    for run in sorted(path for path in folder.iterdir() if (path / "config.json").exists() and has_ended(path)):
+    for run in sorted(file.parent for file in folder.glob("*/config.json") if has_ended(file.parent)):
         config: Any = read_config(run)
         changes = {name: _changes(rung, config) for name, rung in rungs.items()}
         rung = min(changes, key=lambda name: len(changes[name]))
@@ -302,7 +303,9 @@ def main() -> int:
             return 0
         software = record.versions("jax", "jaxlib", "flax", "optax")
         if own.what == "trials":
-            record.write("recipe_trials", trials(own.folder), software)
+            if not (tried := trials(own.folder)):
+                raise UserError(f"{own.folder} holds no run that has ended; name the folder of the trials.")
+            record.write("recipe_trials", tried, software)
             return 0
         if not (rungs := outcomes(own.folder)):
             raise UserError(f"{own.folder} holds no run of the recipe that has ended; train them first.")

@@ -86,6 +86,8 @@ def test_goal_is_the_loss_of_the_first_rung_after_more_tokens() -> None:
         "after about 4,000, 5.0 times as many. A target takes `b` 0.50 times as long as `a`.\n"
     )
     assert recipe.targets_at([*long], 2.0) is None
+    diverged = rungs | {recipe._long("a"): rungs["a"] | {"seeds": {}}}
+    assert recipe.goal({"rungs": diverged, "ms_per_1000_targets": times}) == ""
 
 
 @pytest.mark.slow
@@ -152,6 +154,7 @@ def test_each_seed_trains_all_rungs_and_the_first_for_longer(monkeypatch: pytest
         (["train", "--data.path", "books", "--rungs", "rmsnorm"], "invalid choice: 'rmsnorm'"),
         (["time", "--stepz", "4"], "time has no option --stepz"),
         (["time", "--rounds", "0"], "--rounds is 0; it must be 1 or more"),
+        (["trials", "--folder", "none"], "none holds no run that has ended; name the folder of the trials"),
         (["write", "--folder", "none"], "none holds no run of the recipe that has ended; train them first"),
     ],
 )
