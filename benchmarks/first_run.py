@@ -1,4 +1,4 @@
-"""What a reader's first two commands print: those of the README's first screen, run as they stand there.
+"""Store what the first two commands of the README print, run as they stand there.
 
     python -m benchmarks.first_run
 
