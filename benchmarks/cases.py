@@ -331,8 +331,27 @@ RESUMING = Case(
     quick=[],
 )  # fmt: skip
 
+PLAN = Case(
+    about="Processor time and memory of `jaxformer plan`, which compiles a training step for devices that need not be "
+    "here (extras `plan` and `plan-gpu`); `llama_1b` and `llama_70b` need microbatches to fit.",
+    sides={
+        "for TPUs": Side("benchmarks.planning:compile_step", role="ours", needs=("libtpu",)),
+        "for GPUs": Side("benchmarks.planning:compile_step", role="ours", needs=("jax_cuda13_plugin",)),
+    },
+    points={
+        f"{config.partition(':')[2] or config}, {topology}": {"config": config, "topology": topology, "skip": [other]}
+        for config, topology, other in (
+            ("quick", "v5e:2x2", "for GPUs"), ("gpt:llama_7b", "v5e:16x16", "for GPUs"),
+            ("gpt:gpt2_124m", "h100:1", "for TPUs"), ("gpt:llama_1b", "h100:8", "for TPUs"),
+            ("gpt:llama_7b", "h100:8x8", "for TPUs"), ("gpt:llama_70b", "h100:32x8", "for TPUs"),
+        )
+    },
+    quick=[],
+)  # fmt: skip
+
 CASES = {
     "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "cache": CACHE, "scores": SCORES,
     "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT, "checkpoint": CHECKPOINT,
-    "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "pretrained": PRETRAINED, "resuming": RESUMING,
+    "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN, "pretrained": PRETRAINED,
+    "resuming": RESUMING,
 }  # fmt: skip
