@@ -85,7 +85,7 @@ def ladder_sections(
         Table(
             "Outcomes", HEAD, rows, about="Each rung is the one before with one change. Losses are of held-out text."
         ),
-        _held_out_losses(results, folder, logs),
+        _held_out_losses(results, configs, logs),
         _small_multiples(results, changes, logs),
         *_entropies(results, logs),
         *_continuations(continuations),
@@ -118,18 +118,16 @@ def _losses(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
     return [row["step"] for row in rows], [row[key] for row in rows]
 
 
-def _comparable(results: Sequence[RungResult], folder: Path) -> list[RungResult]:
-    """Return the rungs that do not read the tokens that they predict; all of them where there is no such rung. Beside a
-    loss near 0, those of the others look alike."""
-    configs = {r.rung: flatten(to_dict(read_config(folder / r.rung))) for r in results}
-    return [r for r in results if configs[r.rung].get("model.causal", True)] or list(results)
-
-
-def _held_out_losses(results: Sequence[RungResult], folder: Path, logs: dict[str, list[dict[str, Any]]]) -> Section:
-    shown = _comparable(results, folder)
-    lines = [Line(*_losses(logs[r.rung], "val_loss"), _label(r), points=True) for r in shown]
+def _held_out_losses(
+    results: Sequence[RungResult], configs: Sequence[Config], logs: dict[str, list[dict[str, Any]]]
+) -> Lines:
+    """Return the losses of the rungs that do not read the tokens that they predict, or of all where there is no such
+    rung. Beside a loss near 0, those of the others look alike."""
+    pairs = zip(results, configs, strict=True)
+    shown = [r for r, config in pairs if flatten(to_dict(config)).get("model.causal", True)] or results
     left_out = " and ".join(r.rung for r in results if r not in shown)
-    about = f"Without {left_out}, which reads the tokens that it predicts." if left_out else ""
+    about = f"Without {left_out}: the loss of a rung that reads what it predicts is near 0." if left_out else ""
+    lines = [Line(*_losses(logs[r.rung], "val_loss"), _label(r), points=True) for r in shown]
     return Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 420, about=about)
 
 
@@ -196,32 +194,22 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
     rows.writerow([field.name for field in fields(RungResult)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
     write_atomically(folder / "ladder.csv", text.getvalue())
-    curves = [_loss_curve(folder / r.rung, r.ended_early) for r in _comparable(results, folder)]
-    continuations = continue_held_out([folder / r.rung for r in results])
+    sections = ladder_sections(results, folder, continue_held_out([folder / r.rung for r in results]))
     written = ["ladder.csv"]
     if not missing_extras("matplotlib"):
-        write_atomically(folder / "ladder.png", _picture(curves))
+        [losses] = [section for section in sections if isinstance(section, Lines)]
+        write_atomically(folder / "ladder.png", _picture(losses.lines))
         written.append("ladder.png")
-    write_page(folder / "ladder.html", "The ladder", [ABOUT], ladder_sections(results, folder, continuations))
+    write_page(folder / "ladder.html", "The ladder", [ABOUT], sections)
     return [*written, "ladder.html"]
 
 
-Curve = tuple[str, list[int], list[float]]
-"""Label of a run, and the steps and held-out losses of its evaluations."""
-
-
-def _loss_curve(run: Path, cause: str) -> Curve:
-    rows = [row for row in read_metrics(run) if row.get("val_loss") is not None]
-    label = f"{run.name} ({cause})" if cause else run.name
-    return label, [row["step"] for row in rows], [row["val_loss"] for row in rows]
-
-
-def _picture(curves: Sequence[Curve]) -> bytes:
-    """Return held-out losses over steps, one curve per rung, as a PNG."""
+def _picture(lines: Sequence[Line]) -> bytes:
+    """Return held-out losses over steps, one line per rung, as a PNG."""
     picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
     axes = picture.subplots()
-    for label, steps, losses in curves:
-        axes.plot(steps, losses, "o-", markersize=3, label=label)
+    for line in lines:
+        axes.plot(line.x, line.y, "o-", markersize=3, label=line.name)
     axes.set(xlabel="step", ylabel=LOSS_AXIS, yscale="log")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
