@@ -32,6 +32,7 @@ import jax
 import numpy as np
 
 from benchmarks import record
+from benchmarks.report import row
 from benchmarks.sources import insert
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config
@@ -84,7 +85,7 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     first, which is the sources' own, also why seeds ended early."""
     recipe = load_module("ladder").RECIPE
     first = next(iter(recipe))
-    long = _long(first)
+    long, before = _long(first), {after: name for name, after in pairwise(recipe)}
     rungs: dict[str, dict[str, Any]] = {}
     for name, change in {**recipe, long: ""}.items():
         pattern = f"long-*/{first}" if name == long else f"seed-*/{name}"
@@ -98,9 +99,9 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
             per_step = config.train.batch_size * config.model.context_length
             curve = [[row["step"] * per_step, row["val_loss"]] for row in read_metrics(run) if "val_loss" in row]
             n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
-            before = dict(pairwise([*recipe][::-1])).get(name)
             rung = rungs.setdefault(
-                name, {"change": change, "before": before, "parameters": n_parameters, "seeds": {}, "ended": {}}
+                name,
+                {"change": change, "before": before.get(name), "parameters": n_parameters, "seeds": {}, "ended": {}},
             )
             if cause:
                 rung["ended"][str(config.seed)] = cause
@@ -215,20 +216,20 @@ def trials(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the outcome of each ended run of a folder: the rung that its config differs least from, how, the targets,
     the held-out loss in nats, and why it ended early, if so."""
     rungs = {name: load_config(f"ladder:{name}") for name in load_module("ladder").RECIPE}
-    outcomes: dict[str, dict[str, Any]] = {}
+    ended: dict[str, dict[str, Any]] = {}
     for run in sorted(file.parent for file in folder.glob("*/config.json") if has_ended(file.parent)):
         config: Any = read_config(run)
         changes = {name: _changes(rung, config) for name, rung in rungs.items()}
         rung = min(changes, key=lambda name: len(changes[name]))
         losses = [row["val_loss"] for row in read_metrics(run) if "val_loss" in row]
-        outcomes[run.name] = {
+        ended[run.name] = {
             "rung": rung,
             "with": ", ".join(changes[rung]),
             "targets": config.steps * config.train.batch_size * config.model.context_length,
             "loss": None if ended_early(run) else losses[-1],
             "ended": ended_early(run),
         }
-    return outcomes
+    return ended
 
 
 def _changes(before: Config, after: Config) -> list[str]:
@@ -249,7 +250,7 @@ def trials_table(trials: Mapping[str, Mapping[str, Any]]) -> str:
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown, the first row its head."""
-    head, *others = (f"| {' | '.join(row)} |\n" for row in rows)
+    head, *others = (f"{row([*cells])}\n" for cells in rows)
     return "".join([head, "|---" * len(rows[0]) + "|\n", *others])
 
 
