@@ -149,9 +149,15 @@ class OptimizerConfig:
     """Decoupled weight decay, on matrices and embeddings, never on gains, biases or positions; not for nesterov_sgd."""
     clip_norm: float | None = None
     """Maximum global norm of the gradient (gradient clipping); none to switch it off."""
+    base_width: int | None = None
+    """Model width at which learning_rate was tuned: at d_model, that of matrices which sum over the width is multiplied
+    by base_width / d_model (Yang et al. 2022, table 3, Adam), by its square root where muon updates them."""
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
+        if self.base_width is not None and (self.name == "nesterov_sgd" or type(self).rule is not OptimizerConfig.rule):
+            conflict = f"but {self.name} has no learning rates by width"
+            raise UserError(f"optimizer.base_width is {self.base_width}, {conflict}; leave it out.")
         if self.weight_decay and self.name == "nesterov_sgd":
             raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
         if (final := self.final_fraction) and self.schedule not in ("cosine", "wsd"):
@@ -320,6 +326,15 @@ class Config:
         if self.lora.rank and self.init_from is None:
             remedy = "name a run with --init-from, or set it to 0"
             raise UserError(f"lora.rank is {self.lora.rank}, but there is nothing to adapt; {remedy}.")
+        if (base_width := self.optimizer.base_width) is not None:
+            if self.lora.rank:
+                remedy = "leave one of them out"
+                raise UserError(
+                    f"optimizer.base_width is {base_width}, but adapters have a width of their own; {remedy}."
+                )
+            if self.model.contract.scaled_width is None:
+                reason = f"but this {type(self.model).__name__} has several widths, or logits from its embedding"
+                raise UserError(f"optimizer.base_width is {base_width}, {reason}; leave it out.")
         profiled = self.train.profiled_steps
         if profiled and profiled[-1] > self.steps:
             raise UserError(

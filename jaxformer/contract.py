@@ -96,6 +96,9 @@ class Contract:
     patches: str | None = None
     """Name of the field of the config that holds `image_size` and `patch_size`, such as `vision`; empty for the config
     itself, None for a model without patches."""
+    scaled_width: int | None = None
+    """Width D by which `optimizer.base_width` scales learning rates, and in proportion to which all other widths grow;
+    None for a model of several widths, or whose embedding also makes the logits."""
     has_residual_stream: bool = False
     """All blocks add to one stream, which `unembed` reads, as of `models.decoder.Decoder`; the logit lens and the
     direct logit attribution also read its config."""
@@ -132,6 +135,8 @@ STACKS = ("experts", "gates")
 """Names of axes along which parameters are stacked."""
 TABLES = ("vocab", "segments", "patches", "classes")
 """Names of axes that make a matrix an embedding or an unembedding."""
+FIXED_INPUTS = ("vocab", "segments", "patches", "positions", "pixels", "queries")
+"""Names of input axes that do not grow with a model's width."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,11 @@ class ParameterAxes:
     def names(self) -> tuple[str, ...]:
         """All axes in order."""
         return self.stack + self.inputs + self.outputs
+
+    @property
+    def sums_over_width(self) -> bool:
+        """True for a matrix whose products sum over as many numbers as the model is wide, or in proportion."""
+        return bool(self.inputs) and not set(FIXED_INPUTS) & set(self.inputs)
 
     @property
     def role(self) -> Role:

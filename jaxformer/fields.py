@@ -40,7 +40,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
             d_attention d_joint d_embedding n_blocks n_encoder_blocks n_decoder_blocks n_temporal_blocks n_layers
             n_frames tubelet_frames window n_experts experts_per_token rope_base local_rope_base rope_scaling
             rope_original_context
-            n_pairs n_held_out stride shortest_prefix max_speed
+            n_pairs n_held_out stride shortest_prefix max_speed base_width
             steps batch_size grad_accumulation_steps log_every eval_examples max_skips sample_tokens
             max_new_tokens num_samples num_beams prefill_chunk heartbeat_seconds""",
             {"least": 1},

@@ -8,10 +8,11 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from jaxformer.config import Config, ImageModelConfig, OptimizerConfig, TokenModelConfig, TrainConfig
+from jaxformer.config import Config, ImageModelConfig, LoraConfig, OptimizerConfig, TokenModelConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.fields import differences, from_dict, to_dict
+from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 
@@ -137,6 +138,23 @@ def test_warmup_ends_before_wsd_decay():
     assert replace(CONFIG, steps=10, optimizer=optimizer).optimizer == optimizer
     with pytest.raises(UserError, match="warmup_steps is 9, but 'wsd' decays from step 8 on"):
         replace(CONFIG, steps=10, optimizer=replace(optimizer, warmup_steps=9))
+
+
+def test_base_width_is_stored_and_refused_where_it_means_nothing():
+    """With SGD, muP also changes what gradients are: the initialisation decides."""
+    adamw = OptimizerConfig("adamw", base_width=64)
+    config = replace(CONFIG, optimizer=adamw)
+    assert from_dict(OptimizerConfig, json.loads(json.dumps(to_dict(config)))["optimizer"]) == adamw
+    with pytest.raises(UserError, match="base_width is 64, but nesterov_sgd has no learning rates by width; leave it"):
+        OptimizerConfig(base_width=64)
+    with pytest.raises(UserError, match=r"optimizer\.base_width is 0; it must be at least 1"):
+        OptimizerConfig("adamw", base_width=0)
+    several = "has several widths, or logits from its embedding; leave it out"
+    for model in (replace(CONFIG.model, unembedding="tied"), EncoderConfig(), CLIPConfig()):
+        with pytest.raises(UserError, match=f"base_width is 64, but this {type(model).__name__} {several}"):
+            replace(config, model=model)
+    with pytest.raises(UserError, match="base_width is 64, but adapters have a width of their own"):
+        replace(config, lora=LoraConfig(rank=2), init_from="runs/a")
 
 
 def test_differences_have_dotted_names():

@@ -2,13 +2,14 @@
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
 from flax import linen as nn
 
 from jaxformer.config import ModelConfig
-from jaxformer.contract import ARRAY, UNDECLARED, AttentionShape, Contract, Task, contract_of
+from jaxformer.contract import ARRAY, UNDECLARED, AttentionShape, Contract, ParameterAxes, Task, contract_of
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.nn.attention import MultiHeadAttention
@@ -97,3 +98,19 @@ def test_capabilities_depend_on_the_config() -> None:
     prefix = replace(config, prefix=True)
     assert prefix.contract.has_prefix and [x.name for x in prefix.contract.inputs] == ["tokens_T", "prefix"]
     assert [x.shape for x in prefix.example()] == [(5,), ()]
+
+
+def test_matrices_sum_over_the_width_unless_they_read_tables_or_pixels() -> None:
+    scaled = ("embed -> heads head_dim", "heads head_dim -> embed", "gates embed -> hidden", "embed -> vocab")
+    assert all(ParameterAxes.parse(axes).sums_over_width for axes in scaled)
+    fixed = ("vocab -> embed", "positions -> embed", "pixels -> embed", "patches -> embed", "heads 1 head_dim", "")
+    assert not any(ParameterAxes.parse(axes).sums_over_width for axes in fixed)
+
+
+def test_the_scaled_width_is_that_of_models_with_one_and_an_unembedding_of_their_own() -> None:
+    models: dict[str, Any] = MODELS
+    widths = {name: config.contract.scaled_width for name, config in models.items()}
+    scaled = ("decoder", "mlp", "mixing", "recurrent LM", "classifier", "vit", "vivit")
+    assert widths == {name: models[name].d_model if name in scaled else None for name in models}
+    assert DecoderConfig(d_model=48).contract.scaled_width == 48
+    assert DecoderConfig(unembedding="tied").contract.scaled_width is None

@@ -252,6 +252,7 @@ class DecoderConfig(TokenModelConfig):
             attention=AttentionShape(
                 self.n_heads, self.kv_heads, self.width_of_head, self.width_of_values, self.context_length, mask
             ),
+            scaled_width=None if self.unembedding == "tied" else self.d_model,
             has_residual_stream=self.residual,
         )
 

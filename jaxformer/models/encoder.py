@@ -59,7 +59,10 @@ class ClassifierConfig(EncoderConfig):
 
     @property
     def contract(self) -> Contract:
-        return replace(super().contract, task=Task.TEXT_CLASSIFICATION, n_classes=self.n_classes, has_features=False)
+        return replace(
+            super().contract, task=Task.TEXT_CLASSIFICATION, n_classes=self.n_classes, has_features=False,
+            scaled_width=self.d_model,
+        )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> Classifier:
         return Classifier(self, execution)

@@ -47,7 +47,9 @@ class MLPConfig(TokenModelConfig):
     @property
     def contract(self) -> Contract:
         is_fixed = self.mixing == "concatenate"
-        return replace(super().contract, max_tokens=self.context_length, fixed_length=is_fixed)
+        return replace(
+            super().contract, max_tokens=self.context_length, fixed_length=is_fixed, scaled_width=self.d_model
+        )
 
     def build(self, execution: Execution = PLAIN) -> MLPLanguageModel:
         """Return the module; without blocks and attention, `execution` changes nothing."""

@@ -35,7 +35,10 @@ class RecurrentLMConfig(TokenModelConfig):
     @property
     def contract(self) -> Contract:
         # Nothing is attended to: the state is all that a token has of those before it, whatever their number.
-        return replace(super().contract, has_features=True, has_cache=True, attention_window=1, extrapolates=True)
+        return replace(
+            super().contract, has_features=True, has_cache=True, attention_window=1, extrapolates=True,
+            scaled_width=self.d_model,
+        )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> RecurrentLM:
         """Return the module; without blocks and self-attention, `execution` changes nothing."""

@@ -53,7 +53,8 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
     @property
     def contract(self) -> Contract:
         n_patches = prod(self.image_size) // prod(self.patch_size)
-        return replace(super().contract, attention=self.attention_shape(self.n_positions(n_patches)), patches="")
+        attention = self.attention_shape(self.n_positions(n_patches))
+        return replace(super().contract, attention=attention, patches="", scaled_width=self.d_model)
 
     def n_positions(self, n_patches: int) -> int:
         """Return the number of patches and, where there is one, the class token."""

@@ -47,8 +47,9 @@ class ViViTConfig(ViTConfig):
         # Where attention is factorised, that within a time has a mask which is an array, and that over times has none.
         n_positions = self.n_positions(n_patches if self.attention == "joint" else n_times)
         return Contract(
-            Task.VIDEO_CLASSIFICATION, (pixels,), n_classes=self.n_classes, attention=self.attention_shape(n_positions)
-        )
+            Task.VIDEO_CLASSIFICATION, (pixels,), n_classes=self.n_classes,
+            attention=self.attention_shape(n_positions), scaled_width=self.d_model,
+        )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
         return (ViViT if self.attention == "joint" else FactorisedViViT)(self, execution)

@@ -46,10 +46,15 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules(parts, joints)
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, width: int | None = None
+) -> optax.GradientTransformation:
     """Return the named optimizer, after gradient clipping if `clip_norm` is set; its state is the same without.
 
     Weight decay is decoupled, w ← w - lr·decay·w, and reaches matrices and embeddings; see `is_decayed`.
+
+    With `base_width`, the learning rate of the matrices that sum over the width of the model, W_out among them, is
+    multiplied by base_width / width, but not in their weight decay; see `scale_by_width`.
 
     - `nesterov_sgd`: Sutskever et al. 2013 as torch has it: v ← m·v + g, w ← w - lr·(g + m·v).
     - `adamw`: Loshchilov and Hutter 2019.
@@ -63,25 +68,63 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes
       to evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning
       rates without the algorithm's Adam correction, as in the authors' later code.
     """
-    rule = config.rule(schedule, axes) or RULES[config.name].make(config, schedule, axes)
+    factor = 1.0 if config.base_width is None or width is None else config.base_width / width
+    rule = config.rule(schedule, axes) or RULES[config.name].make(config, schedule, axes, factor)
     return rule if config.clip_norm is None else _clipped(rule, config.clip_norm)
 
 
-def _sgd(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
-    return optax.sgd(schedule, config.momentum, nesterov=True)
+def _sgd(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float) -> optax.GradientTransformation:
+    return optax.sgd(schedule, config.momentum, nesterov=True)  # factor 1: the config refuses another
 
 
-def _adamw(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
-    return optax.adamw(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=partial(is_decayed, axes))
+def _adamw(
+    config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float
+) -> optax.GradientTransformation:
+    return _with_decay(optax.scale_by_adam(config.b1, config.b2), config, schedule, axes, factor)
 
 
-def _lion(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
-    return optax.lion(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=partial(is_decayed, axes))
+def _lion(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float) -> optax.GradientTransformation:
+    return _with_decay(optax.scale_by_lion(config.b1, config.b2), config, schedule, axes, factor)
 
 
-def _muon_and_adamw(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
-    rules = {"muon": _muon(config, schedule, axes), "adamw": _adamw(config, schedule, axes)}
+def _with_decay(
+    rule: optax.GradientTransformation, config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float
+) -> optax.GradientTransformation:
+    """Return a rule whose updates are scaled by width, after which weight decay and learning rate follow."""
+    return optax.chain(
+        scale_by_width(rule, axes, factor),
+        optax.add_decayed_weights(config.weight_decay, partial(is_decayed, axes)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _muon_and_adamw(
+    config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float
+) -> optax.GradientTransformation:
+    rules = {"muon": _muon(config, schedule, axes, sqrt(factor)), "adamw": _adamw(config, schedule, axes, factor)}
     return optax.partition(rules, partial(muon_or_adamw, axes))
+
+
+def scale_by_width(rule: optax.GradientTransformation, axes: Axes, factor: float) -> optax.GradientTransformation:
+    """Return a rule that multiplies its updates by a factor where a matrix sums over the width of the model.
+
+    Numbers of Adam's updates are all about as large, and have the signs of what they are multiplied with, so that a
+    product changes in proportion to the numbers that it sums (Yang et al. 2022, appendix J): with `base_width / width`
+    as factor, it changes as much at every width. Muon's updates are as large, but orthogonal: their products change in
+    proportion to the square root.
+    """
+    if factor == 1:
+        return rule
+
+    def update(grads: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        updates, state = rule.update(grads, state, params)
+
+        def scaled(path: Any, update: jax.Array) -> jax.Array:
+            return factor * update if axes[_name(path)].sums_over_width else update
+
+        return jax.tree_util.tree_map_with_path(scaled, updates), state
+
+    return optax.GradientTransformation(rule.init, update)
 
 
 def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.GradientTransformation:
@@ -133,7 +176,7 @@ def muon_axes(axes: Axes, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(numbers, params)
 
 
-def _muon(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float) -> optax.GradientTransformation:
     """Return momentum that is orthogonalised. An orthogonal m × n matrix has a root mean square of 1/√max(m, n)."""
 
     def scale_to_adamw_rms(updates: Params, _: Params) -> Params:
@@ -142,22 +185,22 @@ def _muon(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> opta
 
         return jax.tree.map(scaled, updates, muon_axes(axes, updates))
 
+    rule = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=partial(muon_axes, axes))
     return optax.chain(
-        optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=partial(muon_axes, axes)),
+        scale_by_width(rule, axes, factor),
         optax.stateless(scale_to_adamw_rms),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
 
 
-def _schedule_free(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes) -> optax.GradientTransformation:
+def _schedule_free(
+    config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float
+) -> optax.GradientTransformation:
     """Return optax's rule, whose parameters are y, for parameters x."""
+    normalized = optax.scale_by_rms(config.b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True)
     rule = optax.contrib.schedule_free(
-        optax.chain(
-            optax.scale_by_rms(config.b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True),
-            optax.add_decayed_weights(config.weight_decay, partial(is_decayed, axes)),
-            optax.scale_by_learning_rate(schedule),
-        ),
+        _with_decay(normalized, config, schedule, axes, factor),
         # A step is weighted by its own learning rate, but here optax counts from 1.
         lambda count: schedule(count - 1),
         config.b1,
@@ -193,11 +236,12 @@ class Rule(NamedTuple):
     """An optimizer that `OptimizerConfig.name` names.
 
     Attributes:
-      make: returns the transformation for a config, a schedule and the axes of the parameters.
+      make: returns the transformation for a config, a schedule, the axes of the parameters, and the factor of
+        `scale_by_width`.
       usual_learning_rate: learning rate that small models train at; a remedy for divergence is never higher.
     """
 
-    make: Callable[[OptimizerConfig, optax.Schedule, Axes], optax.GradientTransformation]
+    make: Callable[[OptimizerConfig, optax.Schedule, Axes, float], optax.GradientTransformation]
     usual_learning_rate: float
 
 

@@ -106,7 +106,8 @@ class TrainSetup:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Optimizer with clipping and schedule."""
-        return make_optimizer(self.config.optimizer, self.schedule, self.state_axes)
+        width = self.config.model.contract.scaled_width
+        return make_optimizer(self.config.optimizer, self.schedule, self.state_axes, width)
 
     @cached_property
     def model(self) -> nn.Module:

@@ -147,9 +147,9 @@ def step_of(optimizer: optax.GradientTransformation) -> Callable:
     return step
 
 
-def follow(config: OptimizerConfig, params: dict, gradients: list[dict]) -> list[dict]:
+def follow(config: OptimizerConfig, params: dict, gradients: list[dict], width: int | None = None) -> list[dict]:
     """The parameters after each step of given gradients."""
-    optimizer, after = make_optimizer(config, make_schedule(config, len(gradients)), AXES), []
+    optimizer, after = make_optimizer(config, make_schedule(config, len(gradients)), AXES, width), []
     state, take = jax.jit(optimizer.init)(params), step_of(optimizer)
     for grads in gradients:
         params, state = take(grads, state, params)
@@ -337,6 +337,91 @@ def test_weight_decay_applies_to_matrices_and_embeddings_only(config):
         np.testing.assert_array_equal(updates[name], 0.0)
 
 
+SHAPES = {
+    "W_E": (5, 4), "W_pos": (3, 4), "W_Q": (4, 2, 2), "W_O": (2, 2, 4), "W_1": (4, 6), "b_1": 6, "gamma": 4,
+    "W_out": (4, 5),
+}  # fmt: skip
+SCALED = ("W_Q", "W_O", "W_1", "W_out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [c for n, c in CONFIGS.items() if n != "nesterov_sgd"], ids=lambda c: c.name)
+def test_base_width_scales_learning_rates_of_matrices_but_not_their_weight_decay(config):
+    """At 9 times the base width, by 1/9; where Muon updates them, by 1/3."""
+    params = {name: normal(*np.atleast_1d(shape), seed=1) for name, shape in SHAPES.items()}
+    grads = {name: normal(*np.atleast_1d(shape), seed=2) for name, shape in SHAPES.items()}
+    plain, wide = (follow(replace(config, base_width=base), params, [grads], width=72)[0] for base in (None, 8))
+    for name in SHAPES:
+        is_muon = config.name == "muon" and name in ("W_Q", "W_O", "W_1")
+        factor = (1 / 3 if is_muon else 1 / 9) if name in SCALED else 1.0
+        decay = config.learning_rate * config.weight_decay * params[name] * (name in (*SCALED, "W_E"))
+        expected = factor * (plain[name] - params[name] + decay) - decay
+        np.testing.assert_allclose(wide[name] - params[name], expected, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+def test_first_step_of_adamw_is_the_scaled_learning_rate():
+    config = OptimizerConfig("adamw", learning_rate=0.01, base_width=64)
+    zeros = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    after = follow(config, zeros, [jax.tree.map(jnp.ones_like, zeros)], width=256)[0]
+    for name in SHAPES:
+        np.testing.assert_allclose(after[name], -0.0025 if name in SCALED else -0.01, rtol=1e-5)
+
+
+def test_base_width_changes_no_bit_at_that_width_and_no_state():
+    params = {name: normal(*np.atleast_1d(shape), seed=1) for name, shape in SHAPES.items()}
+    config = CONFIGS["adamw"]
+    plain, same = (follow(c, params, [params] * 2, 8)[-1] for c in (config, replace(config, base_width=8)))
+    jax.tree.map(np.testing.assert_array_equal, plain, same)
+    for config in CONFIGS.values():
+        base = None if config.name == "nesterov_sgd" else 4
+        states = [
+            jax.eval_shape(make_optimizer(c, make_schedule(c, 10), AXES, 8).init, params)
+            for c in (config, replace(config, base_width=base))
+        ]
+        assert states[0] == states[1] and jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+
+
+def changes(config: OptimizerConfig, width: int) -> tuple[float, float]:
+    """Root mean square of what four steps change in the residual stream and in the logits of a decoder, whose W_out is
+    drawn as muP has it."""
+    model = DecoderConfig(
+        29, 8, width, n_heads=width // 16, output_projection=True, d_ff=(2 * width,), norm="rmsnorm", positions="none",
+        bias=False, unembedding_std=8 / width,
+    ).build()  # fmt: skip
+    tokens_T = random_tokens(29, 9)
+    optimizer = make_optimizer(config, make_schedule(config, 4), parameter_axes(model), width)
+    params = first_params(model, tokens_T[:-1])
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        def loss(params):
+            x_TD = model.apply({"params": params}, tokens_T[:-1], method="features")
+            logits_TV = model.apply({"params": params}, x_TD, method="unembed")
+            return optax.softmax_cross_entropy_with_integer_labels(logits_TV, tokens_T[1:]).mean(), (x_TD, logits_TV)
+
+        grads, outputs = jax.grad(loss, has_aux=True)(gradient_point(config, params, state))
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, outputs
+
+    outputs = []
+    for _ in range(5):
+        params, state, output = step(params, state)
+        outputs.append(output)
+    return tuple(float(jnp.sqrt(jnp.mean((a - b) ** 2))) for a, b in zip(outputs[0], outputs[4], strict=True))
+
+
+@pytest.mark.parametrize("name", [slow("adamw", id="adamw"), *(exhaustive(n, id=n) for n in ("lion", "muon"))])
+def test_changes_of_activations_grow_with_the_width_only_without_base_width(name):
+    """The coordinate check of Yang et al. 2022, appendix D.1."""
+    config = OptimizerConfig(name, learning_rate=0.003)
+    narrow, wide = changes(config, 64), changes(config, 512)
+    scaled = changes(replace(config, base_width=64), 512)
+    for at_64, at_512, at_512_scaled in zip(narrow, wide, scaled, strict=True):
+        assert at_512 > 2 * at_64
+        assert 0.8 * at_64 < at_512_scaled < 1.25 * at_64
+
+
 @pytest.mark.parametrize("config", [(slow if n in STATEFUL else exhaustive)(c, id=n) for n, c in CONFIGS.items()])
 def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
     """Compiled, with donated state, and clipped, so that a chain of states is saved."""
@@ -389,15 +474,18 @@ def test_gradients_are_clipped_to_the_global_norm():
 def test_declared_axes_decide_weight_decay_and_muon():
     """In every model. A new name is to be listed here: whether it decays, and whether Muon may have it."""
     groups: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}
+    scaled = set()
     for config in MODELS.values():
         params, axes = abstract_params(config.build(), config), parameter_axes(config.build())
         labels, matrices = jax.tree_util.tree_leaves_with_path(muon_or_adamw(axes, params)), is_decayed(axes, params)
         for (path, label), decayed in zip(labels, jax.tree.leaves(matrices), strict=True):
             groups[label if decayed else "not decayed"].add(path[-1].key)
+        scaled |= {name.rpartition(".")[2] for name, sides in axes.items() if sides.sums_over_width}
     attention, mlp = {"W_Q", "W_K", "W_V", "W_O"}, {"W_1", "W_2", "W_3", "W_gate_1", "W_router"}
     recurrent = {"W", "U", "C", "W_a", "U_a", "v_a", "W_s_0", "W_s_1", "W_o"}
     assert groups["muon"] == attention | mlp | recurrent | {"W_patch", "W_i", "W_t"}
     assert groups["adamw"] == {"W_E", "W_out"}
+    assert scaled == groups["muon"] - {"W_patch"} | {"W_out"}
     vectors = {"b_1", "b_2", "b_3", "b_Q", "b_K", "b_V", "b_O", "b_W", "b_U", "b_o", "b_out", "b_patch"}
     gains = {"gamma", "gamma_Q", "gamma_K", "beta"}
     assert groups["not decayed"] == vectors | gains | {"W_pos", "x_class", "t"}
