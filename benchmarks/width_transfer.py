@@ -1,0 +1,277 @@
+"""Does the best learning rate transfer over width, with `optimizer.base_width` and without?
+
+    python -m benchmarks.width_transfer train --data.path books/train [--folder FOLDER] [--widths N ...] [--seeds N]
+    python -m benchmarks.width_transfer write [--folder FOLDER]
+
+`train` trains the rung `best` of `configs/ladder.py`, whose width is 128, at several widths: its heads keep their
+width, and its MLPs are as many times as wide as the model. Learning rates are the rung's times powers of 1.5, from the
+best of the width before up and down until the best of them has two on either side. 'fixed' is one learning rate for all
+parameters; 'scaled' is the rung with `base_width`, and W_out drawn as muP has it, with a standard deviation in
+proportion to 1 / width. At the rung's own width, the two are the same. Losses are those of text that is held out of the
+training books. Each training writes one JSON file below --folder when it is done, so that the benchmark can be stopped
+and started again.
+
+`write` fits a parabola to the losses over the logarithm of the learning rate, for each width and seed, stores the
+minima as `width_transfer.json`, and writes their table into `docs/training.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import exp, inf, isfinite, log, prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import record
+from benchmarks.recipe import markdown
+from benchmarks.sources import insert
+from jaxformer.cli import machine
+from jaxformer.cli.arguments import load_config
+from jaxformer.config import Config
+from jaxformer.data.dataset import Dataset
+from jaxformer.errors import UserError
+from jaxformer.files import write_atomically
+from jaxformer.models.objective import Params
+from jaxformer.runs import count_parameters
+from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.train.evaluate import Evaluator
+from jaxformer.train.optimizer import make_optimizer, make_schedule
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_gradient
+
+BEGIN, END = "<!-- outcomes of benchmarks/width_transfer.py -->\n", "<!-- end of width transfer -->\n"
+RUNG = "ladder:best"
+WIDTHS = (64, 128, 256)
+FACTOR = 1.5
+"""Between neighbouring learning rates."""
+NEIGHBOURS = 2
+"""Learning rates on either side of the best."""
+STEPS, BATCH_SIZE, HELD_OUT = 120, 8, 128
+"""Optimizer steps, a tenth of which are warm-up; windows per step; windows that losses are of."""
+RULES = ("fixed", "scaled")
+HEAD = ("learning rates", "width", "parameters", "best learning rate by seed", "mean", "held-out loss at best")
+
+
+def config_at(width: int, rule: str, path: str, seed: int) -> Config:
+    """Return the rung at another width."""
+    rung = load_config(RUNG)
+    model: Any = rung.model
+    base = model.d_model
+    if width % (base // model.n_heads):
+        raise UserError(f"the width {width} is no multiple of {base // model.n_heads}, that of a head; use 64 or 192.")
+    std = {"unembedding_std": base**0.5 / width} if rule == "scaled" else {}
+    wider = replace(
+        model, d_model=width, n_heads=model.n_heads * width // base,
+        d_ff=tuple(d * width // base for d in model.d_ff), **std,
+    )  # fmt: skip
+    data: Any = rung.data
+    return replace(
+        rung,
+        model=wider,
+        steps=STEPS,
+        seed=seed,
+        data=replace(data, path=path),
+        optimizer=replace(
+            rung.optimizer, warmup_steps=STEPS // 10, base_width=base if rule == "scaled" and width != base else None
+        ),
+        train=replace(rung.train, batch_size=BATCH_SIZE),
+    )
+
+
+class Training:
+    """Trainings of one config at any learning rate, compiled once: the learning rate is an argument of the step."""
+
+    def __init__(self, config: Config, data: Dataset) -> None:
+        self.setup, self.data = TrainSetup(config, make_mesh("", jax.devices()[:1])), data
+        self.n_parameters = count_parameters(self.setup.abstract_params)
+        self._split, self._evaluate = batch_sharding(self.setup.mesh), Evaluator(self.setup, data)
+        shape = make_schedule(replace(config.optimizer, learning_rate=1.0), config.steps)
+        gradient, axes = make_gradient(self.setup), self.setup.state_axes
+        width = config.model.contract.scaled_width
+
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Params, opt_state: Any, batch: Any, keys_B: jax.Array, rate: jax.Array) -> Any:
+            optimizer = make_optimizer(config.optimizer, lambda count: rate * shape(count), axes, width)
+            _, grads = gradient(params, batch, keys_B, None)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        state = self.setup.init_state()
+        self._step, self._start = step, (state.params, state.opt_state)
+
+    def loss(self, rate: float) -> float:
+        """Return the held-out loss in nats after training with a peak learning rate."""
+        params, opt_state = jax.tree.map(jnp.copy, self._start)  # as a step donates them
+        for k in range(self.setup.config.steps):
+            batch = global_device_put(self.data.batch(k), self._split)
+            params, opt_state = self._step(params, opt_state, batch, self.setup.example_keys(k), np.float32(rate))
+        return self._evaluate(params, HELD_OUT).loss
+
+
+def search(loss: Callable[[int], float], start: int) -> dict[int, float]:
+    """Return the loss by exponent of `FACTOR`, from `start` on in both directions, until the smallest has `NEIGHBOURS`
+    on either side."""
+    losses: dict[int, float] = {}
+    best = start
+    while missing := [k for k in range(best - NEIGHBOURS, best + NEIGHBOURS + 1) if k not in losses]:
+        k = min(missing, key=lambda k: abs(k - best))
+        losses[k] = loss(k)
+        best = min(losses, key=lambda k: losses[k] if isfinite(losses[k]) else inf)
+    return losses
+
+
+def best_rate(losses: Mapping[float, float | None]) -> tuple[float, float] | None:
+    """Return the learning rate and the loss at the minimum of a parabola, over the logarithm of the learning rate,
+    through the smallest loss and its neighbours on either side; None where some of them are missing yet.
+
+    Raises:
+      UserError: the minimum is not among them.
+    """
+    rates = sorted(losses)
+    finite = {rate: value for rate, value in losses.items() if value is not None}
+    i = rates.index(min(finite, key=lambda rate: finite[rate])) if finite else 0
+    around = rates[max(0, i - NEIGHBOURS) : i + NEIGHBOURS + 1]
+    if len(around) <= 2 * NEIGHBOURS:
+        return None
+    near = [rate for rate in around if rate in finite]
+    x = np.log(near) - log(rates[i])
+    a, b, c = np.polyfit(x, [finite[rate] for rate in near], 2) if len(near) > 2 else (0.0, 0.0, 0.0)
+    vertex = -b / (2 * a) if a > 0 else inf
+    if not around[0] <= rates[i] * exp(min(vertex, 9)) <= around[-1]:
+        raise UserError(f"the losses at {', '.join(f'{r:.2g}' for r in around)} have no minimum; train at others.")
+    return rates[i] * exp(vertex), float(c - b * b / (4 * a))
+
+
+def train(folder: Path, path: str, widths: Sequence[int], seeds: int) -> None:
+    """Train what the folder does not hold yet."""
+    base: Any = load_config(RUNG)
+    machine.set_up()
+    data: dict[int, Dataset] = {}
+    for seed in range(seeds):
+        start = dict.fromkeys(RULES, 0)
+        for width in sorted(widths):
+            for rule in RULES if width != base.model.d_model else RULES[:1]:
+                config = config_at(width, rule, path, seed)
+                if seed not in data:
+                    data[seed] = config.data.load(config.model, config.train.batch_size, seed)
+                losses = search(_Measured(folder, rule, config, data[seed]), start[rule])
+                best = min(losses, key=lambda k: losses[k])
+                start |= {rule: best} if width != base.model.d_model else dict.fromkeys(RULES, best)
+
+
+class _Measured:
+    """Losses by exponent, from files or, where there is none yet, from trainings."""
+
+    def __init__(self, folder: Path, rule: str, config: Config, data: Dataset) -> None:
+        self.folder, self.rule, self.config, self.data = folder, rule, config, data
+        self.training: Training | None = None
+
+    def __call__(self, exponent: int) -> float:
+        model: Any = self.config.model
+        file = self.folder / f"{self.rule}-{model.d_model}-seed{self.config.seed}-{exponent:+d}.json"
+        rate = self.config.optimizer.learning_rate * FACTOR**exponent
+        piece = {
+            "rule": self.rule, "width": model.d_model, "seed": self.config.seed, "learning_rate": rate,
+            "steps": self.config.steps, "targets": self.config.steps * BATCH_SIZE * model.context_length,
+        }  # fmt: skip
+        if not file.exists():
+            self.training = self.training or Training(self.config, self.data)
+            loss = self.training.loss(rate)
+            piece |= {"parameters": self.training.n_parameters, "loss": loss if isfinite(loss) else None}
+            write_atomically(file, json.dumps(piece | {"commit": record.commit()}) + "\n")
+            print(f"{self.rule}, width {model.d_model}, seed {self.config.seed}, {rate:.2g}: {loss:.4f}", flush=True)
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if other := [name for name in piece if name not in ("parameters", "loss") and stored[name] != piece[name]]:
+            raise UserError(f"{file} has another {other[0]}, {stored[other[0]]}; name another --folder.")
+        return inf if stored["loss"] is None else stored["loss"]
+
+
+def outcomes(pieces: Sequence[Mapping[str, Any]], base_width: int) -> dict[str, Any]:
+    """Return the best learning rate for each rule, width and seed that is complete, the geometric mean and the mean
+    loss over seeds, and for each rule the largest ratio of the means of two widths."""
+    rules: dict[str, Any] = {}
+    for rule in RULES:
+        widths: dict[str, Any] = {}
+        for width in sorted({x["width"] for x in pieces}):
+            mine = [x for x in pieces if x["width"] == width and (x["rule"] == rule or width == base_width)]
+            seeds: dict[str, dict[float, float | None]] = {}
+            for x in mine:
+                seeds.setdefault(str(x["seed"]), {})[x["learning_rate"]] = x["loss"]
+            fits = {seed: best_rate(losses) for seed, losses in sorted(seeds.items())}
+            if best := {seed: fit for seed, fit in fits.items() if fit is not None}:
+                widths[str(width)] = {
+                    "parameters": mine[0]["parameters"],
+                    "best": {seed: rate for seed, (rate, _) in best.items()},
+                    "mean": prod(rate for rate, _ in best.values()) ** (1 / len(best)),
+                    "loss": sum(loss for _, loss in best.values()) / len(best),
+                }
+        means = [x["mean"] for x in widths.values()]
+        rules[rule] = {"widths": widths, "ratio": max(means) / min(means) if means else None}
+    return {"base_width": base_width, "rules": rules, "pieces": list(pieces)}
+
+
+def section(figures: Mapping[str, Any]) -> str:
+    """Return what the page shows: a table, and the ratio of the best learning rates of two widths."""
+    if not figures:
+        return "Not measured yet.\n"
+    rows = [HEAD]
+    for rule, outcome in figures["rules"].items():
+        for width, x in outcome["widths"].items():
+            by_seed = ", ".join(f"{rate:.4f}" for rate in x["best"].values())
+            rows.append((rule, width, f"{x['parameters']:,}", by_seed, f"{x['mean']:.4f}", f"{x['loss']:.3f}"))
+    ratios = " and ".join(f"{outcome['ratio']:.2f} ({rule})" for rule, outcome in figures["rules"].items())
+    pieces = figures["pieces"]
+    return (
+        f"{markdown(rows)}\nThe largest of the means over the smallest: {ratios}; {len(pieces)} trainings of "
+        f"{pieces[0]['targets']:,} targets.\n"
+    )
+
+
+def main() -> int:
+    """Train or write; return the exit status."""
+    parser = argparse.ArgumentParser(description="The best learning rate by width.", allow_abbrev=False)
+    parser.add_argument("what", choices=("train", "write"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/width_transfer"), help="folder of the pieces")
+    parser.add_argument("--data.path", dest="path", help="folder of the books")
+    parser.add_argument("--widths", type=int, nargs="+", default=[*WIDTHS], help="widths (default: 64 128 256)")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds per width (default: 2)")
+    options = parser.parse_args()
+    for option, number in (("--seeds", options.seeds), ("--widths", min(options.widths))):
+        if number < 1:
+            parser.error(f"{option} is {number}; it must be 1 or more")
+    try:
+        if options.what == "train":
+            if options.path is None:
+                parser.error("--data.path is missing; name the folder of the books")
+            options.folder.mkdir(parents=True, exist_ok=True)
+            train(options.folder, options.path, options.widths, options.seeds)
+            return 0
+        pieces = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.folder.glob("[!.]*.json"))]
+        if not pieces:
+            raise UserError(f"{options.folder} holds no training that has ended; train first.")
+        base: Any = load_config(RUNG).model
+        figures = outcomes(pieces, base.d_model)
+        if not all(x["widths"] for x in figures["rules"].values()):
+            raise UserError(f"{options.folder} holds no width that is complete; train on.")
+        record.write("width_transfer", figures, record.versions("jax", "jaxlib", "flax", "optax"))
+        insert(record.ROOT / "docs" / "training.md", BEGIN, section(figures), END)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
