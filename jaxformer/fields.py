@@ -47,6 +47,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         ),
         (
             """projection_std embedding_std unembedding_std balance_weight router_z_weight n_segments rank shift
+            local_heads diagonal_heads
             seed warmup_steps weight_decay final_fraction eval_every report_every gradients_every checkpoint_every
             skip_batches from_step""",
             {"least": 0},

@@ -11,12 +11,13 @@ import flax.linen as nn
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.contract import AttentionShape, Contract
 from jaxformer.errors import UserError
-from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.attention import NARROW, WIDE, MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.mlp import MLP, Activation
 from jaxformer.nn.norms import Norm, norm_maker
+from jaxformer.ops.positions import query_and_key_at
 
 
 def check_heads(config: Any) -> None:
@@ -28,6 +29,20 @@ def check_heads(config: Any) -> None:
         raise UserError(f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}; {remedy}.")
     if config.positions == "rope" and config.width_of_head % 2:
         raise UserError(f"head_dim is {config.width_of_head}, but RoPE rotates pairs of features; make it even.")
+
+
+def check_local_heads(config: Any) -> None:
+    """Raise `UserError` where more heads than there are begin at a distance, or where heads have no RoPE, no biases or
+    no frequency to find it with."""
+    for name, (_, frequencies) in (("local_heads", NARROW), ("diagonal_heads", WIDE)):
+        if not (n := getattr(config, name, 0)):
+            continue
+        if n > config.n_heads:
+            raise UserError(f"{name} is {n}, but n_heads is {config.n_heads}; set at most that.")
+        if not (config.positions == "rope" and config.attention_bias):
+            problem = f"{name} is {n}, but heads find a distance with RoPE and biases alone"
+            raise UserError(f"{problem}; set positions to rope and attention_bias to true.")
+        query_and_key_at(0, config.width_of_head, config.rope_base, *frequencies)
 
 
 @dataclass(frozen=True)
@@ -78,19 +93,29 @@ class BlocksConfig(ModelConfig):
         """Return a norm."""
         return norm_maker(self.norm, self.norm_eps)()
 
-    def make_block(self, execution: Execution, *, cross: bool = False) -> Block:
-        """Return a block; with `cross`, it has cross-attention, without a rotation."""
+    def make_block(
+        self, execution: Execution, distances: tuple[int, ...] = (), *, cross: bool = False, n_diagonal: int = 0
+    ) -> Block:
+        """Return a block.
+
+        Args:
+          distances: those of the self-attention's heads, as in `MultiHeadAttention`.
+          cross: with cross-attention, whose queries and keys are rotated only with `n_diagonal`.
+          n_diagonal: heads of the cross-attention that begin around the query's own position in the source.
+        """
         attention = partial(
             MultiHeadAttention, self.n_heads, self.width_of_head, bias=self.attention_bias,
             attention=execution.attention,
         )  # fmt: skip
+        rotated = partial(attention, rope_base=self.rope_base if self.positions == "rope" else None)
+        diagonal = partial(rotated, distances=(0,) * n_diagonal, is_wide=True)
         return Block(
-            partial(attention, rope_base=self.rope_base if self.positions == "rope" else None),
+            partial(rotated, distances=distances),
             partial(MLP, self.d_ff, self.d_model, self.activation, self.bias),
             norm_maker(self.norm, self.norm_eps),
             self.norm_placement,
             dropout=self.dropout,
-            make_cross_attention=attention if cross else None,
+            make_cross_attention=(diagonal if n_diagonal else attention) if cross else None,
         )
 
 

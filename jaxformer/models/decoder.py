@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
-from jaxformer.models.blocks import check_heads
+from jaxformer.models.blocks import check_heads, check_local_heads
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
 from jaxformer.nn.capture import capture_point
@@ -54,6 +54,9 @@ class DecoderConfig(TokenModelConfig):
     """Biases in the projections of attention."""
     output_bias: bool | None = None
     """Bias of W_O; without it, as attention_bias."""
+    local_heads: int = 0
+    """Heads of each block that begin by attending to one position: the first to the one before, the second two before,
+    and so on. With RoPE and attention_bias, whose b_Q and b_K begin so."""
     score_scale: float | None = None
     """Factor of the scores of attention; without it, as scaled says."""
     qk_norm: bool = False
@@ -133,6 +136,7 @@ class DecoderConfig(TokenModelConfig):
             remedy = f"set output_projection, or {name} to {self.d_model} for their sum"
             problem = f"{self.n_heads} heads of width {self.width_of_values} make {total}, not d_model {self.d_model}"
             raise UserError(f"{problem}; {remedy}.")
+        check_local_heads(self)
         if self.prefix and self.window is not None:
             remedy = "leave one of them out"
             raise UserError(f"window is {self.window}, but a prefix is attended to from every position; {remedy}.")
@@ -277,6 +281,7 @@ class Decoder(nn.Module):
                 MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
                 c.output_projection, c.attention_bias, c.qk_norm, base, self.execution.attention, scaling,
                 epsilon("rmsnorm", c.norm_eps), c.output_bias, c.score_scale, c.sums_heads, c.value_dim,
+                tuple(range(1, c.local_heads + 1)),
             )  # fmt: skip
 
         norm = None if c.norm == "none" else norm_maker(c.norm, c.norm_eps)

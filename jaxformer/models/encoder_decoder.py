@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import Contract, Task, token_inputs
-from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
@@ -28,6 +28,17 @@ class EncoderDecoderConfig(TokenBlocksConfig):
 
     n_encoder_blocks: int = 6
     n_decoder_blocks: int = 6
+    local_heads: int = 0
+    """Heads of each self-attention that begin by attending to one position. In the decoder, the first attends to the
+    one before, the second two before, and so on; in the encoder to the one before, the one after, two before, and so
+    on. With RoPE and attention_bias, whose b_Q and b_K begin so."""
+    diagonal_heads: int = 0
+    """Heads of each cross-attention that begin by attending around the token's own position in the source, some 10
+    positions wide; queries and keys are then rotated in cross-attention, too. With RoPE and attention_bias."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_local_heads(self)
 
     @property
     def contract(self) -> Contract:
@@ -67,8 +78,13 @@ class EncoderDecoder(nn.Module):
             c.vocab_size, c.context_length, c.d_model, c.positions, init_std=c.d_model**-0.5, scale=sqrt(c.d_model)
         )
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
-        self.encoder_blocks = [c.make_block(self.execution) for _ in range(c.n_encoder_blocks)]
-        self.decoder_blocks = [c.make_block(self.execution, cross=True) for _ in range(c.n_decoder_blocks)]
+        before = tuple(range(1, c.local_heads + 1))
+        both = tuple(d for n in before for d in (n, -n))[: c.local_heads]
+        self.encoder_blocks = [c.make_block(self.execution, both) for _ in range(c.n_encoder_blocks)]
+        self.decoder_blocks = [
+            c.make_block(self.execution, before, cross=True, n_diagonal=c.diagonal_heads)
+            for _ in range(c.n_decoder_blocks)
+        ]
         if c.final_norm:
             self.encoder_norm, self.decoder_norm = c.make_norm(), c.make_norm()
 

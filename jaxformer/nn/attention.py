@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import sqrt
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,8 +16,11 @@ from jaxformer.ops.attention import attention, attention_scores, from_heads, mix
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask, as_array
 from jaxformer.ops.norms import rms_norm
-from jaxformer.ops.positions import Llama3Scaling, rope
+from jaxformer.ops.positions import Llama3Scaling, query_and_key_at, rope
 
+NARROW, WIDE = (7.0, (0.4, 1.0)), (3.0, (0.05, 0.35))
+"""Score of attention to the key at a head's distance at initialisation, where others are drawn with about 1; and the
+frequencies of RoPE, in radians per position, that tell it from others."""
 AXES = {
     **dict.fromkeys(("W_Q", "W_K", "W_V"), "embed -> heads head_dim"),
     **dict.fromkeys(("b_Q", "b_K", "b_V"), "heads 1 head_dim"),
@@ -49,6 +53,10 @@ class MultiHeadAttention(nn.Module):
       score_scale: factor of the scores in place of 1/√K.
       sum_heads: without `W_O`, sum the heads in place of concatenating them; the output is `(T, K)`.
       value_dim: width of a head's values and output; None for head_dim. Shapes here call it K, too.
+      distances: distance of the key that each of the first heads attends to at initialisation, in positions back, or
+        ahead if negative, whatever its content: b_Q and b_K begin so. With `bias` and `rope_base`; unlike the slopes of
+        ALiBi (Press et al. 2022), they are trained.
+      is_wide: attend around these positions, some 10 wide, and less to them.
     """
 
     n_heads: int
@@ -67,6 +75,8 @@ class MultiHeadAttention(nn.Module):
     score_scale: float | None = None
     sum_heads: bool = False
     value_dim: int | None = None
+    distances: tuple[int, ...] = ()
+    is_wide: bool = False
 
     def __call__(
         self,
@@ -136,7 +146,25 @@ class MultiHeadAttention(nn.Module):
         """Return queries, keys or values with `b_Q`, `b_K` or `b_V`, where there are biases."""
         if not self.bias:
             return y_HTK
-        return y_HTK + self._parameter(f"b_{name}", nn.initializers.zeros, len(y_HTK), 1, self._width(name))
+        init = self._init_bias(name) if self.distances and name != "V" else nn.initializers.zeros
+        return y_HTK + self._parameter(f"b_{name}", init, len(y_HTK), 1, self._width(name))
+
+    def _init_bias(self, name: str) -> nn.initializers.Initializer:
+        """Return the initializer of `b_Q` or `b_K`, with which the scores of the first heads are highest at their
+        distances. The other heads have no biases at first, nor have the keys that only they attend to."""
+        assert self.rope_base is not None  # scores do not depend on distances otherwise
+        score, frequencies = WIDE if self.is_wide else NARROW
+        norm = sqrt(score / self.scale)
+        pairs = [query_and_key_at(d, self.head_dim, self.rope_base, *frequencies) for d in self.distances]
+        queries, keys = zip(*pairs, strict=True)
+        per_key_head = self.n_heads // (self.n_kv_heads or self.n_heads)
+        biases = queries if name == "Q" else keys[::per_key_head]
+
+        def init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+            b_H1K = jnp.zeros(shape, dtype)
+            return b_H1K.at[: len(biases), 0].set(norm * jnp.stack(biases).astype(dtype))
+
+        return init
 
     def _normalize_and_rotate(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
         """Return queries or keys after `qk_norm` and the rotation, `(H, T, K)`."""

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.errors import UserError
+
 
 def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
     """Return the encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
@@ -61,6 +63,31 @@ def rope(
     # Of concatenated rotated halves, XLA's CPU compiler would compute sine and cosine again for every head and example.
     cos_TK, sin_TK = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     return x_HTK * cos_TK + jnp.roll(x_HTK, half, axis=-1) * sin_TK
+
+
+def query_and_key_at(
+    distance: int, head_dim: int, base: float = 10_000.0, low: float = 0.4, high: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a query and a key, each `(K,)` float32, whose product after `rope` is 1 where the key is `distance`
+    positions before the query, or after it if negative.
+
+    At d positions more or less, their product is the mean of cos(d θ) over the frequencies θ of RoPE from `low` to
+    `high`, in radians per position. The higher they are, the narrower is the peak: with K 64 and the defaults, the
+    product is 0.76 at one position more or less and 0.19 at two. The more there are, as in wider heads, the farther is
+    the distance where it comes near to 1 again.
+
+    Raises:
+      UserError: none of the frequencies is in this range.
+    """
+    frequencies_K = base ** (-np.arange(head_dim // 2) / (head_dim // 2))
+    in_range_K = ((frequencies_K >= low) & (frequencies_K <= high)).astype(np.float32)
+    if not in_range_K.any():
+        problem = f"RoPE with base {base:g} has no frequency from {low:g} to {high:g} in heads of width {head_dim}"
+        raise UserError(f"{problem}; make the heads wider, or the base smaller.")
+    angles_K, norm = distance * frequencies_K, 1 / np.sqrt(in_range_K.sum())
+    query_K = norm * np.concatenate([in_range_K * np.cos(angles_K), -in_range_K * np.sin(angles_K)])
+    key_K = norm * np.concatenate([in_range_K, np.zeros_like(in_range_K)])
+    return query_K.astype(np.float32), key_K.astype(np.float32)
 
 
 def positions_in_segments(segments_T: jax.Array) -> jax.Array:

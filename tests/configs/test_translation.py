@@ -24,7 +24,7 @@ def parameters(name: str) -> int:
 
 @pytest.mark.slow
 def test_models_have_similar_parameter_counts() -> None:
-    counts = [parameters(name) for name in COMPARED]
+    counts = [parameters(name) for name in (*COMPARED, "transformer_modern")]
     assert max(counts) <= 1.03 * min(counts)
     assert all(8.0e6 < n < 8.5e6 for n in counts)
 
@@ -35,6 +35,13 @@ def test_configs_differ_in_the_model_only(name: str) -> None:
     assert changed == {"name", "model"}
     for field in ("vocab_size", "context_length", "dropout"):
         assert getattr(config(name).model, field) == getattr(config(COMPARED[0]).model, field)
+
+
+def test_the_paper_differs_in_the_place_of_norms_and_what_is_modern_sees_as_many_pairs() -> None:
+    transformer, modern = config("transformer"), config("transformer_modern")
+    changed = {field for field, *_ in differences(transformer, config("transformer_2017"))}
+    assert changed == {"name", "model.norm_placement"}
+    assert modern.steps * modern.train.batch_size == transformer.steps * transformer.train.batch_size
 
 
 @pytest.mark.slow

@@ -324,6 +324,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"d_model": 13, "n_heads": 5, "head_dim": None}, ["13", "5"]),
         ({"n_heads": 6, "n_kv_heads": 4}, ["6", "4"]),
         ({"n_kv_heads": 0}, ["n_kv_heads", "0"]),
+        ({"local_heads": 1}, ["local_heads is 1", "attention_bias to true"]),
         ({"positions": "rope", "head_dim": 5}, ["5", "even"]),
         ({"unembedding": "mlp", "residual": True}, ["mlp", "residual"]),
         ({"output_projection": False, "n_heads": 3, "head_dim": 5}, ["15", "13", "head_dim to 13"]),

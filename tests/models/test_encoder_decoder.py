@@ -34,8 +34,8 @@ CONFIGS = {
     "post": POST,
     "pre": PRE,
     "rope": replace(
-        POST, positions="rope", head_dim=4, norm="rmsnorm", norm_placement="pre", activation="swiglu",
-        n_decoder_blocks=1,
+        POST, positions="rope", head_dim=4, rope_base=10.0, attention_bias=True, local_heads=3, diagonal_heads=2,
+        norm="rmsnorm", norm_placement="pre", activation="swiglu", n_decoder_blocks=1,
     ),
     "learned": replace(POST, positions="learned", n_decoder_blocks=1),
 }  # fmt: skip
@@ -283,6 +283,14 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
         ({"n_decoder_blocks": 0}, ["n_decoder_blocks", "0"]),
         ({"n_encoder_blocks": -1}, ["n_encoder_blocks", "-1"]),
         ({"norm": "batchnorm"}, ["norm", "batchnorm"]),
+        ({"local_heads": 4}, ["local_heads is 4", "n_heads is 3"]),
+        ({"diagonal_heads": -1}, ["diagonal_heads", "-1"]),
+        ({"local_heads": 1, "positions": "rope", "head_dim": 4}, ["local_heads is 1", "attention_bias to true"]),
+        ({"diagonal_heads": 1, "attention_bias": True}, ["diagonal_heads is 1", "positions to rope"]),
+        (
+            {"diagonal_heads": 1, "attention_bias": True, "positions": "rope", "head_dim": 4},
+            ["no frequency from 0.05 to 0.35 in heads of width 4", "smaller"],
+        ),
     ],
     ids=str,
 )

@@ -128,6 +128,38 @@ def test_qk_norm_then_rotation() -> None:
     assert_close(apply(module, params, *INPUTS)[0], wanted.transpose(1, 0, 2).reshape(T, H * K))
 
 
+@pytest.mark.parametrize("G", [4, 2])
+def test_heads_with_distances_begin_by_attending_there(G: int) -> None:
+    """The first three attend to the positions one and two before, and one after; the last, to no distance."""
+    n, width = 24, 128
+    module = MultiHeadAttention(4, 64, G, bias=True, rope_base=10_000.0, distances=(1, 2, -1))
+    x_TD, positions_T = normal(n, width), jnp.arange(n)
+    params = first_params(module, x_TD, positions_T, None)
+    assert not params["b_V"].any() and not params["b_Q"][3].any() and params["b_K"][: -1 if G == 4 else None].any()
+    weights = []
+
+    def kept(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Any, scale: float) -> jax.Array:
+        k_HSK = jnp.repeat(k_GSK, 4 // len(k_GSK), axis=0)
+        weights.append(jax.nn.softmax(scale * q_HTK @ k_HSK.swapaxes(1, 2)))
+        return q_HTK
+
+    module.clone(attention=kept).apply({"params": params}, x_TD, positions_T, None)
+    at = [[np.diagonal(w_TT, -d).mean() for d in range(-4, 5)] for w_TT in weights[0]]
+    assert [np.argmax(row) - 4 for row in at[:3]] == [1, 2, -1]
+    assert min(max(row) for row in at[:3]) > 0.3 > 0.2 > max(at[3])
+
+
+def test_wide_heads_begin_by_attending_around_their_own_position() -> None:
+    """More to every position within 4 than to any that is 8 away or more."""
+    n, width = 24, 64
+    module = MultiHeadAttention(1, 64, bias=True, rope_base=10_000.0, distances=(0,), is_wide=True)
+    params = first_params(module, normal(n, width), jnp.arange(n), None)
+    b_Q, b_K = (rope(jnp.tile(params[f"b_{name}"], (1, n, 1)), jnp.arange(n), 10_000.0)[0] for name in "QK")
+    scores = np.asarray(b_Q @ b_K.T)[12] / sqrt(64)
+    assert scores[12] == pytest.approx(3.0, rel=1e-5)
+    assert scores[8:17].min() > 1.5 > 0.9 > max(scores[:5].max(), scores[20:].max())
+
+
 def elsewhere(*args: Any) -> jax.Array:
     """An attention that is not the plain one, by what it gives."""
     return 2 * attention(*args)

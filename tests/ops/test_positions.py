@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.positions import Llama3Scaling, rope, sinusoidal
+from jaxformer.ops.positions import Llama3Scaling, query_and_key_at, rope, sinusoidal
 from tests.arrays import assert_close, normal
 
 H, T, K = 3, 7, 10
@@ -87,3 +87,17 @@ def test_llama3_scaling_divides_only_slow_frequencies() -> None:
     z = (np.float64(x)[..., :5] + 1j * np.float64(x)[..., 5:]) * np.exp(1j * positions[:, None] * plain * ratios)
     wanted = np.concatenate([z.real, z.imag], axis=-1)
     assert_close(rope(x, jnp.asarray(positions), 100.0, scaling), wanted, 3e-5)
+
+
+@pytest.mark.parametrize("distance", [1, 3, -2])
+@pytest.mark.parametrize(("K", "base"), [(64, 10_000.0), (6, 100.0)])
+def test_query_and_key_match_at_their_distance_alone(distance: int, K: int, base: float) -> None:
+    """The mean of cosines by hand: of frequencies 1, 0.7499, 0.5623 and 0.4217, and of 1 alone."""
+    T = 12
+    query_TK, key_TK = (np.tile(x_K, (T, 1)) for x_K in query_and_key_at(distance, K, base))
+    turned = [complex_rope(np.float64(x_TK), np.arange(T), base) for x_TK in (query_TK, key_TK)]
+    frequencies = [1, 0.749894, 0.562341, 0.421697] if K == 64 else [1]
+    back_TT = np.arange(T)[:, None] - np.arange(T)
+    wanted_TT = np.mean([np.cos((back_TT - distance) * x) for x in frequencies], axis=0)
+    np.testing.assert_allclose(turned[0] @ turned[1].T, wanted_TT, atol=1e-5)
+    assert np.diagonal(wanted_TT, -distance).min() == 1
