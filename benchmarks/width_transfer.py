@@ -1,6 +1,7 @@
 """Does the best learning rate transfer over width, with `optimizer.base_width` and without?
 
-    python -m benchmarks.width_transfer train --data.path books/train [--folder FOLDER] [--widths N ...] [--seeds N]
+    python -m benchmarks.width_transfer train --data.path books/train [--data.val-path TEXT] [--folder FOLDER]
+        [--widths N ...] [--seeds N]
     python -m benchmarks.width_transfer write [--folder FOLDER]
 
 `train` trains the rung `best` of `configs/ladder.py`, whose width is 128, at several widths: its heads keep their
@@ -8,8 +9,8 @@ width, and its MLPs are as many times as wide as the model. Learning rates are t
 best of the width before up and down until the best of them has two on either side. 'fixed' is one learning rate for all
 parameters; 'scaled' is the rung with `base_width`, and W_out drawn as muP has it, with a standard deviation in
 proportion to 1 / width. At the rung's own width, the two are the same. Losses are those of text that is held out of the
-training books. Each training writes one JSON file below --folder when it is done, so that the benchmark can be stopped
-and started again.
+training books, or of --data.val-path, which should be no text that other figures are measured on. Each
+training writes one JSON file below --folder when it is done, so that the benchmark can be stopped and started again.
 
 `write` fits a parabola to the losses over the logarithm of the learning rate, for each width and seed, stores the
 minima as `width_transfer.json`, and writes their table into `docs/training.md`.
@@ -62,7 +63,7 @@ RULES = ("fixed", "scaled")
 HEAD = ("learning rates", "width", "parameters", "best learning rate by seed", "mean", "held-out loss at best")
 
 
-def config_at(width: int, rule: str, path: str, seed: int) -> Config:
+def config_at(width: int, rule: str, path: str, val_path: str | None, seed: int) -> Config:
     """Return the rung at another width."""
     rung = load_config(RUNG)
     model: Any = rung.model
@@ -80,7 +81,7 @@ def config_at(width: int, rule: str, path: str, seed: int) -> Config:
         model=wider,
         steps=STEPS,
         seed=seed,
-        data=replace(data, path=path),
+        data=replace(data, path=path, val_path=val_path),
         optimizer=replace(
             rung.optimizer, warmup_steps=STEPS // 10, base_width=base if rule == "scaled" and width != base else None
         ),
@@ -152,7 +153,7 @@ def best_rate(losses: Mapping[float, float | None]) -> tuple[float, float] | Non
     return rates[i] * exp(vertex), float(c - b * b / (4 * a))
 
 
-def train(folder: Path, path: str, widths: Sequence[int], seeds: int) -> None:
+def train(folder: Path, path: str, val_path: str | None, widths: Sequence[int], seeds: int) -> None:
     """Train what the folder does not hold yet."""
     base: Any = load_config(RUNG)
     machine.set_up()
@@ -161,7 +162,7 @@ def train(folder: Path, path: str, widths: Sequence[int], seeds: int) -> None:
         start = dict.fromkeys(RULES, 0)
         for width in sorted(widths):
             for rule in RULES if width != base.model.d_model else RULES[:1]:
-                config = config_at(width, rule, path, seed)
+                config = config_at(width, rule, path, val_path, seed)
                 if seed not in data:
                     data[seed] = config.data.load(config.model, config.train.batch_size, seed)
                 losses = search(_Measured(folder, rule, config, data[seed]), start[rule])
@@ -183,6 +184,7 @@ class _Measured:
         piece = {
             "rule": self.rule, "width": model.d_model, "seed": self.config.seed, "learning_rate": rate,
             "steps": self.config.steps, "targets": self.config.steps * BATCH_SIZE * model.context_length,
+            "data": self.data.fingerprint,
         }  # fmt: skip
         if not file.exists():
             self.training = self.training or Training(self.config, self.data)
@@ -243,6 +245,7 @@ def main() -> int:
     parser.add_argument("what", choices=("train", "write"))
     parser.add_argument("--folder", type=Path, default=Path("runs/width_transfer"), help="folder of the pieces")
     parser.add_argument("--data.path", dest="path", help="folder of the books")
+    parser.add_argument("--data.val-path", dest="val_path", help="text to evaluate (default: held out of the books)")
     parser.add_argument("--widths", type=int, nargs="+", default=[*WIDTHS], help="widths (default: 64 128 256)")
     parser.add_argument("--seeds", type=int, default=2, help="seeds per width (default: 2)")
     options = parser.parse_args()
@@ -254,7 +257,7 @@ def main() -> int:
             if options.path is None:
                 parser.error("--data.path is missing; name the folder of the books")
             options.folder.mkdir(parents=True, exist_ok=True)
-            train(options.folder, options.path, options.widths, options.seeds)
+            train(options.folder, options.path, options.val_path, options.widths, options.seeds)
             return 0
         pieces = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.folder.glob("[!.]*.json"))]
         if not pieces:

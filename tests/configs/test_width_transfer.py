@@ -19,19 +19,19 @@ from tests.helpers import ROOT, write_books
 
 
 def test_widths_have_heads_of_one_width_and_mlps_in_proportion() -> None:
-    wide, same, narrow = (config_at(width, "scaled", "books", 0) for width in (256, 128, 64))
+    wide, same, narrow = (config_at(width, "scaled", "books", None, 0) for width in (256, 128, 64))
     rung: Any = load_config(width_transfer.RUNG)
     for config, factor in ((wide, 2), (same, 1), (narrow, 1 / 2)):
         model: Any = config.model
         assert (model.width_of_head, model.n_heads) == (64, 2 * factor)
         assert model.d_ff == (1680 * factor,) and model.unembedding_std == pytest.approx(128**-0.5 / factor)
-        fixed = config_at(model.d_model, "fixed", "books", 0)
+        fixed = config_at(model.d_model, "fixed", "books", None, 0)
         assert fixed == replace(
             config, optimizer=replace(config.optimizer, base_width=None), model=replace(model, unembedding_std=None)
         )
     assert (wide.optimizer.base_width, same.optimizer.base_width) == (rung.model.d_model, None)
     with pytest.raises(UserError, match="the width 100 is no multiple of 64"):
-        config_at(100, "fixed", "books", 0)
+        config_at(100, "fixed", "books", None, 0)
 
 
 def bowl(center: float) -> Callable[[int], float]:
