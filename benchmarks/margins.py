@@ -203,21 +203,23 @@ def measure(pieces: list[Piece], out: Path, jobs: int, seconds: float) -> None:
     waiting = [p for p in pieces if not (out / f"{p.name}.json").exists()]
     running: dict[subprocess.Popen, tuple[Piece, list[int]]] = {}
     ends = time.monotonic() + seconds
-    while (waiting or running) and time.monotonic() < ends:
-        for piece in list(waiting):
-            need = min(piece.devices, total)
-            if need <= len(free):
-                mine, free = free[:need], free[need:]
-                waiting.remove(piece)
-                running[start(piece, out, mine)] = (piece, mine)
-        time.sleep(0.2)
-        for process in [p for p in running if p.poll() is not None]:
-            piece, mine = running.pop(process)
-            free += mine
-            said = f"failed with exit status {process.returncode}" if process.returncode else "done"
-            print(f"{piece.name}: {said}", flush=True)
-    for process in running:
-        process.kill()
+    try:
+        while (waiting or running) and time.monotonic() < ends:
+            for piece in list(waiting):
+                need = min(piece.devices, total)
+                if need <= len(free):
+                    mine, free = free[:need], free[need:]
+                    waiting.remove(piece)
+                    running[start(piece, out, mine)] = (piece, mine)
+            time.sleep(0.2)
+            for process in [p for p in running if p.poll() is not None]:
+                piece, mine = running.pop(process)
+                free += mine
+                said = f"failed with exit status {process.returncode}" if process.returncode else "done"
+                print(f"{piece.name}: {said}", flush=True)
+    finally:
+        for process in running:
+            process.kill()
     if waiting or running:
         print(f"time is up: {len(waiting) + len(running)} pieces are left; run this again", flush=True)
 

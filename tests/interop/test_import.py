@@ -19,6 +19,7 @@ from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs import load_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
+from tests.arrays import apply
 from tests.helpers import write_books
 from tests.interop.published import TEXTS
 
@@ -351,7 +352,7 @@ def test_train_begins_with_a_published_model_or_its_run(tmp_path: Path, monkeypa
     assert (one.step, one.text_model()[0].n_positions) == (2, 32)
     assert main(["eval", "--run", "imported", "--data.path", "books"]) == 0
     assert "loss=" in capsys.readouterr().out
-    assert main(["train", "--resume", "--run", "imported"]) == 2
+    assert main(["train", "--resume", "--run", "imported", "--data.path", "books"]) == 2
     assert "has parameters only, which no training is resumed from" in capsys.readouterr().err
 
 
@@ -378,7 +379,7 @@ def test_rows_beyond_the_tokenizer_are_never_drawn(tmp_path: Path, monkeypatch: 
     weights["lm_head.weight"][280:] *= 50  # their logits are far above, or far below, all others
     import_run(write(tmp_path / "model", weights=weights), tmp_path / "run")
     run = load_run(tmp_path / "run")
-    assert run.model.apply({"params": run.params}, np.arange(9)).argmax(-1).max() >= 280
+    assert apply(run.model, run.params, np.arange(9)).argmax(-1).max() >= 280
     for options in (["--temperature", "0"], ["--temperature", "1"], ["--num-beams", "2"], ["--draft", "lookup"]):
         tokens = sampled(capsys, "--max-new-tokens", "20", *options)["tokens"]
         assert tokens and max(tokens) < 280

@@ -1,7 +1,6 @@
 """The jitted steps: where, in how many parts and in what order things are computed changes no number."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -54,22 +53,12 @@ PACKED = {"packing": "documents"}
 DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
 EXPERTS = replace(
     CONFIG,
-    model=replace(
-        MODEL, n_blocks=2, n_experts=4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5
-    ),
+    model=replace(MODEL, n_experts=4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5),
 )
 TOKENS = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
 BATCHES = [next_token_batch(tokens) for tokens in TOKENS]
 CUBE = "data=2,fsdp=2,tensor=2"
 HIGHER_RATES = {"adamw": 3e-3, "muon": 3e-3, "lion": 1e-3, "schedule_free": 3e-3, "nesterov_sgd": 0.1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_in_half_the_time() -> Iterator[None]:
-    """The programs are split over devices as ever; only the code made of them is slower."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def mesh_of(text: str) -> jax.sharding.Mesh:
