@@ -59,7 +59,7 @@ def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device)
     seeds_B, ended_B = (jax.ShapeDtypeStruct((batch_size,), dtype) for dtype in (jnp.uint32, bool))
     lowered = programs.decode.lower(
         model, GREEDY, *on_device(jax.eval_shape(arguments)), *on_device((offset_B, seeds_B, ended_B)),
-        *on_device((number,) * 4), n_read=n_slots, dtype=jnp.bfloat16,
+        *on_device((number,) * 4),
     )  # fmt: skip
     return str(lowered.compile().as_text())
 

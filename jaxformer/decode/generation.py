@@ -44,7 +44,7 @@ READY_SECONDS = 1e-3
 MIN_SLOTS_READ = 128
 """Slots that attention reads at least; fewer save no time that one would notice."""
 MIN_SLOTS = 1024
-"""Slots of a cache at least, unless the context or the attention window has fewer: programs depend on the number."""
+"""Slots that a cache may get at least, unless the context or the attention window has fewer: programs depend on it."""
 
 
 class Piece(NamedTuple):
@@ -173,6 +173,8 @@ class Generation(PieceIterator):
     fill_token: int
     n_new: int = 0
     history: Any = None
+    slots_held: int = 0
+    """Slots of the cache."""
     seconds_per_token: float = inf
     """Of the last call; an upper bound where the call was not waited for."""
     last_call_done: float = 0.0
@@ -219,10 +221,10 @@ class Generation(PieceIterator):
             limit = min(int(min(in_time, MAX_TOKENS_PER_CALL)), steps - done)
             if (read := read_slots(counter + 1, n_slots)) < n_slots:
                 limit = min(limit, read - counter)  # no slot is read before it is in use
+            state = state._replace(cache=self._with_slots(state.cache, read_slots(counter + limit, n_slots)))
             state, output = programs.decode(
                 self.model, self.sampling, self.params, state, offset_R, seeds_R, self.put(self.ended_B.copy()),
                 np.int32(counter), np.int32(n_new + 1 + done), np.int32(limit), np.int32(n_slots),
-                n_read=read_slots(counter + limit, n_slots), dtype=self.dtype,
             )  # fmt: skip
             yield output
             done += limit
@@ -244,8 +246,9 @@ class Generation(PieceIterator):
         for first in starts:
             chunk = slice(first, min(first + self.chunk, width))
             slot = np.int32(first % n_slots)
+            cache = self._with_slots(cache, read_slots(chunk.stop, n_slots))
             inputs = cache, self.put(tokens_BT[:, chunk]), self.put(positions_BT[:, chunk]), slot
-            sizes = {"n_slots": n_slots, "n_read": read_slots(chunk.stop, n_slots), "dtype": self.dtype}
+            sizes = {"n_slots": self.slots_held, "dtype": self.dtype}
             if first != starts[-1]:
                 cache = programs.prefill(self.model, self.params, *inputs, **sizes)
         prompts_BP = left_aligned(self.rows, width if len(starts) == 1 else doubled(self.chunk, longest))
@@ -255,6 +258,15 @@ class Generation(PieceIterator):
             (self.put(prompts_BP), self.put(lengths_B)), self.history, self.put(self.seeds_R),
             self.put(self.ended_B.copy()), np.int32(self.n_new), n_samples=n_samples, **sizes,
         )  # fmt: skip
+
+    def _with_slots(self, cache: Any, n_slots: int) -> Any:
+        """Return the cache with n_slots, if these are more than it has; None, that of no token, stays None."""
+        if cache is None:
+            self.slots_held = n_slots
+        elif n_slots > self.slots_held:
+            cache = programs.enlarge(self.model, cache, n_slots=n_slots, dtype=self.dtype)
+            self.slots_held = n_slots
+        return cache
 
     def _deliver(self, outputs: Iterator[DecodeOutput]) -> Iterator[Piece]:
         """Yield the piece of each output once the next call is under way."""

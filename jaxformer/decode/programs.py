@@ -90,29 +90,34 @@ class SlidingWindow:
         return logits
 
 
-@partial(jax.jit, static_argnames=("model", "n_slots", "n_read", "dtype"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("model", "n_slots", "dtype"))
+def enlarge(model: Any, cache: Any, *, n_slots: int, dtype: Any) -> Any:
+    """Return the cache of a batch with more slots."""
+    return jax.vmap(lambda cache: put_first_slots(model.init_cache(n_slots, dtype), cache))(cache)
+
+
+@partial(jax.jit, static_argnames=("model", "n_slots", "dtype"), donate_argnames="cache")
 def prefill(
     model: Any, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array, slot: jax.Array, *,
-    n_slots: int, n_read: int, dtype: Any,
+    n_slots: int, dtype: Any,
 ) -> Any:  # fmt: skip
     """Return the cache with one more chunk of the prompts, which is not their last."""
-    return _prefill(model, params, cache, tokens_BT, positions_BT, slot, n_slots, n_read, dtype)[1]
+    return _prefill(model, params, cache, tokens_BT, positions_BT, slot, n_slots, dtype)[1]
 
 
 def _prefill(
     model: Any, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array, slot: jax.Array | int,
-    n_slots: int, n_read: int, dtype: Any,
+    n_slots: int, dtype: Any,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return the features `(B, T, D)` of a chunk and the cache with it; a cache of None is that of the first chunk."""
+    """Return the features `(B, T, D)` of a chunk and the cache with it. A cache of None is that of the first chunk, and
+    gets n_slots."""
 
     def extend(tokens_T: jax.Array, positions_T: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        if cache is None:  # the first chunk attends to itself alone, and to no empty slots
-            full, used = model.init_cache(n_slots, dtype), model.init_cache(len(tokens_T), dtype)
-            x_TD, used = extend_empty(model, params, tokens_T, positions_T, used)
-        else:
-            full, used = cache, first_slots(model, cache, n_read, dtype)
-            x_TD, used = call(model, params, "extend", tokens_T, positions_T, used, slot)
-        return x_TD, put_first_slots(full, used)
+        if cache is not None:
+            return call(model, params, "extend", tokens_T, positions_T, cache, slot)
+        # The first chunk attends to itself alone, and to no empty slots.
+        x_TD, used = extend_empty(model, params, tokens_T, positions_T, model.init_cache(len(tokens_T), dtype))
+        return x_TD, put_first_slots(model.init_cache(n_slots, dtype), used)
 
     return jax.vmap(extend)(tokens_BT, positions_BT, cache)
 
@@ -121,7 +126,7 @@ def _start(
     model: Any, sampling: Sampling, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array,
     slot: jax.Array, last: jax.Array, prompts: tuple[jax.Array, jax.Array], history: History | None,
     seeds_R: jax.Array, done_R: jax.Array, n_new: jax.Array, *,
-    n_samples: int, n_slots: int, n_read: int, dtype: Any,
+    n_samples: int, n_slots: int, dtype: Any,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Prefill the last chunk of B prompts and draw the first new token of each of their R = B · n_samples rows.
 
@@ -132,7 +137,7 @@ def _start(
       history: of rows that continue; None for new ones.
       n_new: new tokens that the rows already have.
     """
-    x_BTD, cache = _prefill(model, params, cache, tokens_BT, positions_BT, slot, n_slots, n_read, dtype)
+    x_BTD, cache = _prefill(model, params, cache, tokens_BT, positions_BT, slot, n_slots, dtype)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, last, axis=1, keepdims=False)
     logits_BV = jax.vmap(partial(call, model, params, "unembed"))(x_BD)
     if history is None:
@@ -146,26 +151,25 @@ def _start(
     return DecodeState(cache, history, drawn_B.token, done_R), output
 
 
-_SIZES = ("model", "sampling", "n_samples", "n_slots", "n_read", "dtype")
+_SIZES = ("model", "sampling", "n_samples", "n_slots", "dtype")
 start = jax.jit(_start, static_argnames=_SIZES, donate_argnames=("cache", "history"))
 start_samples = jax.jit(_start, static_argnames=_SIZES)  # with n_samples above 1: a larger cache cannot use its space
 
 
-@partial(jax.jit, static_argnames=("model", "sampling", "n_read", "dtype"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="state")
 def decode(
     model: Any, sampling: Sampling, params: Params, state: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
-    ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array, *,
-    n_read: int, dtype: Any,
+    ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Run decode steps until each row has `limit` more tokens or all are done.
 
     Args:
+      state: with a cache of at least min(counter + limit, n_slots) slots, all of which attention reads.
       offset_B: the counter minus the row's position.
       ended_B: True for rows that are ended from outside.
       counter: index of the next token in the longest row's text; modulo n_slots it is the slot.
       n_new: new tokens that the rows already have.
       limit: decode steps, at most `MAX_TOKENS_PER_CALL`.
-      n_read: slots that attention reads, at least min(counter + limit, n_slots).
     """
 
     def unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
@@ -185,14 +189,11 @@ def decode(
         store = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
         return i + 1, state, jax.tree.map(store, drawn_CB, drawn_B)
 
-    # The loop carries only the slots in use.
-    used = jax.vmap(lambda cache: first_slots(model, cache, n_read, dtype))(state.cache)
-    initial = state._replace(cache=used, done_B=state.done_B | ended_B)
+    initial = state._replace(done_B=state.done_B | ended_B)
     empty_CB = jax.tree.map(
         lambda x: jnp.zeros((MAX_TOKENS_PER_CALL, *x.shape), x.dtype), jax.eval_shape(step, 0, initial)[1]
     )
     n, final, drawn_CB = jax.lax.while_loop(unfinished, step_and_store, (jnp.int32(0), initial, empty_CB))
-    final = final._replace(cache=jax.vmap(put_first_slots)(state.cache, final.cache))
     return final, DecodeOutput(n, drawn_CB, final.done_B)
 
 
