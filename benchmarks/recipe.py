@@ -98,7 +98,7 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
             config: Any = read_config(run)
             per_step = config.train.batch_size * config.model.context_length
             curve = [[row["step"] * per_step, row["val_loss"]] for row in read_metrics(run) if "val_loss" in row]
-            n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
+            n_parameters = count_parameters(abstract_params(config.model.build()))
             rung = rungs.setdefault(
                 name,
                 {"change": change, "before": before.get(name), "parameters": n_parameters, "seeds": {}, "ended": {}},

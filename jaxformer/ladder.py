@@ -92,7 +92,7 @@ def rung_result(run: Path, sources: str) -> RungResult:
     uniform = math.lgamma(length + 1) / length or 1.0  # of one position, entropies are 0
     timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
     minutes = sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed)) / 60_000
-    n_parameters = count_parameters(abstract_params(config.model.build(), config.model))
+    n_parameters = count_parameters(abstract_params(config.model.build()))
     n_steps = rows[-1]["step"] if rows else 0
     return RungResult(
         run.name, n_parameters, n_steps, n_steps * config.train.batch_size * predicted, metric("val_loss"),

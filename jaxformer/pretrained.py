@@ -53,5 +53,5 @@ def pretrained_run(folder: Path) -> Pretrained:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config.build(), config))
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config.build()))
     return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}

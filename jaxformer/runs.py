@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from jaxformer.checkpoints import CheckpointManager, CheckpointReader
@@ -28,7 +29,7 @@ from jaxformer.invocation import command
 from jaxformer.lora import adapter_axes, init_adapters, merge
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
-from jaxformer.nn.parameters import parameter_axes
+from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
 from jaxformer.staging import local_folder
@@ -104,7 +105,7 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     checkpoints = CheckpointReader(folder)
     step = checkpoints.step(checkpoint)
     tokenizer, classes = read_tokenizer(folder, isinstance(config.model, TokenModelConfig)), _read_classes(folder)
-    shapes = abstract_params(model, config.model)
+    shapes = abstract_params(model)
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
     params = restore_params(folder, config, checkpoints, step, shapes)
@@ -219,25 +220,16 @@ def load_data(
     return data
 
 
-def abstract_params(model: nn.Module, config: ModelConfig) -> Params:
+def abstract_params(model: nn.Module) -> Params:
     """Return the shapes and dtypes of the parameters, a tree of `ShapeDtypeStruct`."""
-    return jax.eval_shape(lambda *example: model.init(jax.random.key(0), *example), *config.example())["params"]
+    return trace_init(model).params
 
 
-def parameter_order(model: nn.Module, config: ModelConfig) -> list[str]:
+def parameter_order(model: nn.Module) -> list[str]:
     """Return the dotted names of the parameters in the order of their first use; last those of the model itself, such
     as the unembedding."""
-    names: list[str] = []
-
-    def walk(tree: Params, path: tuple[str, ...] = ()) -> None:
-        for name, child in tree.items():  # in the order of creation; jax.tree would sort them
-            if isinstance(child, Mapping):
-                walk(child, (*path, name))
-            else:
-                names.append(dotted((*path, name)))
-
-    jax.eval_shape(lambda *example: walk(model.init(jax.random.key(0), *example)["params"]), *config.example())
-    return sorted(names, key=lambda name: "." not in name)
+    by_module = unflatten_dict(trace_init(model).axes, sep=".")
+    return sorted(map(dotted, flatten_dict(by_module)), key=lambda name: "." not in name)
 
 
 def count_parameters(params: Params) -> int:

@@ -58,7 +58,7 @@ CONFIGS = {
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, NamedSharding]:
     model = config.build()
-    return flatten_dict(shardings(abstract_params(model, config), parameter_axes(model), mesh), sep=".")
+    return flatten_dict(shardings(abstract_params(model), parameter_axes(model), mesh), sep=".")
 
 
 def test_a_mesh_is_read_axis_by_axis():
@@ -234,7 +234,7 @@ def test_every_matrix_of_every_config_is_split_over_both_axes(name):
     config, mesh = CONFIGS[name].model, make_mesh(CUBE)
     if getattr(config, "n_blocks", 0) > 2:
         config = replace(config, n_blocks=2)
-    params, axes = flatten_dict(abstract_params(config.build(), config), sep="."), parameter_axes(config.build())
+    params, axes = flatten_dict(abstract_params(config.build()), sep="."), parameter_axes(config.build())
     n_on_device = 0
     for path, leaf in params.items():
         shard = NamedSharding(mesh, spec(axes[path], leaf.shape, mesh)).shard_shape(leaf.shape)

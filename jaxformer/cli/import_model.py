@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
     echo_status(f"reading {source} ...")
     folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype)
-    n = count_parameters(abstract_params(config.model.build(), config.model))
+    n = count_parameters(abstract_params(config.model.build()))
     sample = f"{command('sample')} --run {shlex.quote(str(folder))}"
     echo(f"run {folder}: {n:,} parameters from {source}; sample with: {sample}")
     return 0

@@ -35,7 +35,7 @@ def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequenc
 def attention_layers(config: ModelConfig) -> tuple[str, ...]:
     """Return the labels of a model's layers with attention, in the order of the log."""
     model = config.build()
-    params, example = abstract_params(model, config), config.example()
+    params, example = abstract_params(model), config.example()
     maps = capture_shapes(model, params, *example, names="*attention.weights", missing_ok=True)
     return tuple(layer_label(name.removesuffix(".weights")) for name in maps)
 
@@ -69,7 +69,7 @@ def _losses(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
-    if rows := _with(rows, "entropy", lambda layers: sum(map(len, layers))):
+    if len(rows := _with(rows, "entropy", lambda layers: sum(map(len, layers)))) > 1:  # one step makes no lines
         labels, n_layers = attention_layers(config), len(rows[0]["entropy"])
         if len(labels) != n_layers:  # the log is of another model
             labels = tuple(f"layer {i}" for i in range(n_layers))

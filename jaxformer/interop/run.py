@@ -79,7 +79,7 @@ def _open(
     """Return a published model's folder, our config, its tokenizer, and its parameters' shapes and verified tensors."""
     folder = ModelFolder.open(source)
     model = read_config(folder.config, context_length)
-    tokenizer, abstract = load_published_tokenizer(folder, model), abstract_params(model.build(), model)
+    tokenizer, abstract = load_published_tokenizer(folder, model), abstract_params(model.build())
     return folder, model, tokenizer, abstract, find_sources(folder, family_of(folder.config), model, abstract)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -41,15 +43,28 @@ def stacked(axis: str) -> Iterator[None]:
         _stack.reset(token)
 
 
-def parameter_axes(model: nn.Module) -> Mapping[str, ParameterAxes]:
-    """Return the declared axes of each parameter by its dotted name, such as `blocks_0.attention.W_Q`. The model is
-    traced with the inputs of its contract; no array is made. Raises `UserError` if a parameter is not made with
-    `parameter`, or has another number of axes than it declares."""
+class InitTrace(NamedTuple):
+    """Shapes and names in a trace of a model's initialisation, which makes no array."""
+
+    output: Any
+    """Shapes and dtypes of the output for an example of the largest size."""
+    params: Any
+    """Shapes and dtypes of the parameters."""
+    axes: Mapping[str, ParameterAxes]
+    """Declared axes by the parameter's dotted name, such as `blocks_0.attention.W_Q`, in the order of creation."""
+
+
+@lru_cache(maxsize=4)
+def trace_init(model: nn.Module) -> InitTrace:
+    """Trace a model's initialisation with the inputs of its contract, once; tracing takes as long as many steps of a
+    small model. Raises `UserError` if a parameter is not made with `parameter`, or has another number of axes than it
+    declares."""
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in contract_of(model).inputs]
     declared: dict[str, ParameterAxes] = {}
     token = _declared.set(declared)
     try:
-        variables = jax.eval_shape(lambda *inputs: model.init(jax.random.key(0), *inputs), *inputs)
+        init = lambda *inputs: model.init_with_output(jax.random.key(0), *inputs)  # noqa: E731
+        output, variables = jax.eval_shape(init, *inputs)
     finally:
         _declared.reset(token)
     for name, leaf in flatten_dict(variables["params"], sep=".").items():
@@ -57,4 +72,9 @@ def parameter_axes(model: nn.Module) -> Mapping[str, ParameterAxes]:
             names = f"the axes {', '.join(declared[name].names)}" if name in declared else "no axes"
             remedy = "make it with nn.parameters.parameter and name each axis"
             raise UserError(f"parameter {name} of shape {leaf.shape} declares {names}; {remedy}.")
-    return declared
+    return InitTrace(output, variables["params"], declared)
+
+
+def parameter_axes(model: nn.Module) -> Mapping[str, ParameterAxes]:
+    """Return the declared axes of each parameter by its dotted name; raises as `trace_init` does."""
+    return trace_init(model).axes

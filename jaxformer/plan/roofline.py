@@ -251,7 +251,7 @@ def model_flops(setup: TrainSetup) -> ModelFlops:
         return jnp.zeros((*q_HTK.shape[:2], v_GSK.shape[-1]), v_GSK.dtype)
 
     config, rngs = setup.config, {}
-    params = abstract_params(setup.model, config.model)
+    params = abstract_params(setup.model)
     if getattr(config.model, "n_experts", None) is not None:  # a dropout key selects the capacity of training
         routed, rngs = replace(config.model, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
         setup = replace(setup, config=replace(config, model=routed))

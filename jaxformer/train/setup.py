@@ -24,7 +24,7 @@ from jaxformer.lora import adapter_axes, init_adapters, merge
 from jaxformer.memory import check_parameters
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import PLAIN, Execution
-from jaxformer.nn.parameters import parameter_axes
+from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
 from jaxformer.ops.masks import Causal, Packed
@@ -131,7 +131,7 @@ class TrainSetup:
     @cached_property
     def parameter_order(self) -> list[str]:
         """Dotted names of the trained parameters in the order of their first use; see `runs.parameter_order`."""
-        names = parameter_order(self.model, self.config.model)
+        names = parameter_order(self.model)
         if not self.config.lora.rank:
             return names
         trained = {*map(parameter_name, row_names(self.abstract_state.params))}
@@ -140,7 +140,7 @@ class TrainSetup:
     @cached_property
     def abstract_params(self) -> Params:
         """Shapes, dtypes and shardings of the model's parameters."""
-        shapes = abstract_params(self.model, self.config.model)
+        shapes = abstract_params(self.model)
         return abstract(shapes, shardings(shapes, self.parameter_axes, self.mesh))
 
     @cached_property
@@ -317,9 +317,7 @@ class TrainSetup:
         """Shape and dtype of the classes to predict in an example of the largest size; None without classes."""
         if self.config.model.contract.task is Task.CONTRASTIVE:
             return None
-        call: Callable[..., Any] = lambda params, *example: self.model.apply({"params": params}, *example)  # noqa: E731
-        logits = jax.eval_shape(call, self.abstract_params, *self.config.model.example())
-        return jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
+        return jax.ShapeDtypeStruct(trace_init(self.model).output.shape[:-1], jnp.int32)
 
     def check_fit(self, batch: Batch) -> None:
         """Raise `UserError` where a batch lacks the inputs or the targets that the model is for."""

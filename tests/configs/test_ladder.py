@@ -33,7 +33,7 @@ def test_candidates_have_a_million_parameters_and_equal_tokens() -> None:
         config = load_config(f"ladder:{name}")
         model: Any = config.model
         assert config.steps * config.train.batch_size * model.context_length == pytest.approx(800_000, rel=0.002)
-        sizes = jax.tree_util.tree_leaves_with_path(abstract_params(model.build(), model))
+        sizes = jax.tree_util.tree_leaves_with_path(abstract_params(model.build()))
         inner = sum(leaf.size for path, leaf in sizes if "W_E" not in str(path) and "W_out" not in str(path))
         assert inner == pytest.approx(1e6, rel=0.02)
 

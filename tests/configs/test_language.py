@@ -29,7 +29,7 @@ def active_parameters(config: Config) -> int:
     """Return the number of parameters that are active per token: those of its own experts only."""
     model = config.model
     assert isinstance(model, DecoderConfig)
-    params = abstract_params(model.build(), model)
+    params = abstract_params(model.build())
     each = {jax.tree_util.keystr(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     idle = sum(size for name, size in each.items() if "'experts'" in name)
     if not idle:

@@ -19,7 +19,7 @@ def config(name: str) -> Config:
 def parameters(name: str) -> int:
     model = config(name).model
     check_seq2seq(model)
-    return count_parameters(abstract_params(model.build(), model))
+    return count_parameters(abstract_params(model.build()))
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ ROWS = {row.name: row for row in REPORT.rows}
 
 
 def test_update_grid_has_a_line_per_block_and_columns_in_order() -> None:
-    order = parameter_order(CONFIG.build(), CONFIG)
+    order = parameter_order(CONFIG.build())
     lines = update_grid(REPORT.rows, order, 0.00012).splitlines()
     assert lines[0].startswith("update ratios at learning rate 0.00012: norm of update / ")
     assert lines[1].split()[::2] == ["embedding.W_E", "embedding.W_pos"] and lines[-1].split()[0] == "W_out"
@@ -50,7 +50,7 @@ def test_update_grid_has_a_line_per_block_and_columns_in_order() -> None:
 
 
 def test_rows_come_in_the_order_of_the_computation_heads_in_theirs() -> None:
-    names = [row.name for row in in_order(REPORT.rows, parameter_order(CONFIG.build(), CONFIG)[:-1])]
+    names = [row.name for row in in_order(REPORT.rows, parameter_order(CONFIG.build())[:-1])]
     assert sorted(names) == sorted(ROWS)
     assert names[:3] == ["embedding.W_E", "embedding.W_pos", "blocks.0.attention_norm.gamma"]
     heads = [f"blocks.0.attention.heads.{h}.W_Q" for h in range(3)]

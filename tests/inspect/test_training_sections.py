@@ -70,8 +70,9 @@ def test_entropy_chart_has_a_line_per_head_and_a_name_per_layer():
     assert isinstance(entropy, Lines) and [line.name for line in entropy.lines] == [
         "image layer 0", "image layer 0", "text layer 0",
     ]  # fmt: skip
-    names = [line.name for line in lines("Attention entropy", [{"step": 0, "entropy": [[1.0], [1.0], [1.0]]}])]
-    assert names == ["layer 0", "layer 1", "layer 2"]  # of another model
+    others = [{"step": step, "entropy": [[1.0], [1.0], [1.0]]} for step in (0, 1)]
+    assert [line.name for line in lines("Attention entropy", others)] == ["layer 0", "layer 1", "layer 2"]
+    assert "Attention entropy" not in by_title(others[:1])  # a trace of the model for points without lines
 
 
 def test_update_ratios_have_a_line_per_parameter():

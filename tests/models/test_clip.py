@@ -65,7 +65,7 @@ def test_embeddings_logits_and_loss_are_those_of_hugging_face() -> None:
         d_joint=20,
     )  # fmt: skip
     model, params = config.build(), unflatten_dict(weights, sep=".")
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model, config))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model))
     assert len(set(theirs["valid"].sum(1))) == 5
     inputs = (theirs["images"], theirs["tokens"], theirs["valid"])
     call = jax.jit(jax.vmap(partial(model.apply, {"params": params}), out_axes=(0, 0, None)))
@@ -80,7 +80,7 @@ def test_embeddings_logits_and_loss_are_those_of_hugging_face() -> None:
 @pytest.mark.slow
 def test_the_defaults_have_as_many_parameters_as_the_release() -> None:
     """151,277,313: `openai/clip-vit-base-patch32`."""
-    assert count_parameters(abstract_params(CLIPConfig().build(), CLIPConfig())) == 151_277_313
+    assert count_parameters(abstract_params(CLIPConfig().build())) == 151_277_313
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_dropout_acts_only_with_a_key() -> None:
 
 
 def test_every_parameter_has_a_sharding() -> None:
-    params, axes = abstract_params(CONFIG.build(), CONFIG), parameter_axes(CONFIG.build())
+    params, axes = abstract_params(CONFIG.build()), parameter_axes(CONFIG.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
 

@@ -51,7 +51,7 @@ def test_logits_are_those_of_bert(logits: str) -> None:
         config = EncoderConfig(41, 16, **shape)
         weights = {name: w for name, w in weights.items() if not name.startswith("classifier.")}
     model, params = config.build(), unflatten_dict(weights, sep=".")
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model, config))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model))
     ours = jax.jit(jax.vmap(partial(model.apply, {"params": params})))(
         theirs["source"], theirs["valid"], theirs["segments"]
     )
@@ -142,12 +142,12 @@ def test_dropout_acts_only_with_a_key() -> None:
 def test_bert_base_has_as_many_parameters_as_its_release() -> None:
     """109,514,298: `bert-base-uncased` with its head for masked tokens, without the pooler and next sentences."""
     config = EncoderConfig(30_522, 512, 768, n_blocks=12, n_heads=12, d_ff=(3072,), n_segments=2)
-    assert count_parameters(abstract_params(config.build(), config)) == 109_514_298
+    assert count_parameters(abstract_params(config.build())) == 109_514_298
 
 
 @pytest.mark.parametrize("config", [MASKED, FIRST], ids=["masked", "classifier"])
 def test_every_parameter_has_a_sharding(config: EncoderConfig) -> None:
-    params, axes = abstract_params(config.build(), config), parameter_axes(config.build())
+    params, axes = abstract_params(config.build()), parameter_axes(config.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
 

@@ -37,7 +37,7 @@ def test_logits(name: str) -> None:
         for key, weight in found.items()
         if key.startswith(f"{of}: ") and not key.endswith("logits")
     }
-    shapes = flatten_dict(abstract_params(config.build(), config), sep=".")
+    shapes = flatten_dict(abstract_params(config.build()), sep=".")
     assert {key: leaf.shape for key, leaf in shapes.items()} == {key: leaf.shape for key, leaf in params.items()}
     logits_TV = apply(config.build(), unflatten_dict(params, sep="."), found["tokens"])
     assert_close(logits_TV, found[f"{name}: logits"])

@@ -54,7 +54,7 @@ def test_logits_are_those_of_hugging_face() -> None:
         n_heads=3, d_ff=(40,), n_blocks=2, activation="gelu_exact",
     )  # fmt: skip
     model, params = config.build(), unflatten_dict(weights, sep=".")
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model, config))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model))
     for name, method in (("logits", "__call__"), ("features", "encode")):
         call = jax.jit(jax.vmap(partial(model.apply, {"params": params}, method=method)))
         assert_close(call(theirs["pixels"]), theirs[name])
@@ -63,7 +63,7 @@ def test_logits_are_those_of_hugging_face() -> None:
 def test_base_has_as_many_parameters_as_its_release() -> None:
     """86,567,656 in `vit-base-patch16-224`, where the class token has its own 768 beside its position."""
     config = ViTConfig()
-    assert count_parameters(abstract_params(config.build(), config)) == 86_567_656 - 768
+    assert count_parameters(abstract_params(config.build())) == 86_567_656 - 768
 
 
 def test_bytes_and_floats_of_one_image_give_the_same(case: tuple) -> None:
@@ -148,7 +148,7 @@ def test_execution_changes_neither_loss_nor_gradient() -> None:
 
 def test_every_parameter_has_a_sharding() -> None:
     """A patch's pixels over `tensor`, the model's width over `fsdp`."""
-    params, axes = abstract_params(CLASS.build(), CLASS), parameter_axes(CLASS.build())
+    params, axes = abstract_params(CLASS.build()), parameter_axes(CLASS.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
     assert tuple(placed["patch_embedding.W_patch"].spec) == ("tensor", "fsdp")

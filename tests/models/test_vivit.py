@@ -55,7 +55,7 @@ def test_logits_are_those_of_hugging_face() -> None:
         n_heads=3, d_ff=(40,), n_blocks=2, n_frames=6,
     )  # fmt: skip
     model, params = config.build(), unflatten_dict(weights, sep=".")
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model, config))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, abstract_params(model))
     assert_close(jax.jit(jax.vmap(partial(model.apply, {"params": params})))(theirs["pixels"]), theirs["logits"])
 
 
@@ -159,7 +159,7 @@ def test_execution_changes_neither_loss_nor_gradient() -> None:
 
 
 def test_every_parameter_has_a_sharding() -> None:
-    params, axes = abstract_params(FACTORISED.build(), FACTORISED), parameter_axes(FACTORISED.build())
+    params, axes = abstract_params(FACTORISED.build()), parameter_axes(FACTORISED.build())
     placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
     assert placed.keys() == flatten_dict(params, sep=".").keys()
 

@@ -8,7 +8,7 @@ import pytest
 from jaxformer.contract import Contract, Input, ParameterAxes, Role
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.nn.parameters import parameter, parameter_axes
+from jaxformer.nn.parameters import parameter, parameter_axes, trace_init
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,17 @@ def test_experts_are_stacked() -> None:
     assert axes["blocks_0.mlp.experts.W_1"] == ParameterAxes.parse("experts embed -> hidden")
     assert axes["blocks_0.mlp.experts.b_2"] == ParameterAxes.parse("embed", ("experts",))
     assert axes["blocks_0.mlp.shared.W_2"] == ParameterAxes.parse("hidden -> embed")
+
+
+def test_one_trace_has_what_several_had() -> None:
+    config = DecoderConfig(12, 6, 8, d_ff=(16,), n_blocks=2)
+    model, trace = config.build(), trace_init(config.build())
+    assert trace is trace_init(model)  # which is not traced again
+    output, variables = model.init_with_output(jax.random.key(0), *config.example())
+    assert jax.tree.map(jnp.shape, (output, variables["params"])) == jax.tree.map(jnp.shape, trace[:2])
+    assert parameter_axes(model) is trace.axes
+    names = [name for name in trace.axes if "." in name]
+    assert names.index("embedding.W_E") == 0 < names.index("blocks_0.mlp.W_1") < names.index("blocks_1.attention.W_Q")
 
 
 class Layer(nn.Module):

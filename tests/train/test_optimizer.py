@@ -476,7 +476,7 @@ def test_declared_axes_decide_weight_decay_and_muon():
     groups: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}
     scaled = set()
     for config in MODELS.values():
-        params, axes = abstract_params(config.build(), config), parameter_axes(config.build())
+        params, axes = abstract_params(config.build()), parameter_axes(config.build())
         labels, matrices = jax.tree_util.tree_leaves_with_path(muon_or_adamw(axes, params)), is_decayed(axes, params)
         for (path, label), decayed in zip(labels, jax.tree.leaves(matrices), strict=True):
             groups[label if decayed else "not decayed"].add(path[-1].key)

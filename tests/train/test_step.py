@@ -370,7 +370,7 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
     config = ClassifierConfig(V, T, 8, n_heads=2, d_ff=(12,), n_blocks=1, n_classes=3)
     inputs = BATCHES[0].inputs[0], np.ones((B, T), bool)
     batch, model = Batch(inputs, np.arange(B, dtype=np.int32) % 3), config.build()
-    params = abstract_params(model, config)
+    params = abstract_params(model)
     monkeypatch.setattr(objective, "MAX_LOGITS_BYTES", 4 * V)
 
     def call(params: Params) -> jax.Array:
