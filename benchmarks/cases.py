@@ -159,6 +159,7 @@ DECODING = Case(
         "memory": Side("benchmarks.decoding:memory", role="reference"),
     },
     points={f"batch {B}": {"B": B, **GPT2_SMALL, "skip": ["speculative"] if B == 64 else []} for B in (1, 8, 64)},
+    quick=["batch 1", "batch 8"],
     smoke={"tiny": {"B": 2, "shape": TINY_GPT2, "prompt": 8, "new": 8}},
     gpu={f"batch {B}": {"B": B, "shape": GPT2, "prompt": 32, "new": 256, "skip": ["speculative"]} for B in (1, 64)},
     check=check_texts,
@@ -221,6 +222,7 @@ RECURRENCE = Case(
 IMPORTS = Case(
     about="Processor time of importing a part with all its modules, and what it is built on.",
     unit="ms of processor time",
+    warm_up=False,
     sides={
         "jaxformer": Side("benchmarks.startup:imports", {"is_base": False}, role="ours"),
         "what it is built on": Side("benchmarks.startup:imports", {"is_base": True}),
@@ -237,6 +239,7 @@ FIRST_STEP = Case(
     about="From the start of `python train.py` to the first step in its log, with caches of programs and tokens empty "
     "(cold) or filled (warm).",
     unit="ms",
+    warm_up=False,
     sides={"jaxformer": Side("benchmarks.startup:first_step", role="ours")},
     points={
         "quick, cold": {"options": [], "is_cold": True}, "quick, warm": {"options": [], "is_cold": False},

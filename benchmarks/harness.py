@@ -71,6 +71,9 @@ class Case:
     gpu: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Points of `--gpu`."""
     unit: str = "ms per step"
+    warm_up: bool = True
+    """Two turns before the rounds, which compile and count the steps of a turn; False where each step starts a process
+    of its own, so that the first is like the others, and a turn is one step."""
     tolerance: float = 1e-3
     """Relative difference of `values` that rounding may make."""
     check: Callable[[dict[str, Figures]], None] | None = None
@@ -179,9 +182,11 @@ def measure_point(case: Case, settings: Mapping[str, Any], workers: Sequence[Wor
     timed = [worker for worker in workers if not facts[worker.name].get("_untimed")]
     if not timed:
         return {"facts": stored}
-    for worker in timed:
-        worker.turn(1)  # what is still to be compiled or allocated
-    steps = {worker.name: steps_per_turn(worker.turn(1), TURN_MS[size]) for worker in timed}
+    steps = {worker.name: 1 for worker in timed}
+    if case.warm_up:
+        for worker in timed:
+            worker.turn(1)  # what is still to be compiled or allocated
+        steps = {worker.name: steps_per_turn(worker.turn(1), TURN_MS[size]) for worker in timed}
     rounds = [{worker.name: worker.turn(steps[worker.name]) for worker in timed} for _ in range(ROUNDS[size])]
     medians = {name: median(each[name] for each in rounds) for name in rounds[0]}
     roles = {worker.name: worker.side.role for worker in timed}

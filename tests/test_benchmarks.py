@@ -91,6 +91,12 @@ def test_sides_take_turns_and_medians_and_ratios_are_of_the_rounds(tmp_path, mon
     assert page.splitlines()[2] == "| both | 4.5 (4.25 to 4.75) | 8.5 (8.25 to 8.75) | 1.90 (1.85 to 1.95) | 13 |"
 
 
+def test_steps_that_start_a_process_have_no_turns_before_the_rounds(tmp_path, monkeypatch):
+    point = measured(tmp_path, monkeypatch, warm_up=False)["points"]["one"]
+    assert (tmp_path / "log").read_text().splitlines()[-3:] == ["ours prepares", "ours 0", "ours 1"]
+    assert point["ms"]["ours"] == {"min": 2.0, "q1": 2.25, "median": 2.5, "q3": 2.75, "steps": 1}
+
+
 @pytest.mark.parametrize(("value", "apart"), [(1.01, "1.0e-02"), (float("nan"), "nan")])
 def test_sides_that_compute_different_things_are_not_compared(tmp_path, monkeypatch, value, apart):
     with pytest.raises(MeasurementError, match=f"peer computes something else than ours: values {apart} apart"):
