@@ -113,10 +113,14 @@ def cores() -> int:
 def keep_freed_memory() -> None:
     """Make glibc reuse freed memory instead of returning it to the system. A training step frees and allocates hundreds
     of megabytes of scratch memory; returned to the system each time, every page would be faulted in and zeroed anew, a
-    fifth of the step's time on a CPU."""
+    fifth of the step's time on a CPU.
+
+    All threads then share one arena of memory, for whose lock those of a tokenizer would wait most of their time. It
+    has one, unless `TOKENIZERS_PARALLELISM` is set."""
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):  # musl has no mallopt
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1)):  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD
             mallopt(option, value)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

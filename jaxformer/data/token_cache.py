@@ -23,6 +23,7 @@ from jaxformer.data.documents import Documents, Pieces
 from jaxformer.data.progress import Progress
 from jaxformer.data.text import batches
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
+from jaxformer.data.word_encoder import WordEncoder
 from jaxformer.errors import UserError, os_error_reason
 from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, try_lock
@@ -36,7 +37,7 @@ WARN_AFTER_SECONDS = 5.0
 TOKENIZER, MANIFEST = "tokenizer.json", "manifest.json"
 SPLITS = ("train.tokens", "val.tokens")
 CHARACTERS_PER_BATCH = 2**19
-"""Characters of text that are tokenized in parallel: encodings take some 200 bytes per character."""
+"""Characters of text that are tokenized at once: encodings take some 200 bytes per character."""
 
 warn = logging.getLogger(__name__).warning
 
@@ -157,9 +158,10 @@ def encode(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[np.ndar
             yield piece.removeprefix(" ") if i and tokenizer.doubles_space else piece, len(piece.encode())
         yield end, 0
 
+    encode_batch = (WordEncoder(tokenizer) if tokenizer.separates_words else tokenizer).encode_batch
     progress = Progress("tokenizing", documents.n_bytes)
     for batch in batches(chain.from_iterable(map(parts, documents)), lambda part: len(part[0]), CHARACTERS_PER_BATCH):
-        encoded = iter(tokenizer.encode_batch([part for part, _ in batch if isinstance(part, str)]))
+        encoded = iter(encode_batch([part for part, _ in batch if isinstance(part, str)]))
         tokens = [np.array(next(encoded), dtype) if isinstance(part, str) else part for part, _ in batch]
         n_bytes = sum(n for _, n in batch)
         yield np.concatenate(tokens), n_bytes

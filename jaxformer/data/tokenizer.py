@@ -265,6 +265,15 @@ class Tokenizer:
         return self._encoded_bytes(" a").startswith(b"  ")
 
     @cached_property
+    def separates_words(self) -> bool:
+        """True where the tokens of a text are those of its parts, cut before each single space between two words, as by
+        the pattern of GPT-2."""
+        form = json.loads(self.as_json())
+        step, added = form["pre_tokenizer"] or {}, form["added_tokens"]
+        by_pattern = step.get("type") == "ByteLevel" and step["use_regex"] and not step["add_prefix_space"]
+        return by_pattern and form["normalizer"] is None and all(token["special"] for token in added)
+
+    @cached_property
     def is_lossless(self) -> bool:
         """True where tokens have exactly the bytes of the text: no normaliser changes it, and no space is added."""
         return self._inner.normalizer is None and self._encoded_bytes("a") == b"a"
