@@ -45,6 +45,7 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     keep_freed_memory()
+    gc.enable()
     gc.freeze()  # what was imported stays, and need not be looked at again
     gc.set_threshold(50_000, 10, 10)  # tracing makes many objects that are no garbage: 6 % of a short run's time
     given = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
