@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"invocation", "lazy"},
+    {"invocation", "lazy", "meanwhile"},
     {"contract", "errors", "files", "signals", "terminal"},
     {"config_files", "determinism", "extras", "integrity", "preemption", "run_lock"},
     {"fields", "object_store"},
