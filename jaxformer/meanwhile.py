@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 DELAY_SECONDS = 0.1
 """Time that a body is given alone; what fails in it, such as a path, mostly does so sooner."""
+
+
+class _Call(threading.Timer):
+    """Thread of a call."""
 
 
 @contextmanager
@@ -24,7 +30,7 @@ def meanwhile(*calls: Callable[[], Any]) -> Iterator[None]:
         with contextlib.suppress(Exception):
             call()
 
-    timers = [threading.Timer(DELAY_SECONDS, call_quietly, [call]) for call in calls]
+    timers = [_Call(DELAY_SECONDS, call_quietly, [call]) for call in calls]
     for timer in timers:
         timer.start()
     try:
@@ -32,3 +38,12 @@ def meanwhile(*calls: Callable[[], Any]) -> Iterator[None]:
     finally:
         for timer in timers:
             timer.cancel()
+
+
+def leave(status: int) -> NoReturn:
+    """Exit with a status; at once where a call is still being made, for which the interpreter would wait."""
+    if any(isinstance(thread, _Call) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -1,5 +1,7 @@
 """Work in threads while the program waits."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -33,3 +35,18 @@ def test_no_call_is_made_beside_a_body_that_fails_at_once(monkeypatch):
     while threading.active_count() > before:
         pass
     assert not called.is_set()
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_leaving_waits_for_no_call(seconds):
+    program = f"""
+import time
+from jaxformer import meanwhile
+meanwhile.DELAY_SECONDS = 0
+with meanwhile.meanwhile(lambda: time.sleep({seconds})):
+    time.sleep(0.2)
+print("said", end="")
+meanwhile.leave(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said", "")
