@@ -225,9 +225,7 @@ def test_exit_on_abort_applies_inside_only():
 def start_all(n: int, devices: int, command: Callable[[list[str]], list[str]], cwd: Path) -> list[subprocess.Popen]:
     """Start n processes with several devices each; `command` receives the options of their addresses."""
     where = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(n)]
-    environment = os.environ | {
-        "JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
     return [
         subprocess.Popen(
             [sys.executable, *command([*where, "--distributed.process", str(i)])],

@@ -121,11 +121,12 @@ def test_training_prints_and_writes_what_the_docs_describe(here, finished):
     assert not finished.stderr
 
 
-def test_a_moved_run_can_be_sampled_from(here, finished, tmp_path):
+def test_a_moved_run_can_be_sampled_from(here, finished, tmp_path, monkeypatch, capsys):
     shutil.copytree(here / "runs/quick", tmp_path / "elsewhere")
-    result = run("sample.py", "--run", "elsewhere", "--prompt", "The cat", "--max-new-tokens", "40", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("The cat") and len(result.stdout) > len("The cat\n")
+    monkeypatch.chdir(tmp_path)
+    assert sample.main(["--run", "elsewhere", "--prompt", "The cat", "--max-new-tokens", "25"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The cat") and len(out) > len("The cat\n")
 
 
 def test_samples_are_independent_of_the_batch(here, finished, monkeypatch, capsys):
@@ -301,8 +302,9 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
     write_books(here / "others", words=800)
     for options, said in ((["--data.path", "others"], "not what this run was trained on"),
                           (["--steps", "5"], "has taken 20 steps already")):  # fmt: skip
-        result = run("train.py", "--resume", "--run", "runs/quick", *options, cwd=here)
-        assert result.returncode == 2 and said in result.stderr
+        on_eight = ("--mesh", "data=4,tensor=2")  # the devices of this process
+        assert train.main(["--resume", "--run", "runs/quick", *on_eight, *options]) == 2
+        assert said in capsys.readouterr().err
     assert content() == before
 
 

@@ -86,6 +86,12 @@ def distributions(piece: Piece) -> np.ndarray:
     return results
 
 
+@partial(jax.jit, static_argnums=0)
+def full_passes(module: nn.Module, params: Params, *inputs_B: jax.Array) -> jax.Array:
+    """Return the logits `(B, T, V)` of whole texts."""
+    return jax.vmap(partial(module.apply, {"params": params}))(*inputs_B)
+
+
 def assert_equals_full_passes(
     model: Model, prompts: Sequence[Sequence[int]], n: int, padded: int = 0, **kwargs: Any
 ) -> None:
@@ -95,12 +101,10 @@ def assert_equals_full_passes(
     longest = max(padded, *map(len, texts))
     tokens_BT = jnp.array([text + [0] * (longest - len(text)) for text in texts])
     prefixes = [jnp.array([len(prompt) for prompt in prompts])] if contract_of(model[0]).has_prefix else []
-    logits_BTV = jax.jit(jax.vmap(partial(model[0].apply, {"params": model[1]})))(tokens_BT, *prefixes)
-    wanted_BTV = np.asarray(jax.nn.log_softmax(logits_BTV))
+    logits_BTV = np.asarray(full_passes(*model, tokens_BT, *prefixes), np.float64)
+    wanted_BTV = logits_BTV - np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
     expected = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
-    assert_close(
-        distributions(piece), expected, 1e-5 * max(1, float(jnp.abs(logits_BTV).max()) / np.abs(expected).max())
-    )
+    assert_close(distributions(piece), expected, 1e-5 * max(1, np.abs(logits_BTV).max() / np.abs(expected).max()))
     chosen = np.take_along_axis(expected, piece.tokens_BN[..., None], axis=-1)[..., 0]
     assert_close(piece.logprobs_BN, chosen)
 

@@ -16,6 +16,7 @@ from jaxformer.inspect.verify import random_inputs
 from jaxformer.interop.run import import_run
 from jaxformer.model_page import write_model_page
 from jaxformer.runs import Run, load_run
+from tests.arrays import apply
 from tests.interop.published import publish
 from tests.interop.test_parity import CASES
 
@@ -63,7 +64,7 @@ def test_captures_equal_the_intermediate_values_of_transformers(case):
 def test_residual_stream_adds_up_to_the_logits(case):
     _, run = case
     tokens_T, target_T = jnp.asarray(tokens()), jnp.asarray(tokens())[::-1]
-    logits_TV = np.asarray(run.model.apply({"params": run.params}, tokens_T))
+    logits_TV = np.asarray(apply(run.model, run.params, tokens_T))
     lens = inspect.logit_lens(run.model, run.params, tokens_T)
     np.testing.assert_allclose(list(lens.values())[-1], logits_TV, atol=1e-4)
     parts = inspect.logit_attribution(run.model, run.params, tokens_T, target_T=target_T)
