@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from jaxformer.contract import ParameterAxes, Role
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.quantized import Quantized, quantize
+from jaxformer.ops.workarounds import FirstFactor
 
 Format = Literal["float32", "bfloat16", "int8"]
 
@@ -22,17 +24,19 @@ EXACT_AXES = {"positions", "gates", "alignment", "choices"}
 per source (gates, alignment), or routing tokens, which rounding would send to other experts (choices)."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["order"])
+@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["order", "platform"])
 @dataclass(frozen=True)
 class Transposed:
     """Matrix whose axes are stored in another order; `as_declared` returns it in its own.
 
     Attributes:
       values: the matrix with its axes in `order`.
+      platform: platform that it is transposed for.
     """
 
     values: jax.Array
     order: tuple[int, ...]
+    platform: str
 
 
 def store(params: Params, weights: Format, model: nn.Module, platform: str | None = None) -> Params:
@@ -59,26 +63,32 @@ def store(params: Params, weights: Format, model: nn.Module, platform: str | Non
 
 
 def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Params:
-    """Return parameters for decode steps: on a GPU, with the axes last that products sum over, on the same devices.
+    """Return parameters for decode steps, on the same devices: with the axes last that products sum over, of all
+    matrices on a GPU, and on a CPU of those of an MLP's last layer in float32.
 
-    A product with one row sums over numbers that are next to each other, in one kernel. In the declared order, XLA
-    stores all terms and sums them in a second kernel, which took two thirds more memory traffic per token. The programs
-    of `decode` take such parameters; `restored` and `as_declared` undo it.
+    On a GPU, a product with one row sums over numbers that are next to each other, in one kernel. In the declared
+    order, XLA stores all terms and sums them in a second kernel, which took two thirds more memory traffic per token.
+    For a CPU, see `ops.workarounds.FirstFactor`. The programs of `decode` take such parameters; `restored` and
+    `as_declared` undo it.
 
     Args:
       params: parameters of the model, from `store` or not.
       platform: platform to decode on; None for that of the parameters.
     """
-    if (platform or _platform(params)) != "gpu":
+    platform = platform or _platform(params)
+    if platform not in ("cpu", "gpu"):
         return params
     declared = parameter_axes(model)
 
     def transpose(path: tuple[Any, ...], leaf: Any) -> Any:
-        matrix, summed = leaf.values if isinstance(leaf, Quantized) else leaf, summed_axes(declared[_name(path)])
+        axes = declared[_name(path)]
+        if platform == "cpu" and not _is_slow_on_cpu(leaf, axes):
+            return leaf
+        matrix, summed = leaf.values if isinstance(leaf, Quantized) else leaf, summed_axes(axes)
         order = (*(axis for axis in range(matrix.ndim) if axis not in summed), *summed)
         if order == tuple(range(matrix.ndim)):
             return leaf
-        transposed = Transposed(matrix.transpose(order), order)
+        transposed = Transposed(matrix.transpose(order), order, platform)
         if isinstance(leaf, Quantized):
             return replace(leaf, values=transposed)  # type: ignore[arg-type]
         return transposed
@@ -86,13 +96,32 @@ def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Pa
     return jax.jit(lambda params: jax.tree_util.tree_map_with_path(transpose, params, is_leaf=_is_quantized))(params)
 
 
+def _is_slow_on_cpu(leaf: Any, axes: ParameterAxes) -> bool:
+    """Return whether products of few rows with a matrix should be those of a `FirstFactor`."""
+    if isinstance(leaf, Quantized) or axes.names != ("hidden", "embed"):
+        return False
+    return bool(leaf.dtype == jnp.float32 and leaf.shape[0] > leaf.shape[1])
+
+
 def as_declared(params: Params) -> Params:
     """Return parameters from `lay_out` with their axes in the order that the model declares."""
+    return _map_transposed(lambda matrix, _: matrix, params)
+
+
+def for_products(params: Params) -> Params:
+    """Return parameters from `lay_out` as the model multiplies with them."""
+    return _map_transposed(lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" else matrix, params)
+
+
+def _map_transposed(function: Callable[[jax.Array, str], Any], params: Params) -> Params:
+    """Return parameters with the function's results, of a matrix in its declared order and the platform, in place of
+    each `Transposed`."""
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Transposed):
             return leaf
-        return leaf.values.transpose([leaf.order.index(axis) for axis in range(len(leaf.order))])
+        order = [leaf.order.index(axis) for axis in range(len(leaf.order))]
+        return function(leaf.values.transpose(order), leaf.platform)
 
     return jax.tree.map(convert, params, is_leaf=lambda leaf: isinstance(leaf, Transposed))
 

@@ -6,6 +6,8 @@ All compute what the plain form computes. Each can go once the compiler of a lat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -17,6 +19,11 @@ import numpy as np
 PLATFORMS_WITHOUT_BFLOAT16_SUMS = ("cpu",)
 """Platforms whose compiler crashes on an all-reduce in bfloat16 over a tensor axis (all-reduce promotion), which is
 refused instead; seen with jax 0.10."""
+
+
+MAX_ROWS = 16
+"""Most rows of an example whose product with a `FirstFactor` has the matrix first: those of a decode step or of a
+draft's proposals, not of a prompt."""
 
 
 @jax.custom_vjp
@@ -104,6 +111,26 @@ def update_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis
         return update_slice(array, part, start, axis + 1), True
 
     return put(array, part, jnp.asarray(start))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["matrix"], meta_fields=[])
+@dataclass(frozen=True)
+class FirstFactor:
+    """Matrix W whose transpose is stored, and that supports `x @ W`: of few rows per example as `(Wᵀ xᵀ)ᵀ`.
+
+    XLA's CPU compiler is slow at few rows times a matrix of more rows than columns: of (2048,256) and 1, 8 and 64 rows,
+    it takes 218, 316 and 868 us on one core with AVX-512, and this form 147, 182 and 721. Gain: a decode step of 4
+    blocks of width 256 takes 0.92 of the time for 1 text, 0.90 for 8, 1.03 for 64. Seen with jax 0.10.
+
+    Attributes:
+      matrix: W, `(D, F)`, itself a transpose, which is not computed.
+    """
+
+    matrix: jax.Array
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        """Return `(…, D)` times `(D, F)`."""
+        return (self.matrix.T @ x.T).T if x.ndim == 2 and len(x) <= MAX_ROWS else x @ self.matrix
 
 
 def zero_after(x: jax.Array) -> jax.Array:

@@ -112,7 +112,20 @@ def test_the_layout_for_a_gpu_has_last_what_products_sum_over_and_is_undone_exac
     assert not any("W_E" in path or "W_pos" in path for path in transposed)  # read row by row
     jax.tree.map(np.testing.assert_array_equal, as_declared(laid_out), params)
     jax.tree.map(np.testing.assert_array_equal, restored(laid_out), restored(params))
-    assert lay_out(params, model) is params  # on a CPU
+
+
+@pytest.mark.slow
+def test_the_layout_for_a_cpu_transposes_the_last_layer_of_mlps_and_is_undone_exactly(built):
+    model, params = built
+    laid_out = lay_out(params, model)
+    leaves = jax.tree_util.tree_leaves_with_path(laid_out, is_leaf=lambda x: isinstance(x, Transposed))
+    transposed = {path[-1].key for path, leaf in leaves if isinstance(leaf, Transposed)}
+    assert transposed <= {"W_2"}
+    assert bool(transposed) == (model.config.d_ff[-1] > model.config.d_model)
+    jax.tree.map(np.testing.assert_array_equal, as_declared(laid_out), params)
+    jax.tree.map(np.testing.assert_array_equal, restored(laid_out), restored(params))
+    small = store(params, "int8", model)
+    assert jax.tree.structure(lay_out(small, model)) == jax.tree.structure(small)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +148,8 @@ def test_int8_scales_reach_over_the_axes_that_products_sum_over(axes, summed):
 
 
 @pytest.mark.slow
-def test_texts_are_the_same_from_parameters_laid_out_for_a_gpu():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_texts_are_the_same_from_parameters_laid_out(platform):
     model = MODELS["rope, tied"].build()
     params = first_params(model, TOKENS)
 
@@ -145,7 +159,7 @@ def test_texts_are_the_same_from_parameters_laid_out_for_a_gpu():
         )
         return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
 
-    np.testing.assert_array_equal(run(lay_out(params, model, platform="gpu")), run(params))
+    np.testing.assert_array_equal(run(lay_out(params, model, platform)), run(params))
 
 
 @pytest.mark.slow

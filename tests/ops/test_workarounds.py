@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.workarounds import kth_largest, ring_groups, rings, separate_gradient_transpose
+from jaxformer.ops.workarounds import FirstFactor, kth_largest, ring_groups, rings, separate_gradient_transpose
 
 
 def line(coordinates, platform="tpu"):
@@ -46,6 +46,13 @@ def test_a_gradient_that_is_transposed_separately_is_the_gradient():
     loss = lambda w, f: jnp.sum(jnp.sin(x @ f(w)))  # noqa: E731
     plain, separate = (jax.grad(loss)(w, f) for f in (lambda w: w, separate_gradient_transpose))
     np.testing.assert_array_equal(plain, separate)
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 17])
+def test_a_product_with_the_matrix_first_is_the_product(n_rows):
+    x_BTD, W_DF = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(2, n_rows, 11), (11, 7)]))
+    product_BTF = jax.vmap(lambda x_TD: x_TD @ FirstFactor(W_DF))(x_BTD)
+    np.testing.assert_allclose(product_BTF, x_BTD @ W_DF, atol=1e-5)
 
 
 def test_the_kth_largest_counts_equal_numbers():
