@@ -30,7 +30,7 @@ from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Outcome, train
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
-from tests.arrays import assert_close, random_params
+from tests.arrays import apply, assert_close, random_params
 from tests.helpers import exhaustive, flip_a_bit, slow, small_run, write_books
 
 EXPERTS = DecoderConfig(
@@ -311,7 +311,7 @@ def test_a_merged_run_is_the_same_model_and_needs_no_base(run, tmp_path, capsys)
     assert (other.step, other.config) == (8, one.config)
     tokens = jnp.arange(16, dtype=jnp.int32)
     np.testing.assert_allclose(
-        other.model.apply({"params": other.params}, tokens), one.model.apply({"params": one.params}, tokens), atol=1e-5
+        apply(other.model, other.params, tokens), apply(one.model, one.params, tokens), atol=1e-5
     )
     texts = []
     for folder in (run, out):

@@ -24,6 +24,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.runs import create_run, load_run
+from tests.arrays import apply
 from tests.data.test_captions import MODEL as CLIP
 from tests.helpers import small_run
 
@@ -76,7 +77,7 @@ def test_classes_are_printed_by_name_with_the_probabilities_of_the_model(
     assert sample.main(["--run", runs["images"], "--images", "fits.png", "large.jpg", "--jsonl"]) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     run = load_run(runs["images"])
-    expected = jax.nn.softmax(run.model.apply({"params": run.params}, np.asarray(Image.open("fits.png"))))
+    expected = jax.nn.softmax(apply(run.model, run.params, np.asarray(Image.open("fits.png"))))
     assert first["image"] == "fits.png" and second["image"] == "large.jpg"
     assert dict(first["shows"]) == pytest.approx(
         dict(zip(("owl", "wren", "kite"), expected.tolist(), strict=True)), rel=1e-3
@@ -111,9 +112,7 @@ def test_zero_shot_probabilities_equal_those_of_all_cosines(
     logits = []
     for text in texts:
         tokens = np.array([BYTES.end_of_text, *BYTES.encode(text), BYTES.end_of_text])
-        image_E, text_E, log_scale = run.model.apply(
-            {"params": run.params}, np.asarray(Image.open("small.png")), tokens
-        )
+        image_E, text_E, log_scale = apply(run.model, run.params, np.asarray(Image.open("small.png")), tokens)
         logits.append(float(jnp.exp(log_scale) * image_E @ text_E))
     expected = dict(zip(texts, np.asarray(jax.nn.softmax(jnp.array(logits))).tolist(), strict=True))
     assert dict(row["shows"]) == pytest.approx(expected, rel=1e-3)

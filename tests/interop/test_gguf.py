@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from jaxformer.errors import UserError
 from jaxformer.interop.gguf import export_gguf, pre_type
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import Run, load_run
-from tests.arrays import first_params
+from tests.arrays import apply, random_params
 from tests.helpers import small_run
 
 gguf = pytest.importorskip("gguf")
@@ -50,11 +49,7 @@ def random_run(small: Run, **changes: Any) -> Run:
     """Return the run with random parameters of another model; its tokenizer has fewer tokens than the model rows."""
     config = replace(small.config, model=replace(SHAPE, **changes))
     model = config.model.build()
-    draw = np.random.default_rng(0)
-    params = jax.tree.map(  # gains and matrices as a training leaves them
-        lambda p: p + draw.normal(0, 0.2, p.shape).astype(np.float32), first_params(model, *config.model.example())
-    )
-    return replace(small, config=config, model=model, params=params)
+    return replace(small, config=config, model=model, params=random_params(model, *config.model.example()))
 
 
 def rms_norm(x: np.ndarray, gamma: np.ndarray, eps: float) -> np.ndarray:
@@ -112,7 +107,7 @@ def test_numpy_forward_of_the_file_gives_the_logits(small, tmp_path, case):
         tensors["rope_freqs.weight"] = np.array(config["factor"])
     tokens = np.random.default_rng(0).integers(300, size=91)
     logits_TV = forward(config, tensors, tokens.tolist(), adjacent=config["architecture"] == "llama")
-    expected_TV = run.model.apply({"params": run.params}, jnp.asarray(tokens))
+    expected_TV = apply(run.model, run.params, jnp.asarray(tokens))
     np.testing.assert_allclose(logits_TV, expected_TV, rtol=0, atol=1e-4)
     assert np.abs(expected_TV).max() > 1
 

@@ -18,6 +18,7 @@ from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.publish import resolved, unmatched
 from jaxformer.interop.run import import_run
 from jaxformer.runs import Run, load_run
+from tests.arrays import apply
 from tests.helpers import ROOT, small_run
 from tests.interop.published import publish, their_greedy, their_logits
 from tests.interop.test_parity import CASES, tokens
@@ -155,7 +156,7 @@ def test_transformers_computes_the_same_and_encodes_the_same(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     export_huggingface(run, tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    ours_TV = run.model.apply({"params": run.params}, tokens(96, 280))
+    ours_TV = apply(run.model, run.params, tokens(96, 280))
     np.testing.assert_allclose(ours_TV, their_logits(model, tokens(96, 280)), rtol=0, atol=1e-4)
     prompt = run.tokenizer.encode(" ai bj")
     assert greedy(run, prompt, 64) == their_greedy(model, prompt, 64)

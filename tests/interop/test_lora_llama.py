@@ -12,7 +12,7 @@ from jaxformer.__main__ import main
 from jaxformer.checkpoints import CheckpointReader
 from jaxformer.runs import BASE, load_run
 from jaxformer.train.log import read_metrics
-from tests.arrays import assert_close
+from tests.arrays import apply, assert_close
 from tests.helpers import write_books
 from tests.interop.published import publish
 
@@ -52,7 +52,7 @@ def test_adapters_on_an_imported_llama_learn_and_leave_it_as_it_was(tmp_path: Pa
     assert main(["merge", "tuned", "--out", "merged"]) == 0
     tokens = jnp.arange(32, dtype=jnp.int32)
     tuned, merged, before = (load_run(name) for name in ("tuned", "merged", "imported"))
-    logits, of_merged, of_before = (run.model.apply({"params": run.params}, tokens) for run in (tuned, merged, before))
+    logits, of_merged, of_before = (apply(run.model, run.params, tokens) for run in (tuned, merged, before))
     assert_close(of_merged, logits)
     assert np.abs(logits - of_before).max() > 0.1
     capsys.readouterr()
@@ -60,4 +60,5 @@ def test_adapters_on_an_imported_llama_learn_and_leave_it_as_it_was(tmp_path: Pa
     assert main(["export", "merged", "--format", "hf", "--out", "out"]) == 0
     shutil.rmtree("merged")
     assert main(["import", "out", "--run", "again"]) == 0
-    assert_close(load_run("again").model.apply({"params": load_run("again").params}, tokens), logits)
+    again = load_run("again")
+    assert_close(apply(again.model, again.params, tokens), logits)

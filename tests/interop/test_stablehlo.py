@@ -16,7 +16,7 @@ from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.interop.stablehlo import export_stablehlo
 from jaxformer.runs import Run, load_run
-from tests.arrays import first_params
+from tests.arrays import apply, random_params
 from tests.helpers import ROOT, exhaustive, small_run
 
 pytest.importorskip("flatbuffers")
@@ -36,7 +36,7 @@ def run_of(run: Run, spec: str, **changes) -> Run:
     config = load_config(f"{ROOT}/configs/{spec}")
     config = replace(config, model=replace(config.model, d_model=16, **changes))
     model = config.model.build()
-    return replace(run, config=config, model=model, params=first_params(model, *config.model.example()))
+    return replace(run, config=config, model=model, params=random_params(model, *config.model.example()))
 
 
 def readme_program(folder) -> str:
@@ -91,7 +91,7 @@ def test_programs_give_the_logits_of_a_full_pass(run, tmp_path, spec, changes):
     padded = np.pad(tokens[:n], (0, 16 - n), constant_values=7)[None]
     logits, cache = prefill.call(weights, padded, np.array([n], np.int32))
     prefix = (n,) if is_prefix else ()
-    expected_TV = run.model.apply({"params": run.params}, tokens, *prefix)
+    expected_TV = apply(run.model, run.params, tokens, *prefix)
     for i in range(n, 9):
         np.testing.assert_allclose(logits[0], expected_TV[i - 1], atol=1e-5)
         logits, cache = decode.call(weights, cache, tokens[i : i + 1], np.array([i], np.int32))
