@@ -295,15 +295,15 @@ def scaled(batch_size: int = 8, **model: Any) -> dict[str, Any]:
 SCALING = Case(
     about="Training steps of a decoder (width 256, 4 blocks, 256 positions, batch 8, vocabulary 512) along one size at "
     "a time: the exponent of the time, fitted by least squares, beside that of the model's FLOPs at the same points. "
-    "Below a width of 256 products are too small for the rate of large ones.",
+    "Widths begin at 512: at 256, products are too small for the rate of large ones.",
     sides={"jaxformer": Side("benchmarks.training:jaxformer", role="ours")},
     points={
         **{f"T {T}": scaled(context_length=T) for T in (128, 256, 512, 1024)},
-        **{f"D {D}": scaled(d_model=D) for D in (256, 512, 768)},
+        **{f"D {D}": scaled(d_model=D) for D in (512, 768, 1024)},
         **{f"L {L}": scaled(n_blocks=L) for L in (2, 4, 8)},
         **{f"batch {B}": scaled(B) for B in (4, 8, 16, 32)},
     },
-    quick=["T 128", "T 512", "D 256", "D 768", "L 2", "L 8", "batch 4", "batch 16"],
+    quick=["T 128", "T 512", "D 512", "D 1024", "L 2", "L 8", "batch 4", "batch 16"],
     smoke={f"T {T}": scaled(2, **TINY_DECODER | {"context_length": T}) for T in (8, 16)},
     summarize=summarize_scaling,
 )  # fmt: skip
