@@ -13,7 +13,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import Transposed, as_declared, lay_out, restored, store, summed_axes
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.quantized import Quantized
-from tests.arrays import first_params
+from tests.arrays import random_params
 from tests.helpers import exhaustive
 
 MODELS = {
@@ -37,7 +37,7 @@ TOKENS = np.random.default_rng(0).integers(0, 40, 16).astype(np.int32)
 @pytest.fixture(params=MODELS, scope="module")
 def built(request):
     model = MODELS[request.param].build()
-    return model, first_params(model, TOKENS)
+    return model, random_params(model, TOKENS)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -151,7 +151,7 @@ def test_int8_scales_reach_over_the_axes_that_products_sum_over(axes, summed):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_texts_are_the_same_from_parameters_laid_out(platform):
     model = MODELS["rope, tied"].build()
-    params = first_params(model, TOKENS)
+    params = random_params(model, TOKENS)
 
     def run(params):
         pieces = generate(
@@ -166,7 +166,7 @@ def test_texts_are_the_same_from_parameters_laid_out(platform):
 @pytest.mark.parametrize("weights", [exhaustive("bfloat16"), "int8"])
 def test_generation_with_rounded_weights_is_greedy_by_full_passes(weights):
     model = MODELS["learned, biases"].build()
-    params = first_params(model, TOKENS)
+    params = random_params(model, TOKENS)
     small = store(params, weights, model)
     run = lambda params, prompts: list(  # noqa: E731
         generate(
