@@ -499,6 +499,20 @@ def test_the_decode_loop_updates_the_cache_in_place(n_rows: int, dtype: Any) -> 
 
 
 @pytest.mark.slow
+def test_a_cache_that_is_enlarged_in_prefill_and_decoding_equals_full_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 tokens in chunks of 16, in caches of 16 and 32 slots, and 14 more, in 32 and 64."""
+    monkeypatch.setattr("jaxformer.decode.generation.MIN_SLOTS_READ", 8)
+    sizes, enlarge = [], programs.enlarge
+    monkeypatch.setattr(
+        programs, "enlarge", lambda *args, **kwargs: sizes.append(kwargs["n_slots"]) or enlarge(*args, **kwargs)
+    )
+    prompts = [random_tokens(V, length, seed=length).tolist() for length in (20, 3)]
+    model = build(replace(LEARNED, context_length=64))
+    assert_equals_full_passes(model, prompts, 14, context_length=64, prefill_chunk=16)
+    assert sizes == [32, 64]
+
+
+@pytest.mark.slow
 def test_logits_past_the_context_attend_to_a_window_of_the_context() -> None:
     free = replace(ROPE, window=None)
     tokens_T = random_tokens(V, 3 * CONTEXT)
