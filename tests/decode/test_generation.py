@@ -428,10 +428,10 @@ def test_invalid_arguments_are_refused(config: ModelConfig, prompts: list, given
     [
         (ROPE, PROMPTS, BEYOND, 2**31 - 1, 16),  # the longest prompt's 11, which is more than the window's 7
         (replace(ROPE, context_length=500, window=128), [[3]], 400, 512, 128),
-        (replace(LEARNED, context_length=500), [[3]], 1, 512, 512),  # as for any prompt
-        (replace(LEARNED, context_length=9000), [[3]], 1, 512, 1024),
+        (replace(LEARNED, context_length=500), [[3]], 400, 512, 128),  # enlarged as the text grows
+        (replace(LEARNED, context_length=9000), [[3] * 200], 1, 512, 256),
     ],
-    ids=["chunk beyond the context", "window", "context", "long context"],
+    ids=["chunk beyond the context", "window", "short prompt", "long prompt"],
 )
 def test_the_cache_has_no_unused_slots(
     config: DecoderConfig, prompts: list, n: int, chunk: int, n_slots: int, monkeypatch: pytest.MonkeyPatch
