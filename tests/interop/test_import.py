@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxformer.__main__ import main
@@ -101,9 +102,10 @@ def test_bfloat16_is_read_exactly_and_stored_as_it_is(tmp_path: Path):
     stored = {leaf.dtype.name for leaf in jax.tree.leaves(load_run(folder).params)}
     assert stored == {"float32"}  # as loaded, for training
     np.testing.assert_array_equal(load_run(folder).params["W_out"], weights["lm_head.weight"].T.astype(np.float32))
-    size = sum(file.stat().st_size for file in (folder / "checkpoints/0/params").rglob("*") if file.is_file())
     wide, _ = import_run(tmp_path / "model", tmp_path / "wide", dtype="float32")
-    assert size < sum(file.stat().st_size for file in (wide / "checkpoints/0/params").rglob("*") if file.is_file())
+    for run, dtype in ((folder, "bfloat16"), (wide, "float32")):
+        on_disk = ocp.StandardCheckpointer().metadata(run / "checkpoints/0/params").item_metadata.tree
+        assert {np.dtype(leaf.dtype).name for leaf in jax.tree.leaves(on_disk)} == {dtype}
 
 
 @pytest.mark.slow
