@@ -4,12 +4,12 @@
         [--widths N ...] [--seeds N]
     python -m benchmarks.width_transfer write [--folder FOLDER]
 
-`train` trains the rung `best` of `configs/ladder.py`, whose width is 128, at several widths: its heads keep their
-width, and its MLPs are as many times as wide as the model. Learning rates are the rung's times powers of 1.5, from the
-best of the width before up and down until the best of them has two on either side. 'fixed' is one learning rate for all
-parameters; 'scaled' is the rung with `base_width`, and W_out drawn as muP has it, with a standard deviation in
-proportion to 1 / width. At the rung's own width, the two are the same. Losses are those of text that is held out of the
-training books, or of --data.val-path, which should be no text that other figures are measured on. Each
+`train` trains the rung `small_embeddings` of `configs/ladder.py`, whose width is 128, at several widths: its heads keep
+their width, and its MLPs are as many times as wide as the model. Learning rates are the rung's times powers of 1.5,
+from the best of the width before up and down until the best of them has two on either side. 'fixed' is one learning
+rate for all parameters; 'scaled' is the rung with `base_width`, and W_out drawn as muP has it, with a standard
+deviation in proportion to 1 / width. At the rung's own width, the two are the same. Losses are those of text that is
+held out of the training books, or of --data.val-path, which should be no text that other figures are measured on. Each
 training writes one JSON file below --folder when it is done, so that the benchmark can be stopped and started again.
 
 `write` fits a parabola to the losses over the logarithm of the learning rate, for each width and seed, stores the
@@ -51,7 +51,7 @@ from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 
 BEGIN, END = "<!-- outcomes of benchmarks/width_transfer.py -->\n", "<!-- end of width transfer -->\n"
-RUNG = "ladder:best"
+RUNG = "ladder:small_embeddings"
 WIDTHS = (64, 128, 256)
 FACTOR = 1.5
 """Between neighbouring learning rates."""

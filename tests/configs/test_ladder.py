@@ -28,14 +28,14 @@ LAST = [*ladder.RECIPE][-1]
 
 
 @pytest.mark.slow
-def test_candidates_have_a_million_parameters_and_equal_tokens() -> None:
+def test_candidates_have_at_most_a_million_parameters_and_equal_tokens() -> None:
     for name in ladder.RECIPE:
         config = load_config(f"ladder:{name}")
         model: Any = config.model
         assert config.steps * config.train.batch_size * model.context_length == pytest.approx(800_000, rel=0.002)
         sizes = jax.tree_util.tree_leaves_with_path(abstract_params(model.build()))
         inner = sum(leaf.size for path, leaf in sizes if "W_E" not in str(path) and "W_out" not in str(path))
-        assert inner == pytest.approx(1e6, rel=0.02)
+        assert 0.85e6 < inner < 1.02e6
 
 
 @pytest.mark.slow
@@ -43,7 +43,10 @@ def test_candidates_have_a_million_parameters_and_equal_tokens() -> None:
 def test_candidates_learn_a_batch_by_heart(name: str) -> None:
     config = load_config(f"ladder:{name}")
     model = replace(config.model, vocab_size=32, context_length=8, d_model=16, n_blocks=2, d_ff=(32,))
-    config = replace(config, model=model, train=replace(config.train, batch_size=4), steps=60)
+    config = replace(
+        config, model=model, train=replace(config.train, batch_size=4), steps=60,
+        optimizer=replace(config.optimizer, warmup_steps=0),
+    )  # fmt: skip
     setup = TrainSetup(config, make_mesh(devices=jax.devices()[:1]))
     batch = next_token_batch(np.random.default_rng(0).integers(32, size=(4, 9), dtype=np.int32))
     step, state, losses = make_train_step(setup), setup.init_state(), []
@@ -112,8 +115,9 @@ def test_outcomes_are_those_of_ended_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trials_are_described_by_the_nearest_rung(tmp_path: Path) -> None:
-    rung = load_config(f"ladder:{LAST}")
+    rung: Any = load_config(f"ladder:{LAST}")
     optimizer = replace(rung.optimizer, learning_rate=0.5)
+    targets = f"{rung.steps * rung.train.batch_size * rung.model.context_length:,}"
     runs: list[tuple[str, Config, list[dict]]] = [
         ("higher", replace(rung, optimizer=optimizer), [{"step": rung.steps, "val_loss": 4.5}]),
         ("diverged", replace(rung, optimizer=optimizer, seed=1), [{"step": 7, "diverged": {"began": 3}}]),
@@ -126,8 +130,8 @@ def test_trials_are_described_by_the_nearest_rung(tmp_path: Path) -> None:
     outcomes = recipe.trials(tmp_path)
     assert [*outcomes] == ["diverged", "higher"]
     assert recipe.trials_table(outcomes).splitlines()[2:] == [
-        f"| 4.500 | `{LAST}` | learning_rate 0.5 | 799,744 |",
-        f"| diverged at step 3 | `{LAST}` | learning_rate 0.5 | 799,744 |",
+        f"| 4.500 | `{LAST}` | learning_rate 0.5 | {targets} |",
+        f"| diverged at step 3 | `{LAST}` | learning_rate 0.5 | {targets} |",
     ]
 
 
