@@ -1,8 +1,8 @@
 """python train.py --help"""
 
 import gc
+import sys
 
-from jaxformer.meanwhile import leave
 from jaxformer.terminal import echo_status
 
 if __name__ == "__main__":
@@ -10,4 +10,4 @@ if __name__ == "__main__":
     gc.disable()  # a sixth of the time of imports, which make no garbage; see `machine.set_up`
     from jaxformer.cli.train import main
 
-    leave(main())
+    sys.exit(main())

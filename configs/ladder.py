@@ -176,7 +176,5 @@ long_average = next_rung(
     linear, "long_average", "squared gradients averaged over 100 steps", optimizer={"b2": 0.99}
 )  # fmt: skip
 
-# So that a target takes no longer than with the first, also in the smaller batches that follow.
-narrow = next_rung(long_average, "narrow", "MLPs of 1,408", model={"d_ff": (1408,)})
-
-best = next_rung(narrow, "best", "batches of 12, a lower learning rate", 12, optimizer={"learning_rate": 5e-3})
+# So that a target takes no longer than with the first.
+best = next_rung(long_average, "best", "MLPs of 1,408", model={"d_ff": (1408,)})

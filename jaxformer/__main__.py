@@ -6,13 +6,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
 
 from jaxformer.cli.arguments import as_command
 from jaxformer.cli.options import paragraphs
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
-from jaxformer.meanwhile import leave
 from jaxformer.terminal import echo, echo_status
 
 COMMANDS = {
@@ -56,10 +54,5 @@ def _help(arguments: list[str]) -> int:
     return 0
 
 
-def run() -> NoReturn:
-    """Run the command of this program's arguments, and exit."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

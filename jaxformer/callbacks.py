@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
@@ -82,10 +81,6 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
     model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
     has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
     inputs_B, mask_BT = jax.tree.map(lambda x: x[_unpadded_examples(batch)], (batch.inputs, target_mask(batch)))
-
-    one = SingleDeviceSharding(setup.mesh.local_devices[0])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), setup.abstract_params)
-    attention_entropy.lower(model, shapes, *inputs_B, target_mask_BT=mask_BT).compile()  # while the step may be
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(setup.model_params(state), setup.mesh)

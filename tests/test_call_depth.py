@@ -7,7 +7,6 @@ from types import FrameType
 import pytest
 from jax.extend.core.primitives import dot_general_p
 
-from jaxformer import meanwhile
 from tests.helpers import ROOT, tiny, write_books
 
 MAX_FRAMES, MAX_FILES = 14, 10
@@ -44,7 +43,6 @@ def test_few_frames_lead_to_the_first_matrix_product(monkeypatch, tmp_path):
     changes = ("--train.batch-size", "8", "--train.report-every", "0")
     monkeypatch.setattr(sys, "argv", ["train.py", *tiny(write_books(tmp_path / "books"), 20, *changes)])
     monkeypatch.setattr(dot_general_p, "bind", record)
-    monkeypatch.setattr(meanwhile, "DELAY_SECONDS", 600)  # else a thread may be there first
     with pytest.raises(FirstProduct):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     path = "\n".join(f"{file}: {function}" for file, function in frames)

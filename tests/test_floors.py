@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"invocation", "lazy", "meanwhile"},
+    {"invocation", "lazy"},
     {"contract", "errors", "files", "signals", "terminal"},
     {"config_files", "determinism", "extras", "integrity", "preemption", "run_lock"},
     {"fields", "object_store"},

@@ -7,9 +7,8 @@ import dataclasses
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -230,10 +229,8 @@ def _prepare(
     config: Config, folder: Path, resume: bool, options: Arguments, changes: str, fixed: set[str],
     pretrained: Pretrained | None, early: contextlib.ExitStack,
 ) -> Prepared:  # fmt: skip
-    """Read the data, while the programs are compiled that depend on the config alone, create the folder of a new run,
-    and print the header."""
+    """Read the data, create the folder of a new run, and print the header."""
     from jaxformer.callbacks import make_callbacks
-    from jaxformer.meanwhile import meanwhile
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.staging import share_run
@@ -241,7 +238,6 @@ def _prepare(
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup
     from jaxformer.train.sinks import prepare_sinks
-    from jaxformer.train.step import CompiledStep
     from jaxformer.training_page import page_sink
     from jaxformer.training_report import header
 
@@ -255,20 +251,14 @@ def _prepare(
     if is_main_process():
         prepare_sinks(config.train.log_to)
     echo_status("reading the data ...")
-    train_step, known_folder = CompiledStep(setup, print_line), folder if resume else None
-    compiling: list[Callable[[], Any]] = [partial(train_step.compile, setup.abstract_batch)]
-    if not resume and pretrained is None:
-        compiling.append(setup.compile_init)
-    with meanwhile(*compiling if jax.process_count() == 1 else ()):  # processes may wait for each other as they compile
-        if pretrained is None:
-            data = load_data(known_folder, config, fixed)
-        else:  # whose tokenizer a new run keeps
-            data = load_data(known_folder, config, tokenizer=pretrained.tokenizer)
+    if pretrained is None:
+        data = load_data(folder if resume else None, config, fixed)
+    else:  # whose tokenizer a new run keeps
+        data = load_data(folder if resume else None, config, tokenizer=pretrained.tokenizer)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
         setup = TrainSetup(config, mesh, pretrained)
         setup.check_devices()
-        train_step = CompiledStep(setup, print_line)
     setup.check_fit(data.batch(0, slice(1)))
     barrier()  # no run is created where a process has no data
 
@@ -284,7 +274,7 @@ def _prepare(
     step = options.from_step
     arguments = {
         "callbacks": callbacks, "resume": resume, "allow_changed_data": options.allow_changed_data, "sinks": sinks,
-        "rollback": None if step is None else Rollback(step, options.skip_batches, changes), "train_step": train_step,
+        "rollback": None if step is None else Rollback(step, options.skip_batches, changes),
     }  # fmt: skip
     return Prepared(setup, data, folder, early, arguments)
 

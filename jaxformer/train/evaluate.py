@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from math import exp, inf, log
 from typing import Protocol
 
@@ -67,19 +66,9 @@ class Evaluator:
     """Evaluation of parameters on held-out examples, with one compiled step for each shape of a batch."""
 
     def __init__(self, setup: TrainSetup, data: HeldOut) -> None:
-        self._step, self._split, self._params = make_eval_step(setup), batch_sharding(setup.mesh), setup.abstract_params
+        self._step, self._split = make_eval_step(setup), batch_sharding(setup.mesh)
         self._data, self._batch_size, self._n_shards = data, setup.config.train.batch_size, setup.n_shards
         self._objective = OBJECTIVES[setup.config.model.contract.task]
-
-    def _batches(self, n: int | None) -> Iterator[Batch]:
-        batch_size = self._batch_size if n is None else min(self._batch_size, -(-n // self._n_shards) * self._n_shards)
-        return self._data.held_out(batch_size, n)
-
-    def compile(self, n: int | None = None) -> None:
-        """Compile for the batches of an evaluation of `n` examples, which needs no parameters."""
-        for batch in islice(self._batches(n), 1):
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._split), batch)
-            self._step.lower(self._params, shapes).compile()
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
         """Return the evaluation on all held-out examples, or on `n` evenly spaced ones, in batches as of training, or
@@ -91,7 +80,8 @@ class Evaluator:
         targets = n_bytes = 0.0
         unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
         read = lambda: measures.append({name: np.asarray(x) for name, x in unread.popleft().items()})  # noqa: E731
-        for batch in self._batches(n):
+        batch_size = self._batch_size if n is None else min(self._batch_size, -(-n // self._n_shards) * self._n_shards)
+        for batch in self._data.held_out(batch_size, n):
             unread.append(self._step(params, global_device_put(batch, self._split)))
             if len(unread) > BATCHES_IN_FLIGHT:
                 read()

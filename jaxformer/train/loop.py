@@ -84,7 +84,6 @@ class Outcome:
 def train(
     setup: TrainSetup, data: Dataset, folder: Path, callbacks: Sequence[Callback] = (), resume: bool = False,
     allow_changed_data: bool = False, sinks: Sequence[Sink] = (), rollback: Rollback | None = None,
-    train_step: CompiledStep | None = None,
 ) -> Outcome:  # fmt: skip
     """Train until `config.steps`, an interruption, a loss that is not finite, or one that diverges; return the outcome.
 
@@ -100,7 +99,6 @@ def train(
       rollback: with `resume`, continue from another checkpoint than the last. Later checkpoints and rows of the log
         are removed once that checkpoint, the config and the data are verified.
       sinks: receivers of the log's rows besides its file and those that `config.train.log_to` names.
-      train_step: the step of this set-up, which may be compiled already.
 
     Raises:
       UserError: data or config do not fit each other, the devices or, with `resume`, the run; the run's folder
@@ -109,12 +107,10 @@ def train(
     if setup.config.compute.deterministic:
         check_deterministic(setup.mesh.devices.flat[0].platform)
     rows = local_rows(batch_sharding(setup.mesh), setup.config.train.batch_size)
-    train_step = train_step or CompiledStep(setup, print_line)
-    evaluate = Evaluator(setup, data)
+    train_step = CompiledStep(setup, print_line)
     print_line("compiling the training step ...")
-    if setup.config.train.eval_every:  # first, as the step may be compiled meanwhile
-        evaluate.compile(setup.config.train.eval_examples)
     print_line(train_step.compile(data.batch(0, rows)))
+    evaluate = Evaluator(setup, data)
     barrier()  # some may have found the compiled step in their cache
     with ExitStack() as stack:
         # Signals are recorded until the last save is finished.

