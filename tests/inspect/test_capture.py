@@ -101,11 +101,8 @@ def outputs(captured: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 def test_captured_outputs_are_bit_identical_to_the_models(name):
     model, params, inputs = random_model(MODELS[name])
 
-    @jax.jit
-    def compute(params: Any, *inputs: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-        return model.apply({"params": params}, *inputs), capture(model, params, *inputs)
-
-    expected, result = compute(params, *inputs)
+    # Not in one program, where XLA may fuse the two differently and so round them differently.
+    expected, result = model.apply({"params": params}, *inputs), capture(model, params, *inputs)
     expected = expected if isinstance(expected, tuple) else (expected,)
     jax.tree.map(np.testing.assert_array_equal, outputs(result), expected)
     for key, value in result.items():
