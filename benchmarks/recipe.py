@@ -35,7 +35,7 @@ from benchmarks import record
 from benchmarks.report import row
 from benchmarks.sources import insert
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config
+from jaxformer.cli.arguments import as_command, load_config
 from jaxformer.config import Config
 from jaxformer.config_files import load_module
 from jaxformer.data.windows import next_token_batch
@@ -275,7 +275,8 @@ def read(name: str) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else {}
 
 
-def main() -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Train, measure or write; return the exit status."""
     recipe: dict[str, str] = load_module("ladder").RECIPE
     parser = argparse.ArgumentParser(description="The recipe of the ladder.", allow_abbrev=False)
@@ -285,41 +286,35 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="seeds per rung (default: 3)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of time (default: 5)")
     parser.add_argument("--long", action="store_true", help=f"the first rung also with {LONG} times the tokens")
-    own, options = parser.parse_known_args()
+    own, options = parser.parse_known_args(arguments)
     for option, number in (("--seeds", own.seeds), ("--rounds", own.rounds)):
         if number < 1:
             parser.error(f"{option} is {number}; it must be 1 or more")
     times = own.folder / "times.json"
-    try:
-        if own.what == "train":
-            if not any(option.split("=")[0] == "--data.path" for option in options):
-                parser.error("--data.path is missing; name the folder of the books")
-            return train(own.folder, own.rungs, own.seeds, own.long, options)
-        if options:
-            parser.error(f"{own.what} has no option {options[0]}")
-        if own.what == "time":
-            machine.set_up(min(load_config(f"ladder:{name}").train.batch_size for name in own.rungs))
-            own.folder.mkdir(parents=True, exist_ok=True)
-            times.write_text(json.dumps(measure_time(own.rungs, own.rounds)) + "\n", encoding="utf-8")
-            return 0
-        software = record.versions("jax", "jaxlib", "flax", "optax")
-        if own.what == "trials":
-            if not (tried := trials(own.folder)):
-                raise UserError(f"{own.folder} holds no run that has ended; name the folder of the trials.")
-            record.write("recipe_trials", tried, software)
-            return 0
-        if not (rungs := outcomes(own.folder)):
-            raise UserError(f"{own.folder} holds no run of the recipe that has ended; train them first.")
-        taken = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
-        figures = {"rungs": rungs, "ms_per_1000_targets": taken}
-        record.write("recipe", figures, software)
-        page = record.ROOT / "docs" / "ladder.md"
-        insert(page, BEGIN, section(figures, read("recipe_trials")), END)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if own.what == "train":
+        if not any(option.split("=")[0] == "--data.path" for option in options):
+            parser.error("--data.path is missing; name the folder of the books")
+        return train(own.folder, own.rungs, own.seeds, own.long, options)
+    if options:
+        parser.error(f"{own.what} has no option {options[0]}")
+    if own.what == "time":
+        machine.set_up(min(load_config(f"ladder:{name}").train.batch_size for name in own.rungs))
+        own.folder.mkdir(parents=True, exist_ok=True)
+        times.write_text(json.dumps(measure_time(own.rungs, own.rounds)) + "\n", encoding="utf-8")
+        return 0
+    software = record.versions("jax", "jaxlib", "flax", "optax")
+    if own.what == "trials":
+        if not (tried := trials(own.folder)):
+            raise UserError(f"{own.folder} holds no run that has ended; name the folder of the trials.")
+        record.write("recipe_trials", tried, software)
+        return 0
+    if not (rungs := outcomes(own.folder)):
+        raise UserError(f"{own.folder} holds no run of the recipe that has ended; train them first.")
+    taken = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
+    figures = {"rungs": rungs, "ms_per_1000_targets": taken}
+    record.write("recipe", figures, software)
+    page = record.ROOT / "docs" / "ladder.md"
+    insert(page, BEGIN, section(figures, read("recipe_trials")), END)
     return 0
 
 

@@ -37,7 +37,7 @@ from benchmarks import record
 from benchmarks.recipe import markdown
 from benchmarks.sources import insert
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config
+from jaxformer.cli.arguments import as_command, load_config
 from jaxformer.config import Config
 from jaxformer.data.dataset import Dataset
 from jaxformer.errors import UserError
@@ -239,7 +239,8 @@ def section(figures: Mapping[str, Any]) -> str:
     )
 
 
-def main() -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Train or write; return the exit status."""
     parser = argparse.ArgumentParser(description="The best learning rate by width.", allow_abbrev=False)
     parser.add_argument("what", choices=("train", "write"))
@@ -248,31 +249,25 @@ def main() -> int:
     parser.add_argument("--data.val-path", dest="val_path", help="text to evaluate (default: held out of the books)")
     parser.add_argument("--widths", type=int, nargs="+", default=[*WIDTHS], help="widths (default: 64 128 256)")
     parser.add_argument("--seeds", type=int, default=2, help="seeds per width (default: 2)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for option, number in (("--seeds", options.seeds), ("--widths", min(options.widths))):
         if number < 1:
             parser.error(f"{option} is {number}; it must be 1 or more")
-    try:
-        if options.what == "train":
-            if options.path is None:
-                parser.error("--data.path is missing; name the folder of the books")
-            options.folder.mkdir(parents=True, exist_ok=True)
-            train(options.folder, options.path, options.val_path, options.widths, options.seeds)
-            return 0
-        pieces = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.folder.glob("[!.]*.json"))]
-        if not pieces:
-            raise UserError(f"{options.folder} holds no training that has ended; train first.")
-        base: Any = load_config(RUNG).model
-        figures = outcomes(pieces, base.d_model)
-        if not all(x["widths"] for x in figures["rules"].values()):
-            raise UserError(f"{options.folder} holds no width that is complete; train on.")
-        record.write("width_transfer", figures, record.versions("jax", "jaxlib", "flax", "optax"))
-        insert(record.ROOT / "docs" / "training.md", BEGIN, section(figures), END)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if options.what == "train":
+        if options.path is None:
+            parser.error("--data.path is missing; name the folder of the books")
+        options.folder.mkdir(parents=True, exist_ok=True)
+        train(options.folder, options.path, options.val_path, options.widths, options.seeds)
+        return 0
+    pieces = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.folder.glob("[!.]*.json"))]
+    if not pieces:
+        raise UserError(f"{options.folder} holds no training that has ended; train first.")
+    base: Any = load_config(RUNG).model
+    figures = outcomes(pieces, base.d_model)
+    if not all(x["widths"] for x in figures["rules"].values()):
+        raise UserError(f"{options.folder} holds no width that is complete; train on.")
+    record.write("width_transfer", figures, record.versions("jax", "jaxlib", "flax", "optax"))
+    insert(record.ROOT / "docs" / "training.md", BEGIN, section(figures), END)
     return 0
 
 
