@@ -6,14 +6,14 @@
 
 `train` trains the rung `small_embeddings` of `configs/ladder.py`, whose width is 128, at several widths: its heads keep
 their width, and its MLPs are as many times as wide as the model. Learning rates are the rung's times powers of 1.5,
-from the best of the width before up and down until the best of them has two on either side. 'fixed' is one learning
+from the best of the width before up and down until the best of them has one on either side. 'fixed' is one learning
 rate for all parameters; 'scaled' is the rung with `base_width`, and W_out drawn as muP has it, with a standard
 deviation in proportion to 1 / width. At the rung's own width, the two are the same. Losses are those of text that is
 held out of the training books, or of --data.val-path, which should be no text that other figures are measured on. Each
 training writes one JSON file below --folder when it is done, so that the benchmark can be stopped and started again.
 
-`write` fits a parabola to the losses over the logarithm of the learning rate, for each width and seed, stores the
-minima as `width_transfer.json`, and writes their table into `docs/training.md`.
+`write` draws a parabola through these three losses over the logarithm of the learning rate, for each width and seed,
+stores the minima as `width_transfer.json`, and writes their table into `docs/training.md`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ RUNG = "ladder:small_embeddings"
 WIDTHS = (64, 128, 256)
 FACTOR = 1.5
 """Between neighbouring learning rates."""
-NEIGHBOURS = 2
-"""Learning rates on either side of the best."""
 STEPS, BATCH_SIZE, HELD_OUT = 120, 8, 128
 """Optimizer steps, a tenth of which are warm-up; windows per step; windows that losses are of."""
 RULES = ("fixed", "scaled")
@@ -120,37 +118,30 @@ class Training:
 
 
 def search(loss: Callable[[int], float], start: int) -> dict[int, float]:
-    """Return the loss by exponent of `FACTOR`, from `start` on in both directions, until the smallest has `NEIGHBOURS`
-    on either side."""
+    """Return the loss by exponent of `FACTOR`, from `start` on in both directions, until the smallest has one on either
+    side."""
     losses: dict[int, float] = {}
     best = start
-    while missing := [k for k in range(best - NEIGHBOURS, best + NEIGHBOURS + 1) if k not in losses]:
-        k = min(missing, key=lambda k: abs(k - best))
-        losses[k] = loss(k)
+    while missing := [k for k in (best, best - 1, best + 1) if k not in losses]:
+        losses[missing[0]] = loss(missing[0])
         best = min(losses, key=lambda k: losses[k] if isfinite(losses[k]) else inf)
     return losses
 
 
 def best_rate(losses: Mapping[float, float | None]) -> tuple[float, float] | None:
-    """Return the learning rate and the loss at the minimum of a parabola, over the logarithm of the learning rate,
-    through the smallest loss and its neighbours on either side; None where some of them are missing yet.
-
-    Raises:
-      UserError: the minimum is not among them.
-    """
+    """Return the learning rate and the loss at the minimum of the parabola, over the logarithm of the learning rate,
+    through the smallest loss and those on either side of it, or the smallest itself where one of these is not finite;
+    None where one has not been trained yet."""
     rates = sorted(losses)
-    finite = {rate: value for rate, value in losses.items() if value is not None}
-    i = rates.index(min(finite, key=lambda rate: finite[rate])) if finite else 0
-    around = rates[max(0, i - NEIGHBOURS) : i + NEIGHBOURS + 1]
-    if len(around) <= 2 * NEIGHBOURS:
+    values = [inf if (value := losses[rate]) is None else value for rate in rates]
+    i = values.index(min(values))
+    if not 0 < i < len(rates) - 1:
         return None
-    near = [rate for rate in around if rate in finite]
-    x = np.log(near) - log(rates[i])
-    a, b, c = np.polyfit(x, [finite[rate] for rate in near], 2) if len(near) > 2 else (0.0, 0.0, 0.0)
-    vertex = -b / (2 * a) if a > 0 else inf
-    if not around[0] <= rates[i] * exp(min(vertex, 9)) <= around[-1]:
-        raise UserError(f"the losses at {', '.join(f'{r:.2g}' for r in around)} have no minimum; train at others.")
-    return rates[i] * exp(vertex), float(c - b * b / (4 * a))
+    below, best, above = values[i - 1 : i + 2]
+    if not isfinite(below + above) or below + above == 2 * best:
+        return rates[i], best
+    slope, curvature = (above - below) / 2, above + below - 2 * best
+    return rates[i] * FACTOR ** (-slope / curvature), best - slope**2 / (2 * curvature)
 
 
 def train(folder: Path, path: str, val_path: str | None, widths: Sequence[int], seeds: int) -> None:

@@ -39,23 +39,21 @@ def bowl(center: float) -> Callable[[int], float]:
     return lambda k: 4 + 0.01 * (k - center) ** 2 if k < 7 else inf
 
 
-@pytest.mark.parametrize(("center", "start", "exponents"), [(0.2, 0, (-2, 2)), (4.8, -1, (-3, 7)), (-3, 0, (-5, 2))])
-def test_search_ends_when_the_best_has_two_neighbours_on_either_side(center, start, exponents) -> None:
+@pytest.mark.parametrize(("center", "start", "exponents"), [(0.2, 0, (-1, 1)), (4.8, -1, (-2, 6)), (-3, 0, (-4, 1))])
+def test_search_ends_when_the_best_has_a_neighbour_on_either_side(center, start, exponents) -> None:
     losses = search(bowl(center), start)
     best = round(center)
-    assert {*range(best - 2, best + 3)} <= losses.keys() <= {*range(exponents[0], exponents[1] + 1)}
+    assert {*range(best - 1, best + 2)} <= losses.keys() <= {*range(exponents[0], exponents[1] + 1)}
 
 
 def test_best_learning_rate_is_the_minimum_of_the_parabola() -> None:
-    losses = {0.01 * FACTOR**k: 4 + 0.3 * (log(FACTOR**k) - 0.1) ** 2 for k in range(-2, 3)}
-    rate, loss = best_rate(losses) or (0, 0)
-    assert rate == pytest.approx(0.01 * 2.718281828**0.1) and loss == pytest.approx(4)
-    diverged = {r: None if r > 0.0101 else x for r, x in losses.items()}
-    assert best_rate(diverged) == pytest.approx((rate, loss))
-    assert best_rate(dict(list(losses.items())[:4])) is None
-    assert best_rate({1.0: None}) is None
-    with pytest.raises(UserError, match=r"the losses at 0\.0044, .* have no minimum; train at others"):
-        best_rate(dict(zip(sorted(losses), [3.1, 5.0, 3.0, 5.0, 3.1], strict=True)))
+    losses = {0.01 * FACTOR**k: 4 + 0.3 * (log(FACTOR**k) - 0.1) ** 2 for k in range(-1, 2)}
+    expected = pytest.approx((0.01 * 2.718281828**0.1, 4))
+    assert best_rate(losses) == best_rate(losses | {0.1: 9.8, 1.0: None}) == expected
+    assert best_rate(dict(list(losses.items())[:2])) is best_rate({1.0: None}) is None
+    diverged = {rate: None if rate > 0.0101 else value for rate, value in losses.items()}
+    assert best_rate(diverged) == (0.01, losses[0.01])
+    assert best_rate(dict.fromkeys((1.0, 2.0, 3.0, 4.0), 5.0) | {1.0: 6.0}) is not None
 
 
 def pieces(rule: str, width: int, seed: int, best: float) -> list[dict[str, Any]]:
@@ -63,14 +61,14 @@ def pieces(rule: str, width: int, seed: int, best: float) -> list[dict[str, Any]
     return [
         {"rule": rule, "width": width, "seed": seed, "learning_rate": rate, "targets": 61_440, "parameters": 9,
          "loss": 4 + log(rate / best) ** 2}
-        for rate in (0.9 * best * FACTOR**k for k in range(-2, 3))
+        for rate in (0.9 * best * FACTOR**k for k in (-1, 0, 1))
     ]  # fmt: skip
 
 
 def test_table_has_the_best_of_each_seed_and_the_largest_ratio() -> None:
     measured = [
         *pieces("fixed", 64, 0, 0.02), *pieces("fixed", 128, 0, 0.005), *pieces("fixed", 128, 1, 0.02),
-        *pieces("scaled", 64, 0, 0.008), *pieces("scaled", 256, 0, 0.008)[:4],
+        *pieces("scaled", 64, 0, 0.008), *pieces("scaled", 256, 0, 0.008)[:2],
     ]  # fmt: skip
     figures = outcomes(measured, base_width=128)
     assert section(json.loads(json.dumps(figures))).splitlines() == [
@@ -81,7 +79,7 @@ def test_table_has_the_best_of_each_seed_and_the_largest_ratio() -> None:
         "| scaled | 64 | 9 | 0.0080 | 0.0080 | 4.000 |",
         "| scaled | 128 | 9 | 0.0050, 0.0200 | 0.0100 | 4.000 |",
         "",
-        "The largest of the means over the smallest: 2.00 (fixed) and 1.25 (scaled); 24 trainings of 61,440 targets.",
+        "The largest of the means over the smallest: 2.00 (fixed) and 1.25 (scaled); 14 trainings of 61,440 targets.",
     ]
 
 
@@ -135,7 +133,7 @@ def test_trainings_are_stored_once_and_written(
         assert width_transfer.main() == 0
     lines = capsys.readouterr().out.splitlines()
     files = [json.loads(file.read_text()) for file in folder.glob("*.json")]
-    assert len([line for line in lines if "seed 0" in line]) == len(files) >= 15
+    assert len([line for line in lines if "seed 0" in line]) == len(files) >= 9
     assert {(x["rule"], x["width"]) for x in files} == {("fixed", 8), ("fixed", 16), ("scaled", 16)}
     assert {x["targets"] for x in files} == {6 * 8 * 8}
     monkeypatch.setattr(sys, "argv", ["width_transfer", "write", "--folder", str(folder)])
