@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import exp, inf, isfinite, log, prod
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
