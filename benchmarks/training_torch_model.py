@@ -43,6 +43,7 @@ class Shape:
         self.activation, self.bias = config["activation"], config["bias"]
         self.attention_bias, self.qk_norm = config["attention_bias"], config["qk_norm"]
         self.norm, self.final_norm, self.tied = config["norm"], config["final_norm"], config["unembedding"] == "tied"
+        self.embedding_scale = config["embedding_scale"]
         self.rope_base = config["rope_base"] if config["positions"] == "rope" else None
 
 
@@ -117,7 +118,7 @@ class Decoder(nn.Module):
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(s.V, s.D)
+        self.embedding, self.embedding_scale = nn.Embedding(s.V, s.D), s.embedding_scale
         self.positions = nn.Parameter(torch.zeros(s.T, s.D)) if s.rope_base is None else None
         self.blocks = nn.ModuleList(Block(s) for _ in range(s.n_blocks))
         self.final_norm = NORMS[s.norm](s.D) if s.final_norm else nn.Identity()
@@ -132,6 +133,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens[:, :-1])
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
         if self.positions is not None:
             x = x + self.positions
         for block in self.blocks:

@@ -31,14 +31,18 @@ quick = Config(
     train=TrainConfig(batch_size=8),
 )
 
+# What `ladder:best` gained by: local heads, small embeddings, a linear decay and a long average of squared gradients.
 modern = replace(
     quick,
     name="modern",
-    model=replace(model, activation="squared_relu", bias=False),
-    optimizer=OptimizerConfig(
-        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, weight_decay=0.1, clip_norm=1.0
+    model=replace(
+        model, activation="squared_relu", bias=False, attention_bias=True, local_heads=2, embedding_std=0.08,
+        embedding_scale=12.0,
     ),
-)
+    optimizer=OptimizerConfig(
+        name="adamw", learning_rate=3e-3, schedule="linear", warmup_steps=50, b2=0.99, weight_decay=0.1, clip_norm=1.0
+    ),
+)  # fmt: skip
 
 llama = replace(
     modern,

@@ -129,15 +129,15 @@ class OptimizerConfig:
     schedule_free averages the iterates of adamw."""
     learning_rate: float = 0.05
     """Peak learning rate, reached at the end of the warm-up."""
-    schedule: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = "constant"
-    """Learning-rate schedule after the warm-up: constant, half a cosine, constant and then linear decay (wsd:
+    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "constant"
+    """Learning-rate schedule after the warm-up: constant, half a cosine, linear decay, constant and then linear (wsd:
     warmup-stable-decay), or proportional to 1/sqrt(step)."""
     warmup_steps: int = 0
     """Steps of linear warm-up; the first has learning_rate/warmup_steps."""
     decay_fraction: float | None = None
     """Fraction of all steps, at the end, over which 'wsd' decays; 0.2 by default."""
     final_fraction: float = 0.0
-    """Final learning rate of 'cosine' and 'wsd', as a fraction of the peak."""
+    """Final learning rate of 'cosine', 'linear' and 'wsd', as a fraction of the peak."""
     momentum: float = 0.9
     """Momentum of nesterov_sgd and of muon's matrices, for which its authors use 0.95."""
     b1: float = 0.9
@@ -160,8 +160,9 @@ class OptimizerConfig:
             raise UserError(f"optimizer.base_width is {self.base_width}, {conflict}; leave it out.")
         if self.weight_decay and self.name == "nesterov_sgd":
             raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
-        if (final := self.final_fraction) and self.schedule not in ("cosine", "wsd"):
-            raise UserError(f"optimizer.final_fraction is {final}, but only cosine and wsd end there; set it to 0.")
+        if (final := self.final_fraction) and self.schedule not in ("cosine", "linear", "wsd"):
+            limit = "but only cosine, linear and wsd end there"
+            raise UserError(f"optimizer.final_fraction is {final}, {limit}; set it to 0.")
         if (decay := self.decay_fraction) is not None and self.schedule != "wsd":
             raise UserError(f"optimizer.decay_fraction is {decay}, but only wsd has a decay; set it to none.")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:

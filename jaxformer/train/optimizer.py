@@ -23,16 +23,19 @@ MUON_RMS = 0.2
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate by step, counted from 0: linear warm-up, then the shape that `schedule` names.
 
-    'cosine' is half a cosine down to `final_fraction` (Loshchilov and Hutter 2017, without restarts). 'wsd', warm-up
-    stable decay, stays at the peak until a straight line falls to `final_fraction` (Hu et al. 2024; the line and its
-    fifth of all steps are Hägele et al. 2024). Both would reach their end one step after the last, so that the last
-    still learns. 'inverse_sqrt' is peak · √(warmup / (step + 1)) (Vaswani et al. 2017, equation 3).
+    'cosine' is half a cosine down to `final_fraction` (Loshchilov and Hutter 2017, without restarts), 'linear' a
+    straight line. 'wsd', warm-up stable decay, stays at the peak until a straight line falls to `final_fraction` (Hu et
+    al. 2024; the line and its fifth of all steps are Hägele et al. 2024). These three would reach their end one step
+    after the last, so that the last still learns. 'inverse_sqrt' is peak · √(warmup / (step + 1)) (Vaswani et al. 2017,
+    equation 3).
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     parts: list[optax.Schedule] = [optax.constant_schedule(peak)]
     joints: list[int] = []
     if config.schedule == "cosine":
         parts = [optax.cosine_decay_schedule(peak, max(1, steps - warmup), config.final_fraction)]
+    elif config.schedule == "linear":
+        parts = [optax.linear_schedule(peak, peak * config.final_fraction, max(1, steps - warmup))]
     elif config.schedule == "wsd":
         decay_steps = config.decay_steps(steps)
         parts += [optax.linear_schedule(peak, peak * config.final_fraction, decay_steps)]

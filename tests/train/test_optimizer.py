@@ -57,6 +57,15 @@ def test_warmup_rises_to_the_peak_and_cosine_falls_to_the_final_share():
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
+def test_linear_is_a_straight_line_from_the_peak_to_the_final_share(warmup):
+    config = OptimizerConfig(learning_rate=2.0, schedule="linear", warmup_steps=warmup, final_fraction=0.1)
+    schedule = make_schedule(config, 20 + warmup)
+    rise = [0.5, 1.0, 1.5, 2.0][:warmup]
+    np.testing.assert_allclose([schedule(k) for k in range(warmup)], rise, rtol=1e-6)
+    np.testing.assert_allclose([schedule(warmup + k) for k in (0, 5, 10, 20)], [2.0, 1.55, 1.1, 0.2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
 def test_wsd_is_constant_and_then_a_straight_line(warmup):
     config = OptimizerConfig(
         learning_rate=2.0, schedule="wsd", warmup_steps=warmup, decay_fraction=0.25, final_fraction=0.1
