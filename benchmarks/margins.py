@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -60,6 +60,8 @@ class Recipe:
     """Seeds that are also trained at twice the learning rate, on the second number of devices."""
     data: str | None = None
     """Path below DATA; None for what the config names."""
+    length: int | None = None
+    """Steps of the schedule; None for the config's."""
 
     def pieces(self, data: Path | None) -> Iterator[Piece]:
         """Return every training whose data is available."""
@@ -70,9 +72,9 @@ class Recipe:
             path = str(data / self.data)
         for n in self.devices:
             for seed in range(self.seeds):
-                yield Piece(self.config, seed, n, 1.0, self.steps, path)
+                yield Piece(self.config, seed, n, 1.0, self.steps, path, self.length)
         for seed in range(self.doubled):
-            yield Piece(self.config, seed, self.devices[1], 2.0, self.steps, path)
+            yield Piece(self.config, seed, self.devices[1], 2.0, self.steps, path, self.length)
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,23 @@ class Piece:
     factor: float
     steps: int | None
     path: str | None
+    length: int | None
 
     @property
     def name(self) -> str:
         """Of its file."""
         config = self.config.removesuffix(".py").replace(".py:", "-")
-        return f"{config}-seed{self.seed}-{self.devices}x-lr{self.factor:g}"
+        length = f"-{self.length}steps" if self.length else ""
+        return f"{config}-seed{self.seed}-{self.devices}x-lr{self.factor:g}{length}"
 
 
 RECIPES = (
     Recipe("quick.py:quick", 8, (1, 2, 4), None, doubled=3),
     Recipe("quick.py:modern", 8, (1, 2, 4), None, doubled=3),
     Recipe("quick.py:llama", 8, (1, 2, 4), None, doubled=3),
+    # As many steps as take less than four minutes on two cores.
+    Recipe("quick.py:quick", 5, (1,), None, length=3000),
+    Recipe("quick.py:modern", 5, (1,), None, length=3000),
     Recipe("translation.py:gru", 2, (2,), data="translation/en-fr"),
     Recipe("translation.py:bahdanau", 2, (2,), data="translation/en-fr"),
     Recipe("translation.py:transformer", 2, (2,), data="translation/en-fr"),
@@ -131,6 +138,7 @@ def train_piece(piece: Piece, out: Path) -> None:
     never = 2**31 - 1
     config = replace(
         config,
+        steps=piece.length or config.steps,
         seed=piece.seed,
         data=data_config,
         optimizer=replace(config.optimizer, learning_rate=rate),
@@ -226,7 +234,7 @@ def measure(pieces: list[Piece], out: Path, jobs: int, seconds: float) -> None:
 
 def start(piece: Piece, out: Path, cores: list[int]) -> subprocess.Popen:
     """Start a process for one training, on its own cores."""
-    fields = json.dumps([piece.config, piece.seed, piece.devices, piece.factor, piece.steps, piece.path])
+    fields = json.dumps(astuple(piece))
     command = [sys.executable, "-m", "benchmarks.margins", "--out", str(out), "--piece", fields]
     return subprocess.Popen(
         ["taskset", "-c", ",".join(map(str, cores)), *command],
@@ -240,14 +248,15 @@ def table(out: Path) -> str:
     rows: dict[tuple, list[dict]] = {}
     for file in sorted(out.glob("[!.]*.json")):
         piece = json.loads(file.read_text(encoding="utf-8"))
-        rows.setdefault((piece["config"], piece["device"], piece["devices"], piece["factor"]), []).append(piece)
+        row = (piece["config"], piece["of"], piece["device"], piece["devices"], piece["factor"])
+        rows.setdefault(row, []).append(piece)
     order = [recipe.config for recipe in RECIPES]
     lines = [
         "| config | learning rate | devices | seeds | steps | loss spikes | largest excursion, nats | bits per byte |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (config, device, devices, factor), pieces in sorted(
-        rows.items(), key=lambda item: (order.index(item[0][0]), item[0][3], item[0][1], item[0][2])
+    for (config, _, device, devices, factor), pieces in sorted(
+        rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1], item[0][4], *item[0][2:4])
     ):
         spikes = sum(not p["excursion"] <= SPIKE_NATS or p["status"] not in OUTCOMES for p in pieces)
         bits = [p["val_bpb"] for p in pieces if p["val_bpb"] is not None]
@@ -293,7 +302,7 @@ def main() -> None:
                 and (options.devices is None or p.devices in options.devices)
                 and (options.factors is None or p.factor in options.factors)
             ]
-            if not planned:
+            if recipe.data and not any(recipe.pieces(options.data)):
                 print(f"{recipe.config} is left out: {options.data} has no {recipe.data}")
             pieces += planned
         # Those of several cores first, which would wait for cores to be free together.
