@@ -106,7 +106,7 @@ def test_preempted_machine_saves_a_checkpoint_and_stops(tmp_path, metadata_serve
     assert CheckpointReader(tmp_path / "run").step() == step
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigkill_right_after_sigterm_leaves_an_intact_checkpoint(tmp_path):
     books = write_books(tmp_path / "books")
     process = start("train.py", *tiny(books, 10**6, *ENDLESS), "--run", "run", cwd=tmp_path)

@@ -169,7 +169,7 @@ MODELS: dict[str, ModelConfig] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [exhaustive(jnp.bfloat16), jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [exhaustive(jnp.bfloat16), exhaustive(jnp.float32), jnp.float64])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_in_the_dtype_of_its_parameters(name: str, dtype: Any) -> None:
     config = MODELS[name]

@@ -214,7 +214,9 @@ def test_every_kind_of_model_has_its_own_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decoder", *map(slow, ("grouped", "encoder-decoder", "vit", "experts", "attending"))])
+@pytest.mark.parametrize(
+    "name", ["decoder", "grouped", "encoder-decoder", "vit", *map(exhaustive, ("experts", "attending"))]
+)
 def test_captured_gradients_agree_with_finite_differences(name):
     model, params, inputs = random_model(MODELS[name])
     example = Batch(inputs, jnp.int32(1) if name == "vit" else jnp.arange(T) % V)

@@ -23,7 +23,6 @@ NAMES = [
     "finite", "causality", "attention mask", "attention rows", "padding", "decoding", "batching", "no dropout",
     "gradients",
 ]  # fmt: skip
-ONCE = ("encoder-decoder",)
 
 
 def checks(name: str, **changes) -> dict:
@@ -37,10 +36,8 @@ def checks(name: str, **changes) -> dict:
     return {check.name: check for check in result}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ONCE else pytest.mark.exhaustive) for name in MODELS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
 def test_all_checks_hold_for_every_model(name):
     layers = ("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_layers")
     result = checks(name, **{field: 1 for field in layers if hasattr(MODELS[name], field)})

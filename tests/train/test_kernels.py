@@ -35,7 +35,7 @@ from jaxformer.train.kernels import (
     unfused_attention,
 )
 from tests.arrays import normal
-from tests.helpers import ROOT
+from tests.helpers import ROOT, exhaustive
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
 
@@ -199,7 +199,7 @@ def test_unsupported_calls_use_unfused_attention() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [pytest.param("splash", marks=pytest.mark.slow), "cudnn", pytest.param("triton", marks=pytest.mark.exhaustive)],
+    [exhaustive("splash"), "cudnn", exhaustive("triton")],
 )
 @pytest.mark.parametrize(
     ("H", "G"),
