@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import nan, sqrt
@@ -14,10 +15,12 @@ import numpy as np
 from jaxformer.inspect.capture import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.nn.attention import NARROW
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
+from jaxformer.ops.positions import query_and_key_at
 from jaxformer.terminal import align
 
 ONE_HOT = 0.1
@@ -82,7 +85,10 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
         read = _normed(c, before) if c.norm != "none" and c.norm_placement != "post" else before
         projected = c.d_model * std**2 * read
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * scaled
-        entropy, averaged = _softmax_of_normal(scores, n_tokens, min(n_tokens, window))
+        visible = min(n_tokens, window)
+        heads = [(scores, *_softmax_of_normal(scores, n_tokens, visible))] * (c.n_heads - c.local_heads)
+        heads += [_local_head(c, d, projected, sqrt(scaled), n_tokens, visible) for d in range(1, c.local_heads + 1)]
+        scores, entropy, averaged = map(float, np.mean(heads, axis=0))
         attended = projected * averaged * (c.n_heads if c.sums_heads else 1)
         if c.output_projection:
             attended *= c.n_heads * c.width_of_values * std**2
@@ -134,10 +140,43 @@ def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int, dr
     """Return entropy, and sum of squares, of the softmax of independent normal scores: means over the rows of causal
     attention, row t of min(t, attention_window) scores."""
     rng = np.random.default_rng(0)
-    rows = np.unique(np.linspace(1, n_tokens, min(n_tokens, 64)).astype(int))
+    rows = np.minimum(_rows(n_tokens), attention_window)
+    return _softmax_moments([sqrt(variance) * rng.normal(size=(draws, t)) for t in rows])
+
+
+@lru_cache
+def _local_head(
+    c: DecoderConfig, distance: int, projected: float, scale: float, n_tokens: int, attention_window: int,
+    draws: int = 8,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Return variance, entropy and sum of squares of the scores of a head that begins at a distance, of random queries
+    and keys."""
+    score, frequencies = NARROW
+    K = c.width_of_head
+    biases = sqrt(score / scale) * np.stack(query_and_key_at(distance, K, c.rope_base, *frequencies))
+    shape = (2, draws, n_tokens, K)
+    queries_keys = biases[:, None, None] + sqrt(projected) * np.random.default_rng(0).normal(size=shape)
+    if c.qk_norm:
+        queries_keys /= np.sqrt(np.square(queries_keys).mean(axis=-1, keepdims=True))
+    turns = np.exp(1j * np.outer(np.arange(n_tokens), c.rope_base ** (-np.arange(K // 2) / (K // 2))))
+    queries, keys = (queries_keys[..., : K // 2] + 1j * queries_keys[..., K // 2 :]) * turns
+    rows = [
+        scale * np.einsum("dk,dsk->ds", queries[:, t - 1], keys[:, max(0, t - attention_window) : t].conj()).real
+        for t in _rows(n_tokens)
+    ]
+    variance = float(np.mean([row.var(axis=1, ddof=1).mean() for row in rows if row.shape[1] > 1] or [0.0]))
+    return variance, *_softmax_moments(rows)
+
+
+def _rows(n_tokens: int) -> np.ndarray:
+    """Return at most 64 lengths of causal attention's rows."""
+    return np.unique(np.linspace(1, n_tokens, min(n_tokens, 64)).astype(int))
+
+
+def _softmax_moments(rows: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return entropy, and sum of squares, of the softmax of scores: means over rows, each with several draws."""
     entropies, squares = [], []
-    for t in np.minimum(rows, attention_window):
-        z = sqrt(variance) * rng.normal(size=(draws, t))
+    for z in rows:
         w = np.exp(z - z.max(axis=1, keepdims=True))
         w /= w.sum(axis=1, keepdims=True)
         entropies.append(float(-(w * np.log(np.where(w > 0, w, 1))).sum(axis=1).mean()))

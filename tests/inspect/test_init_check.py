@@ -19,6 +19,7 @@ CASES: dict[str, Any] = {
     "multihead_full": ladder.multihead_full.model,
     "rmsnorm": replace(ladder.rmsnorm.model, n_blocks=2),
     "modern": replace(quick.modern.model, n_blocks=1, context_length=32, vocab_size=500, norm_eps=1e-4),
+    "local heads": replace(ladder.best.model, n_blocks=1, vocab_size=500, norm_eps=1e-4),
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
     "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8, value_dim=40),
@@ -36,7 +37,7 @@ CASES_BY_COST = [
     *("residual", "modern"), *map(slow, ("experts", "post, window")),
     exhaustive("norms around parts, local and global"),
     *map(exhaustive, ("multihead_full", "rmsnorm", "qk_norm, swiglu", "one expert")),
-    *map(exhaustive, ("post, no residual", "no residual, sum of heads")),
+    *map(exhaustive, ("local heads", "post, no residual", "no residual, sum of heads")),
 ]  # fmt: skip
 
 
