@@ -101,7 +101,7 @@ RECIPES = (
     Recipe("quick.py:quick", 8, (1, 2, 4), None, doubled=3),
     Recipe("quick.py:modern", 8, (1, 2, 4), None, doubled=3),
     Recipe("quick.py:llama", 8, (1, 2, 4), None, doubled=3),
-    # As many steps as take less than four minutes on two cores.
+    # Some five minutes on two cores.
     Recipe("quick.py:quick", 5, (1,), None, length=3000),
     Recipe("quick.py:modern", 5, (1,), None, length=3000),
     Recipe("translation.py:gru", 2, (2,), data="translation/en-fr"),
