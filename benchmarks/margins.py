@@ -102,8 +102,8 @@ RECIPES = (
     Recipe("quick.py:modern", 8, (1, 2, 4), None, doubled=3),
     Recipe("quick.py:llama", 8, (1, 2, 4), None, doubled=3),
     # Some five minutes on two cores.
-    Recipe("quick.py:quick", 5, (1,), None, length=3000),
-    Recipe("quick.py:modern", 5, (1,), None, length=3000),
+    Recipe("quick.py:quick", 5, steps=None, length=3000),
+    Recipe("quick.py:modern", 5, steps=None, length=3000),
     Recipe("translation.py:gru", 2, (2,), data="translation/en-fr"),
     Recipe("translation.py:bahdanau", 2, (2,), data="translation/en-fr"),
     Recipe("translation.py:transformer", 2, (2,), data="translation/en-fr"),

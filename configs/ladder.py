@@ -166,6 +166,7 @@ local_heads = next_rung(
     model={"local_heads": 2, "attention_bias": True},
 )  # fmt: skip
 
+# A line from the peak to 0 after 7 % of the steps.
 linear = next_rung(
     local_heads, "linear", "linear decay in place of half a cosine",
     optimizer={"schedule": "wsd", "decay_fraction": 0.93},

@@ -5,8 +5,7 @@ due to gradient clipping, which bounds the update of Nesterov SGD to learning_ra
 at four times that, 11 of 12 runs diverged.
 
 `llama` is for export: it has only what a Llama has, so without RMS-normalised queries and keys, and with a gated MLP of
-about as many parameters as that of `modern`. Its learning rate is above that of `modern`, which also gains from twice
-its own.
+about as many parameters as that of `modern`.
 """
 
 from dataclasses import replace

@@ -15,12 +15,11 @@ import numpy as np
 from jaxformer.inspect.capture import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.nn.attention import NARROW
+from jaxformer.nn.attention import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
-from jaxformer.ops.positions import query_and_key_at
 from jaxformer.terminal import align
 
 ONE_HOT = 0.1
@@ -151,13 +150,13 @@ def _local_head(
 ) -> tuple[float, float, float]:  # fmt: skip
     """Return variance, entropy and sum of squares of the scores of a head that begins at a distance, of random queries
     and keys."""
-    score, frequencies = NARROW
     K = c.width_of_head
-    biases = sqrt(score / scale) * np.stack(query_and_key_at(distance, K, c.rope_base, *frequencies))
+    biases = np.stack(biases_at(distance, K, c.rope_base, scale))
     shape = (2, draws, n_tokens, K)
     queries_keys = biases[:, None, None] + sqrt(projected) * np.random.default_rng(0).normal(size=shape)
     if c.qk_norm:
         queries_keys /= np.sqrt(np.square(queries_keys).mean(axis=-1, keepdims=True))
+    # RoPE in NumPy: `rope` would be compiled at the start of each training.
     turns = np.exp(1j * np.outer(np.arange(n_tokens), c.rope_base ** (-np.arange(K // 2) / (K // 2))))
     queries, keys = (queries_keys[..., : K // 2] + 1j * queries_keys[..., K // 2 :]) * turns
     rows = [

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.errors import UserError
 from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
@@ -29,6 +30,21 @@ AXES = {
     "b_O": "embed",
 }
 """Axes of the parameters of `MultiHeadAttention`; see `nn.parameters.parameter`."""
+
+
+def biases_at(
+    distance: int, head_dim: int, rope_base: float, scale: float, is_wide: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first `b_Q` and `b_K`, each `(K,)` float32, of a head that begins at a distance: alone, they have the
+    score of `NARROW` or `WIDE` there.
+
+    Raises:
+      UserError: see `query_and_key_at`.
+    """
+    score, frequencies = WIDE if is_wide else NARROW
+    query_K, key_K = query_and_key_at(distance, head_dim, rope_base, *frequencies)
+    norm = sqrt(score / scale)
+    return norm * query_K, norm * key_K
 
 
 class MultiHeadAttention(nn.Module):
@@ -153,16 +169,14 @@ class MultiHeadAttention(nn.Module):
         """Return the initializer of `b_Q` or `b_K`, with which the scores of the first heads are highest at their
         distances. The other heads have no biases at first, nor have the keys that only they attend to."""
         assert self.rope_base is not None  # scores do not depend on distances otherwise
-        score, frequencies = WIDE if self.is_wide else NARROW
-        norm = sqrt(score / self.scale)
-        pairs = [query_and_key_at(d, self.head_dim, self.rope_base, *frequencies) for d in self.distances]
+        pairs = [biases_at(d, self.head_dim, self.rope_base, self.scale, self.is_wide) for d in self.distances]
         queries, keys = zip(*pairs, strict=True)
         per_key_head = self.n_heads // (self.n_kv_heads or self.n_heads)
         biases = queries if name == "Q" else keys[::per_key_head]
 
         def init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
             b_H1K = jnp.zeros(shape, dtype)
-            return b_H1K.at[: len(biases), 0].set(norm * jnp.stack(biases).astype(dtype))
+            return b_H1K.at[: len(biases), 0].set(jnp.stack(biases).astype(dtype))
 
         return init
 
