@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 import typing
@@ -73,7 +74,7 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
     `BOUNDS` of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the field's name after
     the prefix, such as `data.`, if it is none of the choices of its `Literal`, not finite, above its maximum or out of
     its bounds."""
-    hints = typing.get_type_hints(type(config))
+    hints = _hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         value, hint, maximum = getattr(config, f.name), hints[f.name], MAX_BY_FIELD.get(f.name, max_integer)
         values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
@@ -90,6 +91,9 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
         *_, owner = (cls for cls in type(config).__mro__ if vars(cls).get("__dataclass_fields__", {}).get(f.name) is f)
         if f.name in BOUNDS and owner.__module__.startswith("jaxformer."):
             check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
