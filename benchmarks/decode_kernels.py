@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import record
 from configs.gpt import gpt2_124m
+from jaxformer.cli.arguments import as_command
 from jaxformer.decode import programs
 from jaxformer.decode.samplers import Sampling, init_history
 from jaxformer.decode.weights import lay_out, store
@@ -64,25 +62,23 @@ def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device)
     return str(lowered.compile().as_text())
 
 
-def main() -> int:
+@as_command()
+def main(arguments: list[str]) -> int:
     """Count, print and store; return the exit status."""
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU, even where there is one
     parser = argparse.ArgumentParser(description="Kernels and memory traffic of one decode step on a GPU.")
     parser.add_argument("--topology", default="h100:1", help="one GPU that plan knows")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--n-blocks", type=int, default=GPT2.n_blocks)
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="where to write the result")
-    options = parser.parse_args()
-    try:
-        compiler, n_devices = compiler_of(options.topology), count_devices(options.topology)
-        if compiler.kind != "GPU" or n_devices != 1 or not compiler.is_installed:
-            raise UserError(
-                f"{options.topology} is not one GPU, or its compiler is not installed; give one such as h100:1, after "
-                "pip install -e '.[plan-gpu]'."
-            )
-        config = replace(GPT2, n_blocks=options.n_blocks)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    compiler, n_devices = compiler_of(options.topology), count_devices(options.topology)
+    if compiler.kind != "GPU" or n_devices != 1 or not compiler.is_installed:
+        raise UserError(
+            f"{options.topology} is not one GPU, or its compiler is not installed; give one such as h100:1, after "
+            "pip install -e '.[plan-gpu]'."
+        )
+    config = replace(GPT2, n_blocks=options.n_blocks)
     device = topology_devices(options.topology)[0]
     figures: dict[str, Any] = {"n_blocks": config.n_blocks, "slots_read": config.context_length}
     for batch_size in options.batch_sizes:

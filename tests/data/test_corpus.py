@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxformer.data import corpus as corpus_module
+from jaxformer.data import text as text_module
 from jaxformer.data import token_cache
 from jaxformer.data import tokenizer as tokenizer_module
 from jaxformer.data.corpus import load_corpus, tokenize
@@ -251,13 +252,15 @@ def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monke
         tokenize(read_documents(config.path, True), corpus.tokenizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", PUBLISHED)
-def test_published_tokenizer_delimits_documents_once_and_counts_the_bytes_of_the_text(config, tmp_path, form):
+def test_published_tokenizer_delimits_documents_once_and_counts_the_bytes_of_the_text(
+    config, tmp_path, monkeypatch, form
+):
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 8192)
     make, _ = PUBLISHED[form]
     (tmp_path / "published").mkdir()
     path = publish(tmp_path / "published", make)
-    texts = [f"the cat {i} sat\ton  the ﬁnal mat,\n\nça và? 日本 🙂 e\u0301\n" * 1100 for i in range(5)]
+    texts = [f"the cat {i} sat\ton  the ﬁnal mat,\n\nça và? 日本 🙂 e\u0301\n" * 150 for i in range(5)]
     for i, text in enumerate(texts):  # each of two pieces
         (tmp_path / "texts" / f"{i}.txt").write_text(text)
     data = replace(config, tokenizer=str(path)).load(DecoderConfig(context_length=8, vocab_size=280), 2, 0, fixed=())
