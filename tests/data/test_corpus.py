@@ -256,7 +256,7 @@ def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monke
 def test_published_tokenizer_delimits_documents_once_and_counts_the_bytes_of_the_text(
     config, tmp_path, monkeypatch, form
 ):
-    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 8192)
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 4096)
     make, _ = PUBLISHED[form]
     (tmp_path / "published").mkdir()
     path = publish(tmp_path / "published", make)
