@@ -93,7 +93,10 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
             check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
 
 
-_hints = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the types of a config's fields; to read them takes longer than to check the values."""
+    return typing.get_type_hints(cls)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
