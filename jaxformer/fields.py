@@ -69,7 +69,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
 """Interval of the numbers of a field by its name, in every config of this package; see `check_range`."""
 
 
-def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
+def check_fields(config: Any, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
     """Check choices, finiteness, the maxima of integers (`max_integer` for those that are not in `MAX_BY_FIELD`), and
     `BOUNDS` of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the field's name after
     the prefix, such as `data.`, if it is none of the choices of its `Literal`, not finite, above its maximum or out of
