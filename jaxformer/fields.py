@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import types
 import typing
@@ -69,12 +68,12 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
 """Interval of the numbers of a field by its name, in every config of this package; see `check_range`."""
 
 
-def check_fields(config: Any, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
+def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
     """Check choices, finiteness, the maxima of integers (`max_integer` for those that are not in `MAX_BY_FIELD`), and
     `BOUNDS` of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the field's name after
     the prefix, such as `data.`, if it is none of the choices of its `Literal`, not finite, above its maximum or out of
     its bounds."""
-    hints = _hints(type(config))
+    hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         value, hint, maximum = getattr(config, f.name), hints[f.name], MAX_BY_FIELD.get(f.name, max_integer)
         values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
@@ -91,12 +90,6 @@ def check_fields(config: Any, max_integer: int = MAX_INTEGER, prefix: str = "") 
         *_, owner = (cls for cls in type(config).__mro__ if vars(cls).get("__dataclass_fields__", {}).get(f.name) is f)
         if f.name in BOUNDS and owner.__module__.startswith("jaxformer."):
             check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    """Return the types of a config's fields; to read them takes longer than to check the values."""
-    return typing.get_type_hints(cls)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
