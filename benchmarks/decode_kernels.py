@@ -65,7 +65,6 @@ def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device)
 @as_command()
 def main(arguments: list[str]) -> int:
     """Count, print and store; return the exit status."""
-    jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU, even where there is one
     parser = argparse.ArgumentParser(description="Kernels and memory traffic of one decode step on a GPU.")
     parser.add_argument("--topology", default="h100:1", help="one GPU that plan knows")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
@@ -79,6 +78,7 @@ def main(arguments: list[str]) -> int:
             "pip install -e '.[plan-gpu]'."
         )
     config = replace(GPT2, n_blocks=options.n_blocks)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU, even where there is one
     device = topology_devices(options.topology)[0]
     figures: dict[str, Any] = {"n_blocks": config.n_blocks, "slots_read": config.context_length}
     for batch_size in options.batch_sizes:

@@ -23,6 +23,7 @@ from jaxformer.integrity import find_corruption
 from jaxformer.train.log import read_metrics
 from tests.helpers import (
     ROOT,
+    changed,
     exhaustive,
     fill,
     flip_a_bit,
@@ -368,6 +369,19 @@ def test_a_divergence_stops_and_its_rollback_command_trains(here):
     notes = [row["note"] for row in read_metrics(here / "lost") if "note" in row]
     assert len(notes) == 1 and "; optimizer.learning_rate 0.003 instead of 100.0" in notes[0]
     assert "final: step 40" in result.stdout and "no better than" not in result.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mlp_concat", "attention_unscaled", "rmsnorm"])
+def test_rungs_of_the_ladder_train(here, name):
+    """Small sizes; the sources' own are for a machine with more time."""
+    options = ["--config", f"{ROOT}/configs/ladder.py:{name}", *tiny(here / "books", steps=3)[2:], "--data.stride", "3"]
+    if name.startswith("mlp"):
+        for flag in ("--model.n-heads", "--model.n-blocks"):
+            del options[options.index(flag) : options.index(flag) + 2]
+    result = run("train.py", *changed(options, "--run", name, "--train.batch-size", "32"), cwd=here)
+    assert result.returncode == 0, result.stderr
+    assert "final: step 3" in result.stdout
 
 
 @pytest.mark.exhaustive
