@@ -177,5 +177,11 @@ long_average = next_rung(
     linear, "long_average", "squared gradients averaged over 100 steps", optimizer={"b2": 0.99}
 )  # fmt: skip
 
+# Values that hold the token itself, which a block would have to pass through its norm and W_V.
+value_embedding = next_rung(
+    long_average, "value_embedding", "a second embedding, of which each block's values hold a row",
+    model={"value_embedding": True},
+)  # fmt: skip
+
 # So that a target takes no longer than with the first.
-best = next_rung(long_average, "best", "MLPs of 1,408", model={"d_ff": (1408,)})
+best = next_rung(value_embedding, "best", "MLPs of 1,376", model={"d_ff": (1376,)})

@@ -118,10 +118,11 @@ def test_decoder_parameters_are_sharded_as_listed():
     """Heads and hidden layers over `tensor`, all matrices over `fsdp`, what has one axis of the model's width whole."""
     model = DecoderConfig(
         12, 6, 8, n_blocks=1, n_heads=4, n_kv_heads=2, output_projection=True, attention_bias=True, qk_norm=True,
-        d_ff=(16,), activation="swiglu", norm="layernorm", final_norm=True,
+        d_ff=(16,), activation="swiglu", norm="layernorm", final_norm=True, value_embedding=True,
     )  # fmt: skip
     expected = {
         "embedding.W_E": P("tensor", "fsdp"),
+        "value_embedding.W_E": P("tensor", "fsdp"),
         "embedding.W_pos": P(None, "fsdp"),
         "blocks_0.attention.W_Q": P("fsdp", "tensor", None),
         "blocks_0.attention.W_K": P("fsdp", "tensor", None),

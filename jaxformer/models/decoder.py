@@ -115,6 +115,9 @@ class DecoderConfig(TokenModelConfig):
     embedding_std: float = 1.0
     embedding_scale: float = 1.0
     """Factor of a token's row of the embedding."""
+    value_embedding: bool = False
+    """A second row per token, times embedding_scale, added to its values in every block: values that hold the token
+    itself (after Zhou et al. 2024, who share those of the first block). All 0 at initialisation."""
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
     unembedding_std: float | None = None
@@ -301,6 +304,9 @@ class Decoder(nn.Module):
         self.embedding = Embedding(
             c.vocab_size, c.n_positions, c.d_model, c.positions, c.embedding_std, c.embedding_scale
         )
+        if c.value_embedding:
+            width = c.kv_heads * c.width_of_values
+            self.value_embedding = Embedding(c.vocab_size, c.n_positions, width, "none", 0.0, c.embedding_scale)
         self.blocks = [
             Block(make_attention(i), make_mlp(width), norm, c.norm_placement, c.residual, c.dropout)
             for i, width in enumerate(widths)
@@ -341,14 +347,22 @@ class Decoder(nn.Module):
         }
         if segments_T is not None:
             positions_T = positions_in_segments(segments_T)
-        x_TD = self.embedding(tokens_T, positions_T)
+        x_TD, values_GTK = self.embedding(tokens_T, positions_T), self._token_values(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         for window, part in c.block_groups:
             part_keys = None if keys is None else keys if len(c.block_groups) == 1 else keys[part]
             x_TD = run_blocks(
-                self.blocks[part], self.execution, x_TD, positions_T, mask_by_window[window], keys=part_keys
-            )
+                self.blocks[part], self.execution, x_TD, positions_T, mask_by_window[window],
+                keys=part_keys, token_values=values_GTK,
+            )  # fmt: skip
         return x_TD
+
+    def _token_values(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array | None:
+        """Return the rows of the value embedding by key/value head, `(G, T, K)`; None without one."""
+        if not self.config.value_embedding:
+            return None
+        rows_TD = self.value_embedding(tokens_T, positions_T)
+        return rows_TD.reshape(len(tokens_T), self.config.kv_heads, -1).swapaxes(0, 1)
 
     def _mask(
         self, positions_T: jax.Array, prefix: jax.Array | int | None, segments_T: jax.Array | None, window: int
@@ -374,10 +388,10 @@ class Decoder(nn.Module):
         mask_by_window = {
             window: self.mask(positions_T, position_S, prefix, window) for window in set(self.config.block_windows)
         }
-        x_TD = self.embedding(tokens_T, positions_T)
+        x_TD, values_GTK = self.embedding(tokens_T, positions_T), self._token_values(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer, window in zip(self.blocks, cache.layers, self.config.block_windows, strict=True):
-            x_TD, updated = block(x_TD, positions_T, mask_by_window[window], layer, slot)
+            x_TD, updated = block(x_TD, positions_T, mask_by_window[window], layer, slot, token_values=values_GTK)
             assert updated is not None  # as a cache was given
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)

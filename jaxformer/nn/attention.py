@@ -102,6 +102,7 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
         source: jax.Array | LayerCache | None = None,
+        token_values: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the cache, if given, to the cache with keys and values written at `slot`.
 
@@ -110,6 +111,7 @@ class MultiHeadAttention(nn.Module):
           mask: keys that a query may attend to; by default all.
           source: sequence `(S, D)` to attend to in place of x_TD, or a cache that holds its `keys_values`; then
             without another cache.
+          token_values: further values `(G, T, K)`, added to those of x_TD before they are cached; in self-attention.
 
         Raises:
           UserError: `x_TD` has another number of axes than 2.
@@ -126,6 +128,8 @@ class MultiHeadAttention(nn.Module):
             k_GTK, v_GTK = self.keys_values(source, jnp.arange(len(source)))
         else:
             k_GTK, v_GTK = self.keys_values(x_TD, positions_T)
+        if token_values is not None:
+            v_GTK = v_GTK + token_values
         q_HTK = self._normalize_and_rotate(q_HTK, "Q", positions_T)
         if cache is not None and T == 1 and self.attention is attention:
             assert isinstance(mask, jax.Array)  # from the positions in the cache

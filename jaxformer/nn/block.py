@@ -58,6 +58,7 @@ class Block(nn.Module):
         source: jax.Array | LayerCache | None = None,
         source_mask: Mask = None,
         key: jax.Array | None = None,
+        token_values: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
 
@@ -65,11 +66,14 @@ class Block(nn.Module):
           source: for cross-attention, a sequence `(S, D)`, or a cache with its `keys_values`.
           source_mask: of cross-attention.
           key: dropout key; None for no dropout.
+          token_values: further values of the self-attention, `(G, T, K)`; see `MultiHeadAttention`.
         """
         cross = self.make_cross_attention is not None
         x_TD = capture_point(self, "before", x_TD)
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if cross else 2))
-        y_TD, cache = self.attention(self._before(x_TD, "attention"), positions_T, mask, cache, slot)
+        # A module of another project need not know of them.
+        named = {} if token_values is None else {"token_values": token_values}
+        y_TD, cache = self.attention(self._before(x_TD, "attention"), positions_T, mask, cache, slot, **named)
         x_TD = self._after(x_TD, y_TD, "attention", keys[0])
         if cross:
             normed_TD = self._before(x_TD, "cross_attention")

@@ -78,13 +78,18 @@ def input_dropout(
 
 
 def run_blocks(
-    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, *inputs: Any, keys: jax.Array | None = None
+    blocks: Sequence[nn.Module],
+    execution: Execution,
+    x_TD: jax.Array,
+    *inputs: Any,
+    keys: jax.Array | None = None,
+    **named: Any,
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks; each is called as `block(x_TD, *inputs, key=…)`.
+    """Return the residual stream `(T, D)` after all blocks; each is called as `block(x_TD, *inputs, key=…, **named)`.
 
     Args:
       blocks: bound modules whose calls return `(x_TD, cache)`.
-      inputs: further inputs, the same for all blocks.
+      inputs, named: further inputs, the same for all blocks.
       keys: one dropout key per block.
 
     Raises:
@@ -93,17 +98,17 @@ def run_blocks(
     if is_capturing():  # the values of a block cannot leave a loop, and are stored anyway
         execution = replace(execution, scan=False, remat="none")
     if execution.scan and not blocks[0].is_initializing():
-        return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys)
+        return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, **named)
     for i, block in enumerate(blocks):
-        x_TD = _block_function(block, execution, *inputs)(block, x_TD, None if keys is None else keys[i])
+        x_TD = _block_function(block, execution, *inputs, **named)(block, x_TD, None if keys is None else keys[i])
     return x_TD
 
 
-def _block_function(block: nn.Module, execution: Execution, *inputs: Any) -> Callable[..., jax.Array]:
+def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **named: Any) -> Callable[..., jax.Array]:
     """Return `(block, x_TD, key)` to the residual stream `(T, D)` after the block, with its gather and remat."""
 
     def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
-        return block(x_TD, *inputs, key=key)[0]
+        return block(x_TD, *inputs, key=key, **named)[0]
 
     if not block.is_initializing():
         if execution.gather is not no_gather:
@@ -116,7 +121,12 @@ def _block_function(block: nn.Module, execution: Execution, *inputs: Any) -> Cal
 
 
 def _scan_blocks(
-    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, *inputs: Any, keys: jax.Array | None
+    blocks: Sequence[nn.Module],
+    execution: Execution,
+    x_TD: jax.Array,
+    *inputs: Any,
+    keys: jax.Array | None,
+    **named: Any,
 ) -> jax.Array:
     """Return the residual stream `(T, D)` after all blocks from a loop over their stacked parameters."""
     # A transformation of JAX must not see bound modules: take their parameters out, and apply the first with each.
@@ -129,7 +139,7 @@ def _scan_blocks(
 
     def body(x_TD: jax.Array, params_and_key: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
         params, key = params_and_key
-        run: Any = lambda block: _block_function(block, execution, *inputs)(block, x_TD, key)  # noqa: E731
+        run: Any = lambda block: _block_function(block, execution, *inputs, **named)(block, x_TD, key)  # noqa: E731
         rngs = None if key is None else {"dropout": key}
         out: Any = unbound.apply({"params": params}, rngs=rngs, mutable=mutable, method=run)
         return out[0], out[1].get(ROUTER, {})

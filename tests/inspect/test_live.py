@@ -39,7 +39,7 @@ CONFIGS = {
     "gemma": replace(
         QUICK, n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3, window=5,
         global_blocks=(1,), local_rope_base=50.0, rope_scaling=2.0, embedding_scale=4.0, logit_soft_cap=3.0,
-        score_scale=0.3, value_dim=11,
+        score_scale=0.3, value_dim=11, value_embedding=True,
     ),
     "post": replace(
         QUICK, attention_bias=True, d_ff=(32, 24), activation="gelu", norm="layernorm", norm_placement="post",

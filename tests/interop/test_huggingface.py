@@ -98,6 +98,7 @@ def test_bfloat16_rounds_and_the_config_says_so(run, tmp_path):
         ({"norm_placement": "post"}, "norm_placement 'post' has no equivalent in "),
         ({"scaled": False}, "score_scale 1.0 has no equivalent in "),
         ({"value_dim": 5}, "value_dim 5 has no equivalent in "),
+        ({"value_embedding": True}, "value_embedding True has no equivalent in "),
         ({"d_ff": (8, 8)}, r"d_ff \(8, 8\) has no equivalent in "),
         ({"prefix": True, "residual": False}, "prefix True and residual False have no equivalent in llama, the neare"),
     ],

@@ -1,4 +1,5 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -44,7 +45,7 @@ MODERN = replace(
 CONFIGS = {name: small(name) for name in RUNGS} | {
     "modern": MODERN,
     "vaswani": replace(PLAIN, positions="sinusoidal", norm="layernorm", norm_placement="post", activation="gelu"),
-    "window": replace(PLAIN, window=3, positions="rope", head_dim=4, value_dim=7),
+    "window": replace(PLAIN, window=3, positions="rope", head_dim=4, value_dim=7, value_embedding=True),
     "experts": replace(MODERN, n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
     "local and global": replace(
@@ -60,6 +61,7 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
         logit_soft_cap=2.0,
         attention_bias=True,
         output_bias=False,
+        value_embedding=True,
     ),
 }
 
@@ -121,17 +123,26 @@ def case(request: pytest.FixtureRequest) -> Small:
     return Small(CONFIGS[request.param], *build(CONFIGS[request.param]))
 
 
+@contextmanager
+def nudged_embeddings(nudge_TD: jax.Array) -> Iterator[None]:
+    """Add to each token's row of the embedding, and the first number to all of its row of the value embedding."""
+
+    def add(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> jax.Array:
+        out = call(*args, **kwargs)
+        if not isinstance(context.module, Embedding) or context.method_name != "__call__":
+            return out
+        return out + (nudge_TD if context.module.name == "embedding" else nudge_TD[:, :1])
+
+    with nn.intercept_methods(add):
+        yield
+
+
 @pytest.mark.slow
 def test_no_output_depends_on_a_later_input(case: Small) -> None:
     weights_TV = normal(T, V)
 
     def mixed_logits(nudge_TD: jax.Array) -> jax.Array:
-        def add(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> jax.Array:
-            out = call(*args, **kwargs)
-            is_embedding = isinstance(context.module, Embedding) and context.method_name == "__call__"
-            return out + nudge_TD if is_embedding else out
-
-        with nn.intercept_methods(add):
+        with nudged_embeddings(nudge_TD):
             logits_TV = case.model.apply({"params": case.params}, TOKENS_T)
         return (weights_TV * logits_TV).sum(-1)
 
@@ -216,12 +227,7 @@ def test_a_prefix_is_visible_to_all_and_the_rest_is_causal(name: str) -> None:
     weights_TV = normal(T, V)
 
     def mixed_logits(nudge_TD: jax.Array, prefix: jax.Array) -> jax.Array:
-        def add(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> jax.Array:
-            out = call(*args, **kwargs)
-            is_embedding = isinstance(context.module, Embedding) and context.method_name == "__call__"
-            return out + nudge_TD if is_embedding else out
-
-        with nn.intercept_methods(add):
+        with nudged_embeddings(nudge_TD):
             return (weights_TV * model.apply({"params": params}, TOKENS_T, prefix)).sum(-1)
 
     felt_TS = (jax.jit(jax.jacrev(mixed_logits))(jnp.zeros((T, D)), jnp.int32(n)) != 0).any(-1)

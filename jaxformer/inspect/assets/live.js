@@ -367,11 +367,14 @@ class Pass {
   // Attention of rows x, whose positions begin at `first`, to all positions up to their own.
   attention(i, x, first) {
     const { model, keys, values, weights } = this;
-    const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, windows, scale } = model.config;
+    const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, windows, scale, embedding_scale } = model.config;
     const [T, N, p] = [x.length / D, model.maxTokens, (name) => model.parameters[`blocks_${i}.attention.${name}`]];
     const q = this.rotate(i, linear(x, p("W_Q"), p("b_Q"), D), p("gamma_Q"), first, H);
     keys[i].set(this.rotate(i, linear(x, p("W_K"), p("b_K"), D), p("gamma_K"), first, G), first * G * K);
-    values[i].set(linear(x, p("W_V"), p("b_V"), D), first * G * J);
+    const v = linear(x, p("W_V"), p("b_V"), D);
+    const table = model.parameters["value_embedding.W_E"];
+    if (table) for (let j = 0; j < v.length; j++) v[j] += embedding_scale * table[this.tokens[first + Math.floor(j / (G * J))] * G * J + (j % (G * J))];
+    values[i].set(v, first * G * J);
     const heads = new Float32Array(T * H * J);
     for (let t = 0; t < T; t++) {
       const position = first + t;
