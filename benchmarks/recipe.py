@@ -265,7 +265,8 @@ def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]])
         ])  # fmt: skip
     return (
         f"{measured}\nThese {len(trials)} trials, one seed each, chose the options. They held out the first\n"
-        f"150,000 bytes of three of the training books, and trained on the others:\n\n{trials_table(trials)}"
+        "150,000 bytes of three of the training books, and trained on the others. Changes that no option names\n"
+        f"were made in the code, and not kept:\n\n{trials_table(trials)}"
     )
 
 
