@@ -198,6 +198,8 @@ def goal(figures: Mapping[str, Any]) -> str:
     if (equal := targets_at(curve, mean(best))) is not None:
         about, times_as_many = float(f"{equal:.2g}"), equal / targets[last]
         text += f", and was that of `{last}` after about {about:,.0f}, {times_as_many:.1f} times as many"
+    elif mean(small) > mean(best):
+        text += f", {targets[long] / targets[last]:.1f} times as many, and still higher"
     if first in times and last in times:
         ratio = median(a / b for a, b in zip(times[last], times[first], strict=True))
         text += f". A target takes `{last}` {ratio:.2f} times as long as `{first}`"
