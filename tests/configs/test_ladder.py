@@ -35,7 +35,7 @@ def test_candidates_have_at_most_a_million_parameters_and_equal_tokens() -> None
         assert config.steps * config.train.batch_size * model.context_length == pytest.approx(800_000, rel=0.002)
         sizes = jax.tree_util.tree_leaves_with_path(abstract_params(model.build()))
         inner = sum(leaf.size for path, leaf in sizes if "W_E" not in str(path) and "W_out" not in str(path))
-        assert inner == pytest.approx(1e6, rel=0.02) if name != LAST else 0.85e6 < inner < 1e6
+        assert inner == pytest.approx(1e6, rel=0.02) if name != LAST else 0.8e6 < inner < 1e6
 
 
 @pytest.mark.slow
