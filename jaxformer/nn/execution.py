@@ -89,7 +89,8 @@ def run_blocks(
 
     Args:
       blocks: bound modules whose calls return `(x_TD, cache)`.
-      inputs, named: further inputs, the same for all blocks.
+      *inputs: further inputs, the same for all blocks.
+      **named: further inputs by name, the same for all blocks.
       keys: one dropout key per block.
 
     Raises:
