@@ -20,7 +20,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.integrity import find_corruption
-from jaxformer.train.log import read_metrics
+from jaxformer.train.log import read_metrics, read_samples
 from tests.helpers import (
     ROOT,
     changed,
@@ -53,6 +53,14 @@ def finished(here):
     return run("train.py", *tiny(here / "books"), cwd=here)
 
 
+@pytest.fixture(scope="module")
+def plain(here):
+    """Return the folder of a run of 20 steps that nothing disturbed, without reports and samples."""
+    result = run("train.py", *tiny(here / "books", 20, *WITHOUT_REPORTS), "--run", "plain", cwd=here)
+    assert result.returncode == 0, result.stderr
+    return here / "plain"
+
+
 def losses(folder) -> list[tuple]:
     """What must not depend on where a run was interrupted."""
     keys = ("step", "epoch", "tokens", "loss", "val_loss", "val_bpb", "lr", "entropy", "gradients")
@@ -81,7 +89,7 @@ def assert_same_run(a, b):
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
-    assert (a / "samples.txt").read_text() == (b / "samples.txt").read_text()
+    assert read_samples(a) == read_samples(b)
 
 
 def test_training_prints_and_writes_what_the_docs_describe(here, finished):
@@ -168,16 +176,17 @@ def test_resuming_after_sigkill_is_bit_identical(here, finished):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert_same_run(here / "runs/quick", here / "killed")
+    assert len(read_samples(here / "killed")) == 4
 
 
-def copy_corrupt(here, name: str, harm):
-    """A copy of the run whose last parameters are harmed."""
-    copy = shutil.copytree(here / "runs/quick", here / name)
+def copy_corrupt(folder, name: str, harm):
+    """A copy of the run, beside it, whose last parameters are harmed."""
+    copy = shutil.copytree(folder, folder.parent / name)
     harm(max((copy / "checkpoints/20/params").rglob("d/*"), key=lambda file: file.stat().st_size))
 
 
-def test_sampling_skips_a_corrupt_last_checkpoint(here, finished):
-    copy_corrupt(here, "half", flip_a_bit)
+def test_sampling_skips_a_corrupt_last_checkpoint(here, plain):
+    copy_corrupt(plain, "half", flip_a_bit)
     said, speed = run("sample.py", "--run", "half", "--max-new-tokens", "5", cwd=here).stderr.splitlines()
     assert said.startswith("WARNING: checkpoint 20 of half is corrupt: params/")
     assert "does not match its checksum; 15 is used instead" in said and speed.startswith("time to first token")
@@ -193,20 +202,20 @@ def test_sampling_skips_a_corrupt_last_checkpoint(here, finished):
         exhaustive("missing", lambda file: file.unlink()),
     ],
 )
-def test_resuming_from_before_a_corrupt_checkpoint_is_bit_identical(here, finished, name, harm):
-    copy_corrupt(here, name, harm)
+def test_resuming_from_before_a_corrupt_checkpoint_is_bit_identical(here, plain, name, harm):
+    copy_corrupt(plain, name, harm)
     result = run("train.py", "--resume", "--run", name, cwd=here)
     assert result.returncode == 0, result.stderr
     assert result.stderr.startswith(f"WARNING: checkpoint 20 of {name} is corrupt: params/")
     assert result.stderr.endswith("; quarantined as 20.corrupt, 15 is used instead\n")
     assert result.stderr.count("\n") == 1
-    assert_same_run(here / "runs/quick", here / name)
+    assert_same_run(plain, here / name)
 
 
 @pytest.mark.exhaustive
-def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, finished, tmp_path):
+def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, plain, tmp_path):
     with mounted(tmp_path, "8m") as disk:
-        shutil.copytree(here / "runs/quick", disk / "run")
+        shutil.copytree(plain, disk / "run")
         shutil.rmtree(disk / "run/checkpoints/20")
         full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
         result = run("train.py", "--resume", "--run", str(disk / "run"), cwd=here)
@@ -220,7 +229,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, finished, 
         command = result.stderr.partition("then resume with: python ")[2]
         result = run(*shlex.split(command), cwd=here)
         assert result.returncode == 0 and not result.stderr, result.stderr
-        assert_same_run(disk / "run", here / "runs/quick")
+        assert_same_run(disk / "run", plain)
 
 
 def test_a_removed_run_folder_is_one_sentence(here):
@@ -259,9 +268,9 @@ def test_a_run_is_locked_and_a_second_interruption_stops_at_once(here):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
-def test_an_interruption_saves_and_resuming_is_bit_identical(here, finished, number):
+def test_an_interruption_saves_and_resuming_is_bit_identical(here, plain, number):
     name = f"stopped{number.value}"
-    process = start("train.py", *tiny(here / "books"), "--run", name, cwd=here)
+    process = start("train.py", *tiny(here / "books", 20, *WITHOUT_REPORTS), "--run", name, cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / name) > 1)
     process.send_signal(number)
     out, err = process.communicate(timeout=300)
@@ -272,12 +281,13 @@ def test_an_interruption_saves_and_resuming_is_bit_identical(here, finished, num
     result = run("train.py", "--resume", "--run", name, cwd=here)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"run {name} (resumed)")
-    assert_same_run(here / name, here / "runs/quick")
+    assert_same_run(here / name, plain)
 
 
 @pytest.mark.exhaustive
-def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here, finished):
-    process, terminal = start_in_terminal("train.py", *tiny(here / "books"), "--run", "hung-up", cwd=here)
+def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here, plain):
+    options = [*tiny(here / "books", 20, *WITHOUT_REPORTS), "--run", "hung-up"]
+    process, terminal = start_in_terminal("train.py", *options, cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "hung-up") > 1)
     os.close(terminal)
     assert process.wait(timeout=300) == 128 + signal.SIGHUP
@@ -287,7 +297,7 @@ def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here, fini
         process.stdout.close()  # as `| head -n 1` does
         assert process.stderr.read() == ""
     assert process.returncode == 0
-    assert_same_run(here / "hung-up", here / "runs/quick")
+    assert_same_run(here / "hung-up", plain)
 
 
 def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeypatch, capsys):
@@ -309,8 +319,8 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
 
 
 @pytest.mark.exhaustive
-def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, finished):
-    shutil.copytree(here / "runs/quick", here / "allowed")
+def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, plain):
+    shutil.copytree(plain, here / "allowed")
     write_books(here / "other", words=700)
     (here / "other/0.txt").write_text("Zebras zigzag. " * 100)  # a tokenizer trained on this would differ
     options = ["--resume", "--run", "allowed", "--data.path", "other"]
@@ -322,7 +332,7 @@ def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, finished):
     assert "step 20  note: the data" in result.stdout
     result = run("train.py", *options, "--steps", "24", cwd=here)  # from here on it is the run's text
     assert result.returncode == 0, result.stderr
-    tokenizer = (here / "runs/quick/tokenizer.json").read_bytes()
+    tokenizer = (plain / "tokenizer.json").read_bytes()
     assert (here / "allowed/tokenizer.json").read_bytes() == tokenizer
 
 
@@ -355,8 +365,7 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
 
 @pytest.mark.exhaustive
 def test_a_divergence_stops_and_its_rollback_command_trains(here):
-    options = tiny(here / "books", steps=40)
-    options[options.index("--optimizer.learning-rate") + 1] = "100"
+    options = tiny(here / "books", 40, "--optimizer.learning-rate", "100", *WITHOUT_REPORTS)
     result = run("train.py", *options, "--optimizer.name", "adamw", "--run", "lost", cwd=here)
     assert result.returncode == 1, result.stdout + result.stderr
     what, mover, helps, back = result.stdout.splitlines()[-4:]
@@ -379,7 +388,7 @@ def test_rungs_of_the_ladder_train(here, name):
     if name.startswith("mlp"):
         for flag in ("--model.n-heads", "--model.n-blocks"):
             del options[options.index(flag) : options.index(flag) + 2]
-    result = run("train.py", *changed(options, "--run", name, "--train.batch-size", "32"), cwd=here)
+    result = run("train.py", *changed(options, "--run", name, "--train.batch-size", "32", *WITHOUT_REPORTS), cwd=here)
     assert result.returncode == 0, result.stderr
     assert "final: step 3" in result.stdout
 
@@ -393,9 +402,8 @@ def test_two_runs_started_together_have_separate_folders(here, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_four_blocks_without_a_norm_diverge_and_name_the_module(tmp_path, monkeypatch):
+def test_four_blocks_without_a_norm_diverge_and_name_the_module(tmp_path):
     """The sources' own sizes and settings, with fewer windows a batch."""
-    monkeypatch.delenv("XLA_FLAGS")  # at these sizes, computing takes longer than compiling
     write_books(tmp_path / "books", words=20_000)
     options = ["--config", f"{ROOT}/configs/ladder.py:four_blocks", "--data.path", "books", "--train.batch-size", "2",
                "--compute.grad-accumulation-steps", "1"]  # fmt: skip

@@ -85,7 +85,7 @@ def tokens(n: int, vocab_size: int = 291) -> np.ndarray:
     return np.random.default_rng(n).integers(0, vocab_size, n)
 
 
-@pytest.mark.parametrize("length", [1, 37, 95])  # llama3 scaling: past the 16 tokens of the original context
+@pytest.mark.parametrize("length", [1, 95])  # llama3 scaling: past the 16 tokens of the original context
 def test_logits_equal_those_of_transformers(case, length):
     model, run = case
     ours_TV, theirs_TV = forward(run)(tokens(length)), their_logits(model, tokens(length))
@@ -121,10 +121,10 @@ def test_cached_decoding_equals_the_full_forward_pass(case):
     np.testing.assert_allclose(logits_TV, full_TV, rtol=0, atol=1e-5 * max(1, np.abs(full_TV).max()))
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-6])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "qwen2", "mistral", "gemma3", "mixtral"])
-def test_epsilon_of_norms_is_that_of_the_config(tmp_path: Path, name: str, eps: float):
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "qwen2", "mistral", "gemma3, scaling, soft cap", "mixtral"])
+def test_epsilon_of_norms_is_that_of_the_config(tmp_path: Path, name: str):
     family, changes = CASES[name]
+    eps = 4e-6  # no family's default
     field = "layer_norm_epsilon" if family == "GPT2" else "rms_norm_eps"
     model = publish(tmp_path / "model", family, std=1e-3, **{**changes, field: eps})
     path, config = import_run(tmp_path / "model", tmp_path / "run")
@@ -132,7 +132,7 @@ def test_epsilon_of_norms_is_that_of_the_config(tmp_path: Path, name: str, eps: 
     size = np.abs(theirs_TV).max()
     np.testing.assert_allclose(forward(run)(tokens(11)) / size, theirs_TV / size, rtol=0, atol=1e-4)
     assert isinstance(config.model, DecoderConfig)
-    other = replace(config.model, norm_eps=1.1e-5 - eps).build()  # activations so small that another is seen
+    other = replace(config.model, norm_eps=1e-5).build()  # activations so small that another is seen
     others_TV = other.apply({"params": run.params}, tokens(11))
     assert np.abs(others_TV - theirs_TV).max() > 1e-2 * size
 
