@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -63,19 +62,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Family and fields of its config that differ from `published.SHAPES`."""
+LENGTH = 95
+"""Past the 16 tokens of the original context of the llama3 scaling."""
+
+Forward = Callable[[np.ndarray], np.ndarray]
 
 
 @pytest.fixture(params=CASES, scope="module")
-def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Run]:
-    """Return a torch model and the run imported from its folder."""
+def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Run, Forward]:
+    """Return a torch model, the run imported from its folder, and the jitted model of the run."""
     family, changes = CASES[request.param]
     folder = tmp_path_factory.mktemp("published")
     model = publish(folder / "model", family, **changes)
     path, _ = import_run(folder / "model", folder / "run")
-    return model, load_run(path)
+    run = load_run(path)
+    return model, run, forward(run)
 
 
-def forward(run: Run) -> Callable[[np.ndarray], np.ndarray]:
+def forward(run: Run) -> Forward:
     """Return the jitted model, `(T,)` to `(T, V)`."""
     return jax.jit(lambda tokens_T: run.model.apply({"params": run.params}, tokens_T))
 
@@ -85,40 +89,27 @@ def tokens(n: int, vocab_size: int = 291) -> np.ndarray:
     return np.random.default_rng(n).integers(0, vocab_size, n)
 
 
-@pytest.mark.parametrize("length", [1, 95])  # llama3 scaling: past the 16 tokens of the original context
+@pytest.mark.parametrize("length", [1, LENGTH])
 def test_logits_equal_those_of_transformers(case, length):
-    model, run = case
-    ours_TV, theirs_TV = forward(run)(tokens(length)), their_logits(model, tokens(length))
+    model, _, logits = case
+    ours_TV, theirs_TV = logits(tokens(length)), their_logits(model, tokens(length))
     np.testing.assert_allclose(ours_TV, theirs_TV, rtol=0, atol=1e-4)
 
 
-def test_greedy_tokens_equal_those_of_transformers(case):
-    model, run = case
+def test_greedy_tokens_equal_those_of_transformers_and_log_probabilities_those_of_the_full_pass(case):
+    model, run, logits = case
     prompt = tokens(5).tolist()
     pieces = generate(
         run.model, run.params, [prompt], Sampling(temperature=0), [0], max_new_tokens=64, context_length=96
     )  # fmt: skip
-    ours = np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
-    assert ours == their_greedy(model, prompt, 64)
-
-
-def test_cached_decoding_equals_the_full_forward_pass(case):
-    _, run = case
-    tokens_T = jnp.asarray(tokens(23))
-    full_TV = forward(run)(tokens_T)
-    cache = run.model.init_cache(32)
-    extend = jax.jit(
-        lambda tokens_t, positions_t, cache, slot: run.model.apply(
-            {"params": run.params}, tokens_t, positions_t, cache, slot, method="extend"
-        )
+    tokens_N, logprobs_N = (
+        np.concatenate(parts, axis=1)[0]
+        for parts in zip(*((piece.tokens_BN, piece.logprobs_BN) for piece in pieces), strict=True)
     )
-    x_TD, cache = extend(tokens_T[:9], jnp.arange(9), cache, 0)
-    rows = [x_TD]
-    for position in range(9, 23):
-        x_TD, cache = extend(tokens_T[position : position + 1], jnp.array([position]), cache, position)
-        rows.append(x_TD)
-    logits_TV = run.model.apply({"params": run.params}, jnp.concatenate(rows), method="unembed")
-    np.testing.assert_allclose(logits_TV, full_TV, rtol=0, atol=1e-5 * max(1, np.abs(full_TV).max()))
+    assert tokens_N.tolist() == their_greedy(model, prompt, 64)
+    text_T = np.concatenate([prompt, tokens_N, np.zeros(LENGTH - len(prompt) - 64, int)])
+    full_TV = jax.nn.log_softmax(logits(text_T))
+    np.testing.assert_allclose(logprobs_N, full_TV[np.arange(4, 68), tokens_N], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "qwen2", "mistral", "gemma3, scaling, soft cap", "mixtral"])
@@ -133,7 +124,7 @@ def test_epsilon_of_norms_is_that_of_the_config(tmp_path: Path, name: str):
     np.testing.assert_allclose(forward(run)(tokens(11)) / size, theirs_TV / size, rtol=0, atol=1e-4)
     assert isinstance(config.model, DecoderConfig)
     other = replace(config.model, norm_eps=1e-5).build()  # activations so small that another is seen
-    others_TV = other.apply({"params": run.params}, tokens(11))
+    others_TV = jax.jit(other.apply)({"params": run.params}, tokens(11))
     assert np.abs(others_TV - theirs_TV).max() > 1e-2 * size
 
 
