@@ -48,8 +48,8 @@ def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> l
 
 def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[str, ParameterAxes]:
     """Return the axes of the adapters by name, such as `blocks_0.attention.W_Q.A`; `{}` without a rank. A is sharded
-    like the inputs of its matrix, and B like the outputs, so that a device's shards of A and B yield its shard of A
-    B."""
+    like the inputs of its matrix, and B like the outputs, so that a device's shards of both yield its shard of their
+    product."""
     by_name: dict[str, ParameterAxes] = {}
     for name in adapted_matrices(axes, config) if config.rank else ():
         stack, inputs, outputs = axes[name].stack, axes[name].inputs, axes[name].outputs

@@ -105,8 +105,8 @@ class ObjectStore:
             self._store.put(name, content)
 
     def write_if(self, name: str, content: bytes, tag: Tag | None) -> Tag | None:
-        """Write an object if its tag is still `tag`, or if it does not exist where `tag` is None; return the new tag,
-        or None if another writer has changed it.
+        """Write an object if its tag is still `tag` or, with None, if it does not exist; return the new tag, or None if
+        another writer has changed it.
 
         A store without conditional writes always writes.
         """

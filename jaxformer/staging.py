@@ -233,7 +233,7 @@ def mirrored(staged: StagedRun) -> Iterator[Mirror]:
         local = _checkpoints(staged.folder)
         has_all_shards = last.endswith(
             f"-{jax.process_count()}"
-        )  # else uncommitted ones lack shards of other processes
+        )  # otherwise uncommitted checkpoints lack other processes' shards
         usable = local if has_all_shards else sorted(staged.committed() & {*local})
         common = set.intersection(*(set(json.loads(text)) for text in all_gather(json.dumps(usable))))
         folders = (*staged.folder.glob("checkpoints/*"), *staged.folder.glob("base/checkpoints/*"))

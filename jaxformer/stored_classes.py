@@ -95,7 +95,7 @@ def _module_files(module: str) -> Iterator[Path]:
     path: Sequence[str] | None = None
     if module in sys.modules:
         return
-    for name in module.split("."):  # a last name alone, as a dotted one needs its package imported
+    for name in module.split("."):  # one by one: a dotted name needs its package imported
         spec = PathFinder.find_spec(name, path)
         if spec is None:
             return

@@ -20,8 +20,8 @@ from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import Llama3Scaling, query_and_key_at, rope
 
 NARROW, WIDE = (7.0, (0.4, 1.0)), (3.0, (0.05, 0.35))
-"""At initialisation, the attention score of the key at a head's distance, where other scores are about 1; and the RoPE
-frequencies, in radians per position, that distinguish that distance from others."""
+"""At initialisation, the attention score of the key at a head's distance, where other scores have a magnitude of about
+1; and the RoPE frequencies, in radians per position, that distinguish that distance from others."""
 AXES = {
     **dict.fromkeys(("W_Q", "W_K", "W_V"), "embed -> heads head_dim"),
     **dict.fromkeys(("b_Q", "b_K", "b_V"), "heads 1 head_dim"),
@@ -70,9 +70,9 @@ class MultiHeadAttention(nn.Module):
       score_scale: factor applied to the scores instead of 1/√K.
       sum_heads: without `W_O`, sum the heads instead of concatenating them; the output is `(T, K)`.
       value_dim: width of a head's values and output; None for head_dim. Shape suffixes call it K as well.
-      distances: one distance per head, for the first heads: that of the key it attends to at initialisation whatever
-        its content, in positions back, or ahead if negative. Sets the initial b_Q and b_K; needs `bias` and
-        `rope_base`. Unlike the slopes of ALiBi (Press et al. 2022), they are trained.
+      distances: distances of the keys that the first heads attend to at initialisation, regardless of content, in
+        positions back, or ahead if negative. They set the initial b_Q and b_K, which need `bias` and `rope_base` and,
+        unlike the slopes of ALiBi (Press et al. 2022), are trained.
       is_wide: attend less sharply, to some 10 positions around each distance.
     """
 

@@ -46,7 +46,8 @@ class Unembedding(NamedTuple):
 def rows_per_chunk(n_rows: int, n_classes: int, max_logits: int) -> int:
     """Return the number of rows per chunk, for the fewest chunks of equal length with at most `max_logits` logits each.
 
-    The last chunk may need padding. If `ALIGNMENT` rows or more fit into a chunk, its rows are a multiple of that.
+    The last chunk may need padding. With several chunks, their rows are a multiple of `ALIGNMENT` if that many fit into
+    one.
     """
     most = max(1, max_logits // n_classes)
     if n_rows <= most:

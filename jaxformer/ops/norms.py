@@ -45,8 +45,8 @@ def _center_jvp(primals: tuple, tangents: tuple) -> tuple:
 def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
     """Return x / √(mean(x²) + ε) along the last axis, `(…, D)`; NaN for a row whose squares overflow.
 
-    The derivative is computed from the result: computed from x, it would need the cube of the norm, which overflows
-      from 1e13 on.
+    The derivative is computed from the result; computed from x, it would need the cube of the norm, which overflows
+    from 1e13 on.
     """
     return x * _inverse_rms(x, eps)
 

@@ -182,7 +182,7 @@ def muon_axes(axes: Axes, params: Params) -> Params:
 
 
 def _muon(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float) -> optax.GradientTransformation:
-    """Return Muon, whose momentum is orthogonalised. An orthogonal m × n matrix has a root mean square of 1/√max(m,
+    """Return Muon, which orthogonalises the momentum. The root mean square of an orthogonal m × n matrix is 1/√max(m,
     n)."""
 
     def scale_to_adamw_rms(updates: Params, _: Params) -> Params:

@@ -34,7 +34,7 @@ POSITION_FIELDS = {"failures", "fingerprint", "monitor", "skip_batches", "skippe
 
 @dataclass(frozen=True)
 class Rollback:
-    """Return to an earlier checkpoint, to continue training from there with other options."""
+    """Rollback to an earlier checkpoint, from which training continues with other options."""
 
     step: int
     """Step of the checkpoint; 0 for the start, which needs no checkpoint."""

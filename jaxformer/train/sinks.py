@@ -53,7 +53,7 @@ def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
     """Open the sinks of `config.train.log_to`; none without a folder.
 
     Each sink is first synchronised with `metrics.jsonl`: rows that it lacks are sent at once, and steps beyond the last
-      row are superseded.
+    row are superseded.
 
     Raises:
       UserError: see `prepare_sinks`; or a sink cannot be written to or reached.
