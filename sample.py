@@ -1,4 +1,4 @@
-"""python sample.py --help"""
+"""Sample from a model: python sample.py --help"""
 
 import sys
 

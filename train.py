@@ -1,4 +1,4 @@
-"""python train.py --help"""
+"""Train a model: python train.py --help"""
 
 import gc
 import sys
@@ -6,8 +6,8 @@ import sys
 from jaxformer.terminal import echo_status
 
 if __name__ == "__main__":
-    echo_status("loading JAX ...")  # before what takes seconds to import
-    gc.disable()  # a sixth of the time of imports, which make no garbage; see `machine.set_up`
+    echo_status("loading JAX ...")  # before imports that take seconds
+    gc.disable()  # saves a sixth of the import time; imports create no garbage; see `machine.set_up`
     from jaxformer.cli.train import main
 
     sys.exit(main())

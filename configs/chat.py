@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: --init-from names the model to begin with, whose config replaces the one here, and
+"""Fine-tuning on conversations: --init-from names the pretrained model, whose config replaces the one in this file, and
 --data.path the conversations. With --lora.rank 8, --optimizer.learning-rate 2e-4 is usual."""
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig

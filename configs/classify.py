@@ -1,5 +1,5 @@
-"""A classifier of texts, in minutes on two CPU cores. `python train.py --config classify --data.path reviews`
-reads reviews.train.tsv and reviews.val.tsv, lines of TEXT<TAB>LABEL.
+"""A text classifier that trains in minutes on two CPU cores. `python train.py --config classify --data.path reviews`
+reads reviews.train.tsv and reviews.val.tsv, with lines TEXT<TAB>LABEL.
 """
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig

@@ -1,5 +1,5 @@
-"""Conversion of dates in many languages to ISO 8601: small recurrent models, in minutes on two CPU cores and without a
-download. `python train.py --config configs/dates.py:bahdanau`
+"""Small recurrent models that convert dates in many languages to ISO 8601, trained in minutes on two CPU cores and
+without a download: `python train.py --config configs/dates.py:bahdanau`
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
-"""Published architectures with a mesh, to train from scratch: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020),
-Llama 3.2 (1B) and Llama 2 (Touvron et al. 2023).
+"""Published architectures to train from scratch on a device mesh: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al.
+2020), Llama 3.2 (1B) and Llama 2 (Touvron et al. 2023).
 
 The meshes are for a v5e:16x16 (llama_1b, llama_7b) and a v5p:8x8x8 (llama_70b, gpt3_175b); gpt2_124m is data-parallel
-over all devices. `python -m jaxformer plan --config configs/gpt.py:llama_7b --topology v5e:16x16` shows the memory and
-time of such a run.
+over all devices. `python -m jaxformer plan --config configs/gpt.py:llama_7b --topology v5e:16x16` reports the memory
+and time of a run.
 """
 
 from dataclasses import replace
@@ -34,8 +34,8 @@ gpt2_124m = Config(
     ),
 )  # fmt: skip
 
-# Table 2.1: 175.0 B parameters, batches of 3.2 M tokens; appendix B: 300 B tokens. Every block attends to all positions
-# here, every other one to a band there.
+# Table 2.1: 175.0 B parameters, batches of 3.2 M tokens; appendix B: 300 B tokens. Here every block has full attention;
+# in the paper, every other block has banded attention.
 gpt3_175b = replace(
     gpt2_124m,
     name="gpt3_175b",

@@ -1,12 +1,12 @@
-"""The ladder: each rung is the one before with one change.
+"""The ladder: each rung is the previous one with one change.
 
-Budget and optimizer are the sources': vocabulary 2048, windows of 32 tokens at stride 1 in batches of 4096, 10,644
-steps, Nesterov SGD with learning rate 0.05 and momentum 0.9. Their data, 48 MB of English books of which these steps
-are three epochs, is an option (`--data.path books`); without it, a rung trains on the default corpus, `sotu`. Each rung
-has the results of the sources, of validation on books: perplexity, and attention entropy in nats.
+Budget and optimizer are those of the sources: vocabulary 2048, windows of 32 tokens at stride 1 in batches of 4096,
+10,644 steps, Nesterov SGD with learning rate 0.05 and momentum 0.9. Their data, 48 MB of English books of which these
+steps are three epochs, is an option (`--data.path books`); by default, a rung trains on the corpus `sotu`. Each rung
+lists the sources' validation results on books: perplexity, and attention entropy in nats.
 
-After the last of them, candidates for a recipe: a small model that is to learn from a tenth of the tokens what `small`
-learns from all. They are trained where they are named (`--rungs`), or with `benchmarks/recipe.py`, which decides.
+The last rungs are followed by candidates for a recipe: a small model that should learn from a tenth of the tokens what
+`small` learns from all. They are trained only if named (`--rungs`), or by `benchmarks/recipe.py`, which decides.
 """
 
 from dataclasses import replace
@@ -19,18 +19,18 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 
 REPORTED: dict[str, str] = {}
-"""Results of the sources by rung, in the order of the ladder."""
+"""Results that the sources report, by rung, in the order of the ladder."""
 RECIPE: dict[str, str] = {}
 """Change of each candidate for the recipe, in order."""
 RECIPE_TARGETS = 800_000
-"""Predicted tokens that each candidate is trained on."""
+"""Number of predicted tokens in the training of each candidate."""
 DIVERGING_RUNGS = {"four_blocks"}
-"""Rungs that are meant to diverge."""
+"""Rungs that are expected to diverge."""
 
 
 def rung(name: str, model: ModelConfig, reported: str) -> Config:
-    """Return the sources' run of a model, and add its results to `REPORTED`. It is trained in microbatches: four blocks
-    would take 22 GiB for 4,096 windows at once, and take 6."""
+    """Return the sources' run of a model, and add its results to `REPORTED`. It uses gradient accumulation: with 4,096
+    windows at once, four blocks would need 22 GiB instead of 6."""
     REPORTED[name] = reported
     return replace(in_budget(name, model), compute=ComputeConfig(grad_accumulation_steps=4))
 
@@ -47,24 +47,24 @@ def in_budget(name: str, model: ModelConfig) -> Config:
     )
 
 
-# An MLP on each position alone, which predicts a token from the one before it.
+# An MLP on each position separately, which predicts a token from the previous one.
 rowwise = MLPConfig(vocab_size=2048, context_length=32, d_model=256, d_ff=(2048, 2048))
 mlp_rowwise = rung("mlp_rowwise", rowwise, "does not work")
 
-# An MLP on all positions, concatenated: O((nd)²).
+# An MLP on the concatenation of all positions: O((nd)²).
 mlp_concat = rung("mlp_concat", replace(rowwise, mixing="concatenate"), "hits a wall")
 
-# The derivation of attention: an MLP on A X, (X B) X, X Xᵀ X and Q Kᵀ V, with a causal mask and without a softmax.
+# The derivation of attention: an MLP on A X, (X B) X, X Xᵀ X and Q Kᵀ V, with a causal mask but without a softmax.
 mix_static = rung("mix_static", replace(rowwise, mixing="static"), "no figure")
 mix_dynamic = rung("mix_dynamic", replace(rowwise, mixing="dynamic"), "no figure")
 mix_gram = rung("mix_gram", replace(rowwise, mixing="gram"), "no figure")
 qkv = replace(rowwise, mixing="qkv")
 mix_qkv = rung("mix_qkv", qkv, "no figure")
 
-# Without the mask, a position reads the token that it predicts: the loss falls, and the text is nonsense.
+# Without the mask, a position reads the token that it predicts: the loss falls, but the text is nonsense.
 mix_unmasked = rung("mix_unmasked", replace(qkv, causal=False), "cheats: its loss is of tokens that it reads")
 
-# One head, projections drawn from N(0, 1), no 1/√d, MLP straight to logits.
+# One head, projections sampled from N(0, 1), no 1/√d, and an MLP that outputs logits directly.
 first = DecoderConfig(
     vocab_size=2048, context_length=32, d_model=256, n_blocks=1, n_heads=1, scaled=False, projection_std=1.0,
     d_ff=(2048, 2048), residual=False, unembedding="mlp",
@@ -83,7 +83,7 @@ residual = rung("residual", with_residual, "68.284, 67.68; entropy 1.16 to 1.18"
 full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=True)
 multihead_full = rung("multihead_full", full_heads, "66.48; entropy 0.69, 0.158, 1.011, 0.861")
 
-# Four heads of a quarter of the width each.
+# Four heads, each a quarter as wide.
 low_rank_heads = replace(full_heads, head_dim=None)
 multihead = rung("multihead", low_rank_heads, "65.11")
 
@@ -93,17 +93,17 @@ two_blocks = rung("two_blocks", two, "55.74; first block nearly one-hot")
 four = replace(two, n_blocks=4)
 four_blocks = rung("four_blocks", four, "NaN before step 100")
 
-# RMSNorm before attention and MLP; the training perplexity of the sources is 27.4.
+# RMSNorm before attention and MLP; the sources report a training perplexity of 27.4.
 rmsnorm = rung("rmsnorm", replace(four, norm="rmsnorm"), "48.66; 50.369 at step 3,400")
 
-# Beside the ladder, which does not train them: recurrent networks with as wide a state, on the same data and budget.
+# Not rungs of the ladder: recurrent networks with an equally wide state, for the same data and budget.
 recurrent_tanh, recurrent_gru, recurrent_lstm = (
     in_budget(f"recurrent_{cell}", RecurrentLMConfig(2048, 32, cell)) for cell in ("tanh", "gru", "lstm")
 )
 
 
 def next_rung(before: Config, name: str, change: str, batch_size: int | None = None, **changes: Any) -> Config:
-    """Return the candidate that changes fields of the parts of the rung before, at equal tokens."""
+    """Return a candidate that changes some fields of `before`, trained on `RECIPE_TARGETS` tokens."""
     RECIPE[name] = change
     parts: dict[str, Any] = {part: replace(getattr(before, part), **fields) for part, fields in changes.items()}
     config = replace(before, name=name, **parts)
@@ -113,15 +113,17 @@ def next_rung(before: Config, name: str, change: str, batch_size: int | None = N
     return replace(config, steps=steps, train=replace(before.train, batch_size=B, eval_every=steps // 2))
 
 
-# The rung `rmsnorm` with 1 million parameters beside the embedding and W_out, from which the others start. Of the rates
-# 0.1, 0.2, 0.4 and 0.8, that with the lowest loss, although it diverges with two of three seeds.
+# The rung `rmsnorm` with 1 million parameters besides the embedding and W_out, from which the other candidates start.
+# Of the learning rates 0.1, 0.2, 0.4 and 0.8, this one has the lowest loss, although it diverges with two of three
+# seeds.
 small = next_rung(
     rmsnorm, "small", "`rmsnorm`, 128 wide, batches of 64", 64,
     model={"d_model": 128, "d_ff": (320, 320)}, optimizer={"learning_rate": 0.2},
     compute={"grad_accumulation_steps": 1},
 )  # fmt: skip
 
-# SGD hardly moves what is drawn large: embeddings, positions, W_Q. The steps of Adam have one size for all.
+# SGD hardly moves parameters with a large initialisation: embeddings, positions, W_Q. Adam's steps have one size for
+# all.
 adamw = next_rung(
     small, "adamw", "AdamW", optimizer={"name": "adamw", "learning_rate": 6e-3, "weight_decay": 0.1},
 )  # fmt: skip
@@ -132,56 +134,56 @@ cosine = next_rung(
 
 rotary = next_rung(cosine, "rotary", "RoPE", model={"positions": "rope"})
 
-# One hidden layer with about as many parameters as two had.
+# One hidden layer with about as many parameters as the two before.
 squared_relu = next_rung(
     rotary, "squared_relu", "squared ReLU, one hidden layer, no biases",
     model={"activation": "squared_relu", "d_ff": (720,), "bias": False},
 )  # fmt: skip
 
-# As many parameters. A block's norms and attention take time whatever its width, and what can be learned from so few
+# The same number of parameters. A block's norms and attention take time whatever its width, and learning from so few
 # tokens needs little depth.
 shallow = next_rung(
     squared_relu, "shallow", "2 wide blocks of 2 heads in place of 4 of 4",
     model={"n_blocks": 2, "n_heads": 2, "d_ff": (1680,)},
 )  # fmt: skip
 
-# As many targets per step, most of which have more context. Windows of one text no longer overlap.
+# The same number of targets per step, most of which have more context. Windows of a text no longer overlap.
 long_context = next_rung(
     shallow, "long_context", "32 windows of 64 tokens, which do not overlap", 32,
     model={"context_length": 64}, data={"stride": None},
 )  # fmt: skip
 
-# Twice as many steps, in the time that fewer blocks have saved: Adam takes as long for one of a larger batch.
+# Twice as many steps, in the time saved by fewer blocks: Adam's update takes as long at any batch size.
 small_batches = next_rung(long_context, "small_batches", "batches of 16", 16)
 
-# Embeddings about as large as before, of which a step of Adam changes twelve times as much: most tokens are rare.
+# Embeddings of about the same size, which a step of Adam changes twelve times as much: most tokens are rare.
 small_embeddings = next_rung(
     small_batches, "small_embeddings", "embeddings drawn with a deviation of 0.08, times 12",
     model={"embedding_std": 0.08, "embedding_scale": 12.0},
 )  # fmt: skip
 
-# What predicts a token is mostly in the two before it, which heads would first have to find.
+# The two previous tokens are the best predictors of a token, but heads would first have to learn to attend to them.
 local_heads = next_rung(
     small_embeddings, "local_heads", "heads that begin at the tokens one and two before",
     model={"local_heads": 2, "attention_bias": True},
 )  # fmt: skip
 
-# A line from the peak to 0 after 7 % of the steps.
+# Linear decay from the peak to 0 after 7 % of the steps.
 linear = next_rung(
     local_heads, "linear", "linear decay in place of half a cosine",
     optimizer={"schedule": "wsd", "decay_fraction": 0.93},
 )  # fmt: skip
 
-# Of rare tokens, few batches have a gradient, and its mean square takes longer.
+# Rare tokens have a gradient in few batches, so the mean square of their gradients needs a longer average.
 long_average = next_rung(
     linear, "long_average", "squared gradients averaged over 100 steps", optimizer={"b2": 0.99}
 )  # fmt: skip
 
-# Values that hold the token itself, which a block would have to pass through its norm and W_V.
+# Values with the token's own embedding, which otherwise would have to pass through a block's norm and W_V.
 value_embedding = next_rung(
     long_average, "value_embedding", "a second embedding, of which each block's values hold a row",
     model={"value_embedding": True},
 )  # fmt: skip
 
-# So that a target takes no longer than with the first.
+# MLPs narrow enough that the training time per target does not exceed that of `small`.
 best = next_rung(value_embedding, "best", "MLPs of 1,312", model={"d_ff": (1312,)})

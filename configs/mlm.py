@@ -1,4 +1,4 @@
-"""A masked language model of real English, in minutes on two CPU cores."""
+"""A masked language model of real English that trains in minutes on two CPU cores."""
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.masked import MaskedTextConfig

@@ -1,4 +1,4 @@
-"""A mixture of experts, and a dense model of the same FLOPs per token; minutes on two CPU cores.
+"""A mixture of experts, and a dense model with the same FLOPs per token, which train in minutes on two CPU cores.
 
 Each token is routed to 2 of 8 experts. An expert is slightly less than half as wide as the dense model's MLP, so that,
 with the router, both models have the same number of active parameters per token.

@@ -1,5 +1,5 @@
-"""A prefix language model of real English, in minutes on two CPU cores: attention within the prefix is bidirectional.
-Otherwise it is `configs/moe.py:dense`."""
+"""A prefix language model of real English that trains in minutes on two CPU cores. It is `configs/moe.py:dense` with
+bidirectional attention within the prefix."""
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.prefix import PrefixTextConfig

@@ -1,11 +1,11 @@
-"""The default of `python train.py`: a small model of real English, in minutes on two CPU cores.
+"""The default of `python train.py`: a small model of real English that trains in minutes on two CPU cores.
 
-`quick` trains with every seed and number of devices in docs/margins.md, also at twice its learning rate. This margin is
+`quick` trains with every seed and number of devices in docs/margins.md, even at twice its learning rate. This margin is
 due to gradient clipping, which bounds the update of Nesterov SGD to learning_rate · clip_norm / (1 - momentum), here 5;
 at four times that, 11 of 12 runs diverged.
 
-`llama` is for export: it has only what a Llama has, so without RMS-normalised queries and keys, and with a gated MLP of
-about as many parameters as that of `modern`.
+`llama` is for export. It is limited to the features of a Llama: no RMS-normalised queries and keys, and a gated MLP
+with about as many parameters as that of `modern`.
 """
 
 from dataclasses import replace
@@ -30,7 +30,8 @@ quick = Config(
     train=TrainConfig(batch_size=8),
 )
 
-# What `ladder:best` gained by: local heads, small embeddings, a linear decay and a long average of squared gradients.
+# The improvements of `ladder:best`: local heads, small embeddings, linear decay, and a long average of squared
+# gradients.
 modern = replace(
     quick,
     name="modern",

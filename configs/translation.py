@@ -1,9 +1,9 @@
 """Translation from pairs of sentences: models of about 8.3 million parameters on the same pairs, and the Transformer of
-2017 in its own size.
+2017 in its original size.
 
 `python train.py --config configs/translation.py:transformer --data.path data/en-fr` reads data/en-fr.train.tsv and
-data/en-fr.val.tsv, one pair SOURCE<TAB>TARGET per line. All but `base` are for some 34,000 pairs of a dozen words, with
-which each takes about half an hour on two CPU cores; `base` is for millions of pairs, and an accelerator.
+data/en-fr.val.tsv, one pair SOURCE<TAB>TARGET per line. All but `base` are meant for some 34,000 pairs of a dozen
+words, on which each trains in about half an hour on two CPU cores; `base` is for millions of pairs and an accelerator.
 """
 
 from dataclasses import replace
@@ -34,11 +34,11 @@ gru = Config(
     ),
 )  # fmt: skip
 
-# Attention to the source at each target token (Bahdanau et al. 2015); a smaller width offsets its parameters.
+# Attention to the source at each target token (Bahdanau et al. 2015), with its parameters offset by a smaller width.
 attending = replace(one_vector, d_model=512, attention="additive")
 bahdanau = replace(gru, name="translation-bahdanau", model=attending)
 
-# A Transformer; pre-norm, which needs no long warm-up.
+# A pre-norm Transformer, which needs no long warm-up.
 pre_norm = EncoderDecoderConfig(
     vocab_size=4096, context_length=64, d_model=256, n_heads=4, d_ff=(1024,), n_encoder_blocks=4, n_decoder_blocks=4,
     norm_placement="pre",
@@ -49,9 +49,9 @@ transformer = replace(gru, name="translation-transformer", model=pre_norm)
 post_norm = replace(pre_norm, norm_placement="post")
 transformer_2017 = replace(gru, name="translation-transformer-2017", model=post_norm)
 
-# What makes a Transformer learn from so few pairs: heads that begin at neighbouring tokens and, in cross-attention,
-# around their own position, as a sentence and its translation tell most things in one order; RoPE, RMSNorm and squared
-# ReLU; and twice as many steps of half the size, with a learning rate that ends at 0.
+# Changes that let a Transformer learn from so few pairs: heads that initially attend to neighbouring tokens and, in
+# cross-attention, around their own position, because a sentence and its translation have similar word order; RoPE,
+# RMSNorm and squared ReLU; and twice as many steps with half the batch size, with a learning rate that ends at 0.
 modern = replace(
     pre_norm, norm="rmsnorm", positions="rope", attention_bias=True, local_heads=2, diagonal_heads=2,
     activation="squared_relu", bias=False,
@@ -67,7 +67,7 @@ transformer_modern = replace(
     train=replace(gru.train, batch_size=32),
 )
 
-# `base` of the paper: 65 million parameters in its table 3. About 25,000 tokens per side and batch.
+# `base` of the paper: 65 million parameters in its table 3, and about 25,000 tokens per side and batch.
 base = Config(
     name="translation-base",
     model=EncoderDecoderConfig(vocab_size=37_000, context_length=256),

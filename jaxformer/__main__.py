@@ -1,4 +1,4 @@
-"""`jaxformer COMMAND`, or `python -m jaxformer COMMAND`: the command line."""
+"""The command line: `jaxformer COMMAND`, or `python -m jaxformer COMMAND`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command with the arguments after its name; return the exit status."""
+    """Run the command that the first argument names with the remaining arguments; return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in COMMANDS:
         module, _ = COMMANDS[arguments[0]]

@@ -1,4 +1,4 @@
-"""Callbacks of training: probes of the model and samples from it."""
+"""Training callbacks: probes of the model and samples from it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState
 
 PROBE_EXAMPLES = 16
-"""Held-out examples that attention entropy and router load are measured on."""
+"""Held-out examples on which attention entropy and router load are measured."""
 INIT_CHECK_EXAMPLES = 4
 """Held-out examples of the initialisation check."""
 N_TRANSLATIONS = 3
-"""Held-out sources that are translated."""
+"""Held-out sources translated as samples."""
 
 Write = Callable[[Params], Iterator[tuple[float, str]]]
-"""Generator of texts from parameters, each with its temperature."""
+"""Function that generates texts from parameters, each with its temperature."""
 
 
 def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callback]:
     """Return callbacks for the initialisation check, attention entropy, router load, update ratios and samples. Every
-    process must call them; the first one prints and writes."""
+    process must call them; only the first prints and writes."""
     config, model, t = setup.config, setup.model, setup.config.train
     if not (fits := _fits_on_one_device(setup)):
         print_line("attention entropy and samples are left out: the model is too large to be copied to one device")
@@ -68,7 +68,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
 
 
 def _fits_on_one_device(setup: TrainSetup) -> bool:
-    """Return True where all parameters and the attention maps of a block need less than 1/4 of a device's memory."""
+    """Return True if all parameters and one block's attention maps need less than 1/4 of a device's memory."""
     capacity, config = memory_capacity(setup.mesh.local_devices[0]), setup.config.model
     n_parameters = count_parameters(setup.abstract_params)
     longest = max((len(x) for x in config.example() if x.ndim == 1), default=0)
@@ -77,7 +77,7 @@ def _fits_on_one_device(setup: TrainSetup) -> bool:
 
 
 def _probe(setup: TrainSetup, data: Dataset) -> Any:
-    """Log attention entropy and router load on held-out examples."""
+    """Return a callback that logs attention entropy and router load on held-out examples."""
     model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
     has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
     inputs_B, mask_BT = jax.tree.map(lambda x: x[_unpadded_examples(batch)], (batch.inputs, target_mask(batch)))
@@ -93,8 +93,8 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
 
 
 def _unpadded_examples(batch: Batch) -> np.ndarray:
-    """Return a mask `(B,)` of the examples that do not fill up the batch and have no padding that the model cannot see,
-    as a window at the end of the data has; with short texts alone, of those."""
+    """Return a mask `(B,)` of real examples, leaving out those whose padding the model does not mask, such as a window
+    at the end of the data; if all have such padding, they are included."""
     weights_BN = batch.weights.reshape(len(batch.weights), -1)
     if any(x.dtype == bool for x in jax.tree.leaves(batch.inputs)):
         return weights_BN.any(axis=1)
@@ -115,7 +115,7 @@ def _init_check(
 
 
 def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-    """Print the update ratios that a row logs."""
+    """Print the update ratios in a row of the log."""
     if "gradients" in row:
         rows = [Row(**parameter) for parameter in row["gradients"]]
         print_line(update_grid(rows, setup.parameter_order, row["lr"]))
@@ -124,7 +124,7 @@ def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch:
 def _print_samples(
     setup: TrainSetup, folder: Path, write: Write, step: int, state: TrainState, batch: Batch, row: dict[str, Any]
 ) -> None:
-    """Print texts, and append them to the run's samples."""
+    """Print generated texts and append them to the run's samples."""
     params = local_copy(setup.model_params(state), setup.mesh)
     path = folder / SAMPLES if is_main_process() else Path(os.devnull)
     with user_error_on_write(folder, SAMPLES), path.open("a", encoding="utf-8") as file:
@@ -135,7 +135,7 @@ def _print_samples(
 
 
 def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator[tuple[float, str]]:
-    """Continue the prompt of the config."""
+    """Yield temperature and text for each continuation of the config's prompt."""
     config, t, tokenizer = setup.config, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
     context_length = config.model.n_positions
@@ -151,7 +151,7 @@ def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator
 
 
 def _translations(setup: TrainSetup, data: PairDataset, params: Params) -> Iterator[tuple[float, str]]:
-    """Translate some held-out sources."""
+    """Yield temperature and text for each of some held-out sources, translated."""
     tokenizer, length = data.tokenizer, data.context_length
     pairs = [data.val[i] for i in evenly_spaced(len(data.val), N_TRANSLATIONS)]
     sources = [tokens[:length] for tokens in tokenizer.encode_batch([pair.source for pair in pairs])]
@@ -162,7 +162,8 @@ def _translations(setup: TrainSetup, data: PairDataset, params: Params) -> Itera
 
 
 def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
-    """Draw the alignment of the held-out pair with the longest source, if possible of tokens that are valid UTF-8."""
+    """Return a callback that plots the alignment of the held-out pair with the longest source, preferring sources whose
+    tokens are valid UTF-8."""
     tokenizer, limit = data.tokenizer, data.context_length
     sources, targets = (tokenizer.encode_batch(texts) for texts in zip(*data.val, strict=True))
     pairs = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < limit]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, verified before they are restored."""
+"""Checkpoints of a run, saved in the background and verified before they are restored."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from jaxformer.staging import is_split, mirror_of, staged_run
 
 CHECKPOINTS = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""Suffix that Orbax gives a checkpoint's folder until it is complete."""
+"""Suffix of a checkpoint's folder in Orbax until it is complete."""
 SAVE_TIMEOUT_SECONDS = 6 * 3600
-"""Orbax's default of 20 minutes is short for terabytes and their checksums."""
+"""Timeout of a save; Orbax's default of 20 minutes is too short for terabytes and their checksums."""
 QUIET_SECONDS, MAX_WAIT_SECONDS = 0.5, 20
-"""Time without activity after which the writers of a failed save are taken to have ended, and its limit."""
+"""Seconds without activity after which the writers of a failed save count as finished, and the maximum wait."""
 
 warn = logging.getLogger(__name__).warning
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and every error that it raises
 
 
 class CheckpointReader:
-    """The checkpoints in a run's folder, read only; a run that is training there is not disturbed.
+    """Read-only access to the checkpoints in a run's folder, which does not disturb a run that is training there.
 
-    Each is a folder, named by its step, in the format of Orbax. Parameters, optimizer state and position (the step and
-    the data's fingerprint) are separate items, so that sampling reads only the first. Those of a run on object storage
-    are downloaded when they are verified.
+    Each checkpoint is a folder in Orbax's format, named by its step. Parameters, optimizer state and position (such as
+    the step and the data's fingerprint) are separate items, so that sampling reads only the parameters. Checkpoints of
+    a run on object storage are downloaded when they are verified.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,10 +76,10 @@ class CheckpointReader:
     def step(self, checkpoint: str | int = "last") -> int:
         """Return the step of an intact checkpoint: 'last', 'best' (lowest validation loss), or a given step.
 
-        For 'last' and 'best', corrupt ones are skipped with a warning.
+        For 'last' and 'best', corrupt checkpoints are skipped with a warning.
 
         Raises:
-          UserError: there is none, all are corrupt, or the given one is.
+          UserError: there is no checkpoint, all are corrupt, or the given one does not exist or is corrupt.
         """
         steps = self.steps()
         if not steps:
@@ -99,10 +99,10 @@ class CheckpointReader:
         return step
 
     def last_intact_step(self) -> int | None:
-        """Return the step of the last intact checkpoint, without warnings; None where there is no checkpoint.
+        """Return the step of the last intact checkpoint, without warnings; None if there is no checkpoint.
 
         Raises:
-          UserError: all are corrupt.
+          UserError: all checkpoints are corrupt.
         """
         steps = self.steps()[::-1]
         return self._require_intact(steps) if steps else None
@@ -118,7 +118,7 @@ class CheckpointReader:
         """Return the parameters, with the shapes, dtypes and shardings of `abstract`.
 
         Args:
-          abstract: a tree of `ShapeDtypeStruct`; leaves without a sharding go to the first device.
+          abstract: tree of `ShapeDtypeStruct`; leaves without a sharding are placed on the first device.
         """
         return self._restore(step, "params", abstract)
 
@@ -126,7 +126,7 @@ class CheckpointReader:
         """Return parameters, optimizer state and position; the first two as in `restore_params`.
 
         Raises:
-          UserError: they cannot be read, or there are only parameters.
+          UserError: the checkpoint cannot be read, or has only parameters.
         """
         if not (self._path / str(step) / "opt_state").exists():
             raise UserError(
@@ -143,7 +143,7 @@ class CheckpointReader:
         """Return the arrays of a checkpoint by their path, such as `params/blocks_0/attention/W_Q`."""
         arrays: dict[str, np.ndarray] = {}
         for item in ("params", "opt_state"):
-            if not (self._path / str(step) / item).exists():  # parameters alone
+            if not (self._path / str(step) / item).exists():  # parameters only
                 continue
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self._metadata(step, item))
             restored = ocp.PyTreeCheckpointer().restore(self._path / str(step) / item, restore_args=as_numpy)
@@ -173,7 +173,7 @@ class CheckpointReader:
         )
 
     def _check_shapes(self, step: int, item: str, abstract: Any) -> None:
-        """Raise `UserError` for the first array of a checkpoint that does not match the config's."""
+        """Raise `UserError` for the first array of a checkpoint that does not match the config."""
         expected, stored = _shapes(abstract), _shapes(self._metadata(step, item))
         for name in sorted({**expected, **stored}):
             if stored.get(name) != expected.get(name):
@@ -192,7 +192,7 @@ class CheckpointReader:
         return metadata.tree
 
     def _find_corruption(self, step: int) -> str | None:
-        """Return the corruption of a checkpoint, verified once."""
+        """Return a description of a checkpoint's corruption, or None; the result is cached."""
         if step not in self._corruption:
             if self._staged is None:
                 reason = self._verify(step)
@@ -210,7 +210,7 @@ class CheckpointReader:
         return (self._path / str(step)).relative_to(self._staged.folder).as_posix()
 
     def _find_missing(self, step: int) -> str | None:
-        """Return the corruption of a checkpoint, but for that of its arrays' content."""
+        """Return a description of a checkpoint's corruption, or None, without reading the content of its arrays."""
         reason = find_corruption(self._path / str(step), NO_ARRAYS)
         is_in_store = self._staged is not None and reason is not None and reason.endswith(MISSING)
         return None if is_in_store else reason
@@ -219,7 +219,7 @@ class CheckpointReader:
         return find_corruption(self._path / str(step))
 
     def _first_intact(self, steps: Sequence[int]) -> int:
-        """Return the first of these that is intact, with a warning for each before it."""
+        """Return the first of these steps whose checkpoint is intact, with a warning for each before it."""
         intact = self._require_intact(steps)
         for step in steps[: steps.index(intact)]:
             reason = self._find_corruption(step)
@@ -227,7 +227,7 @@ class CheckpointReader:
         return intact
 
     def _require_intact(self, steps: Sequence[int]) -> int:
-        """Return the first of these that is intact; `UserError` where none is."""
+        """Return the first of these steps whose checkpoint is intact; raise `UserError` if none is."""
         for step in steps:
             if not self._find_corruption(step):
                 return step
@@ -237,9 +237,9 @@ class CheckpointReader:
         )
 
     def _rank(self, step: int) -> tuple[float, int]:
-        """Return the sort key for 'best': validation loss, and newest first among equals.
+        """Return the sort key for 'best': validation loss, with newest first among equals.
 
-        Checkpoints without a loss come last; those whose metrics cannot be read come first, so that they are reported.
+        Checkpoints without a loss come last; those with unreadable metrics come first, so that they are reported.
         """
         try:
             loss = json.loads((self._path / str(step) / "metrics" / "metrics").read_bytes())["val_loss"]
@@ -251,22 +251,23 @@ class CheckpointReader:
 
 
 def _primary_host() -> ocp.options.MultiprocessingOptions:
-    """Return which processes write more than their shards: process 0, or all where each has a folder of its own.
+    """Return Orbax's options for the processes that write more than their shards: process 0, or all if each has its own
+    folder.
 
-    Orbax holds it in an object that all of its readers and writers share.
+    All of Orbax's readers and writers share these options.
     """
     return ocp.options.MultiprocessingOptions(primary_host=None if is_split() else 0)
 
 
 def _from_one_device(tree: Any) -> Any:
-    """Return the tree with one copy of each array that all devices of this process hold whole. Orbax would have each
-    device write a slice of it, and compile a program per slice (google/orbax#2934)."""
+    """Return the tree with one copy of each array that is replicated on all devices of this process. Orbax would
+    otherwise have each device write a slice, and compile a program per slice (google/orbax#2934)."""
     is_copied = lambda x: isinstance(x, jax.Array) and x.is_fully_replicated and x.is_fully_addressable  # noqa: E731
     return jax.tree.map(lambda x: x.addressable_data(0) if is_copied(x) else x, tree)
 
 
 def _arrays_handler() -> ocp.StandardCheckpointHandler:
-    """Return the reader and writer of arrays: one file per shard where each process has a folder of its own."""
+    """Return the handler that reads and writes arrays, with one file per shard if each process has its own folder."""
     return ocp.StandardCheckpointHandler(multiprocessing_options=_primary_host(), use_ocdbt=not is_split())
 
 
@@ -283,20 +284,21 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 class CheckpointManager(CheckpointReader):
-    """The checkpoints of a run that is being trained, to read and to write; one process, or job, at a time.
+    """Access to the checkpoints of a run in training, for reading and writing by one process or job at a time.
 
-    It keeps the last two checkpoints, the one with the lowest validation loss, and the last two that were saved while
-    the loss was not diverging: a loss shows the parameters of the step before, so that the last of them may have
-    diverged already. Saving goes on in the background; a checkpoint appears complete, with its checksums, by a rename.
-    All processes of a `jax.distributed` job make one manager each and call it in the same order. Where the folder
-    stages a run on object storage, each has a folder of its own, with its own shards; together they are the checkpoint.
+    It preserves the last two checkpoints, the one with the lowest validation loss, and the last two that were saved
+    while the loss was not diverging: a loss reflects the parameters of the previous step, so the last of them may
+    already have diverged. Saving runs in the background; a rename publishes a checkpoint once it is complete with its
+    checksums. Every process of a `jax.distributed` job creates a manager and calls it in the same order. If the folder
+    stages a run on object storage, each process has its own folder with its own shards, which together form the
+    checkpoint.
 
     On entering, the last checkpoint is verified, its files divided among the processes. If it is corrupt, it is
-    quarantined with a warning, so that its step can be saved again, and the one before it is verified. Of still older
-    ones, all files must exist.
+    quarantined with a warning, so that its step can be saved again, and the previous one is verified. Older checkpoints
+    are only checked for missing files.
 
     Raises on entering:
-      UserError: another process trains in the folder, it cannot be written, or every checkpoint is corrupt.
+      UserError: another process is training in the folder, it cannot be written, or every checkpoint is corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -310,7 +312,7 @@ class CheckpointManager(CheckpointReader):
             stack.enter_context(_suppress_late_errors())
             if self._writes_files():
                 stack.enter_context(run_lock(self._folder))
-            if self._is_split:  # as Orbax does not for one of several processes
+            if self._is_split:  # Orbax does not do this for one of several processes
                 with user_error_on_write(self._folder, CHECKPOINTS):
                     self._path.mkdir(exist_ok=True)
                     for temporary in self._path.glob(f"*{TEMPORARY}*"):
@@ -331,7 +333,7 @@ class CheckpointManager(CheckpointReader):
                 best_fn=score, multiprocessing_options=_primary_host(),
                 async_options=ocp.AsyncOptions(
                     timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._write_checksums,
-                    # Processes that each create folders take one another's signals for their own.
+                    # Processes that each create folders would mistake each other's signals for their own.
                     create_directories_asynchronously=not self._is_split,
                 ),
             )  # fmt: skip
@@ -343,13 +345,13 @@ class CheckpointManager(CheckpointReader):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the save under way. An error that is being raised takes precedence over one of saving; then one of
-        several processes does not wait, as the others may never finish that save."""
+        """Wait for the save in progress. An error that is already being raised takes precedence over an error of the
+        save; in that case a multi-process job does not wait, because the other processes may never finish the save."""
         with self._stack:
             if kind is not None and jax.process_count() > 1:
                 return
             errors = []
-            for _attempt in range(3):  # an error is raised once; another call continues to close
+            for _attempt in range(3):  # an error is raised once; calling again continues closing
                 try:
                     self._manager.close()
                     break
@@ -358,7 +360,7 @@ class CheckpointManager(CheckpointReader):
                     if jax.process_count() > 1:
                         break
             self._remove_temporary()
-            del self._manager  # and with it the errors of its threads
+            del self._manager  # together with the errors of its threads
             if errors and kind is None:
                 raise errors[0]
 
@@ -367,17 +369,17 @@ class CheckpointManager(CheckpointReader):
         return json.loads(broadcast(json.dumps(super().steps())))
 
     def save(self, step: int, params: Any, opt_state: Any, position: Mapping[str, Any], val_loss: float | None) -> None:
-        """Start to save a checkpoint; a step that exists is not saved again.
+        """Start saving a checkpoint; an existing step is not saved again.
 
-        If the save before failed, this one is waited for.
+        If the previous save failed, wait for this one to finish.
 
         Args:
-          opt_state: None for parameters that no training is resumed from.
+          opt_state: None for parameters from which training is not resumed.
           position: JSON values to resume from; `healthy` is False while the loss is diverging.
-          val_loss: nats per target; None where it was not evaluated.
+          val_loss: validation loss in nats per target; None if not evaluated.
 
         Raises:
-          UserError: it cannot be written.
+          UserError: the checkpoint cannot be written.
         """
         previous, failure = self._saving, self._wait()
         if (mirror := mirror_of(self._folder)) is not None:
@@ -390,7 +392,7 @@ class CheckpointManager(CheckpointReader):
         else:
             self._healthy.discard(step)
         try:
-            if not self._path.is_dir():  # Orbax would create it
+            if not self._path.is_dir():  # otherwise Orbax would create it
                 raise FileNotFoundError
             items: dict[str, Any] = {"params": ocp.args.StandardSave(_from_one_device(params))}
             if opt_state is not None:
@@ -409,19 +411,19 @@ class CheckpointManager(CheckpointReader):
             warn(f"checkpoint {previous} of {self._title} could not be written: {failure}; {step} is saved instead")
 
     def last_healthy_step(self, diverged: int) -> int:
-        """Return the step of the last healthy checkpoint, or 0; waits for the save under way.
+        """Return the step of the last healthy checkpoint, or 0, after waiting for the save in progress.
 
         Args:
-          diverged: first step whose loss was too high; its parameters are those after the step before.
+          diverged: first step with a loss that was too high, which reflects the parameters after the previous step.
         """
         self._wait()
         return max((step for step in self.steps() if step < diverged - 1 and step in self._healthy), default=0)
 
     def remove_after(self, step: int) -> list[int]:
-        """Remove the checkpoints of all later steps, the last first; return their steps.
+        """Remove the checkpoints of all later steps, latest first; return their steps.
 
         Raises:
-          UserError: one cannot be removed.
+          UserError: a checkpoint cannot be removed.
         """
         later = [later for later in self.steps() if later > step]
         with user_error_on_write(self._folder, CHECKPOINTS):
@@ -433,7 +435,7 @@ class CheckpointManager(CheckpointReader):
         return later
 
     def _writes_files(self) -> bool:
-        """Return True for a process that changes files which are not of its shards."""
+        """Return True for a process that writes files other than its shards."""
         return is_main_process() or self._is_split
 
     def _remove_from_store(self, step: int) -> None:
@@ -441,20 +443,20 @@ class CheckpointManager(CheckpointReader):
             mirror.remove(self._name(step))
 
     def _wait(self) -> str | None:
-        """Wait for the save under way; return the reason if the file system failed to write it."""
+        """Wait for the save in progress; return the reason if the file system failed to write it."""
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             if (explained := self._explain(error)) is error:
                 raise
-            if jax.process_count() > 1:  # the others still wait for this one in the failed save
+            if jax.process_count() > 1:  # in the failed save, the others still wait for this process
                 raise explained from error
             self._remove_temporary()
             return os_error_reason(error) or str(explained)
         return None
 
     def _explain(self, error: Exception) -> Exception:
-        """Return the `UserError` for a failure of the file system; another error unchanged."""
+        """Return the `UserError` for a file-system failure, or any other error unchanged."""
         # Releases the other parts of the save while their late errors are suppressed.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
@@ -471,18 +473,19 @@ class CheckpointManager(CheckpointReader):
         return write_error(self._folder, f"{name} ({previous})", reason)
 
     def _write_checksums(self) -> None:
-        """Write checksums; called by Orbax in a thread of each process that writes files, after writing all, before the
-        rename."""
+        """Write checksums. Orbax calls this in a thread of each process that writes files, after all files are written
+        and before the rename."""
         temporary = self._path.glob(f"{self._saving}{TEMPORARY}*")
         write_checksums(next(temporary, self._path / str(self._saving)))
 
     def _verify(self, step: int) -> str | None:
-        """Return the corruption of a checkpoint; each process verifies its share of the files, or its own copy."""
+        """Return a description of a checkpoint's corruption, or None; each process verifies its share of the files, or
+        its own copy."""
         own_files = ALL_ARRAYS if self._is_split else slice(jax.process_index(), None, jax.process_count())
         return next(filter(None, all_gather(find_corruption(self._path / str(step), own_files) or "")), None)
 
     def _quarantine(self) -> None:
-        """Quarantine checkpoints newer than the last intact one, and remove the rest of interrupted deletions."""
+        """Quarantine checkpoints newer than the last intact one, and remove the remains of interrupted deletions."""
         steps = self.steps()
         if not steps:
             return
@@ -502,7 +505,7 @@ class CheckpointManager(CheckpointReader):
                 else:
                     shutil.rmtree(path)
                     action = "removed"
-            # A checkpoint that is not preserved and misses files was being deleted when the process was killed.
+            # A checkpoint with missing files that need not be preserved was being deleted when the process was killed.
             if step > intact or step in preserved or not reason.endswith(MISSING):
                 warn(f"checkpoint {step} of {self._title} is corrupt: {reason}; {action}")
         self._corruption = {intact: None}  # the others may be saved again
@@ -510,14 +513,14 @@ class CheckpointManager(CheckpointReader):
     def _remove_temporary(self) -> None:
         """Remove the temporary folder of a failed save, which takes space on a full disk.
 
-        A save fails with the first of its writers. The others may recreate the folder as long as they write: Orbax's
-        threads are joined, and then nothing may reappear for `QUIET_SECONDS`.
+        A save fails when its first writer fails, but the others may recreate the folder while they still write.
+        Therefore Orbax's threads are joined first, and then no folder may reappear for `QUIET_SECONDS`.
         """
         if jax.process_count() > 1:  # some threads wait for other processes; the next start removes the folder
             return
         writers = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
         for thread in writers:
-            threading.Thread.join(thread, MAX_WAIT_SECONDS)  # their own `join` raises their errors
+            threading.Thread.join(thread, MAX_WAIT_SECONDS)  # their overridden `join` would raise their errors
         last_activity, start = time.monotonic() if writers else -math.inf, time.monotonic()
         while True:
             for folder in self._path.glob(f"*{TEMPORARY}*"):
@@ -541,8 +544,8 @@ class _LatestOf:
 
 @contextlib.contextmanager
 def _suppress_late_errors() -> Iterator[None]:
-    """Suppress the errors that the other parts of a failed save report late: to asyncio's log, to the interpreter, or
-    of an event loop that is closed by then."""
+    """Suppress errors that the other parts of a failed save report late: to asyncio's log, to the interpreter, or
+    because their event loop is closed by then."""
     hook, log = sys.unraisablehook, logging.getLogger("asyncio")
 
     def report(unraisable: sys.UnraisableHookArgs) -> None:

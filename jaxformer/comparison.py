@@ -1,4 +1,4 @@
-"""Differences between two runs: in their configs, logs and checkpoints. Timings do not count."""
+"""Differences between two runs in their configs, logs and checkpoints. Timings are ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxformer.train.log import read_metrics, without_timings
 
 
 def config_differences(a: Path, b: Path) -> Iterator[str]:
-    """Yield the fields in which the configs of two runs differ."""
+    """Yield a description of each field in which the configs of two runs differ."""
     ours, theirs = (flatten(to_dict(read_config(run))) for run in (a, b))
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name) or (name in ours) != (name in theirs):
@@ -26,8 +26,8 @@ def config_differences(a: Path, b: Path) -> Iterator[str]:
 
 
 def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
-    """Yield the first step at which two logs differ by more than the relative `tolerance` of two numbers, and all
-    differences at that step and at the last common one."""
+    """Yield descriptions of the first step at which two logs differ by more than the relative `tolerance`, and of all
+    differences at that step and at the last common step."""
     ours, theirs = (_by_step(map(without_timings, read_metrics(run))) for run in (a, b))
     common = sorted(ours.keys() & theirs.keys())
     if not common:
@@ -60,9 +60,9 @@ def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
 
 
 def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
-    """Yield the arrays that differ in the last checkpoint that two runs have in common, by a norm of more than
-    `tolerance` times that of the array; at 0 they are compared bit for bit. Raises `UserError` if the checkpoint is
-    corrupt."""
+    """Yield descriptions of the arrays that differ in the last common checkpoint of two runs, where the norm of the
+    difference exceeds `tolerance` times the norm of the array; with 0, arrays must be bit-identical. Raises `UserError`
+    if the checkpoint is corrupt."""
     readers = CheckpointReader(a), CheckpointReader(b)
     common = sorted(set(readers[0].steps()) & set(readers[1].steps()))
     if not common:
@@ -70,7 +70,7 @@ def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator
         return
     step = common[-1]
     for reader in readers:
-        reader.step(step)  # checks its sums
+        reader.step(step)  # verifies the checksums
     ours, theirs = (reader.arrays(step) for reader in readers)
     for name in {**ours, **theirs}:
         x, y = ours.get(name), theirs.get(name)
@@ -87,9 +87,9 @@ def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator
 
 
 def exact_differences(a: Path, b: Path) -> list[str]:
-    """Return all differences of two runs that should be identical to the last bit. Besides those of logs and
-    checkpoints, these are rows that one log has twice, and other last checkpoints. Raises `UserError` if a run has no
-    intact checkpoint."""
+    """Return descriptions of all differences between two runs that should be bit-identical: those of logs and
+    checkpoints, duplicate rows in one log, and different last checkpoints. Raises `UserError` if a run has no intact
+    checkpoint."""
     last = [CheckpointReader(run).step() for run in (a, b)]
     rows = [Counter(row["step"] for row in read_metrics(run)) for run in (a, b)]
     repeated = [step for step in sorted(rows[0] & rows[1]) if rows[0][step] != rows[1][step]]
@@ -102,7 +102,7 @@ def exact_differences(a: Path, b: Path) -> list[str]:
 
 
 def _by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return everything logged at each step, flattened; a note has a row of its own."""
+    """Return all values logged at each step, flattened; notes have separate rows in the log."""
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
         steps.setdefault(row["step"], {}).update(flatten(row))
@@ -110,7 +110,7 @@ def _by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def _changed(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> Iterator[str]:
-    """Yield the common names whose values differ by more than a relative tolerance, in the order of the first."""
+    """Yield the common names whose values differ by more than a relative tolerance, in the order of `ours`."""
     for name in (name for name in ours if name in theirs):
         x, y = ours[name], theirs[name]
         numbers = all(isinstance(value, int | float) and isfinite(value) for value in (x, y))
@@ -119,7 +119,7 @@ def _changed(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> 
 
 
 def _values(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> str:
-    """Return both values; with all digits where nine do not tell them apart."""
+    """Return both values as text, with all digits if nine digits do not distinguish them."""
     x, y = ours.get(name, "nothing"), theirs.get(name, "nothing")
     short = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in (x, y)]
     return " and ".join(short if short[0] != short[1] else map(repr, (x, y)))

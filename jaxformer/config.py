@@ -1,7 +1,7 @@
 """Configs of a run, its data and its training: frozen dataclasses, changed with `dataclasses.replace`, stored as JSON.
 
-Each model's config is beside the model in `jaxformer/models/`, each dataset's in `jaxformer/data/`; here are their base
-classes.
+Configs of models are defined in `jaxformer/models/` and configs of datasets in `jaxformer/data/`; this file has their
+base classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ModelConfig:
         check_fields(self, MAX_SIZE)
 
     def build(self, execution: Any = None) -> nn.Module:
-        """Return the Linen module for one example, computed as a `jaxformer.nn.execution.Execution` specifies."""
+        """Return the Linen module for one example; `execution` is a `jaxformer.nn.execution.Execution`, None for the
+        default."""
         raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
 
     @property
@@ -41,27 +42,27 @@ class ModelConfig:
         raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
 
     def example(self) -> tuple[np.ndarray, ...]:
-        """Return the inputs of an example of the largest size, all zeros."""
+        """Return the inputs of an example of maximum size, all zeros."""
         return tuple(np.zeros(x.shape, x.dtype) for x in self.contract.inputs)
 
 
 @dataclass(frozen=True)
 class TokenModelConfig(ModelConfig):
-    """Base of the configs of models of tokens; the contract is that of a causal language model."""
+    """Base of the configs of token models; the default contract is that of a causal language model."""
 
     vocab_size: int = 2048
-    """Vocabulary size in tokens, end-of-text included."""
+    """Vocabulary size in tokens, including end-of-text."""
     context_length: int = 32
     """Longest training sequence, in tokens."""
 
     @property
     def n_positions(self) -> int:
-        """Tokens of the longest prompt; the context length, where a model does not read more."""
+        """Maximum length of a prompt in tokens: the context length, unless a model can read more."""
         return self.context_length
 
     @property
     def n_predicted(self) -> int:
-        """Number of predicted tokens per window, its last ones."""
+        """Number of tokens predicted per window, the last ones."""
         return self.context_length
 
     @property
@@ -75,7 +76,7 @@ class ImageModelConfig(ModelConfig):
     """Base of the configs of image and video classifiers."""
 
     image_size: tuple[int, ...] = (224, 224)
-    """Height and width in pixels; one number for both."""
+    """Height and width in pixels; one value sets both."""
     channels: int = 3
     """Colour channels: 1 (grayscale) or 3 (RGB)."""
     n_classes: int = 1000
@@ -97,7 +98,7 @@ class DataConfig:
 
     @property
     def has_segments(self) -> bool:
-        """True for examples that are packed, as of `jaxformer.data.packing`."""
+        """True if examples are packed, as in `jaxformer.data.packing`."""
         return False
 
     def __post_init__(self) -> None:
@@ -107,10 +108,10 @@ class DataConfig:
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
         fixed: Container[str] | None = None,
     ) -> Any:  # fmt: skip
-        """Return a `jaxformer.data.dataset.Dataset`, whose batches hold the inputs of its `model`.
+        """Return a `jaxformer.data.dataset.Dataset`, whose batches have the inputs of its `model`.
 
         Args:
-          tokenizer: of a resumed run; None to train one on the training split, where there are tokens.
+          tokenizer: tokenizer of a resumed run; None to train one on the training split, if there are tokens.
           fixed: names of the model's fields, such as `image_size`, that are not inferred from the data; None for all
             but the vocabulary size.
 
@@ -125,33 +126,34 @@ class OptimizerConfig:
     """Optimizer (optax) and learning-rate schedule."""
 
     name: Literal["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"] = "nesterov_sgd"
-    """Optimizer; muon updates matrices, and adamw the token embeddings, the unembedding and vectors beside it;
+    """Optimizer. muon updates matrices, and leaves token embeddings, the unembedding and vectors to adamw;
     schedule_free averages the iterates of adamw."""
     learning_rate: float = 0.05
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "constant"
-    """Learning-rate schedule after the warm-up: constant, half a cosine, linear decay, constant and then linear (wsd:
-    warmup-stable-decay), or proportional to 1/sqrt(step)."""
+    """Learning-rate schedule after the warm-up: constant, half a cosine, linear decay, constant and then linear decay
+    (wsd: warmup-stable-decay), or proportional to 1/sqrt(step)."""
     warmup_steps: int = 0
-    """Steps of linear warm-up; the first has learning_rate/warmup_steps."""
+    """Steps of linear warm-up; the first step has a learning rate of learning_rate/warmup_steps."""
     decay_fraction: float | None = None
     """Fraction of all steps, at the end, over which 'wsd' decays; 0.2 by default."""
     final_fraction: float = 0.0
     """Final learning rate of 'cosine', 'linear' and 'wsd', as a fraction of the peak."""
     momentum: float = 0.9
-    """Momentum of nesterov_sgd and of muon's matrices, for which its authors use 0.95."""
+    """Momentum of nesterov_sgd, and of muon for matrices (0.95 in its paper)."""
     b1: float = 0.9
     """Momentum of adamw, of muon's other parameters and of lion's update; interpolation factor of schedule_free."""
     b2: float = 0.95
-    """Decay of the squared gradients in adamw, muon's other parameters and schedule_free; of lion's momentum (in
-    its paper 0.99)."""
+    """Decay rate of the squared gradients in adamw, muon's other parameters and schedule_free, and of lion's momentum
+    (0.99 in its paper)."""
     weight_decay: float = 0.0
     """Decoupled weight decay, on matrices and embeddings, never on gains, biases or positions; not for nesterov_sgd."""
     clip_norm: float | None = None
-    """Maximum global norm of the gradient (gradient clipping); none to switch it off."""
+    """Maximum global norm of the gradient (gradient clipping); none for no clipping."""
     base_width: int | None = None
-    """Model width at which learning_rate was tuned: at d_model, that of matrices which sum over the width is multiplied
-    by base_width / d_model (Yang et al. 2022, table 3, Adam), by its square root where muon updates them."""
+    """Model width at which learning_rate was tuned. At width d_model, the learning rate of matrices that sum over the
+    width is multiplied by base_width / d_model (Yang et al. 2022, table 3, Adam), or by its square root if muon updates
+    them."""
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
@@ -175,17 +177,18 @@ class OptimizerConfig:
                 raise UserError("optimizer.b1 is 0, but schedule_free divides by it; set it above 0, such as 0.9.")
 
     def rule(self, schedule: Any, axes: Any) -> Any:
-        """Return the optax transformation of a subclass, before gradient clipping; None for the one that `name` names.
+        """Return the optax transformation of a subclass, without gradient clipping; None for the one selected by
+        `name`.
 
         Args:
-          schedule: learning rate by optimizer step, counted from 0; its count must be in the optimizer's state, as
-            `optax.scale_by_learning_rate` has it.
+          schedule: learning rate by optimizer step, counted from 0; its count must be in the optimizer's state, as with
+            `optax.scale_by_learning_rate`.
           axes: `ParameterAxes` of each parameter by its dotted name.
         """
         return None
 
     def decay_steps(self, steps: int) -> int:
-        """Return the number of steps, of all `steps`, over which 'wsd' decays."""
+        """Return the number of steps over which 'wsd' decays, out of `steps` in all."""
         return max(1, round((self.decay_fraction or 0.2) * steps))
 
 
@@ -198,35 +201,35 @@ class TrainConfig:
     log_every: int = 10
     """Steps between log lines."""
     eval_every: int = 100
-    """Steps between evaluations (validation loss, attention entropy); 0: none, also not at the end."""
+    """Steps between evaluations (validation loss, attention entropy); 0: none, not even at the end."""
     eval_examples: int = 256
     """Validation examples per evaluation; the last evaluation uses all."""
     report_every: int = 500
-    """Steps between tables of update ratios and between sample generations, the first of which come at step 100; 0:
-    none, nor plots, report.html and the initialisation check."""
+    """Steps between tables of update ratios and between sample generations, both also at step 100; 0: none, and no
+    plots, report.html or initialisation check."""
     gradients_every: int = 50
-    """Steps between rows of the log with the norms of gradient, weights and update of each parameter, which come
-    before as well, after log_every steps, twice as many, and so on; 0: none."""
+    """Steps between rows of the log with the norms of gradient, weights and update of each parameter; earlier rows come
+    after 1, 2, 4, ... times log_every steps; 0: none."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; 0: only at the end, and where training is interrupted."""
+    """Steps between checkpoints; 0: only at the end and when training is interrupted."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """Response to a loss or gradient that is not finite: stop and report its origin, or skip the step."""
+    """Response to a non-finite loss or gradient: stop and report its origin, or skip the step."""
     max_skips: int = 10
     """Maximum number of consecutive steps that 'skip' may skip."""
     divergence: Literal["stop", "warn", "continue"] = "stop"
-    """Response to a training loss that is finite and stays far above its minimum: stop, warn once, or ignore it."""
+    """Response to a finite training loss that stays far above its minimum: stop, warn once, or ignore it."""
     skip_batches: int = 0
-    """Batches of the data left out: step k trains on batch k + skip_batches. Rolling back with --skip-batches adds to
+    """Batches of data to skip: step k trains on batch k + skip_batches. Rolling back with --skip-batches increases
     it."""
     label_smoothing: float = 0.0
-    """Fraction of each target's probability spread over all classes (Szegedy et al. 2016); the logged loss is without
+    """Fraction of each target's probability spread over all classes (Szegedy et al. 2016); the logged loss excludes
     it."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Loggers that receive the metrics besides metrics.jsonl; each needs the extra of the same name."""
+    """Loggers that receive the metrics in addition to metrics.jsonl; each needs the extra of the same name."""
     profile: str | None = None
     """Steps START:STOP to trace with the profiler, such as 10:13 for steps 10, 11 and 12, into the run's folder."""
     show_entropy: bool = False
-    """Attention entropy of each head, in nats, printed at every evaluation; `metrics.jsonl` has it always."""
+    """Print the attention entropy of each head, in nats, at every evaluation; `metrics.jsonl` always has it."""
     sample_prompt: str = "The"
     """Prompt of the samples generated during training."""
     sample_tokens: int = 48
@@ -247,22 +250,22 @@ class TrainConfig:
 
     @property
     def profiled_steps(self) -> range:
-        """Steps that `profile` names; empty for none."""
+        """Steps to trace, parsed from `profile`; empty for none."""
         numbers = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.profile or "")
         return range(int(numbers[1]), int(numbers[2])) if numbers else range(0)
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adaptation (Hu et al. 2021): with a rank, adapters of some matrices are trained, and nothing else."""
+    """Low-rank adaptation (Hu et al. 2021): if rank is set, only adapters of some matrices are trained."""
 
     rank: int = 0
     """Rank of the adapters; 0 trains all parameters."""
     alpha: float = 16.0
     """Scale of the adapters: a matrix W becomes W + (alpha / rank) A B."""
     matrices: tuple[str, ...] = ("matrix",)
-    """Matrices with adapters, each entry a name such as W_Q, a pattern such as 'blocks.*.mlp.*', or a role: matrix (all
-    between the embedding and the logits) or embedding."""
+    """Matrices with adapters. Each entry is a name such as W_Q, a pattern such as 'blocks.*.mlp.*', or a role: matrix
+    (all between the embedding and the logits) or embedding."""
 
     def __post_init__(self) -> None:
         check_fields(self, MAX_SIZE, "lora.")
@@ -272,26 +275,26 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Speed, memory and rounding of the computation; the trained function stays the same."""
+    """Settings of speed, memory and rounding, which leave the trained function unchanged."""
 
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype of matrix products (mixed precision); auto is bfloat16 on GPU and TPU, float32 on CPU. Parameters,
+    """Compute dtype of matmuls (mixed precision); auto is bfloat16 on GPU and TPU, float32 on CPU. Parameters,
     optimizer state, softmax, norm statistics and the loss are always float32."""
     attention: Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"] = "auto"
-    """Attention implementation; auto is the fused kernel of the device, where one supports the model and passes a
-    trial: cudnn or else triton on GPUs, splash on TPUs."""
+    """Attention implementation; auto is a fused kernel of the device if one supports the model and passes a trial:
+    cudnn or else triton on GPUs, splash on TPUs."""
     remat: Literal["none", "dots", "block"] = "none"
-    """Activation checkpointing. Saved for the backward pass: all activations (none), products with weights (dots), or
-    the input of each block only (block); with either, also the output of fused or blockwise attention and a number per
-    query and head."""
+    """Activation checkpointing. Saved for the backward pass: all activations (none), outputs of matmuls with weights
+    (dots), or only the input of each block (block); dots and block also save the output of fused or blockwise attention
+    and one value per query and head."""
     scan_blocks: bool = False
-    """Scan over the blocks, of which only one is compiled: faster compilation where there are many."""
+    """Scan over the blocks, so that only one is compiled, which speeds up compilation of deep models."""
     grad_accumulation_steps: int = 1
-    """Microbatches per batch (gradient accumulation). Losses over the whole batch, the load balancing of experts and
-    CLIP's contrastive loss, are computed per microbatch; all else is unchanged."""
+    """Microbatches per batch (gradient accumulation). Losses over the whole batch (load balancing of experts, CLIP's
+    contrastive loss) are computed per microbatch; everything else is unchanged."""
     deterministic: bool = False
-    """Same bits from every run on GPUs, at the cost of speed: sums in one order, and no autotuning. CPUs need no such
-    option."""
+    """Make runs on GPUs bit-reproducible, at the cost of speed: a fixed order of sums, and no autotuning. Not needed on
+    CPUs."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -299,7 +302,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One training run: everything that its numbers depend on."""
+    """A training run: everything that its results depend on."""
 
     name: str
     """Name of the run's folder."""
@@ -313,12 +316,12 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     mesh: str = ""
-    """Device mesh, such as 'data=2,fsdp=4'; the axes are data, fsdp, expert and tensor. Devices that it leaves are
+    """Device mesh, such as 'data=2,fsdp=4', with axes data, fsdp, expert and tensor. Remaining devices are
     data-parallel, as all are by default."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     init_from: str | None = None
-    """Folder of a run whose last parameters, model and tokenizer training begins with, at step 0, or of a published
-    model (config.json, safetensors, tokenizer.json); by default, the parameters are drawn."""
+    """Folder of a run or of a published model (config.json, safetensors, tokenizer.json), whose parameters (a run's
+    last), model and tokenizer training starts from, at step 0; by default, parameters are randomly initialised."""
 
     def __post_init__(self) -> None:
         check_fields(self)

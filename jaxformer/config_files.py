@@ -1,4 +1,4 @@
-"""Files of configs, which are loaded as modules; they may define classes of their own."""
+"""Config files, which are loaded as modules and may define their own classes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from types import ModuleType
 from jaxformer.errors import UserError
 
 PACKAGE = "config_files"
-"""Name of the package of the modules that files are loaded as."""
+"""Name of the package that contains the modules of loaded files."""
 
 
 def kind_of(cls: type) -> str:
-    """Return the name under which a run stores a class of configs: `file.Class` for one of this package,
-    `/folder/FILE.py:Class` for one that a file of configs or the program defines, else `module:Class`."""
+    """Return the name under which a run stores a config class: `file.Class` for one of this package,
+    `/folder/FILE.py:Class` for one defined in a config file or in the program, else `module:Class`."""
     package, _, stem = cls.__module__.rpartition(".")
     if package.partition(".")[0] == "jaxformer":
         return f"{stem}.{cls.__name__}"
@@ -28,13 +28,13 @@ def kind_of(cls: type) -> str:
 
 
 def file_of(cls: type) -> str:
-    """Return the file that defines a class; empty where there is none."""
+    """Return the file that defines a class; empty if there is none."""
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
 
 
 def config_file(path: str) -> Path:
-    """Return the file of configs of a path, or of a name such as `quick`, which a wheel has inside the package, and a
-    checkout beside it; `UserError` if there is none."""
+    """Return the config file for a path, or for a name such as `quick`, which is inside the package in a wheel and
+    beside it in a checkout. Raises `UserError` if there is none."""
     package = Path(__file__).resolve().parent
     inside = package / "configs"
     folder = inside if inside.is_dir() else package.parent / "configs"
@@ -51,21 +51,21 @@ def config_file(path: str) -> Path:
 
 
 def load_module(path: str) -> ModuleType:
-    """Return a file of configs, see `config_file`, as a module; its code is executed. Raises `UserError` if there is no
-    such file, or it fails."""
+    """Load a config file, see `config_file`, as a module, which executes its code. Raises `UserError` if the file does
+    not exist or fails."""
     file = config_file(path)
-    name = f"{PACKAGE}.{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()}"  # files of one name stay apart
+    name = f"{PACKAGE}.{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()}"  # file names may coincide
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up the module there
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{path} is not Python that can be read: {error}.") from error
     except UserError:
         raise
-    except Exception as error:  # of the user's code
+    except Exception as error:  # raised by the user's code
         frames = reversed(traceback.extract_tb(error.__traceback__))
         line = next((frame.lineno for frame in frames if frame.filename == spec.origin), "?")
         raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {error}.") from error

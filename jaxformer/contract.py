@@ -1,8 +1,8 @@
 """The contract of a model: its task, its inputs and its capabilities, declared by its config.
 
-The trainer, the samplers and the inspection read it with `contract_of`, in place of a module's class or the methods it
-happens to have; only the initialisation check, of one architecture, names a class. The axes of a model's parameters are
-declared where they are made; see `nn.parameters`.
+The trainer, the samplers and the inspection read it with `contract_of`, instead of a module's class or its methods;
+only the initialisation check, which is specific to one architecture, names a class. The axes of a model's parameters
+are declared where the parameters are created; see `nn.parameters`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Task(StrEnum):
-    """The task that a model is trained for."""
+    """Task that a model is trained for."""
 
     CAUSAL_LM = "causal_lm"
     MASKED_LM = "masked_lm"
@@ -27,7 +27,7 @@ class Task(StrEnum):
 
 
 class Input(NamedTuple):
-    """An argument of a model: its name, the shape of the largest example, and the name of its NumPy dtype."""
+    """Input of a model: its name, its shape in an example of maximum size, and the name of its NumPy dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Input(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Shape of the self-attention that most calls of a model compute, for one example of the largest size."""
+    """Shape of the self-attention that most calls of a model compute, for one example of maximum size."""
 
     n_heads: int
     n_kv_heads: int
@@ -43,15 +43,15 @@ class AttentionShape(NamedTuple):
     head_dim: int
     """Width K of a head's queries and keys."""
     value_dim: int
-    """Width of its values."""
+    """Width of a head's values."""
     n_positions: int
-    """Queries T, and as many keys."""
+    """Number T of queries, and of keys."""
     mask: Any = None
     """None, an `ops.masks.Causal`, or `ARRAY` for a mask that is an array."""
 
 
 ARRAY = "array"
-"""A mask that is an array, which no fused kernel reads."""
+"""Placeholder for a mask that is an array, which no fused kernel supports."""
 
 
 @dataclass(frozen=True)
@@ -59,71 +59,72 @@ class Contract:
     """Task, inputs and capabilities of a model."""
 
     task: Task = Task.OTHER
-    """The task that the model is trained for."""
+    """Task that the model is trained for."""
     inputs: tuple[Input, ...] = ()
     """Arguments of the call for one example, in order."""
     vocab_size: int | None = None
-    """Number of token ids V that inputs may hold; None for a model without tokens."""
+    """Number V of valid token ids in inputs; None for a model without tokens."""
     n_classes: int | None = None
-    """Length of the last axis of the logits; None for a model without logits."""
+    """Size of the last axis of the logits; None for a model without logits."""
     max_tokens: int | None = None
-    """Most tokens of a sequence, as there are no positions past them; None for no limit."""
+    """Maximum number of tokens in a sequence, limited by the positions; None for no limit."""
     fixed_length: bool = False
-    """The model reads exactly `max_tokens` tokens and predicts only the one that follows."""
+    """True if the model reads exactly `max_tokens` tokens and predicts only the next one."""
     has_features: bool = False
-    """The call is `unembed` of `features(*inputs)`, `(T, D)` to `(T, V)`. So that logits may be computed in chunks,
-    these are `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, of `readout(features)`; where the readout is
-    the logits, `unembedding()` is None."""
+    """True if the call is `unembed(features(*inputs))`, from `(T, D)` to `(T, V)`. To allow computing logits in chunks,
+    `unembed` is `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, applied to `readout(features)`; if the
+    readout is already the logits, `unembedding()` is None."""
     has_cache: bool = False
-    """The method `extend(tokens_T, positions_T, cache, slot)` returns features and the cache after them. A causal
+    """True if the method `extend(tokens_T, positions_T, cache, slot)` returns features and the updated cache. A causal
     language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with
     `start(*source, n_slots, dtype)`."""
     attention_window: int | None = None
-    """Most positions that a query attends to, itself included; None for no limit."""
+    """Maximum number of positions that a query attends to, itself included; None for no limit."""
     layer_windows: tuple[int, ...] = ()
-    """The same for each layer of causal self-attention; empty for `attention_window` in all."""
+    """Attention window of each layer of causal self-attention; empty if all have `attention_window`."""
     extrapolates: bool = False
-    """A text may go on past the context, with the same `attention_window`."""
+    """True if a sequence may continue past the context length, with the same `attention_window`."""
     has_prefix: bool = False
-    """A prompt is attended to in both directions; it must come in one call, and its length is the last argument of the
-    call and of `extend`."""
+    """True if a prompt is attended to in both directions; it must be passed in a single call, and its length is the
+    last argument of the call and of `extend`."""
     has_segments: bool = False
-    """The call takes `segments_T` as its third argument, the number of the packed example that each token belongs to;
-    the model attends within each, and its positions restart in each."""
+    """True if the third argument of the call is `segments_T`, the index of each token's packed example; attention is
+    confined to each example, and positions restart in it."""
     attention: AttentionShape | None = None
-    """Shape of the multi-head self-attention, by which the trainer chooses the implementation; None for a model
-    without."""
+    """Shape of the multi-head self-attention, from which the trainer selects the implementation; None for a model
+    without it."""
     patches: str | None = None
-    """Name of the field of the config that holds `image_size` and `patch_size`, such as `vision`; empty for the config
+    """Name of the config field that contains `image_size` and `patch_size`, such as `vision`; empty for the config
     itself, None for a model without patches."""
     scaled_width: int | None = None
-    """Width D by which `optimizer.base_width` scales learning rates, and in proportion to which all other widths grow;
-    None for a model of several widths, or whose embedding also makes the logits."""
+    """Width D by which `optimizer.base_width` scales learning rates; all other widths grow in proportion to it. None
+    for a model with several widths, or with tied embeddings."""
     has_residual_stream: bool = False
-    """All blocks add to one stream, which `unembed` reads, as of `models.decoder.Decoder`; the logit lens and the
-    direct logit attribution also read its config."""
+    """True if all blocks add to one residual stream, which `unembed` reads, as in `models.decoder.Decoder`; the logit
+    lens and direct logit attribution also read its config."""
 
 
 UNDECLARED = Contract()
-"""The contract of a module that declares none."""
+"""Contract of a module that declares none."""
 
 
 def contract_of(model: Any) -> Contract:
-    """Return the contract that a module declares, as its attribute `contract` or as that of its `config`."""
+    """Return the contract that a module declares, either in its attribute `contract` or in that of its `config`."""
     declares = model if hasattr(model, "contract") else getattr(model, "config", None)
     return getattr(declares, "contract", UNDECLARED)
 
 
 def token_inputs(length: int, *names: str) -> tuple[Input, ...]:
-    """Return inputs of one sequence length: token ids, int32, and for names that begin with `valid`, bool."""
+    """Return inputs of equal sequence length: bool for names that begin with `valid`, and int32 token ids for
+    others."""
     return tuple(Input(name, (length,), "bool" if name.startswith("valid") else "int32") for name in names)
 
 
 class Role(StrEnum):
-    """The role of a parameter."""
+    """Role of a parameter."""
 
     EMBEDDING = "embedding"
-    """A table of tokens, segments or patches, or the matrix that logits are computed with."""
+    """A table of tokens, segments or patches, or an unembedding matrix."""
     POSITION = "position"
     """A table of positions."""
     MATRIX = "matrix"
@@ -144,15 +145,15 @@ class ParameterAxes:
     """Names of the axes of a parameter."""
 
     stack: tuple[str, ...]
-    """Axes along which matrices, or vectors, are stacked; they come first."""
+    """Leading axes, along which matrices or vectors are stacked."""
     inputs: tuple[str, ...]
-    """Axes that a product with the parameter sums over, or a table's rows; none for a vector."""
+    """Axes that a matmul with the parameter sums over, or a table's rows; empty for a vector."""
     outputs: tuple[str, ...]
     """The other axes."""
 
     @classmethod
     def parse(cls, axes: str, stack: tuple[str, ...] = ()) -> ParameterAxes:
-        """Return the axes that a text such as `gates embed -> hidden` names."""
+        """Return the axes named by a string such as `gates embed -> hidden`."""
         before, arrow, after = axes.partition("->")
         inputs, outputs = (before.split(), after.split()) if arrow else ([], before.split())
         stack += tuple(name for name in inputs if name in STACKS)
@@ -165,12 +166,12 @@ class ParameterAxes:
 
     @property
     def sums_over_width(self) -> bool:
-        """True for a matrix whose products sum over as many numbers as the model is wide, or in proportion."""
+        """True for a matrix whose fan-in is proportional to the model's width."""
         return bool(self.inputs) and not set(FIXED_INPUTS) & set(self.inputs)
 
     @property
     def role(self) -> Role:
-        """Role of the parameter, which its axes decide."""
+        """Role of the parameter, determined by its axes."""
         if not self.inputs:
             return Role.VECTOR
         if "positions" in self.inputs:

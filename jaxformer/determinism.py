@@ -1,4 +1,4 @@
-"""Programs for GPUs that return the same bits at every run: flags that XLA reads when JAX starts its devices.
+"""Bit-reproducible programs on GPUs, through flags that XLA reads when JAX initialises its devices.
 
 https://openxla.org/xla/determinism
 """
@@ -13,15 +13,16 @@ from jax._src.xla_bridge import backends_are_initialized
 from jaxformer.errors import UserError
 
 FLAGS = {"--xla_gpu_exclude_nondeterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
-"""Sums in one order, as the gradient of an embedding, a scatter-add, has none; and no autotuning, as two processes may
-time kernels differently and choose others. A level of the user's own remains, for autotuning results from a file."""
+"""Flags that fix the order of sums, which scatter-adds such as an embedding's gradient otherwise lack, and that switch
+off autotuning, whose timings may select different kernels in different processes. A user's own autotuning level is
+preserved, for results loaded from a file."""
 
 
 def set_deterministic() -> None:
-    """Add `FLAGS` to the environment variable XLA_FLAGS; to be called before the first array.
+    """Add `FLAGS` to the environment variable XLA_FLAGS. Call it before the first array is created.
 
     Raises:
-      UserError: JAX has already started GPUs without them.
+      UserError: JAX has already initialised GPUs without them.
     """
     if backends_are_initialized():
         check_deterministic(jax.default_backend())
@@ -30,7 +31,7 @@ def set_deterministic() -> None:
 
 
 def check_deterministic(platform: str) -> None:
-    """Raise `UserError` where GPUs have started without `FLAGS`.
+    """Raise `UserError` if GPUs were initialised without `FLAGS`.
 
     Args:
       platform: platform of the devices: cpu, gpu or tpu.
@@ -43,9 +44,10 @@ def check_deterministic(platform: str) -> None:
 
 
 def missing_flags() -> str:
-    """Return those of `FLAGS` that XLA_FLAGS lacks, separated by spaces; raise `UserError` where it names a file."""
+    """Return the flags of `FLAGS` that XLA_FLAGS lacks, separated by spaces. Raises `UserError` if XLA_FLAGS names a
+    file."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    if flags and not flags[0].startswith("-"):  # XLA would look for a file of the longer name, and go on without
+    if flags and not flags[0].startswith("-"):  # XLA would look for a file of the longer name
         raise UserError(
             f"XLA_FLAGS names the file {flags[0]}, to which compute.deterministic cannot add; set XLA_FLAGS to the "
             "flags themselves."

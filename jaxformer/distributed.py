@@ -1,4 +1,4 @@
-"""Multi-process training with `jax.distributed`: start, end, and communication between the processes."""
+"""Multi-process training with `jax.distributed`: startup, shutdown, and communication between processes."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from jaxformer.errors import UserError
 from jaxformer.fields import check_fields
 
 CONNECT_SECONDS = 60
-"""Time for all processes to start and connect."""
+"""Timeout for all processes to start and connect."""
 LOST_PROCESS = re.compile(
     "^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |gloo|coordination|heartbeat|devices failed", re.IGNORECASE
 )
-"""Errors of the runtime when another process has ended."""
+"""Pattern of the runtime's errors after another process has ended."""
 SKIP_METADATA = "TPU_SKIP_MDS_QUERY"
-"""Variable that JAX sets where there is no TPU; without it, JAX asks Google's metadata server for other hosts."""
+"""Environment variable that JAX sets if there is no TPU; without it, JAX queries Google's metadata server for other
+hosts."""
 NO_CLUSTER = "coordinator_address"
-"""Part of JAX's error where it detects no cluster."""
+"""Part of JAX's error message if it detects no cluster."""
 MAX_TEXT_BYTES = 4096
 """Maximum size in UTF-8 of a text in `all_gather`."""
 
 
 @dataclass(frozen=True)
 class DistributedOptions:
-    """Addresses of the processes; detected under SLURM, Open MPI and on TPU pods."""
+    """Addresses of the processes, which are detected automatically under SLURM, Open MPI and on TPU pods."""
 
     coordinator: str | None = None
-    """HOST:PORT on which process 0 listens."""
+    """Address HOST:PORT on which process 0 listens."""
     processes: int | None = None
     """Number of processes."""
     process: int | None = None
@@ -74,7 +75,7 @@ class DistributedOptions:
 
 
 def connect(options: DistributedOptions, environment: Mapping[str, str] = os.environ) -> None:
-    """Connect to the other processes, if there are any, within `CONNECT_SECONDS`; to be called before any JAX array is
+    """Connect to the other processes, if there are any, within `CONNECT_SECONDS`. Call it before any JAX array is
     created.
 
     Raises:
@@ -103,8 +104,9 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
 
 
 def bind_address(coordinator: str) -> str | None:
-    """Return the address on which process 0 listens: `coordinator` where its host is `localhost` or a loopback address,
-    else None for all interfaces. Other names are not resolved: a machine may know its own as 127.0.1.1."""
+    """Return the address on which process 0 listens: `coordinator` if its host is `localhost` or a loopback address,
+    else None for all interfaces. Other names are not resolved, because a machine may resolve its own name to
+    127.0.1.1."""
     host = coordinator.rpartition(":")[0].strip("[]")
     try:
         is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -114,8 +116,8 @@ def bind_address(coordinator: str) -> str | None:
 
 
 def _check_address(coordinator: str, bound: str | None, is_main: bool) -> None:
-    """Raise `UserError` where process 0 cannot listen, or does not answer within `CONNECT_SECONDS`; the runtime would
-    abort."""
+    """Raise `UserError` if process 0 cannot listen, or does not answer within `CONNECT_SECONDS`, where the runtime
+    would abort."""
     host, _, port = coordinator.rpartition(":")
     if is_main:
         try:
@@ -140,9 +142,9 @@ def _check_address(coordinator: str, bound: str | None, is_main: bool) -> None:
 
 @contextmanager
 def exit_on_abort(message: str, status: int = 1) -> Iterator[None]:
-    """Exit with a message and a status where the runtime aborts this process inside the context.
+    """Exit with a message and a status if the runtime aborts this process inside the context.
 
-    The runtime aborts in a thread of its own, beyond the reach of Python's exceptions, once another process is lost.
+    Once another process is lost, the runtime aborts in a thread of its own, where Python cannot catch an exception.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -161,9 +163,9 @@ def exit_on_abort(message: str, status: int = 1) -> Iterator[None]:
 
 @contextmanager
 def exit_on_lost_process(advice: str) -> Iterator[None]:
-    """Exit at once with status 1 and a message where another process is lost inside the context.
+    """Exit at once with status 1 and a message if another process is lost inside the context.
 
-    A collective that waits for it fails at once, or after `heartbeat_seconds`.
+    A collective that waits for the lost process fails at once, or after `heartbeat_seconds`.
     """
     if not jax.distributed.is_initialized():
         yield
@@ -181,11 +183,11 @@ def exit_on_lost_process(advice: str) -> Iterator[None]:
 
 
 def shutdown(status: int) -> int:
-    """Return the exit status; one of several processes exits here with it, once all call this function, or after
-    `heartbeat_seconds`, in which case the others exit by `exit_on_lost_process`.
+    """Return the exit status or, in a multi-process job, exit with it once all processes call this function, or after
+    `heartbeat_seconds`, in which case the others exit through `exit_on_lost_process`.
 
     It exits without the interpreter's clean-up, which would wait for the threads of an unfinished save, and for devices
-    in a collective with lost processes: a result is read from one device, whose others may not have started.
+    in a collective with lost processes: a result is read from one device, while others may not even have started.
     """
     if jax.distributed.is_initialized():
         _flush()
@@ -206,7 +208,7 @@ def _first_line(error: Exception) -> str:
 
 
 def barrier() -> None:
-    """Wait for all processes, without a timeout while they live; on CPUs a collective waits for 30 s at most.
+    """Wait for all processes, without a timeout while they are alive; a collective on CPUs would wait for at most 30 s.
 
     Raises:
       ProcessFailureError: a process is lost.
@@ -239,7 +241,7 @@ def broadcast(text: str) -> str:
 
 
 def all_gather(text: str) -> list[str]:
-    """Return the texts of all processes, each of at most `MAX_TEXT_BYTES`, on all of them."""
+    """Return the texts of all processes on every process; each has at most `MAX_TEXT_BYTES`."""
     if jax.process_count() == 1:
         return [text]
     encoded = text.encode()
@@ -250,7 +252,7 @@ def all_gather(text: str) -> list[str]:
 
 
 class AsyncMax:
-    """An asynchronous all-reduce of the maximum of one small integer per process.
+    """Asynchronous all-reduce of the maximum of one small integer per process.
 
     A signal reaches one process, but all must stop after the same step.
     """
@@ -261,7 +263,7 @@ class AsyncMax:
         self._n_processes, self._n_devices = jax.process_count(), mesh.size
 
     def reduce(self, number: int) -> jax.Array | int:
-        """Return the maximum over all processes; `int` of it waits for their calls."""
+        """Return the maximum over all processes; converting it to `int` waits for their calls."""
         if self._n_processes == 1:
             return number
         shard = lambda index: np.full(len(range(self._n_devices)[index[0]]), number, np.int32)  # noqa: E731

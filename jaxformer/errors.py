@@ -1,4 +1,4 @@
-"""The error for users, and its conversion from failures of the file system."""
+"""`UserError`, and its creation from file-system failures."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class UserError(Exception):
 
 
 def abbreviate(value: object, length: int = 80) -> str:
-    """Return the `repr` of a value, without its middle where it is longer than `length` characters."""
+    """Return the `repr` of a value, with the middle elided if it is longer than `length` characters."""
     text = hex(value) if isinstance(value, int) and value.bit_length() > 1024 else repr(value)  # Python's limit
     return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 4 :]}"
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Return the index of the first lone surrogate, half a character that UTF-8 cannot write; None without one."""
+    """Return the index of the first lone surrogate, half a character that UTF-8 cannot encode; None without one."""
     match = SURROGATE.search(text)
     return None if match is None else match.start()
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON text; `ValueError` where it is invalid or nested too deeply for Python."""
+    """Return the value of JSON text. Raises `ValueError` if it is invalid or nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -48,20 +48,20 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def os_error_reason(error: Exception) -> str | None:
-    """Return the system's message for an error of the file system; None for another error."""
+    """Return the system's message for a file-system error; None for any other error."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    # Libraries in C++ raise a ValueError with the system's message in a longer one.
+    # C++ libraries raise a ValueError whose message contains the system's.
     messages = sorted({os.strerror(number) for number in errno.errorcode}, key=len, reverse=True)
     return next((message for message in messages if message in str(error)), None)
 
 
 STAGED_URL = ".url"
-"""File with the URL of the run on object storage that the folders beside it stage."""
+"""File with the URL of the run on object storage that is staged in the folders next to it."""
 
 
 def run_name(folder: Path) -> str:
-    """Return the name of a run: its folder, or the URL that this stages."""
+    """Return the name of a run: its folder, or the URL that the folder stages."""
     try:
         return (folder.parent / STAGED_URL).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -74,20 +74,20 @@ def resume_command(folder: Path) -> str:
 
 
 def write_error(folder: Path, name: str, reason: str) -> UserError:
-    """Return the error for a file of a run's folder that cannot be written, with the command to resume."""
+    """Return the error for a file in a run's folder that cannot be written, with the command to resume."""
     remedy = "free some space" if reason in map(os.strerror, DISK_FULL_ERRORS) else "make the folder writable"
     resume = f"then resume with: {resume_command(folder)}"
     return UserError(f"{name} cannot be written to {folder}: {reason}; {remedy}, {resume}")
 
 
 def folder_vanished_error(folder: Path, name: str) -> UserError:
-    """Return the error for a file that cannot be written as the run's folder was removed or renamed."""
+    """Return the error for a file that cannot be written because the run's folder was removed or renamed."""
     return UserError(f"{name} cannot be written: {folder} has vanished; put it back and add --resume, or train again.")
 
 
 @contextmanager
 def user_error_on_write(folder: Path, name: str) -> Iterator[None]:
-    """Raise a `UserError` for a failure to write a file of a run's folder."""
+    """Convert a failure to write a file in a run's folder into a `UserError`."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Import of optional packages, which extras of this project install."""
+"""Import of optional packages, which are installed by extras of this project."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ EXTRAS = {
 
 
 def missing_extras(*packages: str) -> str:
-    """Return the extras of those packages that are not installed, such as "images,plots"; empty if all are."""
+    """Return the extras of the packages that are not installed, such as "images,plots"; empty if all are installed."""
     specs = {package: importlib.util.find_spec(package) for package in packages}
-    # A namespace package, any folder of that name, has no location.
+    # A namespace package, which is any folder of that name, has no location.
     return ",".join(sorted({EXTRAS[package] for package, spec in specs.items() if not (spec and spec.has_location)}))
 
 
 def import_extra(module: str, purpose: str) -> ModuleType:
-    """Return a module of an optional package, such as `PIL.Image`; `UserError` with the purpose as its subject, such as
-    "train.log_to wandb", if the package is not installed, or fails when imported."""
+    """Return a module of an optional package, such as `PIL.Image`. Raises `UserError`, with the purpose, such as
+    "train.log_to wandb", as its subject, if the package is not installed or its import fails."""
     package = module.partition(".")[0]
     remedy = f"get it by pip install 'jaxformer[{EXTRAS[package]}]'"
     try:
-        # Any folder of the package's name would do as a namespace package.
+        # Any folder with the package's name can be imported as a namespace package.
         if getattr(importlib.import_module(package), "__file__", None):
             return importlib.import_module(module)
     except ModuleNotFoundError as error:

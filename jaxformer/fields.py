@@ -17,9 +17,9 @@ from jaxformer.errors import UserError, abbreviate
 
 T = TypeVar("T")
 MAX_INTEGER = 2**31 - 1
-"""Largest int32, the integer type of the devices."""
+"""Largest int32, the integer type on devices."""
 MAX_SIZE = 2**20
-"""Default maximum of an integer in a model's config, such as its width or its number of heads, classes or experts."""
+"""Default maximum of integers in a model's config, such as its width or its number of heads, classes or experts."""
 MAX_BY_FIELD: Mapping[str, int] = {
     **dict.fromkeys(("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_temporal_blocks", "n_layers"), 2**10),
     **dict.fromkeys(("image_size", "patch_size", "n_frames", "tubelet_frames", "shift", "max_speed"), 2**14),
@@ -30,7 +30,7 @@ MAX_BY_FIELD: Mapping[str, int] = {
     "seed": 2**32 - 1,
     "heartbeat_seconds": 86_400,
 }
-"""Maximum of an integer field by its name, in every config: far beyond existing models, small enough to fail at once
+"""Maximum of integer fields by name, in every config: far beyond existing models, but small enough to fail at once
 instead of exhausting memory."""
 BOUNDS: Mapping[str, Mapping[str, Any]] = {
     name: bounds
@@ -65,14 +65,14 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
     )
     for name in names.split()
 }
-"""Interval of the numbers of a field by its name, in every config of this package; see `check_range`."""
+"""Range of numeric fields by name, in every config of this package; see `check_range`."""
 
 
 def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
-    """Check choices, finiteness, the maxima of integers (`max_integer` for those that are not in `MAX_BY_FIELD`), and
-    `BOUNDS` of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the field's name after
-    the prefix, such as `data.`, if it is none of the choices of its `Literal`, not finite, above its maximum or out of
-    its bounds."""
+    """Check choices, finiteness, maxima of integers (`max_integer` for fields not in `MAX_BY_FIELD`) and `BOUNDS` of a
+    config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the prefix, such as `data.`, before
+    the field's name, if a value is not a choice of its `Literal`, not finite, above its maximum or out of its
+    bounds."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         value, hint, maximum = getattr(config, f.name), hints[f.name], MAX_BY_FIELD.get(f.name, max_integer)
@@ -93,7 +93,7 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """Yield the numbers in a value and its nested tuples, as Python's."""
+    """Yield the numbers in a value and its nested tuples, as Python numbers."""
     if isinstance(value, tuple | list):
         for item in value:
             yield from _numbers(item)
@@ -102,7 +102,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _has_integers(hint: Any) -> bool:
-    """Return True for `int`, and for a tuple or an option of it."""
+    """Return True for `int`, and for tuples or optional values of `int`."""
     return hint is int or any(map(_has_integers, typing.get_args(hint)))
 
 
@@ -110,9 +110,9 @@ def check_range(
     config: object, *names: str, least: float = -inf, above: float = -inf, most: float = inf, below: float = inf,
     hint: str = "",
 ) -> None:  # fmt: skip
-    """Raise `UserError` for the first of the named fields with a number outside of the closed bounds `least` and `most`
-    or the open ones `above` and `below`; None is none. A prefix of a name, such as `data.`, appears in the message
-    only, which ends with the hint, such as ", such as 0.1"."""
+    """Raise `UserError` for the first of the named fields with a number outside the closed bounds `least` and `most` or
+    the open bounds `above` and `below`; None is not checked. A prefix of a name, such as `data.`, appears only in the
+    message, which ends with the hint, such as ", such as 0.1"."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
     for name in names:
@@ -123,7 +123,8 @@ def check_range(
 
 
 def expand_sides(config: object, *names: str) -> None:
-    """Expand fields with one number to a height and a width, in pixels; `UserError` where there are not one or two."""
+    """Expand fields with one value to a height and a width in pixels. Raises `UserError` unless there are one or
+    two."""
     for name in names:
         value = getattr(config, name)
         sides = value if isinstance(value, tuple) else (value,)
@@ -134,7 +135,7 @@ def expand_sides(config: object, *names: str) -> None:
 
 
 def expand_patches(config: Any) -> None:
-    """Expand `image_size` and `patch_size` by `expand_sides`; raise `UserError` where patches do not divide images."""
+    """Apply `expand_sides` to `image_size` and `patch_size`. Raises `UserError` if patches do not divide images."""
     expand_sides(config, "image_size", "patch_size")
     if any(size % patch for size, patch in zip(config.image_size, config.patch_size, strict=True)):
         raise UserError(f"patch_size {config.patch_size} does not divide image_size {config.image_size}; change one.")
@@ -152,7 +153,7 @@ def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, 
 
 
 def flatten(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
-    """Return the leaves of a JSON tree by their path; list items by their "name" if all have one, else by index."""
+    """Return the leaves of a JSON tree by path; list items are keyed by their "name" if all have one, else by index."""
     if isinstance(value, dict):
         items: dict[Any, Any] = value
     elif isinstance(value, list):
@@ -170,7 +171,7 @@ def flatten(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
 
 
 def nonfinite_to_none(value: Any) -> Any:
-    """Return a tree with None for infinities and NaN, which JSON cannot express."""
+    """Return a tree with None in place of infinities and NaN, which JSON cannot represent."""
     if isinstance(value, float) and not isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -179,7 +180,7 @@ def nonfinite_to_none(value: Any) -> Any:
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """Return a config as plain JSON types; a subclass of a field's declared class has its name as `kind`; see
+    """Return a config as plain JSON types. A subclass of a field's declared class is named in `kind`; see
     `config_files.kind_of`."""
     assert dataclasses.is_dataclass(config)
     hints = typing.get_type_hints(type(config))
@@ -193,9 +194,9 @@ def to_dict(config: object) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
-    """Return the config, a dataclass whose fields are plain types or dataclasses, that `to_dict` converted, without
-    `kind`; missing fields have their default. Raises `UserError`, in which the path is the prefix of field names, if a
-    field is unknown, of a wrong type, or missing without a default."""
+    """Return the config that `to_dict` converted, a dataclass whose fields are plain types or dataclasses. `kind` is
+    not handled, and missing fields have their default. Raises `UserError`, with `path` as the prefix of field names, if
+    a field is unknown, has the wrong type, or is missing and has no default."""
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in values:
@@ -210,7 +211,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> 
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Return a JSON value as the annotated type, lists as tuples; `UserError` where it is of another type."""
+    """Return a JSON value as the annotated type, lists as tuples. Raises `UserError` if it has another type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):

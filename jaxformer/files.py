@@ -1,4 +1,4 @@
-"""Files: atomic writes, checksums, locks and the folder of caches."""
+"""Files: atomic writes, checksums, locks and the cache folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ except ImportError:  # Windows
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Replace a file's content, so that a reader, a crash, or another process that replaces it, too, leaves either the
-    old or the new one."""
+    """Replace a file's content atomically: readers see either the old or the new content, even after a crash or a
+    concurrent replacement by another process."""
     scratch = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         scratch.replace(file)
     except OSError as error:
-        error.filename = error.filename or str(file)  # errors of a write name no file
+        error.filename = error.filename or str(file)  # write errors do not name a file
         raise
     finally:
         scratch.unlink(missing_ok=True)
@@ -35,7 +35,7 @@ def sha256(file: Path) -> str:
 
 
 def try_lock(descriptor: int, timeout_seconds: float = 0.0, shared: bool = False) -> bool:
-    """Lock an open file, `shared` with others that do so; return False where another process holds a lock until the
+    """Lock an open file, exclusively or `shared`; return False if another process holds a conflicting lock until the
     timeout. The kernel releases the lock when the file is closed or the process ends."""
     if fcntl is None:
         raise OSError(errno.ENOTSUP, "this system has no advisory locks")
@@ -51,7 +51,7 @@ def try_lock(descriptor: int, timeout_seconds: float = 0.0, shared: bool = False
 
 
 def cache_root() -> Path:
-    """Return the folder of all caches: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
+    """Return the folder for all caches: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
     if root := os.environ.get("JAXFORMER_CACHE"):
         return Path(root)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"

@@ -12,11 +12,11 @@ from jaxformer.errors import parse_json
 from jaxformer.files import sha256
 
 CHECKSUMS = "sha256.json"
-"""File of checksums, by file name: in a checkpoint of the files of its items, in a run of its tokenizer and classes."""
+"""File of checksums by file name: of a checkpoint's items, or of a run's tokenizer and classes."""
 METADATA = "_CHECKPOINT_METADATA"
-"""Orbax's file, written after the checksums."""
+"""Orbax's metadata file, written after the checksums."""
 ARRAYS = ("params/", "opt_state/")
-"""Items with nearly all bytes of a checkpoint."""
+"""Items that contain nearly all bytes of a checkpoint."""
 ALL_ARRAYS, NO_ARRAYS = slice(None), slice(0)
 MISSING = " is missing"
 HASHING_THREADS = 4
@@ -24,8 +24,8 @@ HASHING_THREADS = 4
 
 def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
     """Return a description of the corruption of a checkpoint's folder, or None if it is intact. Orbax detects a missing
-    or truncated file, but restores flipped bits. Of the sorted files with arrays, the content of those in `arrays` is
-    verified; the others must exist."""
+    or truncated file, but not flipped bits. Of the files with arrays, in order, the content of those in the slice
+    `arrays` is verified; the others must exist."""
     try:
         expected = parse_json((checkpoint / CHECKSUMS).read_bytes())
         parse_json((checkpoint / METADATA).read_bytes())
@@ -33,7 +33,7 @@ def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
         if not (isinstance(expected, dict) and expected and all(map(is_inside, expected))):
             raise ValueError
         for name in expected:
-            if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # reading a device may not end
+            if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # reading a device might never end
                 return f"{name} is not a file"
         array_files = [name for name in expected if name.startswith(ARRAYS)]
         actual = hash_files(checkpoint, sorted({*expected} - {*array_files} | {*array_files[arrays]}))
@@ -47,7 +47,7 @@ def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
 
 
 def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of files below a folder, in hexadecimal, by their names."""
+    """Return the SHA-256 of files in a folder, in hexadecimal, by file name."""
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: sha256(folder / name), names), strict=True))
 

@@ -1,4 +1,4 @@
-"""The commands of this project, as a user types them."""
+"""Commands of this project in the form that the user can type."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""Folder of the checkout, if this is one; else of installed packages."""
+"""Folder of the checkout, or of the installed packages outside a checkout."""
 
 
 def command(name: str) -> str:
-    """Return a command that works in the user's folder, such as `jaxformer train`; with train.py or sample.py, if one
-    of them was run."""
+    """Return a command that works in the user's folder, such as `jaxformer train`, or a call of train.py or sample.py
+    if one of them was run."""
     program = Path(sys.argv[0] if sys.argv else "")
     script = program.with_name(f"{name}.py") if program.name else program
     if program.name in ("train.py", "sample.py") and program.resolve().parent == ROOT and script.is_file():

@@ -1,5 +1,5 @@
-"""The ladder's outcomes: one rung per run, beside the sources' figures, and the same held-out prompts continued by each
-rung."""
+"""Results of the ladder: one rung per run, next to the sources' figures, and continuations of the same held-out prompts
+by each rung."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxformer.train.log import read_metrics
 
 HEAD = ("rung", "parameters", "steps", "targets", "loss", "perplexity", "bpb", "minutes", "ended early")
 SIDES = "<>>>>>>><"
-"""Columns that a terminal has room for side by side, and their alignment; see `terminal.align`."""
+"""Columns of the terminal's table, and their alignment; see `terminal.align`."""
 CONTINUATIONS = "continuations.json"
 """File in a rung's folder."""
 N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 32
@@ -33,63 +33,63 @@ N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 32
 
 @dataclass(frozen=True)
 class RungResult:
-    """Outcome of one rung."""
+    """Results of one rung."""
 
     rung: str
     parameters: int
     steps: int
     targets: int
-    """Predicted tokens in training: of each window, the last `n_predicted`."""
+    """Number of tokens predicted during training: the last `n_predicted` of each window."""
     loss: float
-    """Held-out loss in nats per token, as are perplexity and bits per byte; NaN without a finite one."""
+    """Held-out loss in nats per token; like perplexity and bits per byte, NaN without a finite value."""
     perplexity: float
     bits_per_byte: float
     minutes: float
-    """Training time, without evaluations."""
+    """Training time, excluding evaluations."""
     ended_early: str
-    """Cause and step, such as 'diverged at step 118' or 'not finite at step 6'; empty after the last step."""
+    """Cause and step, such as 'diverged at step 118' or 'not finite at step 6'; empty if the last step was reached."""
     entropy: str
-    """Attention entropy at the last evaluation in nats: heads separated by spaces, blocks by semicolons; with its step
-    where training ended early."""
+    """Attention entropy in nats at the last evaluation, heads separated by spaces and blocks by semicolons; followed by
+    its step if training ended early."""
     entropy_share: str
-    """The same as a share of the largest, log(T!) / T: the mean over positions t of a causal row, uniform over t."""
+    """Attention entropy as a fraction of its maximum log(T!) / T, the mean over positions t of uniform causal rows."""
     entropy_positions: str
-    """The same as a number of positions, e^H: those of a uniform row of this entropy."""
+    """Attention entropy H as a number of positions, e^H: the length of a uniform row with this entropy."""
     sources: str
 
 
 def has_ended(run: Path) -> bool:
-    """Return whether a run has saved its last step or has ended early."""
+    """Return True if a run has saved its last step or has ended early."""
     return bool(ended_early(run)) or CheckpointReader(run).steps()[-1:] == [read_config(run).steps]
 
 
 def ended_early(run: Path) -> str:
-    """Return the cause and step at which a run diverged or became not finite; empty for any other."""
+    """Return cause and step if a run diverged or became non-finite; empty otherwise."""
     rows = read_metrics(run)
     if rows and "diverged" in rows[-1]:
         return f"diverged at step {rows[-1]['diverged']['began']}"
     steps = [int(number) for path in run.glob("autopsy/step-*") if (number := path.name[5:]).isdigit()]
     last = max((row["step"] for row in rows), default=0)
-    if steps and last < read_config(run).steps:  # otherwise it was resumed past the step
+    if steps and last < read_config(run).steps:  # otherwise the run was resumed past that step
         return f"not finite at step {max(steps)}"
     return ""
 
 
 def rung_result(run: Path, sources: str) -> RungResult:
-    """Return the outcome that a run's folder records, beside the sources' figures for this rung; `UserError` if it is
-    no run."""
+    """Return the results in a run's folder, with the sources' figures for this rung. Raises `UserError` if the folder
+    is not a run."""
     config, rows = read_config(run), read_metrics(run)
     cause = ended_early(run)
     evaluated = [row for row in rows if "val_loss" in row]
     last: dict[str, Any] = evaluated[-1] if evaluated else {}
 
     def metric(name: str) -> float:
-        # Evaluations before a run ended early are not its outcome; JSON has null for what is not finite.
+        # If a run ended early, its evaluations are not results; JSON has null for non-finite values.
         return math.nan if cause or last.get(name) is None else float(last[name])
 
     blocks, length, predicted = last.get("entropy", []), *_window(config.model)
     at = f" (at step {last['step']})" if cause and blocks else ""
-    uniform = math.lgamma(length + 1) / length or 1.0  # of one position, entropies are 0
+    uniform = math.lgamma(length + 1) / length or 1.0  # with one position, entropies are 0
     timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
     minutes = sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed)) / 60_000
     n_parameters = count_parameters(abstract_params(config.model.build()))
@@ -102,8 +102,8 @@ def rung_result(run: Path, sources: str) -> RungResult:
 
 
 def _window(model: ModelConfig) -> tuple[int, int]:
-    """Return the tokens of a window, and how many of them are predicted."""
-    assert isinstance(model, TokenModelConfig)  # as all rungs are
+    """Return the number of tokens per window, and the number of predicted ones."""
+    assert isinstance(model, TokenModelConfig)  # all rungs are token models
     return model.context_length, model.n_predicted
 
 
@@ -112,7 +112,7 @@ def _by_head(blocks: Sequence[Sequence[float | None]], form: str, of: Callable[[
 
 
 def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]:
-    """Return rung, prompt, temperature and continuation of the same held-out prompts by each run, at temperature 0.5
+    """Return rung, prompt, temperature and continuation for the same held-out prompts and each run, at temperature 0.5
     and greedy; none for a run that ended early. They are stored in the run's folder, and read from there the next
     time."""
     rows, prompts = [], list[str]()
@@ -129,13 +129,13 @@ def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]
 
 
 def held_out_prompts(run: Run) -> list[str]:
-    """Return a few words each, at evenly spaced positions of a run's held-out text."""
+    """Return prompts of a few words each, from evenly spaced positions of a run's held-out text."""
     (model, tokenizer), config = run.text_model(), run.config
     tokens = config.data.load(model, config.train.batch_size, config.seed, tokenizer).corpus.val.tokens
     starts = evenly_spaced(max(1, len(tokens) - PROMPT_TOKENS), N_PROMPTS)
     parts = (tokens[start : start + PROMPT_TOKENS].tolist() for start in starts.tolist())
-    texts = [tokenizer.decode(part).strip("\ufffd") for part in parts]  # the bytes of cut characters
-    return [" ".join(text.split()[1:]) or text for text in texts]  # the first word may be a part
+    texts = [tokenizer.decode(part).strip("\ufffd") for part in parts]  # bytes of truncated characters
+    return [" ".join(text.split()[1:]) or text for text in texts]  # the first word may be truncated
 
 
 def _continuations(run: Run, prompts: Sequence[str]) -> Iterator[tuple[str, float, str]]:
@@ -153,7 +153,7 @@ def _continuations(run: Run, prompts: Sequence[str]) -> Iterator[tuple[str, floa
 
 
 def as_text(results: Sequence[RungResult]) -> str:
-    """Return the table for the terminal: short columns side by side, and one line per rung for the others."""
+    """Return the results as text for the terminal: a table of short columns, and one line per rung for the others."""
 
     def number(x: float, digits: int) -> str:
         return "" if math.isnan(x) else f"{x:.{digits}f}" if x < 1e6 else f"{x:.{digits}e}"

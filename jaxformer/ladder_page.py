@@ -1,5 +1,5 @@
-"""Files of the ladder's outcomes: a table, a picture, and a page with the change of each rung, its losses, attention
-entropies and texts."""
+"""Files with the ladder's results: a table, a plot, and a page with each rung's change, losses, attention entropies and
+continuations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from jaxformer.train.log import read_metrics
 ABOUT = "Each rung is the one before with one idea changed, trained on the same text."
 LOSS_AXIS = "held-out loss, nats per token"
 Continuation = tuple[str, str, float, str]
-"""Rung, prompt, temperature and text."""
+"""Rung, prompt, temperature and continuation."""
 MAX_POINTS = 300
-"""Points of a line in a small chart."""
+"""Maximum points of a line in a chart."""
 HEAD = (
     "rung", "change", "perplexity", "loss", "bits per byte", "ended early", "the sources", "parameters", "targets",
     "minutes",
@@ -39,10 +39,10 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Continuations(Section):
-    """Texts of each rung after the same prompts, which are marked."""
+    """Continuations of the same prompts by each rung, with the prompts highlighted."""
 
     texts: Sequence[tuple[str, Sequence[tuple[str, str, str]]]]
-    """Heading, such as "temperature 0, after “The”", and rungs with their prompts and texts."""
+    """Headings, such as "temperature 0, after “The”", and for each the rungs with prompt and continuation."""
 
     def body(self) -> str:
         """Return the HTML."""
@@ -59,7 +59,7 @@ class Continuations(Section):
 def ladder_sections(
     results: Sequence[RungResult], folder: Path, continuations: Sequence[Continuation] = ()
 ) -> list[Section]:
-    """Return the sections of the page of some rungs, whose runs are in a folder."""
+    """Return the sections of the page for some rungs, whose runs are in `folder`."""
     configs = [read_config(folder / r.rung) for r in results]
     changes = [
         describe_change(before, after) if before else ""
@@ -94,11 +94,11 @@ def ladder_sections(
 
 
 DESCRIBED = ("model.", "data.", "optimizer.", "train.batch_size")
-"""Beginnings of the names of fields that make a rung."""
+"""Prefixes of the fields that define a rung."""
 
 
 def describe_change(before: Config, after: Config) -> str:
-    """Return the fields that differ, such as "n_heads 1 → 4" of the model, or its new class."""
+    """Return a description of the fields that differ, such as "n_heads 1 → 4", or of the model's new class."""
     old, new = type(before.model).__name__, type(after.model).__name__
     if old != new:
         return f"{new.removesuffix('Config')} in place of {old.removesuffix('Config')}"
@@ -121,8 +121,8 @@ def _losses(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 def _held_out_losses(
     results: Sequence[RungResult], configs: Sequence[Config], logs: dict[str, list[dict[str, Any]]]
 ) -> Lines:
-    """Return the losses of the rungs that do not read the tokens that they predict, or of all where there is no such
-    rung. Beside a loss near 0, those of the others look alike."""
+    """Return the losses of the rungs that do not read the tokens they predict, or of all if there are none. Next to a
+    loss near 0, the other losses would be indistinguishable."""
     pairs = zip(results, configs, strict=True)
     shown = [r for r, config in pairs if flatten(to_dict(config)).get("model.causal", True)] or results
     left_out = " and ".join(r.rung for r in results if r not in shown)
@@ -134,7 +134,8 @@ def _held_out_losses(
 def _small_multiples(
     results: Sequence[RungResult], changes: Sequence[str], logs: dict[str, list[dict[str, Any]]]
 ) -> Section:
-    """Return training and held-out loss of each rung over the same range, with the step at which one ended early."""
+    """Return charts of each rung's training and held-out loss over the same range, marking the step at which a rung
+    ended early."""
     ended = [loss for r in results if not r.ended_early for loss in _losses(logs[r.rung], "val_loss")[1]]
     limits = (min(ended) * 0.95, max(ended) * 1.05) if ended else None
     panels = []
@@ -150,7 +151,7 @@ def _small_multiples(
 
 
 def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any]]]) -> list[Section]:
-    """Return the attention entropy of each head at a rung's last evaluation; `[]` where none has attention."""
+    """Return a heatmap of each head's attention entropy at a rung's last evaluation; `[]` if no rung has attention."""
     rows: dict[str, list[float]] = {}
     for r in results:
         layers: list[list[float | None]] = next(
@@ -178,7 +179,7 @@ def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any
 
 
 def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
-    """Return the continuations by temperature and prompt; `[]` without any."""
+    """Return a section with the continuations by temperature and prompt; `[]` without any."""
     by_heading: dict[str, list[tuple[str, str, str]]] = {}
     for rung, prompt, temperature, text in continuations:
         by_heading.setdefault(f"temperature {temperature:g}, after “{prompt}”", []).append((rung, prompt, text))
@@ -187,8 +188,8 @@ def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
 
 
 def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
-    """Write ladder.csv, ladder.html and, where its extra is installed, ladder.png below the folder that holds the runs,
-    and `CONTINUATIONS` below each run; return the names of the files."""
+    """Write ladder.csv, ladder.html and, if its extra is installed, ladder.png to the folder that contains the runs,
+    and `CONTINUATIONS` to each run's folder; return the names of the files."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([field.name for field in fields(RungResult)])
@@ -205,7 +206,7 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
 
 
 def _picture(lines: Sequence[Line]) -> bytes:
-    """Return held-out losses over steps, one line per rung, as a PNG."""
+    """Return a plot of held-out losses over steps, one line per rung, as PNG."""
     picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
     axes = picture.subplots()
     for line in lines:

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that importing one of its modules does not load all."""
+"""Lazy imports of a package's names, so that importing one of its modules does not load all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def lazy_names(
     """Return the `__getattr__` and the `__dir__` of a package (PEP 562).
 
     Args:
-      package: its name.
-      names: those that each of its modules defines. None is a module's name, as an imported module hides such a name.
+      package: name of the package.
+      names: public names by the module that defines them. None may equal a module's name, because the imported module
+        would hide it.
     """
     modules = {name: module for module, defined in names.items() for name in defined}
 

@@ -1,4 +1,4 @@
-"""The lease of a run on object storage, which has no locks: an object that its holder renews by conditional writes."""
+"""Lease of a run on object storage, which has no locks: an object that its holder renews by conditional writes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from jaxformer.object_store import ObjectStore, Tag
 
 LEASE = "lease.json"
 LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
-"""Time until a lease that is not renewed expires, and between two renewals."""
+"""Time after which a lease that is not renewed expires, and interval between renewals."""
 
 warn = logging.getLogger(__name__).warning
 
 
 @dataclass
 class Lease:
-    """The right to write to a run, until it expires."""
+    """Exclusive right to write to a run until the lease expires."""
 
     store: ObjectStore
     session: str
-    """Random name of the holder, and its number of processes."""
+    """Random id of the holder, followed by its number of processes."""
     holder: str
     """Host and process of the holder."""
     expires: float
-    """Seconds since the epoch."""
+    """Time of expiry, in seconds since the epoch."""
     tag: Tag | None = None
     before: str = ""
     """Session that held the lease before."""
 
     @classmethod
     def read(cls, store: ObjectStore) -> Lease | None:
-        """Return the lease in the store, expired or not; None where there is none."""
+        """Return the lease in the store, expired or not; None if there is none."""
         stored = store.read(LEASE)
         if stored is None:
             return None
@@ -47,14 +47,14 @@ class Lease:
             fields = dict(parse_json(stored[0]))
             return cls(store, str(fields["session"]), str(fields["holder"]), float(fields["expires"]), stored[1])
         except (ValueError, TypeError, KeyError):
-            return cls(store, "", "an unknown process", 0.0, stored[1])  # no version of this program wrote it
+            return cls(store, "", "an unknown process", 0.0, stored[1])  # not written by this program
 
     @classmethod
     def acquire(cls, store: ObjectStore, own_session: str = "") -> Lease:
-        """Return a new lease. One that is not renewed is waited for until it expires.
+        """Return a new lease, after waiting for the expiry of an existing one that is not renewed.
 
         Args:
-          own_session: the last session on this machine, which has ended.
+          own_session: last session on this machine, which has ended.
 
         Raises:
           UserError: another process holds the lease and renews it, or the store fails.
@@ -79,11 +79,12 @@ class Lease:
         return lease
 
     def renew(self, seconds: float | None = None) -> bool:
-        """Extend the lease to `LEASE_SECONDS`, or others, from now; return False where another process has taken it."""
+        """Extend the lease to `seconds` from now, by default `LEASE_SECONDS`; return False if another process has taken
+        it."""
         expires = time.time() + (LEASE_SECONDS if seconds is None else seconds)
         content = json.dumps({"session": self.session, "holder": self.holder, "expires": expires})
         if (tag := self.store.write_if(LEASE, content.encode(), self.tag)) is None:
-            # A write whose answer was lost may have been ours.
+            # Our own write may have succeeded although its response was lost.
             now = Lease.read(self.store)
             if now is None or now.session != self.session:
                 return False
@@ -93,9 +94,9 @@ class Lease:
 
     @property
     def poll_seconds(self) -> float:
-        """Time between two looks whether it is fresh."""
+        """Interval at which to check whether the lease is fresh."""
         return min(1.0, RENEW_SECONDS / 4)
 
     def is_fresh(self) -> bool:
-        """Return True until it should be renewed."""
+        """Return True until the lease should be renewed."""
         return self.expires - time.time() > LEASE_SECONDS - RENEW_SECONDS

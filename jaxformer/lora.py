@@ -1,8 +1,8 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021, section 4.1): a frozen matrix W becomes W + (alpha / rank) A B.
 
-Adapters are a tree of their own, like that of the parameters, with `{"A": …, "B": …}` in place of each adapted matrix.
-Products have their input on the left here, x W, so that A maps inputs to the rank, and B the rank to outputs; the paper
-writes W x, and B A. No module knows of adapters: they are merged into the parameters before `apply`.
+Adapters are a separate tree with the structure of the parameters, but with `{"A": …, "B": …}` in place of each adapted
+matrix. Here inputs multiply from the left, x W, so A maps inputs to the rank, and B the rank to outputs; the paper
+writes W x, and B A. Modules are unaware of adapters, which are merged into the parameters before `apply`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Params = Any
 
 
 def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> list[str]:
-    """Return the names of the matrices that `config.matrices` selects, such as `blocks_0.attention.W_Q`, of those with
-    the `axes` (`nn.parameters.parameter_axes`); `UserError` if an entry selects no matrix."""
+    """Return the names of the matrices that `config.matrices` selects, such as `blocks_0.attention.W_Q`, from
+    parameters with these `axes` (`nn.parameters.parameter_axes`). Raises `UserError` if an entry selects no matrix."""
     matrices = {name: sides for name, sides in axes.items() if sides.inputs}
     selected: set[str] = set()
     for pattern in config.matrices:
@@ -48,7 +48,7 @@ def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> l
 
 def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[str, ParameterAxes]:
     """Return the axes of the adapters by name, such as `blocks_0.attention.W_Q.A`; `{}` without a rank. A is sharded
-    like the inputs of its matrix, and B like the outputs, so that a device's shards of both make its shard of the
+    like the inputs of its matrix, and B like the outputs, so that a device's shards of both yield its shard of their
     product."""
     by_name: dict[str, ParameterAxes] = {}
     for name in adapted_matrices(axes, config) if config.rank else ():
@@ -59,8 +59,8 @@ def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[
 
 
 def init_adapters(key: jax.Array, params: Params, axes: Mapping[str, ParameterAxes], config: LoraConfig) -> Params:
-    """Return adapters in float32 that change nothing yet, for parameters or their shapes with these axes: A is drawn
-    from N(0, 1 / inputs), B is 0."""
+    """Return initial float32 adapters, which have no effect, for parameters or their shapes with these axes: A is
+    sampled from N(0, 1 / inputs), and B is 0."""
     shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep=".").items()}
     adapters: dict[str, jax.Array] = {}
     for i, name in enumerate(adapted_matrices(axes, config)):
@@ -73,7 +73,7 @@ def init_adapters(key: jax.Array, params: Params, axes: Mapping[str, ParameterAx
 
 
 def merge(params: Params, adapters: Params, config: LoraConfig) -> Params:
-    """Return the parameters with adapters added: W + (alpha / rank) A B; the others are as they were."""
+    """Return the parameters with adapters added, W + (alpha / rank) A B; parameters without adapters are unchanged."""
 
     def merged(weight: jax.Array, A: jax.Array, B: jax.Array) -> jax.Array:
         n_stack = A.ndim + B.ndim - 2 - weight.ndim

@@ -1,4 +1,4 @@
-"""Memory that a compiled program needs and a device has, compared before the program runs."""
+"""Comparison of the memory that a compiled program needs with that of a device, before the program runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ REMEDY = (
     "lower train.batch_size, raise compute.grad_accumulation_steps, set compute.remat to block, or split the "
     "parameters with --mesh fsdp=N"
 )
-"""Changes that make a step fit, for error messages."""
+"""Changes that reduce the memory of a step, for error messages."""
 
 
 def memory_needed(compiled: Any) -> int:
-    """Return the peak bytes per device of a compiled program, by the compiler's own plan of its buffers."""
+    """Return the peak bytes per device of a compiled program, according to the compiler's buffer assignment."""
     m = compiled.memory_analysis()
     buffers = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return int(buffers + m.temp_size_in_bytes + m.generated_code_size_in_bytes)
 
 
 def memory_capacity(device: jax.Device) -> int | None:
-    """Return the bytes of memory of one local device, None where unknown; virtual CPU devices share the machine's."""
+    """Return the bytes of memory of one local device, or None if unknown; virtual CPU devices share the machine's
+    memory."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -35,11 +36,11 @@ def memory_capacity(device: jax.Device) -> int | None:
 
 
 def gpu_pool_share() -> float:
-    """Return the share of a GPU's memory that jax's pool takes: 0.75, unless XLA_CLIENT_MEM_FRACTION or
-    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise, as in `jaxlib.xla_client`.
+    """Return the fraction of a GPU's memory in JAX's pool: 0.75, unless XLA_CLIENT_MEM_FRACTION or
+    XLA_PYTHON_CLIENT_MEM_FRACTION sets another, as in `jaxlib.xla_client`.
 
     Raises:
-      UserError: the variable is no positive number.
+      UserError: the variable is not a positive number.
     """
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if text := os.environ.get(name):
@@ -65,8 +66,8 @@ def _machine_memory() -> int | None:
 
 
 def _free_memory() -> int | None:
-    """Return the bytes of memory and swap that other programs leave to this one, with what it holds already; None where
-    Linux does not say it."""
+    """Return the bytes of memory and swap available to this program, including what it already uses; None if Linux does
+    not report it."""
     try:
         lines = [line for file in ("meminfo", "self/status") for line in Path("/proc", file).read_text().splitlines()]
         fields = dict(line.split(":", 1) for line in lines)
@@ -76,9 +77,9 @@ def _free_memory() -> int | None:
 
 
 def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
-    """Refuse a model whose parameters (or shapes and dtypes) and gradients exceed the memory of all `n_devices` devices
-    that they may be sharded over, of which one is given, before anything is computed: a lower bound of what training
-    needs; `check_memory` compares the whole step. Raises `UserError` if the parameters do not fit."""
+    """Raise `UserError` if parameters (or their shapes and dtypes) and gradients exceed the memory of all `n_devices`
+    devices, each with the memory of `device`. This is a lower bound on training's memory, checked before anything is
+    computed; `check_memory` checks the whole step."""
     leaves = jax.tree.leaves(params)
     n_parameters, capacity = sum(leaf.size for leaf in leaves), memory_capacity(device)
     needed = sum(2 * leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -89,8 +90,9 @@ def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
 
 
 def check_memory(compiled: Any, device: jax.Device) -> str:
-    """Return a log line with the memory that a compiled step needs and that the device has; `UserError` if the step
-    needs more than the device has, or on a CPU than other programs leave, as Linux would kill it without a word."""
+    """Return a log line with the memory that a compiled step needs and that the device has. Raises `UserError` if the
+    step needs more than the device has or, on a CPU, more than other programs leave, where Linux would kill it
+    silently."""
     needed, capacity = memory_needed(compiled), memory_capacity(device)
     if capacity is None:
         return f"memory per device: {format_bytes(needed)}"

@@ -1,4 +1,4 @@
-"""Page of a trained model: attention, residual stream, head ablation, gradients, and the log of its training."""
+"""Page about a trained model: attention, residual stream, head ablation, gradients, and its training log."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from jaxformer.runs import Run, count_parameters, load_data
 from jaxformer.train.log import read_metrics, read_samples
 
 MAX_ATTENTION_WEIGHTS = 600_000
-"""Attention weights on a page, in 4 bytes per 3, so that it stays below 1 MB."""
+"""Maximum attention weights on a page; 3 weights take 4 bytes, so that the page stays below 1 MB."""
 MAX_HELD_OUT_TOKENS = 128
-"""Tokens of a held-out text on a page."""
+"""Maximum tokens of a held-out text on a page."""
 N_LIVE_TOKENS = 24
-"""Most tokens of a held-out text that the section with the model begins with, which are whole words."""
+"""Maximum tokens of the held-out text, cut at a word boundary, that the live section starts with."""
 END = "∅"
 """Symbol of the end-of-text token."""
 SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
@@ -43,20 +43,20 @@ SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
 N_PICTURES, N_TRANSLATIONS = 8, 6
 """Held-out images and translations on a page."""
 N_CHANCES = 4
-"""Likeliest classes or captions of an image."""
+"""Most probable classes or captions shown per image."""
 LONG_SOURCE = 24
-"""Tokens of the source, at most, of the pair whose attention is shown."""
+"""Maximum source tokens of the pair whose attention is shown."""
 DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
-"""Targets, and most examples, that heads are measured on by default."""
+"""Default number of targets that heads are measured on, and maximum number of examples."""
 
 
 def write_model_page(
     run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None, max_live_parameters: int = 0
 ) -> None:
-    """Write the page of a run with a checkpoint to an HTML file, with a prompt in place of a held-out text, and heads
-    and gradients measured on `n_examples` held-out examples. A causal decoder of at most `max_live_parameters`
-    parameters runs in the page; 0 for no such section. Raises `UserError` if the prompt does not suit the model or the
-    page, or there is neither data nor a prompt."""
+    """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
+    gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
+    parameters runs live in the page; 0 omits that section. Raises `UserError` if the prompt does not suit the model or
+    the page, or there is neither data nor a prompt."""
     batch, reason = _held_out(run, n_examples)
     example = _example(run, prompt, batch)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
@@ -93,13 +93,13 @@ def write_model_page(
 
 
 def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
-    """Return the first tokens of a text, at most n, that end with a word; n where no word does."""
+    """Return at most n first tokens of a text, cut at a word boundary; n tokens if there is no boundary."""
     ends = [i for i in range(1, min(n + 1, len(tokens_T))) if tokenizer.token_bytes[int(tokens_T[i])][:1].isspace()]
     return tokens_T[: ends[-1] if ends else n]
 
 
 def _token_text(run: Run, token: int) -> str:
-    """Return a token's text; of one that the tokenizer lacks, the mask as in prompts, or its number."""
+    """Return a token's text; for an id outside the tokenizer, the mask as in prompts or the id in brackets."""
     tokenizer = run.text_model()[1]
     if token >= tokenizer.vocab_size:
         return MASK if contract_of(run.model).task is Task.MASKED_LM else f"[{token}]"
@@ -109,7 +109,7 @@ def _token_text(run: Run, token: int) -> str:
 
 
 def _held_out(run: Run, n: int | None) -> tuple[Batch | None, str]:
-    """Return held-out examples of the run's data and "", or None and the reason why it cannot be read."""
+    """Return held-out examples of the run's data and "", or None and the reason why the data cannot be read."""
     try:
         data = load_data(run.path, run.config)
     except UserError as error:
@@ -120,12 +120,12 @@ def _held_out(run: Run, n: int | None) -> tuple[Batch | None, str]:
     batch = next(data.held_out(n, n))
     if batch.weights is None:
         return batch, ""
-    has_targets = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))  # the others fill it up
+    has_targets = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))  # others fill the batch
     return jax.tree.map(lambda x: x[has_targets], batch), ""
 
 
 def _task_sections(run: Run, batch: Batch) -> list[Section]:
-    """Return what a page shows of held-out examples besides attention to a text: images, captions, translations."""
+    """Return the sections about held-out examples specific to the task: images, captions, translations."""
     task = contract_of(run.model).task
     if task is Task.IMAGE_CLASSIFICATION:
         return [_classified_images(run, batch)]
@@ -135,8 +135,8 @@ def _task_sections(run: Run, batch: Batch) -> list[Section]:
 
 
 def _classified_images(run: Run, batch: Batch) -> Section:
-    """Return images with the likeliest classes and the attention over their patches."""
-    chosen = evenly_spaced(len(batch.targets), N_PICTURES)  # a folder's images are in the order of its classes
+    """Return a section of images with their most probable classes and the attention over their patches."""
+    chosen = evenly_spaced(len(batch.targets), N_PICTURES)  # images of a folder are ordered by class
     images = np.asarray(batch.inputs[0])[chosen]
     pictures = []
     for number, image_HWC, label in zip(chosen, images, np.asarray(batch.targets)[chosen], strict=True):
@@ -151,7 +151,8 @@ def _classified_images(run: Run, batch: Batch) -> Section:
 
 
 def _matched_captions(run: Run, batch: Batch) -> list[Section]:
-    """Return images with the held-out captions that match best, and the similarity of some to their captions."""
+    """Return sections of images with their best-matching held-out captions, and of the similarity of images and
+    captions."""
     assert run.tokenizer is not None
     images, tokens_BT, valid_BT = (np.asarray(x) for x in batch.inputs)
     _, first, caption_of = np.unique(batch.targets, return_index=True, return_inverse=True)  # captions may be equal
@@ -180,7 +181,7 @@ def _picture(image_HWC: np.ndarray, name: str, labels: Sequence[str], p_V: np.nd
 
 
 def _translations(run: Run, batch: Batch) -> Section:
-    """Return held-out sources beside the model's greedy translations and the references."""
+    """Return a table of held-out sources, the model's greedy translations and the references."""
     config, tokenizer = run.text_model()
     sources_BS, valid_BS, references_BT = (np.asarray(x) for x in batch.inputs)
     longest = np.argsort(-valid_BS.sum(axis=1), kind="stable")[:N_TRANSLATIONS]
@@ -195,10 +196,10 @@ def _translations(run: Run, batch: Batch) -> Section:
 
 
 def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ...] | None:
-    """Return the inputs of the prompt or of a held-out example, without padding; None for a model without texts, or of
-    full windows; `UserError` if the prompt does not suit the run's model, or the page."""
+    """Return the inputs for the prompt or a held-out example, without padding; None for a model without text, or with
+    full windows only. Raises `UserError` if the prompt does not suit the run's model or the page."""
     if prompt is not None:
-        run.text_model()  # raises for a model of images
+        run.text_model()  # raises for image models
     if run.tokenizer is None or contract_of(run.model).task is Task.CONTRASTIVE:
         return None
     if contract_of(run.model).fixed_length:
@@ -225,7 +226,7 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ..
 
 
 def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
-    """Return a prompt as the model's inputs; for a sequence-to-sequence model, with its translation."""
+    """Return the model's inputs for a prompt; for a sequence-to-sequence model, including its translation."""
     config, tokenizer = run.text_model()
     contract = contract_of(run.model)
     if contract.task in (Task.MASKED_LM, Task.TEXT_CLASSIFICATION):
@@ -235,13 +236,13 @@ def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
         return _with_translation(run, encode_source(prompt, run))
     tokens = tokenizer.encode_prompt(prompt.text)
     prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
-    # The first half of the text is the prefix, from which the other half is predicted.
+    # The first half of the text is the prefix, from which the second half is predicted.
     prefix = (jnp.int32(len(tokens) // 2),) if contract.has_prefix else ()
     return jnp.array(tokens), *prefix
 
 
 def _with_translation(run: Run, source: list[int]) -> tuple[Any, ...]:
-    """Return a source with the model's own translation as the target."""
+    """Return the inputs for a source, with the model's own translation as the target."""
     config, tokenizer = run.text_model()
     end, limit = tokenizer.end_of_text, config.context_length
     [target] = translate_tokens(run.model, run.params, [source], end_of_text=end, context_length=limit)
@@ -249,7 +250,7 @@ def _with_translation(run: Run, source: list[int]) -> tuple[Any, ...]:
 
 
 def _held_out_example(run: Run, batch: Batch, max_tokens: int) -> tuple[Any, ...]:
-    """Return a batch's first example without padding; of translations the longest source that is not too long, with the
+    """Return a batch's first example without padding; for translation, the longest source within the limits, with the
     model's own translation."""
     if contract_of(run.model).task is not Task.SEQUENCE_TO_SEQUENCE:
         return _first_unpadded(batch, max_tokens)
@@ -261,10 +262,10 @@ def _held_out_example(run: Run, batch: Batch, max_tokens: int) -> tuple[Any, ...
 
 
 def _first_unpadded(batch: Batch, max_tokens: int) -> tuple[Any, ...]:
-    """Return the inputs of a batch's first example without padding, of at most `max_tokens` tokens each."""
+    """Return the inputs of a batch's first example without padding, each with at most `max_tokens` tokens."""
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     first, *rest = example.inputs
-    if rest and rest[0] is None:  # the first of the packed documents
+    if rest and rest[0] is None:  # the first packed document
         return (first[rest[1] == 1][:max_tokens],)
     if rest and rest[0].dtype == bool:
         first, rest[0] = first[rest[0]], rest[0][rest[0]]
@@ -272,7 +273,7 @@ def _first_unpadded(batch: Batch, max_tokens: int) -> tuple[Any, ...]:
 
 
 def _as_batch(run: Run, example: tuple[Any, ...]) -> Batch | None:
-    """Return a prompt as a batch of one example; None for another task than a causal language model's."""
+    """Return a prompt as a batch of one example; None unless the model is a causal language model."""
     if not is_causal_lm(run.model) or len(example) > 1 or len(example[0]) < 2:
         return None
     tokens_T = example[0]

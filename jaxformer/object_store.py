@@ -1,4 +1,4 @@
-"""Objects at URLs such as s3://bucket/name, and data that is downloaded from there once."""
+"""Objects at URLs such as s3://bucket/name, and cached downloads of data."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or a service account of the machine",
 }
-"""Credentials by the scheme of a URL."""
+"""Description of the credentials for each URL scheme."""
 DENIED = re.compile(
     r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|169\.254\.|metadata\.google|[Cc]redential"
     r"|api/token"
 )
-"""Pattern of errors of missing or wrong credentials; without any, the machine's metadata server is tried."""
+"""Pattern of errors due to missing or wrong credentials; without any, the machine's metadata server is tried."""
 NO_BUCKET = re.compile("NoSuchBucket|bucket does not exist")
 TRANSFERS = 8
-"""Objects that are transferred at the same time."""
+"""Maximum number of concurrent transfers."""
 MAX_RETRIES, RETRY_SECONDS, CONNECT_SECONDS, REQUEST_SECONDS = 8, 20, 5, 300
 LOCK_SECONDS = 24 * 3600
-"""Time to wait for another process that downloads the same data."""
+"""Maximum time to wait for another process that is downloading the same data."""
 
 Tag = Mapping[str, Any]
 """Entity tag and version of an object's content."""
@@ -43,18 +43,18 @@ class StoreError(UserError):
 
 
 def is_url(name: str) -> bool:
-    """Return True for a URL of an object store, also a malformed one."""
+    """Return True for a URL of an object store, even a malformed one."""
     return name.partition("://")[0] in CREDENTIALS and "://" in name
 
 
 class ObjectStore:
-    """The objects below a URL, by their names relative to it; each method raises `StoreError` where it fails."""
+    """Objects below a URL, by their names relative to it; each method raises `StoreError` on failure."""
 
     def __init__(self, url: str) -> None:
-        """Connect to nothing yet.
+        """Configure the store without connecting.
 
         Raises:
-          UserError: the URL names no bucket, no object, or an extra is missing.
+          UserError: the URL has no bucket or no object name, or an extra is missing.
         """
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.rstrip("/").partition("/")
@@ -73,7 +73,7 @@ class ObjectStore:
             self._store = obstore.from_url(self.url, **options)
 
     def list(self, prefix: str = "") -> dict[str, str]:
-        """Return the entity tags of the objects below a prefix, by name; only of names that can be a file's."""
+        """Return the entity tags of the objects below a prefix, by name; only names that are valid file paths."""
         with self._explain():
             metas = self._store.list(prefix or None).collect()
         tags = {meta["path"]: meta["e_tag"] or "" for meta in metas if _is_inside(meta["path"])}
@@ -81,7 +81,7 @@ class ObjectStore:
         return {name: tag for name, tag in tags.items() if name not in folders}  # consoles create objects for folders
 
     def tag(self) -> str | None:
-        """Return the entity tag of the object at the URL itself; None where there is none."""
+        """Return the entity tag of the object at the URL itself; None if there is none."""
         with self._explain():
             try:
                 return self._store.head("")["e_tag"] or ""
@@ -89,7 +89,7 @@ class ObjectStore:
                 return None
 
     def read(self, name: str) -> tuple[bytes, Tag] | None:
-        """Return the content of an object and its tag; None where there is no such object."""
+        """Return the content of an object and its tag; None if there is no such object."""
         with self._explain():
             try:
                 result = self._store.get(name)
@@ -105,10 +105,10 @@ class ObjectStore:
             self._store.put(name, content)
 
     def write_if(self, name: str, content: bytes, tag: Tag | None) -> Tag | None:
-        """Write an object if its content is still that of a tag, or for None, if there is none; return the new tag, or
-        None where it was written by another.
+        """Write an object if its tag is still `tag` or, with None, if it does not exist; return the new tag, or None if
+        another writer has changed it.
 
-        A store without conditional writes writes always.
+        A store without conditional writes always writes.
         """
         exceptions = import_extra("obstore.exceptions", self.url)
         with self._explain():
@@ -120,7 +120,7 @@ class ObjectStore:
                 return _tag(self._store.put(name, content))
 
     def upload(self, files: Mapping[str, Path]) -> None:
-        """Write objects from files, in parts where they are large; `FileNotFoundError` where one has vanished."""
+        """Write objects from files, in multiple parts if large. Raises `FileNotFoundError` if a file has vanished."""
 
         def upload(name: str) -> None:
             with files[name].open("rb") as file:
@@ -129,11 +129,11 @@ class ObjectStore:
         self._transfer(upload, files)
 
     def download(self, files: Mapping[str, Path]) -> None:
-        """Write files from objects; each appears complete."""
+        """Write files from objects, each atomically."""
 
         def download(name: str) -> None:
             files[name].parent.mkdir(parents=True, exist_ok=True)
-            scratch = files[name].with_name(f".{files[name].name}.{os.getpid()}.new")  # others may read the run, too
+            scratch = files[name].with_name(f".{files[name].name}.{os.getpid()}.new")  # others may read the run too
             try:
                 with scratch.open("wb") as file:
                     for chunk in self._store.get(name):
@@ -145,7 +145,7 @@ class ObjectStore:
         self._transfer(download, files)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects, in order; those that do not exist are left out."""
+        """Remove objects in order; those that do not exist are ignored."""
         with self._explain():
             for name in names:
                 self._store.delete(name)
@@ -157,15 +157,15 @@ class ObjectStore:
 
     @contextmanager
     def _explain(self) -> Iterator[None]:
-        """Raise `StoreError` for an error of the store; one of a local file stays as it is."""
+        """Convert errors of the store into `StoreError`; errors of local files are re-raised unchanged."""
         base = import_extra("obstore.exceptions", self.url).BaseError
         try:
             yield
         except (base, FileNotFoundError, PermissionError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of the file system
+            if isinstance(error, OSError) and error.errno is not None:  # an error of the file system
                 raise
             prefix = self.url.split("/", 3)[3]
-            text = re.sub(rf"[^\s<>]*/{re.escape(prefix)}/[^\s<>]*", "", str(error))  # a name such as 401 is no reason
+            text = re.sub(rf"[^\s<>]*/{re.escape(prefix)}/[^\s<>]*", "", str(error))  # object names may contain 401
             if NO_BUCKET.search(text):
                 reason = "there is no such bucket; create it, or correct the URL"
             elif isinstance(error, PermissionError) or DENIED.search(text):
@@ -181,12 +181,11 @@ def _tag(meta: Mapping[str, Any]) -> Tag:
 
 
 def refresh(store: ObjectStore, target: Path, objects: Mapping[str, str]) -> None:
-    """Download the objects whose entity tag has changed since the last call, and remove the files of those that are
-    gone.
+    """Download the objects whose entity tag has changed since the last call, and remove the files of deleted objects.
 
     Args:
-      target: their folder; the file of an object without a name, that of the URL itself.
-      objects: entity tags by name, as of `ObjectStore.list`.
+      target: folder for the objects, or the file for the object at the URL itself, whose name is empty.
+      objects: entity tags by name, as in `ObjectStore.list`.
     """
     record = target.with_name(f".{target.name}.etags")
     try:
@@ -197,23 +196,23 @@ def refresh(store: ObjectStore, target: Path, objects: Mapping[str, str]) -> Non
     for name in before.keys() - objects.keys():
         (target / name).unlink(missing_ok=True)
     if changed or before.keys() - objects.keys():
-        record.unlink(missing_ok=True)  # what is interrupted begins anew
+        record.unlink(missing_ok=True)  # an interrupted download starts over
         store.download({name: target / name for name in changed})
         write_atomically(record, json.dumps(dict(objects)))
 
 
 def download_data(url: str) -> Path:
-    """Return the file of an object, or the folder of all objects below a URL, downloaded to the cache. What has been
-    downloaded is compared by entity tag.
+    """Return the file of an object, or the folder of all objects below a URL, downloaded to the cache. Only objects
+    whose entity tag has changed are downloaded again.
 
     Raises:
-      UserError: there is no such object, or the store fails.
+      UserError: there is no object at or below the URL, or the store fails.
     """
     store = ObjectStore(url)
     target = cache_folder("data", store.url) / store.url.rpartition("/")[2]
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / ".lock").open("w") as lock:
-        with suppress(OSError):  # there are no locks
+        with suppress(OSError):  # the file system has no locks
             try_lock(lock.fileno(), LOCK_SECONDS)
         objects = store.list()
         if not objects and (tag := store.tag()) is not None:
@@ -225,11 +224,11 @@ def download_data(url: str) -> Path:
 
 
 def cache_folder(kind: str, url: str) -> Path:
-    """Return the folder in the cache for what belongs to a URL."""
+    """Return the cache folder for a URL and a kind of content."""
     readable = re.sub(r"[^\w.-]+", "-", url)[-40:]
     return cache_root().absolute() / kind / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
 def _is_inside(name: str) -> bool:
-    """Return True for the name of an object that is a path inside a folder."""
+    """Return True if an object's name is a path inside a folder."""
     return not name.startswith("/") and not {"", ".", ".."} & {*name.split("/")}

@@ -18,11 +18,11 @@ HEAD_AXIS = {
     for name, axes in ((name, ParameterAxes.parse(text)) for name, text in AXES.items())
     if axes.role is Role.MATRIX
 }
-"""Axis of the heads in the matrices that have them."""
+"""Axis of the heads in matrices that have one."""
 
 MAX_STACKED_NUMBERS = 2**14
-"""Size of an array up to which its square is summed together with those of its shape: XLA sums as long a row in one
-kernel, and a longer one in two."""
+"""Maximum size of arrays whose squares are stacked by shape and summed together: XLA sums a row of this length in one
+kernel, and longer rows in two."""
 
 Norms = dict[str, jax.Array]
 
@@ -32,15 +32,15 @@ class Row:
     """Norms of one parameter, or of one head's part of it."""
 
     name: str
-    """Dotted path, `blocks.2.attention.heads.1.W_K`."""
+    """Dotted path, such as `blocks.2.attention.heads.1.W_K`."""
     g: float
     """Norm of the gradient."""
     w: float
     """Norm of the weights."""
     u: float
-    """Learning rate · g / w: the relative size of a plain gradient step."""
+    """Learning rate · g / w, the relative size of a plain gradient step."""
     update: float | None
-    """Norm of the optimizer's true update over w, if updates were given."""
+    """Norm of the optimizer's actual update over w; None if updates were not given."""
 
 
 def dotted(path: Iterable[object]) -> str:
@@ -50,7 +50,8 @@ def dotted(path: Iterable[object]) -> str:
 
 
 def in_order(rows: Sequence[Row], order: Sequence[str]) -> list[Row]:
-    """Return rows in the order of the names of their parameters, heads of one as they are; others come last."""
+    """Return rows sorted by the order of their parameters' names; heads keep their order, and unlisted parameters come
+    last."""
     position = {name: i for i, name in enumerate(order)}
     return sorted(rows, key=lambda row: position.get(parameter_name(row.name), len(order)))
 
@@ -62,29 +63,29 @@ def parameter_name(row_name: str) -> str:
 
 @jax.jit
 def parameter_norms(tree: Any) -> Norms:
-    """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` for a matrix with heads. One
-    whose sum of squares exceeds float32 is infinite."""
+    """Return the norm of each parameter by its dotted name: a float32 scalar, or `(H,)` for a matrix with heads. A norm
+    is infinite if its sum of squares exceeds float32."""
     return {name: jnp.sqrt(squares) for name, squares in _squares(tree).items()}
 
 
 @jax.jit
 def row_norms(tree: Any) -> jax.Array:
-    """Return the same norms in one float32 array, `(R,)`, in the order of `row_names`."""
+    """Return the norms of `parameter_norms` as one float32 array, `(R,)`, in the order of `row_names`."""
     squares = _squares(tree)
     return jnp.sqrt(jnp.concatenate([jnp.atleast_1d(squares[name]) for name in sorted(squares)]))
 
 
 def global_norm(norms_R: jax.Array) -> jax.Array:
-    """Return the norm of all parameters, a float32 scalar, from those of each."""
+    """Return the global norm, a float32 scalar, from the norms of all rows."""
     return jnp.sqrt(jnp.sum(jnp.square(norms_R)))
 
 
 def _squares(tree: Any) -> Norms:
     """Return the float32 sum of squares of each parameter by its dotted name: a scalar, or `(H,)` with heads.
 
-    The rows of a large array are summed where it is computed; then these sums, and small arrays, all of a shape at
-    once: a GPU needs as many kernels for three numbers as for three hundred. They keep their shapes, and with them how
-    they are split over devices.
+    The rows of a large array are summed where it is computed. These sums, and small arrays, are then stacked by shape
+    and summed at once: a GPU needs as many kernels for three values as for three hundred. Keeping their shapes also
+    preserves how they are split over devices.
     """
     stacks: dict[tuple[int | None, bool, tuple[int, ...]], Norms] = defaultdict(dict)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -115,7 +116,7 @@ def norm_rows(
     names: Sequence[str], learning_rate: float, g: Sequence[float], w: Sequence[float],
     update: Sequence[float] | None = None,
 ) -> list[Row]:  # fmt: skip
-    """Return a row for each name from the norms of gradients, weights and, if given, updates."""
+    """Return one row per name from the norms of gradients, weights and, if given, updates."""
     updates = [None] * len(names) if update is None else map(_ratio, update, w)
     rows = zip(names, g, w, updates, strict=True)
     return [Row(name, g, w, learning_rate * _ratio(g, w), ratio) for name, g, w, ratio in rows]

@@ -1,4 +1,4 @@
-"""Google's notice that a machine is about to be preempted."""
+"""Google Cloud's notice that a machine is about to be preempted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from jaxformer.signals import ReceivedSignal
 
 METADATA_HOST = "GCE_METADATA_HOST"
-"""Variable with the host of the metadata server, as Google's libraries read it."""
+"""Environment variable with the host of the metadata server, which Google's libraries also read."""
 PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
-"""File of Linux in which Google's machines name their maker."""
+"""Linux file in which Google's machines name their manufacturer."""
 POLL_SECONDS, UNREACHABLE_SECONDS, TIMEOUT_SECONDS = 1.0, 30.0, 2.0
-"""Time between two requests, after one that failed, and limit of each."""
+"""Interval between requests, interval after a failed one, and timeout of each."""
 
 
 @contextmanager
 def watch_preemption(received: ReceivedSignal, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Record SIGTERM once the metadata server announces that this machine is preempted, which is before the system
-    sends it; on other machines, do nothing."""
+    """Record SIGTERM as soon as the metadata server announces that this machine is preempted, before the system sends
+    it; on other machines, do nothing."""
     host = _metadata_host(environment)
     if host is None:
         yield
@@ -41,7 +41,7 @@ def watch_preemption(received: ReceivedSignal, environment: Mapping[str, str] = 
 
 
 def _metadata_host(environment: Mapping[str, str]) -> str | None:
-    """Return the host of the metadata server; None where this is no machine of Google's."""
+    """Return the host of the metadata server; None if this is not a Google Cloud machine."""
     if host := environment.get(METADATA_HOST):
         return host
     try:
@@ -55,7 +55,7 @@ def _watch(host: str, received: ReceivedSignal, stop: threading.Event) -> None:
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/preempted", headers={"Metadata-Flavor": "Google"}
     )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is in the machine
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is local: no proxy
     seconds = 0.0
     while not stop.wait(seconds) and not received.is_set():
         try:

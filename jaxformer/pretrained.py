@@ -1,4 +1,4 @@
-"""Parameters that training begins with in place of drawn ones: those of a run."""
+"""Pretrained parameters that training starts from instead of a random initialisation: those of a run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jaxformer.runs import abstract_params, read_config, read_tokenizer, restore
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A trained model, whose parameters are not read yet."""
+    """A trained model whose parameters are loaded on demand."""
 
     path: Path
-    """Folder that holds it."""
+    """Folder of the model."""
     model: ModelConfig
     tokenizer: Tokenizer | None
-    """None where the model has no text."""
+    """Tokenizer; None for a model without text."""
     load: Callable[[Params], Params]
     """Function from the parameters' shapes, dtypes and shardings to the parameters."""
     config: Config | None = None
-    """Config of the run; None where it is none of ours."""
+    """Config of the run; None for a model published elsewhere."""
 
     def check_fit(self, model: ModelConfig) -> None:
-        """Raise `UserError` for the first parameter that a model has in another shape, or alone."""
+        """Raise `UserError` for the first parameter that differs in shape or is missing in one of the models."""
         stored, expected = (_shapes(config) for config in (self.model, model))
         for name in sorted({**stored, **expected}):
             if stored.get(name) != expected.get(name):
@@ -43,8 +43,8 @@ class Pretrained:
 
 
 def pretrained_run(folder: Path) -> Pretrained:
-    """Return the last intact checkpoint of a run; `UserError` if there is no such run or checkpoint, or its tokenizer
-    is not the run's own."""
+    """Return the last intact checkpoint of a run. Raises `UserError` if there is no such run or checkpoint, or the
+    tokenizer's checksum does not match the run's."""
     config, checkpoints = read_config(folder), CheckpointReader(folder)
     step = checkpoints.step()
     load = lambda shapes: restore_params(folder, config, checkpoints, step, shapes)  # noqa: E731

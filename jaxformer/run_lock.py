@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one process, or one job of several, trains in it at a time."""
+"""Lock of a run's folder, so that only one process, or one multi-process job, trains in it at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxformer.files import try_lock
 
 LOCK = ".lock"
 TIMEOUT_SECONDS = 0.3
-"""Longer than `is_run_locked` holds the lock."""
+"""Timeout for the lock, longer than `is_run_locked` holds it."""
 
 _LOCKED_EARLY = set[Path]()
 """Folders that `hold_run_lock` has locked for the next `run_lock` of this process."""
@@ -33,12 +33,12 @@ def run_lock(folder: Path) -> Iterator[None]:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         is_locked_elsewhere = False
-        with contextlib.suppress(OSError):  # there are no locks
+        with contextlib.suppress(OSError):  # the file system has no locks
             is_locked_elsewhere = not try_lock(lock, TIMEOUT_SECONDS)
         if is_locked_elsewhere:
             process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
             raise UserError(f"{process} is training in {folder}; wait for it or stop it, or choose another --run.")
-        with contextlib.suppress(OSError):  # the process id is for messages only
+        with contextlib.suppress(OSError):  # the process id is only for messages
             os.ftruncate(lock, 0)
             os.write(lock, str(os.getpid()).encode())
         try:
@@ -52,7 +52,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder before, and for, the `CheckpointManager` that is entered inside."""
+    """Acquire the lock of a run's folder early, on behalf of the `CheckpointManager` that is entered inside."""
     with run_lock(folder):
         _LOCKED_EARLY.add(folder.resolve())
         try:
@@ -66,5 +66,5 @@ def is_run_locked(folder: Path) -> bool:
     try:
         with (folder / LOCK).open("rb") as lock:
             return not try_lock(lock.fileno(), shared=True)
-    except OSError:  # there is no lock, or it cannot be read
+    except OSError:  # no lock file, or it cannot be read
         return False

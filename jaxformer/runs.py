@@ -1,4 +1,4 @@
-"""The folder of a run: config, tokenizer, class names, checkpoints; all that sampling and inspection need."""
+"""A run's folder, with everything that sampling and inspection need: config, tokenizer, class names and checkpoints."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ class Run:
     model: nn.Module
     params: Params
     tokenizer: Tokenizer | None
-    """None where the data has no text."""
+    """Tokenizer; None if the data has no text."""
     step: int
-    """Optimizer steps of the parameters."""
+    """Number of optimizer steps after which the parameters were saved."""
     classes: tuple[str, ...] = ()
-    """Names of the target classes; empty where they are tokens or have no names."""
+    """Names of the target classes; empty if targets are tokens or have no names."""
 
     def text_model(self) -> tuple[TokenModelConfig, Tokenizer]:
-        """Return the config and the tokenizer of a model of text.
+        """Return the config and the tokenizer of a text model.
 
         Raises:
-          UserError: it is another model.
+          UserError: the model is not a text model.
         """
         if self.tokenizer is None or not isinstance(self.config.model, TokenModelConfig):
             kind = type(self.model).__name__
@@ -77,7 +77,7 @@ class Run:
           tokens_T: at least 2 token ids; for learned positions, at most one more than the context length.
 
         Raises:
-          UserError: the model is no causal language model, or an id is out of range.
+          UserError: the model is not a causal language model, or the token ids are invalid.
         """
         if not is_causal_lm(self.model):
             kind = type(self.model).__name__
@@ -96,8 +96,8 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
       mesh: devices for the parameters; None for the first device.
 
     Raises:
-      UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or the class
-        names are not the run's own.
+      UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or class
+        names have changed.
     """
     folder = local_folder(path) if isinstance(path, str) else path
     config = read_config(folder)
@@ -113,11 +113,11 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
 
 
 def restore_params(folder: Path, config: Config, checkpoints: CheckpointReader, step: int, shapes: Params) -> Params:
-    """Return the model's parameters of a checkpoint, adapters merged into the base that they were trained on.
+    """Return the model's parameters from a checkpoint, with adapters merged into the base parameters.
 
     Args:
-      config: of the run.
-      shapes: shapes, dtypes and shardings of the parameters; leaves without a sharding go to the first device.
+      config: config of the run.
+      shapes: shapes, dtypes and shardings of the parameters; leaves without a sharding are placed on the first device.
 
     Raises:
       UserError: the base or the checkpoint is missing, corrupt, or does not fit the config.
@@ -136,10 +136,10 @@ def restore_params(folder: Path, config: Config, checkpoints: CheckpointReader, 
 
 
 def read_tokenizer(folder: Path, required: bool = False) -> Tokenizer | None:
-    """Return the tokenizer of a run; None where it has none.
+    """Return the tokenizer of a run; None if it has none.
 
     Raises:
-      UserError: it is not the run's own, cannot be read, or is required and missing.
+      UserError: the tokenizer has changed, cannot be read, or is required and missing.
     """
     if not required and not (folder / TOKENIZER).exists():
         return None
@@ -150,10 +150,10 @@ def read_tokenizer(folder: Path, required: bool = False) -> Tokenizer | None:
 
 
 def _verified(folder: Path, name: str, remedy: str = "") -> Path:
-    """Return the path of a file of a run, verified by its checksum.
+    """Return the path of a file in a run's folder, verified by its checksum.
 
     Raises:
-      UserError: the file has changed, or `CHECKSUMS` is missing or cannot be read.
+      UserError: the file is missing or has changed, or `CHECKSUMS` is missing or cannot be read.
     """
     if not (folder / name).is_file():
         raise UserError(f"{folder} has no {name}; put back the one it was trained with{remedy}, or train again.")
@@ -174,7 +174,7 @@ def _verified(folder: Path, name: str, remedy: str = "") -> Path:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """Return the checksums of a run's files by their names; none where they cannot be read."""
+    """Return the checksums of a run's files by name; empty if they cannot be read."""
     try:
         checksums = parse_json((folder / CHECKSUMS).read_bytes())
     except (OSError, ValueError):
@@ -183,7 +183,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _read_classes(folder: Path) -> tuple[str, ...]:
-    """Return the class names; none where there is no such file."""
+    """Return the class names; empty if there is no such file."""
     if not (folder / CLASSES).exists():
         return ()
     remedy = ", or remove it to have numbers"
@@ -203,12 +203,12 @@ def load_data(
     """Return the data of a config, tokenized with the run's own tokenizer.
 
     Args:
-      folder: of the run; None for a new one, whose model is then the data's `model`.
-      fixed: for a new run, as of `DataConfig.load`.
-      tokenizer: for a new run, that of the model which it begins with, if any.
+      folder: folder of the run; None for a new run, whose model is then the data's `model`.
+      fixed: for a new run, as in `DataConfig.load`.
+      tokenizer: for a new run, tokenizer of the pretrained model, if any.
 
     Raises:
-      UserError: the tokenizer is missing or cannot be read, or see `DataConfig.load`.
+      UserError: the tokenizer is missing or cannot be read; or see `DataConfig.load`.
     """
     if folder is None:
         return config.data.load(config.model, config.train.batch_size, config.seed, tokenizer, fixed)
@@ -226,14 +226,14 @@ def abstract_params(model: nn.Module) -> Params:
 
 
 def parameter_order(model: nn.Module) -> list[str]:
-    """Return the dotted names of the parameters in the order of their first use; last those of the model itself, such
-    as the unembedding."""
+    """Return the dotted names of the parameters in the order of their first use, followed by those of the model itself,
+    such as the unembedding."""
     by_module = unflatten_dict(trace_init(model).axes, sep=".")
     return sorted(map(dotted, flatten_dict(by_module)), key=lambda name: "." not in name)
 
 
 def count_parameters(params: Params) -> int:
-    """Return the number of elements of a tree of arrays."""
+    """Return the total number of elements in a tree of arrays."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -243,15 +243,15 @@ def create_run(
 ) -> Path:  # fmt: skip
     """Create a run's folder with its config, tokenizer, class names and checksums; return its path.
 
-    It appears complete, by a rename. An existing folder, also one that another process creates meanwhile, is left
-    alone: with `allow_suffix`, the next free number is appended.
+    A rename publishes the complete folder. An existing folder, even one that another process creates meanwhile, is left
+    unchanged: with `allow_suffix`, the next free number is appended to the name.
 
     Args:
-      params: parameters for a checkpoint that no training is resumed from; None for no checkpoint.
-      step: of that checkpoint.
+      params: parameters for a checkpoint without optimizer state; None for no checkpoint.
+      step: step of that checkpoint.
 
     Raises:
-      UserError: the folder exists, or the config does not survive JSON (a model from another package).
+      UserError: the folder exists, or the config changes in a JSON round trip (a model from another package).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder.parent))
@@ -288,7 +288,7 @@ def create_run(
 
 
 def check_writable_parent(folder: Path) -> None:
-    """Raise `UserError` where a run's folder cannot be created."""
+    """Raise `UserError` if a run's folder cannot be created."""
     parent = next((path for path in folder.absolute().parents if path.exists()), Path("/"))
     try:
         tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent).cleanup()
@@ -305,10 +305,11 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """Return the config of a run; no code in its folder is executed, and that of others' classes as of `find_class`.
+    """Return the config of a run. No code in its folder is executed; classes from elsewhere are imported as in
+    `find_class`.
 
     Raises:
-      UserError: the folder is no run, or its config does not match this version.
+      UserError: the folder is not a run, or its config does not match this version.
     """
     file = folder / CONFIG
     if not file.is_file():
@@ -331,13 +332,13 @@ def read_config(folder: Path) -> Config:
 
 
 def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
-    """Return the run below a folder that was written to last.
+    """Return the most recently written run in a folder.
 
     Args:
       with_checkpoint: prefer runs with a checkpoint.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no run.
     """
     runs = list(parent.glob(f"[!.]*/{CONFIG}"))  # names with a dot are incomplete
     if with_checkpoint:

@@ -1,4 +1,4 @@
-"""Sharding: a mesh of devices, and a table from the named axes of parameters to mesh axes.
+"""Sharding: a device mesh, and a table from the named axes of parameters to mesh axes.
 
 The batch is split over all axes but `tensor`. `fsdp` also splits the parameters and the optimizer's state, which
 are all-gathered where they are used (Rajbhandari et al. 2020, stage 3); `tensor` splits heads and hidden layers
@@ -24,7 +24,7 @@ from jaxformer.errors import UserError
 from jaxformer.ops import workarounds
 
 AXES = ("data", "fsdp", "expert", "tensor")
-"""Mesh axes from the slowest connection to the fastest: neighbours on the last axis are neighbours in the machine."""
+"""Mesh axes from the slowest connection to the fastest: neighbours on the last axis are physical neighbours."""
 BATCH = ("data", "fsdp", "expert")
 """Mesh axes that split the batch."""
 REPLICATED = PartitionSpec()
@@ -37,14 +37,14 @@ MESH_AXES: dict[str, str] = {
         ("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "alignment", "maxout"), "tensor"
     ),
 }
-"""Mesh axis that splits each named axis of a parameter, where it divides its length; other axes are not split."""
+"""Mesh axis that splits each named parameter axis if its size divides the axis; other axes are not split."""
 SPLIT_VECTORS = ("experts", "heads", "hidden")
-"""Axes that are split in vectors, too. Other vectors are replicated, as they are small."""
+"""Axes that are also split in vectors. Other vectors are replicated, because they are small."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Return the sizes of mesh axes by name, from a text such as 'data=2,fsdp=4'; `UserError` if the text has another
-    form, an unknown axis, an axis named twice, or an invalid size."""
+    """Return the sizes of mesh axes by name, from a string such as 'data=2,fsdp=4'. Raises `UserError` for a malformed
+    string, an unknown or repeated axis, or an invalid size."""
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         axis, _, size = part.partition("=")
@@ -58,8 +58,8 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of all devices with the axes of `AXES`; the size of `data` defaults to what the others leave;
-    `UserError` if the sizes do not multiply to the number of devices."""
+    """Return a mesh of all devices with the axes `AXES`; by default, `data` has all devices that the other axes leave.
+    Raises `UserError` if the product of the sizes is not the number of devices."""
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(text)
     n, n_others = len(devices), prod(size for axis, size in sizes.items() if axis != "data")
@@ -68,7 +68,7 @@ def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Me
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise UserError(f"the mesh needs {product} = {prod(sizes.values())} devices, but there are {n}; change --mesh.")
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    # Neighbours where the machine allows it; where no axis of the machine is as long as one of the mesh, it is split.
+    # Devices are neighbours where the machine allows it; its axes are split if none is as long as one of the mesh.
     device_mesh = create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(device_mesh, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -79,17 +79,17 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of arrays that every device holds in full."""
+    """Return the sharding of arrays that are replicated on every device."""
     return NamedSharding(mesh, REPLICATED)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of arrays whose first axis is split over all axes of `BATCH`."""
+    """Return the sharding of arrays whose leading axis is split over all axes of `BATCH`."""
     return NamedSharding(mesh, PartitionSpec(BATCH))
 
 
 def spec(axes: ParameterAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Return the mesh axes of one parameter."""
+    """Return the partition spec of one parameter."""
     names = [name if axes.role is not Role.VECTOR or name in SPLIT_VECTORS else "" for name in axes.names]
     on_mesh = [MESH_AXES.get(name) for name in names]
     if not any(on_mesh):
@@ -100,8 +100,8 @@ def spec(axes: ParameterAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec
 
 def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
     """Return a sharding for every leaf of a tree of parameters with these axes (`nn.parameters.parameter_axes`), or of
-    an optimizer's state that holds such trees. Other leaves, such as a count of steps, are replicated. In the state,
-    names of its own may precede a parameter's."""
+    an optimizer state that contains such trees, where other names may precede a parameter's. Other leaves, such as step
+    counts, are replicated."""
 
     def sharding(path: tuple, leaf: Any) -> NamedSharding:
         if not leaf.ndim or not isinstance(path[-1], jax.tree_util.DictKey):
@@ -115,8 +115,8 @@ def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
 
 
 def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return parameters that are all-gathered over `fsdp`, from this device's shards, inside `jax.shard_map`. They stay
-    split over `expert` and `tensor`. The gradient is a reduce-scatter over `fsdp`."""
+    """Return parameters all-gathered over `fsdp` from this device's shards, inside `jax.shard_map`. They remain split
+    over `expert` and `tensor`. The gradient is a reduce-scatter over `fsdp`."""
     ring_lengths = workarounds.rings(mesh.devices[0, :, 0, 0].tolist())
 
     def gather_leaf(leaf: jax.Array, axes: PartitionSpec) -> jax.Array:
@@ -128,8 +128,8 @@ def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
-    """Return arrays summed over the shards of a batch, inside `jax.shard_map`; `specs` is one for all leaves, or a tree
-    of them. `gather` has summed gradients over the axes they name already."""
+    """Return arrays summed over the shards of a batch, inside `jax.shard_map`. `specs` is one spec for all leaves, or a
+    tree of specs; gradients are already summed over the axes in their spec, by `gather`."""
 
     def sum_part(spec: PartitionSpec, part: Any) -> Any:
         axes = [axis for axis in BATCH if axis not in spec]
@@ -139,7 +139,7 @@ def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
 
 
 def global_device_put(tree: Any, sharding: NamedSharding) -> Any:
-    """Return arrays over all devices, from arrays that every process holds in full."""
+    """Return arrays sharded over all devices, from arrays that every process holds in full."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     put = lambda array: jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])  # noqa: E731
@@ -153,8 +153,8 @@ def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
 
 
 def assemble(rows: Any, row_indices: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
-    """Return a batch over all devices, a tree of arrays of which each process gives its rows, with their indices in the
-    batch, see `local_rows`."""
+    """Return a batch sharded over all devices, a tree of arrays, from the rows of each process and their indices in the
+    batch; see `local_rows`."""
     if len(row_indices) == n_rows:
         return global_device_put(rows, sharding)
 
@@ -178,7 +178,7 @@ def local_copy(tree: Any, mesh: Mesh) -> Any:
 
 
 def on_each_shard(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Return `jax.shard_map` of a function over the axes of the batch; `tensor` is left to the partitioner."""
+    """Return `jax.shard_map` of a function over the batch axes; `tensor` is left to XLA's partitioner."""
     axes = set(AXES) if mesh.shape["tensor"] == 1 else set(BATCH)
 
     def without_tensor(specs: Any) -> Any:
@@ -189,6 +189,6 @@ def on_each_shard(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any)
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
-    """Return the shapes and dtypes of a tree's leaves, with their shardings."""
+    """Return a tree of `ShapeDtypeStruct` for a tree's leaves, with their shardings."""
     struct = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     return jax.tree.map(struct, tree, shardings)

@@ -1,4 +1,4 @@
-"""Handlers for signals that end a program in good order."""
+"""Handlers for signals that shut a program down cleanly."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
-"""SIGHUP, of a terminal that is closed, where the system has it; Windows does not."""
+"""SIGHUP, sent when a terminal closes, on systems that have it; Windows does not."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, *HANGUP)
-"""Signals that stop a training in good order."""
+"""Signals that stop training cleanly."""
 AFTER_FIRST: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler, **dict.fromkeys(HANGUP, signal.SIG_IGN)
 }  # fmt: skip
@@ -31,8 +31,8 @@ class ReceivedSignal:
 
 @contextmanager
 def record_signals(*numbers: signal.Signals) -> Iterator[ReceivedSignal]:
-    """Record the first of these signals; a second one has its default effect. SIGHUP may come twice: the second is
-    ignored, and both are where it was ignored before, as by nohup."""
+    """Record the first of these signals; a second one has its default effect, except that a second SIGHUP is ignored.
+    If SIGHUP was ignored before, as under nohup, it remains ignored."""
     received = ReceivedSignal()
 
     def record(number: int, _: object) -> None:
@@ -47,7 +47,7 @@ def record_signals(*numbers: signal.Signals) -> Iterator[ReceivedSignal]:
 
 @contextmanager
 def raise_on_signals(*numbers: signal.Signals, message: str) -> Iterator[None]:
-    """Raise `KeyboardInterrupt(message, number)` at each of these signals; SIGHUP stays ignored where it was."""
+    """Raise `KeyboardInterrupt(message, number)` at each of these signals; an ignored SIGHUP remains ignored."""
 
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(message, number)
@@ -58,8 +58,8 @@ def raise_on_signals(*numbers: signal.Signals, message: str) -> Iterator[None]:
 
 @contextmanager
 def _handle_signals(numbers: tuple[signal.Signals, ...], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Set a handler, but not for an ignored SIGHUP, and restore the handlers at the end; outside of the main thread,
-    which alone may set handlers, do nothing."""
+    """Set a handler, except for an ignored SIGHUP, and restore the previous handlers at the end. Outside the main
+    thread, the only one that may set handlers, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""Runs on object storage: a local folder that stages one, and the mirror that uploads it while training writes.
+"""Runs on object storage: a local staging folder, and a mirror that uploads it while training writes to it.
 
-A checkpoint in the store counts once its checksums are there, which are written last. Stores have no append and no
-locks: metrics are stored in numbered parts, and a lease object, renewed by conditional writes, takes the place of a
-lock. Each process stages, and uploads, its own shards.
+A checkpoint in the store is complete once its checksums exist, which are written last. Stores have no append and no
+locks: metrics are stored in numbered parts, and a lease object, renewed by conditional writes, replaces a lock. Each
+process stages and uploads its own shards.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from jaxformer.object_store import ObjectStore, StoreError, cache_folder, is_url
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 SESSION = ".session"
-"""File of the session that wrote a staging folder last."""
+"""File with the id of the session that last wrote to a staging folder."""
 PART = re.compile(r"metrics/(\d{6})")
 PART_BYTES = 2**20
-"""Bytes of `metrics.jsonl` in each object but the last."""
+"""Bytes of `metrics.jsonl` per object, except the last."""
 CHECKPOINT_FILE = re.compile(r"((?:base/)?checkpoints/(?:0|[1-9]\d*))/(.+)")
 POLL_SECONDS, PUSH_SECONDS = 0.5, 15.0
-"""Time between two looks for checkpoints, and between two uploads of the other files."""
+"""Interval at which to look for checkpoints, and interval between uploads of other files."""
 UPLOAD_WAIT_SECONDS = 1800.0
-"""Longest wait for an upload: of training that would save again, and of processes for each other at the end."""
+"""Maximum wait for an upload, before training saves again and before processes end."""
 
 warn = logging.getLogger(__name__).warning
 _mirrors: dict[Path, Mirror] = {}
@@ -46,11 +46,11 @@ _mirrors: dict[Path, Mirror] = {}
 
 @dataclass(frozen=True)
 class StagedRun:
-    """A run on object storage and the folder that stages it."""
+    """A run on object storage and its local staging folder."""
 
     store: ObjectStore
     folder: Path
-    """It and its parent are in the cache."""
+    """Staging folder, inside the cache."""
 
     @property
     def url(self) -> str:
@@ -63,7 +63,7 @@ class StagedRun:
         return {match[1] for match in matches if match and match[2] == CHECKSUMS}
 
     def pull(self) -> None:
-        """Bring the folder to the state of the store, but for arrays, which `fetch` downloads, and half-uploaded
+        """Synchronise the folder with the store, except for arrays, which `fetch` downloads, and incomplete
         checkpoints.
 
         Raises:
@@ -74,7 +74,7 @@ class StagedRun:
         for path in self.folder.glob("checkpoints/*"):
             checkpoint = path.relative_to(self.folder).as_posix()
             stored = self.store.read(f"{checkpoint}/{CHECKSUMS}") if checkpoint in complete else None
-            if stored is None or not _has_content(path / CHECKSUMS, stored[0]):  # it was removed, or saved again
+            if stored is None or not _has_content(path / CHECKSUMS, stored[0]):  # removed, or saved again
                 shutil.rmtree(path, ignore_errors=True)
         parts = sorted(name for name in objects if PART.fullmatch(name))
         refresh(self.store, self.folder, {name: objects[name] for name in objects if _is_pulled(name, complete)})
@@ -85,8 +85,8 @@ class StagedRun:
             (self.folder / METRICS).unlink(missing_ok=True)
 
     def pull_missing(self) -> None:
-        """Download the complete checkpoints that the folder misses, but for arrays: they are removed there first, and
-        this program may have been killed before it removed them from the store.
+        """Download the complete checkpoints that are missing in the folder, except for arrays. Checkpoints are removed
+        from the folder first, so a killed program may not have removed them from the store.
 
         Raises:
           StoreError: the store fails.
@@ -97,18 +97,18 @@ class StagedRun:
         self.store.download({name: self.folder / name for name, match in matches.items() if match})
 
     def remove_incomplete(self) -> None:
-        """Remove half-uploaded checkpoints from the store."""
+        """Remove incomplete checkpoints from the store."""
         objects = self.store.list()
         complete = self.committed(objects)
         matches = {name: CHECKPOINT_FILE.fullmatch(name) for name in objects}
         self.store.delete([name for name, match in matches.items() if match and match[1] not in complete])
 
     def fetch(self, checkpoint: str, anew: bool = False) -> bool:
-        """Download the files of a checkpoint that are not in the folder; return False where the store has it not yet.
+        """Download the files of a checkpoint that are not in the folder; return False if it is not in the store yet.
 
         Args:
-          checkpoint: such as `checkpoints/100`.
-          anew: download all of its files.
+          checkpoint: name of the checkpoint, such as `checkpoints/100`.
+          anew: download all of its files again.
 
         Raises:
           StoreError: the store fails.
@@ -135,7 +135,7 @@ def _is_pulled(name: str, complete: set[str]) -> bool:
 
 
 def staged_run(folder: Path) -> StagedRun | None:
-    """Return the run that a folder, or one in it, stages; None for any other folder."""
+    """Return the run that is staged in a folder or in its parent; None for any other folder."""
     for root in (folder, folder.parent):
         if (root.parent / STAGED_URL).is_file():
             return StagedRun(ObjectStore(run_name(root)), root)
@@ -143,7 +143,7 @@ def staged_run(folder: Path) -> StagedRun | None:
 
 
 def local_folder(name: str) -> Path:
-    """Return the folder of a run to read: the path itself, or one in the cache that is brought to the state of a URL.
+    """Return the folder from which to read a run: the path itself, or a cache folder synchronised with a URL.
 
     Raises:
       UserError: the URL is malformed, or the store fails.
@@ -164,18 +164,18 @@ def _stage(url: str, use: str) -> StagedRun:
 
 
 def process_index(given: str | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the index of this process before it is connected: as given, of SLURM or of Open MPI; else 0, as each
-    machine of a TPU pod has one."""
+    """Return the index of this process before it is connected: `given`, or from SLURM or Open MPI, else 0, because each
+    machine of a TPU pod runs one process."""
     candidates = (given, environment.get("SLURM_PROCID"), environment.get("OMPI_COMM_WORLD_RANK"))
     return next((int(text) for text in candidates if text and text.isdecimal()), 0)
 
 
 @contextlib.contextmanager
 def open_staged(url: str, process: int, resume: bool) -> Iterator[StagedRun]:
-    """Open the folder in which a process stages a run that it trains, locked against others on this machine.
+    """Open the folder in which a process stages a run for training, locked against other processes on this machine.
 
-    A folder that the last session on the run has written stays, as it may hold what could not be uploaded; any other is
-    brought to the state of the store.
+    A folder that was written by the run's last session is preserved, because it may contain files that could not be
+    uploaded; any other is synchronised with the store.
 
     Raises:
       UserError: another process uses the folder, the store fails, or the run exists and is not resumed.
@@ -190,7 +190,7 @@ def open_staged(url: str, process: int, resume: bool) -> Iterator[StagedRun]:
             raise UserError(f"{staged.folder.parent}, where {url} is staged, has no file locks; {remedy}.") from error
         if not is_free:
             raise UserError(f"another process on this machine is training in {url}; stop it, or choose another --run.")
-        if not resume and (others := staged.store.list().keys() - {LEASE}):  # it may not be a run
+        if not resume and (others := staged.store.list().keys() - {LEASE}):  # which may not form a run
             remedy = "add --resume to continue it, or choose another --run"
             raise UserError(f"{url} exists, with {len(others):,} objects; {remedy}.")
         lease, last = Lease.read(staged.store), _session(staged.folder)
@@ -212,14 +212,14 @@ def _session(folder: Path) -> str:
 
 @contextlib.contextmanager
 def mirrored(staged: StagedRun) -> Iterator[Mirror]:
-    """Hold the lease of a run and upload what is written to its folder, until the end; all processes enter together.
+    """Hold the lease of a run and upload what is written to its folder until the end; all processes enter together.
 
-    The folder is brought to the state of the store again where others have written there since it was opened.
-    Checkpoints that are not in every process's folder are removed there, as are incomplete ones in the store; what is
-    staged by several processes is uploaded first, as each has only its shards.
+    The folder is synchronised with the store again if others have written there since it was opened. Checkpoints that
+    are not in every process's folder are removed locally, and incomplete ones are removed from the store. Checkpoints
+    staged by several processes are uploaded first, because each process has only its shards.
 
     Raises:
-      UserError: another process holds the lease or has taken it, has changed the run meanwhile, or not all could be
+      UserError: another process holds the lease, has taken it over or has changed the run, or some files could not be
         uploaded.
     """
     process, last = jax.process_index(), _session(staged.folder)
@@ -233,7 +233,7 @@ def mirrored(staged: StagedRun) -> Iterator[Mirror]:
         local = _checkpoints(staged.folder)
         has_all_shards = last.endswith(
             f"-{jax.process_count()}"
-        )  # else uncommitted ones lack shards of other processes
+        )  # otherwise uncommitted checkpoints lack other processes' shards
         usable = local if has_all_shards else sorted(staged.committed() & {*local})
         common = set.intersection(*(set(json.loads(text)) for text in all_gather(json.dumps(usable))))
         folders = (*staged.folder.glob("checkpoints/*"), *staged.folder.glob("base/checkpoints/*"))
@@ -242,7 +242,7 @@ def mirrored(staged: StagedRun) -> Iterator[Mirror]:
                 shutil.rmtree(folder)
         if staged.folder.is_dir():
             (staged.folder / SESSION).write_text(session)
-        barrier()  # what others upload is not removed
+        barrier()  # uploads of others must not be removed above
         mirror = stack.enter_context(Mirror(staged, lease, session, process, jax.process_count()))
         if jax.process_count() > 1:
             mirror.wait()
@@ -251,8 +251,8 @@ def mirrored(staged: StagedRun) -> Iterator[Mirror]:
 
 
 def _follow(staged: StagedRun, is_last: bool) -> None:
-    """Bring the folder to the state of the store, of which this job holds the lease; `UserError` where another process
-    has created or changed the run since it was opened. That of the last session has what is newest."""
+    """Synchronise the folder with the store, whose lease this job holds. Raises `UserError` if another process has
+    created or changed the run since it was opened. The folder of the last session is newer than the store."""
     config = staged.folder / CONFIG
     if not staged.folder.is_dir():
         is_changed = staged.store.read(CONFIG) is not None
@@ -270,14 +270,14 @@ def _follow(staged: StagedRun, is_last: bool) -> None:
 
 
 def _release(lease: Lease) -> None:
-    """End a lease; where no run has begun, nothing is left of it."""
-    with contextlib.suppress(StoreError):  # it expires
+    """End a lease; if no run has begun, delete it."""
+    with contextlib.suppress(StoreError):  # the lease will expire
         if lease.renew(0.0) and lease.store.read(CONFIG) is None:
             lease.store.delete([LEASE])
 
 
 def _checkpoints(folder: Path) -> list[str]:
-    """Return the complete checkpoints in a folder, the oldest first."""
+    """Return the complete checkpoints in a folder, oldest first."""
     files = (*folder.glob(f"base/checkpoints/*/{CHECKSUMS}"), *folder.glob(f"checkpoints/*/{CHECKSUMS}"))
     names = (file.relative_to(folder).as_posix() for file in files)
     complete = [match[1] for name in names if (match := CHECKPOINT_FILE.fullmatch(name))]
@@ -285,18 +285,18 @@ def _checkpoints(folder: Path) -> list[str]:
 
 
 def mirror_of(folder: Path) -> Mirror | None:
-    """Return the mirror of a folder, or of the one that it is in, while this process trains there."""
+    """Return the mirror of a folder or of its parent while this process trains there; otherwise None."""
     return _mirrors.get(folder) or _mirrors.get(folder.parent)
 
 
 def is_split() -> bool:
-    """Return True while several processes train a run on object storage, each with a folder for its shards."""
+    """Return True while several processes train a run on object storage, each with its own folder of shards."""
     return jax.process_count() > 1 and bool(_mirrors)
 
 
 def share_run(folder: Path) -> Path:
-    """Return the folder of a new run that process 0 has created, on all processes; where it stages a run on object
-    storage, each has its own copy."""
+    """Return the folder of a new run that process 0 has created, on all processes; if it stages a run on object
+    storage, each process has its own copy."""
     if (mirror := mirror_of(folder)) is None:
         return Path(broadcast(str(folder)))
     mirror.push()
@@ -307,17 +307,17 @@ def share_run(folder: Path) -> Path:
 
 
 class Mirror:
-    """The upload of a staging folder in the background, while a run is trained.
+    """Background upload of a staging folder during training.
 
-    While the store fails, training goes on; what is missing is uploaded once it works again.
+    If the store fails, training continues, and missing files are uploaded once the store works again.
     """
 
     def __init__(self, staged: StagedRun, lease: Lease | None, session: str, process: int, n_processes: int) -> None:
-        """Start nothing yet.
+        """Create the mirror; its threads start on entering.
 
         Args:
-          lease: of process 0; None for the others.
-          session: of all processes.
+          lease: lease that process 0 holds; None on other processes.
+          session: session id, the same on all processes.
         """
         self.staged, self._store, self._folder = staged, staged.store, staged.folder
         self._lease, self._session, self._process, self._n_processes = lease, session, process, n_processes
@@ -339,7 +339,7 @@ class Mirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Upload what is missing; after an error, without waiting for other processes."""
+        """Upload missing files; after an error, do not wait for other processes."""
         try:
             self._finish(is_patient=kind is None or self._n_processes == 1)
             failure: Exception | None = self._lost or self._failure
@@ -359,7 +359,7 @@ class Mirror:
             del _mirrors[self._folder]
 
     def wait(self) -> None:
-        """Wait until the checkpoints before are uploaded, unless the store fails.
+        """Wait until all complete checkpoints are uploaded, unless the store fails.
 
         Raises:
           UserError: another process has taken the lease.
@@ -372,7 +372,7 @@ class Mirror:
             raise self._lost
 
     def push(self) -> None:
-        """Upload the files that are not part of a checkpoint, now.
+        """Immediately upload the files that are not part of a checkpoint.
 
         Raises:
           StoreError: the store fails.
@@ -394,7 +394,7 @@ class Mirror:
             self._sent.discard(checkpoint)
 
     def abandon(self) -> None:
-        """Remove all of a new run that has not begun from the store."""
+        """Remove a new run that has not begun training from the store."""
         with self._busy, contextlib.suppress(StoreError):
             self._abandoned = True
             if self._process == 0:
@@ -407,13 +407,13 @@ class Mirror:
         while not self._stop.wait(lease.poll_seconds) and self._lost is None:
             try:
                 self._renew()
-            except StoreError:  # the uploads say so
+            except StoreError:  # reported by the upload thread
                 continue
-            except Exception as error:  # as above
+            except Exception as error:  # raised by the training thread
                 self._lost = error
 
     def _renew(self) -> None:
-        """Renew the lease of process 0 where it is due; record where another process has taken it."""
+        """Renew the lease of process 0 if it is due; record an error if another process has taken it."""
         if self._lease and not self._lease.is_fresh() and not self._lease.renew():
             self._lost = UserError(
                 f"another process has taken over {self.staged.url}, as this one did not renew its lease in time; stop "
@@ -428,12 +428,12 @@ class Mirror:
             pushed = time.monotonic() if is_due else pushed
 
     def _attempt(self, with_files: bool) -> None:
-        """Upload what is complete; a failure of the store is named once."""
+        """Upload complete files; a failure of the store is reported once."""
         try:
             with self._busy:
                 if self._abandoned or self._lost or not self._folder.is_dir():
                     return
-                self._renew()  # where this process was suspended, another may have taken over
+                self._renew()  # another process may have taken over while this one was suspended
                 if self._lost:
                     return
                 if _session(self._folder) != self._session:
@@ -448,9 +448,9 @@ class Mirror:
             if self._failure is None:
                 warn(f"{str(error).rstrip('.')}; training goes on, and uploads from {self._folder} once this is mended")
             self._failure = error
-        except FileNotFoundError as error:  # the folder has vanished, of which training speaks, or is being changed
+        except FileNotFoundError as error:  # the folder has vanished, which training reports, or is changing
             logging.getLogger(__name__).debug("upload of %s: %s", self._folder, error)
-        except Exception as error:  # to be raised by the thread that trains
+        except Exception as error:  # raised by the training thread
             self._lost = error
         else:
             if self._failure is not None:
@@ -458,7 +458,7 @@ class Mirror:
             self._failure = None
 
     def _upload(self, checkpoint: str) -> None:
-        """Upload the own files of a checkpoint; process 0 commits it once all processes have."""
+        """Upload this process's files of a checkpoint; process 0 commits it once all processes have uploaded theirs."""
         path, parts = self._folder / checkpoint, f"{checkpoint}/.parts"
         if checkpoint not in self._sent:
             try:
@@ -466,7 +466,7 @@ class Mirror:
                 names = (f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file() and f.name != CHECKSUMS)
                 own = [name for name in names if self._is_own(name)]
                 self._store.upload({f"{checkpoint}/{name}": path / name for name in own})
-            except FileNotFoundError:  # a newer one has replaced it
+            except FileNotFoundError:  # a newer checkpoint has replaced it
                 return
             own_checksums = {name: checksums[name] for name in own if name in checksums}
             self._store.write(f"{parts}/{self._session}-{self._process}", json.dumps(own_checksums).encode())
@@ -486,7 +486,7 @@ class Mirror:
         self._done.add(checkpoint)
 
     def _is_own(self, name: str) -> bool:
-        """Return True for a file of a checkpoint that this process uploads; others than 0 upload their shards."""
+        """Return True for a checkpoint file that this process uploads; processes other than 0 upload only shards."""
         base = name.rpartition("/")[2]
         return self._process == 0 or (name.startswith(ARRAYS) and not base.startswith((".", "_", "commit_success")))
 
@@ -499,7 +499,7 @@ class Mirror:
                 self.remove(checkpoint)
 
     def _push_files(self) -> None:
-        """Upload new and changed files that are not part of a checkpoint; process 0 does."""
+        """Upload new and changed files that are not part of a checkpoint; only process 0 does."""
         if self._process or not (self._folder / CONFIG).is_file():
             return
         for file in sorted(self._folder.rglob("*")):
@@ -515,7 +515,7 @@ class Mirror:
             self._push_metrics(self._folder / METRICS)
 
     def _push_metrics(self, file: Path) -> None:
-        """Upload the log in parts; those before the last do not change unless the file is replaced or shortened."""
+        """Upload the log in parts; parts before the last change only if the file is replaced or truncated."""
         before, state = self._pushed.get(METRICS, (0, 0, 0)), _state(file)
         if before == state:
             return
@@ -529,7 +529,7 @@ class Mirror:
         }
         last = max(parts, default=f"metrics/{first:06}")
         surplus = sorted((name for name in self._parts if name > last or not rest), reverse=True)
-        self._store.delete(surplus)  # first, so that the others are the beginning of a log at any time
+        self._store.delete(surplus)  # first, so that the remaining parts always form the beginning of a log
         self._parts.difference_update(surplus)
         for name, part in parts.items():
             self._store.write(name, part)
@@ -537,7 +537,7 @@ class Mirror:
         self._pushed[METRICS] = state
 
     def _finish(self, is_patient: bool) -> None:
-        """Upload what is missing; patiently, until all processes have."""
+        """Upload missing files; if `is_patient`, wait until all processes have done so."""
         deadline = time.monotonic() + UPLOAD_WAIT_SECONDS
         while True:
             self._attempt(with_files=True)
@@ -547,7 +547,7 @@ class Mirror:
             time.sleep(0.1)
 
     def _are_sent_committed(self) -> bool:
-        """Return True once process 0 has committed what this process has uploaded, or it was removed since."""
+        """Return True once process 0 has committed what this process has uploaded, unless it was removed since."""
         sent = self._sent & set(_checkpoints(self._folder))
         try:
             return sent <= self.staged.committed()
@@ -556,6 +556,6 @@ class Mirror:
 
 
 def _state(file: Path) -> tuple[int, int, int]:
-    """Return inode, time of the last change and size of a file."""
+    """Return inode, modification time in nanoseconds and size in bytes of a file."""
     stat = file.stat()
     return stat.st_ino, stat.st_mtime_ns, stat.st_size

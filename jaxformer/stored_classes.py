@@ -1,5 +1,5 @@
-"""Classes of configs by the names that runs store: those of this package, and others' after a note, never code of the
-run's own folder."""
+"""Lookup of config classes by the names that runs store: classes of this package, and others after a note on stderr,
+but never code from the run's own folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jaxformer.terminal import echo_error
 T = TypeVar("T")
 CONFIG = "config.json"
 BASE = "base"
-"""Folder of the frozen parameters that a run's adapters are added to, itself a run."""
+"""Folder of the frozen base parameters of a run with adapters; it is itself a run."""
 
 
 def find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
-    """Return a class of configs by its name, see `kind_of`; where its file is gone, one of the same file name that is
-    imported already. One of another package is imported, after a note on stderr, from the installed modules or from the
-    file of configs that the run was trained with. Raises `UserError` if there is none, it cannot be imported, or its
-    file is in the run's folder."""
+    """Return a config class by its name, see `kind_of`. If its file no longer exists, an already imported class from a
+    file of the same name is used. A class from another package is imported, after a note on stderr, from the installed
+    modules or from the config file that the run was trained with. Raises `UserError` if there is no such class, it
+    cannot be imported, or its file is in the run's folder."""
     where, colon, name = _split_kind(kind)
     packages = () if colon == ":" else (jaxformer.models, jaxformer.data)
     for package in packages:
@@ -59,12 +59,13 @@ def _split_kind(kind: str) -> tuple[str, str, str]:
 
 
 def _stem(where: str) -> str:
-    """Return the last name of a module, or the name of a file of configs."""
+    """Return the last component of a module's name, or the stem of a config file."""
     return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
 
 
 def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
-    """Return the module that defines a class of a run's config, after a note; raises `UserError`, see `find_class`."""
+    """Import the module that defines a class of a run's config, after a note on stderr. Raises `UserError`; see
+    `find_class`."""
     resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
     remedy = f"put it back, or import a file of that name first ({resume})"
     is_file = where.endswith(".py")
@@ -77,24 +78,24 @@ def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
         return load_module(where)
     try:
         return importlib.import_module(where)
-    except Exception as error:  # also of the module's code
+    except Exception as error:  # including errors raised by the module's code
         problem = f"{name} of the module {abbreviate(where)}, which cannot be imported ({error})"
         raise UserError(f"{folder} was trained with {problem}; install it, or import it first.") from error
 
 
 def _is_in_run(file: Path, folder: Path) -> bool:
-    """Return whether a file is in a run's folder, or in that of the run whose base this one is."""
+    """Return True if a file is in a run's folder, or in the folder of the run that has this one as its base."""
     run = folder.resolve()
     runs = {run, run.parent} if run.name == BASE and (run.parent / CONFIG).exists() else {run}
     return not runs.isdisjoint(file.resolve().parents)
 
 
 def _module_files(module: str) -> Iterator[Path]:
-    """Yield the files that an import of a module would execute, its packages' first; none of what is imported."""
+    """Yield the files that importing a module would execute, packages first; none if it is already imported."""
     path: Sequence[str] | None = None
     if module in sys.modules:
         return
-    for name in module.split("."):  # a last name alone, as a dotted one needs its package imported
+    for name in module.split("."):  # one by one: a dotted name needs its package imported
         spec = PathFinder.find_spec(name, path)
         if spec is None:
             return

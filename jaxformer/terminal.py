@@ -1,4 +1,4 @@
-"""The standard streams: control characters in text are escaped, and training survives its terminal."""
+"""Standard streams: control characters are escaped, and training survives the closing of its terminal."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from typing import TextIO
 
 SYMBOLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""Symbols of ASCII control characters, such as ␛ for ESC, but for newline and tab."""
+"""Symbols of ASCII control characters, such as ␛ for ESC, except newline and tab."""
 ESCAPED = (
-    *range(0x80, 0xA0),  # control characters that some terminals obey like ESC sequences
-    0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),  # line separators, direction of writing
+    *range(0x80, 0xA0),  # control characters that some terminals interpret like ESC sequences
+    0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),  # line separators, text direction
     *range(0xD800, 0xE000),  # surrogates: bytes of an argument that were not UTF-8
 )  # fmt: skip
-"""Characters without a symbol, shown by their code point."""
+"""Characters without a symbol, shown as their code point."""
 REPLACEMENTS = SYMBOLS | {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in ESCAPED}
 WIDTH = 100
 """Columns per line."""
 
 
 def wrap_columns(parts: Sequence[str], indent: int) -> list[str]:
-    """Return parts joined to lines of at most `WIDTH` columns, if each part fits; all but the first are indented."""
+    """Return parts joined into lines of at most `WIDTH` columns, if each part fits; all lines but the first are
+    indented."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= WIDTH:
@@ -34,7 +35,8 @@ def wrap_columns(parts: Sequence[str], indent: int) -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Return rows of cells as lines of a table, two spaces between columns, each aligned to its side, "<" or ">"."""
+    """Return rows of cells as lines of a table with two spaces between columns, each aligned to its side, "<" or
+    ">"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=False)]
     return ["  ".join(f"{x:{side}{n}}" for x, side, n in zip(row, sides, widths, strict=False)) for row in rows]
 
@@ -45,14 +47,14 @@ def escape_control(text: str) -> str:
 
 
 def echo(text: str = "", file: TextIO | None = None, end: str = "\n") -> None:
-    """Write text to a stream, stdout by default, and flush; control characters are escaped where it is a terminal."""
+    """Write text to a stream, stdout by default, and flush; control characters are escaped if it is a terminal."""
     file = sys.stdout if file is None else file
     file.write((escape_control(text) if file.isatty() else text) + end)
     file.flush()
 
 
 def echo_status(text: str) -> None:
-    """Write a status message to stderr, where that is a terminal."""
+    """Write a status message to stderr if it is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         echo(text, sys.stderr)
 
@@ -68,12 +70,12 @@ def echo_error(message: str) -> None:
 
 
 def prepare_streams(ignore_closed: bool = False) -> None:
-    """Make stdin, stdout and stderr usable: closed ones become /dev/null, and characters that their encoding lacks are
+    """Make stdin, stdout and stderr usable: closed streams become /dev/null, and characters that the encoding lacks are
     escaped. With `ignore_closed`, output is discarded once its reader is gone (a closed terminal, `| head`)."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # else the next file that is opened would become a standard stream
+        except OSError:  # otherwise the next opened file would become a standard stream
             _redirect_to_null(descriptor)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -92,11 +94,11 @@ def prepare_streams(ignore_closed: bool = False) -> None:
 
 
 class _ClosableOutput(io.FileIO):
-    """Output that goes to /dev/null once its reader is gone."""
+    """Output that is redirected to /dev/null once its reader is gone."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        hung_up = (errno.EIO,) if os.isatty(descriptor) else ()  # on a disk, EIO is a failure
+        hung_up = (errno.EIO,) if os.isatty(descriptor) else ()  # for a file, EIO is a disk failure
         self._closed_errors = (errno.EPIPE, *hung_up)
 
     def write(self, data: object) -> int:

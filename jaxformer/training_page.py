@@ -1,4 +1,4 @@
-"""`report.html` in a run's folder: a page of its log, updated while it trains."""
+"""`report.html` in a run's folder: a page with its log, updated during training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
 
 REPORT = "report.html"
 MAX_TIME_SHARE = 0.01
-"""Largest share of the training time spent on the page."""
+"""Maximum fraction of the training time spent on the page."""
 
 
 def page_sink(folder: Path) -> Sink:
@@ -25,7 +25,7 @@ def page_sink(folder: Path) -> Sink:
 
     def sink(row: dict[str, Any]) -> None:
         nonlocal next_update
-        rows.extend([row] if rows else read_metrics(folder))  # initially with those from before a resumption
+        rows.extend([row] if rows else read_metrics(folder))  # initially including rows from before a resumption
         start = time.perf_counter()
         if "val_loss" in row and start >= next_update:
             is_written = write_training_page(folder, rows)
@@ -35,8 +35,8 @@ def page_sink(folder: Path) -> Sink:
 
 
 def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
-    """Write the page of some rows of the log; return False where it cannot be written, and print why. A failure is no
-    error: the page can be written again later. Without rows nothing is written."""
+    """Write the page from rows of the log; if it cannot be written, print the reason and return False. A failure is not
+    an error, because the page can be written again later. Without rows, nothing is written."""
     if not rows:
         return True
     config, last = read_config(folder), rows[-1]

@@ -1,4 +1,4 @@
-"""Lines of the terminal that begin and end a training run."""
+"""Terminal output at the beginning and end of a training run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jaxformer.train.setup import TrainSetup
 
 
 def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> list[str]:
-    """Return the lines with the run, its devices, data, model and budget."""
+    """Return lines that describe the run, its devices, data, model and budget."""
     config, mesh = setup.config, setup.mesh
     axes = ",".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
     split = f", mesh {axes}" if axes else ""
@@ -68,8 +68,8 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
 def footer(
     setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, rows: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Return the lines with the outcome and the next command, from the rows of the run's log; of a non-finite step,
-    also save the autopsy."""
+    """Return lines with the outcome and the next command, from the rows of the run's log; after a non-finite step, also
+    save the autopsy."""
     config, quoted, step = setup.config, shlex.quote(run_name(folder)), outcome.step
     help_line = f"What usually helps: {remedies(config)}."
     if outcome.status == "interrupted":
@@ -102,8 +102,8 @@ def footer(
 
 
 def no_improvement(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
-    """Return a sentence for a run whose loss ended no lower than it began; None for any other. The loss is that of the
-    same held-out examples; without evaluations, that of a training batch."""
+    """Return a sentence if a run's loss is no lower at the end than at the beginning, else None. The loss is measured
+    on the same held-out examples or, without evaluations, on training batches."""
     if outcome.evaluation is not None:
         split, first = "on held-out data", [row["val_loss"] for row in rows if "val_loss" in row]
         last = [] if outcome.val_loss is None else [outcome.val_loss]
@@ -129,7 +129,7 @@ def example_prompt(config: Config, data: Dataset) -> str | None:
 
 
 def rollback_line(config: Config, outcome: Outcome, folder: Path) -> str:
-    """Return the checkpoint from before a divergence, and the command that rolls back to it."""
+    """Return a line with the checkpoint from before a divergence and the command to roll back to it."""
     roll_back = f"{resume_command(folder)} --from-step {outcome.healthy} {optimizer_remedies(config)[0][1]}"
     if not outcome.healthy:
         return f"No checkpoint is from before the divergence; begin again with: {roll_back}"
@@ -138,10 +138,10 @@ def rollback_line(config: Config, outcome: Outcome, folder: Path) -> str:
 
 
 def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Path]:
-    """Repeat the step that was not finite; return its first non-finite value and the path of the evidence."""
+    """Repeat the non-finite step; return its first non-finite value and the path of the evidence."""
     config, mesh, attention = setup.config, setup.mesh, setup.attention
     if isinstance(attention, FusedAttention):
-        attention = dataclasses.replace(attention, tensor=1)  # one device has all heads here
+        attention = dataclasses.replace(attention, tensor=1)  # the autopsy runs on one device with all heads
     state = outcome.state
     state = state._replace(params=gradient_point(config.optimizer, state.params, state.opt_state))
     params = local_copy(setup.model_params(state), mesh)

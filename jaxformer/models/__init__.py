@@ -1,6 +1,6 @@
 """Whole networks, one file each: a config and the module it builds.
 
-A file here with a subclass of `jaxformer.config.ModelConfig` is all it takes to add a model.
+To add a model, add a file to this folder that defines a subclass of `jaxformer.config.ModelConfig`.
 """
 
 from jaxformer.models.clip import CLIP, CLIPConfig, ImageTowerConfig, TextTowerConfig

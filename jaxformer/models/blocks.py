@@ -21,7 +21,8 @@ from jaxformer.ops.positions import query_and_key_at
 
 
 def check_heads(config: Any) -> None:
-    """Raise `UserError` where heads do not divide the model's width, or their features are not pairs for RoPE."""
+    """Raise `UserError` if the number of heads does not divide the model's width, or the head width is odd with
+    RoPE."""
     if config.head_dim is None and config.d_model % config.n_heads:
         fits = [h for h in range(1, config.d_model + 1) if config.d_model % h == 0]
         near = min(fits, key=lambda h: abs(h - config.n_heads))
@@ -32,8 +33,8 @@ def check_heads(config: Any) -> None:
 
 
 def check_local_heads(config: Any) -> None:
-    """Raise `UserError` where more heads than there are begin at a distance, or where heads have no RoPE, no biases or
-    no frequency to find it with."""
+    """Raise `UserError` for more local or diagonal heads than heads, or for local or diagonal heads without RoPE,
+    biases or a suitable RoPE frequency."""
     for name, (_, frequencies) in (("local_heads", NARROW), ("diagonal_heads", WIDE)):
         if not (n := getattr(config, name, 0)):
             continue
@@ -47,14 +48,14 @@ def check_local_heads(config: Any) -> None:
 
 @dataclass(frozen=True)
 class BlocksConfig(ModelConfig):
-    """Shape of a block, its dropout and positions. The defaults are `base` of Vaswani et al. 2017, table 3."""
+    """Shape of a block, its dropout and positions. The defaults are those of `base` in Vaswani et al. 2017, table 3."""
 
     d_model: int = 512
     n_heads: int = 8
     head_dim: int | None = None
-    """Width of a head; without it, d_model / n_heads."""
+    """Width of a head; by default, d_model / n_heads."""
     attention_bias: bool = False
-    """Biases in the projections of attention."""
+    """Biases in the attention projections."""
     d_ff: tuple[int, ...] = (2048,)
     """Widths of the MLP's hidden layers."""
     activation: Activation = "relu"
@@ -62,13 +63,13 @@ class BlocksConfig(ModelConfig):
     """Biases in the MLP."""
     norm: Norm = "layernorm"
     norm_eps: float | None = None
-    """ε added to the mean square or variance in norms; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "post"
-    """Norms after each residual connection, or before each part and once more after the last block."""
+    """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
     positions: Positions = "sinusoidal"
     rope_base: float = 10_000.0
     dropout: float = 0.1
-    """Probability of zeroing, in training, a feature of the embedding or of a part's output."""
+    """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,11 +82,12 @@ class BlocksConfig(ModelConfig):
 
     @property
     def final_norm(self) -> bool:
-        """A stack ends in one more norm: with pre-norm, the residual stream is not normalised otherwise."""
+        """True if the stack ends in an additional norm: with pre-norm, the residual stream is not normalised
+        otherwise."""
         return self.norm_placement == "pre"
 
     def attention_shape(self, n_positions: int, mask: Any = None) -> AttentionShape:
-        """Return the shape of self-attention over some positions; the mask is as in `AttentionShape`."""
+        """Return the shape of self-attention over `n_positions` positions; for the mask, see `AttentionShape`."""
         K = self.width_of_head
         return AttentionShape(self.n_heads, self.n_heads, K, K, n_positions, mask)
 
@@ -99,9 +101,9 @@ class BlocksConfig(ModelConfig):
         """Return a block.
 
         Args:
-          distances: those of the self-attention's heads, as in `MultiHeadAttention`.
-          cross: with cross-attention, whose queries and keys are rotated only with `n_diagonal`.
-          n_diagonal: heads of the cross-attention that begin around the query's own position in the source.
+          distances: `distances` of the self-attention heads, as in `MultiHeadAttention`.
+          cross: add cross-attention; RoPE is applied to its queries and keys only with `n_diagonal`.
+          n_diagonal: cross-attention heads that attend around the query's own position in the source at initialisation.
         """
         attention = partial(
             MultiHeadAttention, self.n_heads, self.width_of_head, bias=self.attention_bias,
@@ -121,7 +123,7 @@ class BlocksConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
-    """Base of the configs of models of tokens with such blocks."""
+    """Base of the configs of token models that are stacks of `Block`."""
 
     @property
     def contract(self) -> Contract:

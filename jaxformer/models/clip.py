@@ -28,12 +28,12 @@ from jaxformer.ops.positions import sinusoidal
 from jaxformer.ops.precision import widened
 
 LARGEST_LOG_SCALE = log(100)
-"""Largest factor of the logits, 100 (section 2.5), as a logarithm."""
+"""Log of the largest logit scale, 100 (section 2.5)."""
 
 
 @dataclass(frozen=True)
 class TowerConfig(BlocksConfig):
-    """Base of both towers' configs: blocks as those of GPT-2 (section 2.4)."""
+    """Base of both towers' configs, with blocks as in GPT-2 (section 2.4)."""
 
     n_blocks: int = 12
     attention_bias: bool = True
@@ -45,16 +45,16 @@ class TowerConfig(BlocksConfig):
 
 @dataclass(frozen=True)
 class ImageTowerConfig(TowerConfig):
-    """The shape of the tower for images; the defaults are those of ViT-B/32."""
+    """Shape of the image tower. The defaults are those of ViT-B/32."""
 
     image_size: tuple[int, ...] = (224, 224)
-    """Height and width in pixels; one number stands for both."""
+    """Height and width in pixels; one value sets both."""
     patch_size: tuple[int, ...] = (32, 32)
-    """Height and width of a patch in pixels, one number for both; they must divide those of the image."""
+    """Height and width of a patch in pixels, which must divide those of the image; one value sets both."""
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
-    """Of the pixels from 0 to 1 in each channel, which is subtracted; the default is that of CLIP's own images."""
+    """Mean per channel of pixels from 0 to 1, which is subtracted; the default is that of CLIP's training images."""
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    """Divisor of each channel after that."""
+    """Standard deviation per channel, by which pixels are divided after that."""
     d_model: int = 768
     n_heads: int = 12
     d_ff: tuple[int, ...] = (3072,)
@@ -73,26 +73,26 @@ class ImageTowerConfig(TowerConfig):
 
 @dataclass(frozen=True)
 class TextTowerConfig(TowerConfig, TokenBlocksConfig):
-    """The shape of the tower for texts; the defaults are those beside ViT-B/32."""
+    """Shape of the text tower. The defaults are those paired with ViT-B/32."""
 
     vocab_size: int = 49_408
     context_length: int = 77
-    """Longest caption in tokens, with the ones at its start and its end."""
+    """Maximum length of a caption in tokens, including its start and end tokens."""
     embedding_std: float = 0.02
 
 
 @dataclass(frozen=True)
 class CLIPConfig(ModelConfig):
-    """The shape of a `CLIP`; the defaults are ViT-B/32 of the paper."""
+    """Shape of a `CLIP`. The defaults are those of the paper's ViT-B/32."""
 
     vision: ImageTowerConfig = field(default_factory=ImageTowerConfig)
-    """The tower for images."""
+    """Image tower."""
     text: TextTowerConfig = field(default_factory=TextTowerConfig)
-    """The tower for texts."""
+    """Text tower."""
     d_joint: int = 512
-    """Width of the space that images and texts share."""
+    """Width of the joint embedding space."""
     temperature: float = 0.07
-    """Divisor of cosines in the logits at initialisation."""
+    """Divisor of cosine similarities in the logits at initialisation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +113,7 @@ class CLIPConfig(ModelConfig):
 
 
 class ImageEmbedding(nn.Module):
-    """Class token and a projection of each patch, with positions added."""
+    """Class token and projected patches, with positions added."""
 
     config: ImageTowerConfig
 
@@ -135,7 +135,7 @@ class ImageEmbedding(nn.Module):
 
 
 class CLIP(nn.Module):
-    """Embeddings of an image and of a text in one space; the nearer they are, the better they match."""
+    """Embeddings of an image and a text in a joint space; the closer they are, the better image and text match."""
 
     config: CLIPConfig
     execution: Execution = PLAIN
@@ -166,8 +166,8 @@ class CLIP(nn.Module):
     def __call__(
         self, image_HWC: jax.Array, tokens_T: jax.Array, valid_T: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return `encode_image`, `encode_text` and `log_scale`; logits are cosines times the exponential of the
-        last."""
+        """Return `encode_image`, `encode_text` and `log_scale`; logits are cosine similarities times
+        exp(`log_scale`)."""
         return (
             capture_point(self, "output.0", self.encode_image(image_HWC)),
             capture_point(self, "output.1", self.encode_text(tokens_T, valid_T)),
@@ -175,7 +175,7 @@ class CLIP(nn.Module):
         )
 
     def encode_image(self, image_HWC: jax.Array) -> jax.Array:
-        """Return the embedding of an image, `(E,)` float32 of length 1, from its class token.
+        """Return the embedding of an image, `(E,)` float32 with unit norm, from its class token.
 
         Args:
           image_HWC: uint8, of the config's size.
@@ -185,7 +185,8 @@ class CLIP(nn.Module):
         return _joint(self.vision_norm(x_D) if self.config.vision.final_norm else x_D, self.W_i)
 
     def encode_text(self, tokens_T: jax.Array, valid_T: jax.Array | None = None) -> jax.Array:
-        """Return the embedding of a text, `(E,)` float32 of length 1, from its last token, which attends to all others.
+        """Return the embedding of a text, `(E,)` float32 with unit norm, from its last token, which attends to all
+        others.
 
         Args:
           tokens_T: int32.
@@ -201,9 +202,9 @@ class CLIP(nn.Module):
         return _joint(self.text_norm(x_D) if self.config.text.final_norm else x_D, self.W_t)
 
     def log_scale(self) -> jax.Array:
-        """Return the logarithm of the factor of cosines, a float32 scalar, at most that of 100."""
+        """Return the log of the logit scale, a float32 scalar, at most log 100."""
         t = widened(self.t)
-        # Straight-through gradient: beyond the limit, `t` would never return otherwise.
+        # Straight-through gradient: otherwise `t` could never return from beyond the limit.
         return t + jax.lax.stop_gradient(jnp.minimum(t, LARGEST_LOG_SCALE) - t)
 
     def _through(self, blocks: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Decoder-only transformer: every rung of the ladder from one head without residuals to RMSNorm, and on."""
+"""Decoder-only transformer, for every rung of the ladder from a single head without residuals to RMSNorm and beyond."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from jaxformer.ops.positions import Llama3Scaling, positions_in_segments
 
 @dataclass(frozen=True)
 class DecoderConfig(TokenModelConfig):
-    """Shape of a `Decoder`. The defaults are the `residual` rung."""
+    """Shape of a `Decoder`. The defaults are those of the `residual` rung."""
 
     d_model: int = 256
     n_blocks: int = 1
     n_heads: int = 1
     n_kv_heads: int | None = None
-    """Key/value heads that the query heads share; without it, as many as n_heads."""
+    """Key/value heads, shared by the query heads; by default, n_heads."""
     head_dim: int | None = None
-    """Width of a head; without it, d_model / n_heads."""
+    """Width of a head; by default, d_model / n_heads."""
     value_dim: int | None = None
-    """Width of a head's values and output; without it, that of its queries and keys."""
+    """Width of a head's values and output; by default, that of its queries and keys."""
     scaled: bool = True
     """Divide the scores by the square root of the head's width."""
     projection_std: float | None = None
-    """Of W_Q, W_K, W_V, W_O at first; without it, 1/sqrt(d_model)."""
+    """Standard deviation of W_Q, W_K, W_V, W_O at initialisation; by default, 1/sqrt(d_model)."""
     output_projection: bool = False
-    """Multiply the concatenated heads by W_O. Without it, heads that share the model's width are concatenated, and
-    heads as wide as the model are summed."""
+    """Multiply the concatenated heads by W_O. If false, heads that split the model's width are concatenated, and heads
+    as wide as the model are summed."""
     attention_bias: bool = False
-    """Biases in the projections of attention."""
+    """Biases in the attention projections."""
     output_bias: bool | None = None
-    """Bias of W_O; without it, as attention_bias."""
+    """Bias of W_O; by default, as attention_bias."""
     local_heads: int = 0
-    """Heads of each block that begin by attending to one position: the first to the one before, the second two before,
-    and so on. With RoPE and attention_bias, whose b_Q and b_K begin so."""
+    """Heads of each block that attend to a fixed distance at initialisation: the first one position back, the second
+    two back, and so on. Needs RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
     score_scale: float | None = None
-    """Factor of the scores of attention; without it, as scaled says."""
+    """Factor applied to the attention scores; by default, set by scaled."""
     qk_norm: bool = False
     """RMS-normalise queries and keys."""
     window: int | None = None
-    """Positions a query looks back at, itself included; without it, all."""
+    """Positions that a query attends to, counting back from and including itself; by default, all."""
     global_blocks: tuple[int, ...] = ()
-    """Indices, from 0, of the blocks that attend without the window."""
+    """Indices, from 0, of the blocks without an attention window."""
     max_context: int | None = None
-    """Longest text that every query attends to in full, in tokens, and with learned positions their number; without it,
-    context_length, which sets the length of training sequences."""
+    """Longest sequence, in tokens, over which attention is full, and the number of learned positions if there are any;
+    by default context_length, which sets the length of training sequences."""
     prefix: bool = False
     """Attend in both directions within a prefix of each sequence (prefix language model, Raffel et al. 2020). Its
     length is an input; in generation, the prefix is the prompt."""
@@ -77,16 +77,16 @@ class DecoderConfig(TokenModelConfig):
     bias: bool = True
     """Biases in the MLP."""
     n_experts: int | None = None
-    """Experts in each block, MLPs with hidden layers as wide as d_ff; without it, one MLP for all tokens."""
+    """Experts per block, MLPs with hidden layers as wide as d_ff; by default, one MLP for all tokens."""
     experts_per_token: int = 2
     """Experts that process each token."""
     renormalize_experts: bool | None = None
-    """Weights of a token's experts that sum to 1; without it, unless experts_per_token is 1."""
+    """Normalise the weights of a token's experts to sum to 1; by default, true unless experts_per_token is 1."""
     capacity_factor: float | None = None
-    """Capacity of an expert in training, as a multiple of its even share of tokens; without it, no token is dropped:
-    slower, exact."""
+    """Capacity of an expert in training, as a multiple of its even share of tokens; by default no token is dropped,
+    which is slower but exact."""
     shared_expert: bool = False
-    """One more expert in each block, for all tokens."""
+    """Additional expert in each block that processes all tokens."""
     balance_weight: float = 0.01
     """Weight of the load-balancing loss of each block."""
     router_z_weight: float = 0.001
@@ -94,37 +94,39 @@ class DecoderConfig(TokenModelConfig):
     residual: bool = True
     norm: Literal["none", Norm] = "none"
     norm_eps: float | None = None
-    """ε added to the mean square or variance in norms; without it, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
-    """Norms before each part, after each residual connection, or before each part and after it."""
+    """Norms before each sublayer (pre), after each residual connection (post), or before and after each sublayer
+    (both)."""
     final_norm: bool = False
-    """One more norm before the logits."""
+    """Additional norm before the unembedding."""
     positions: Positions = "learned"
     rope_base: float = 10_000.0
     local_rope_base: float | None = None
-    """Base of RoPE, without scaling, in the blocks with a window; without it, rope_base and the scaling."""
+    """Base of RoPE, without scaling, in the blocks with a window; by default, rope_base with the scaling."""
     rope_scaling: float = 1.0
-    """Divisor of positions in RoPE; above 1 for texts longer than the training context."""
+    """Divisor of positions in RoPE; above 1 for sequences longer than the training context."""
     rope_original_context: int | None = None
-    """Training context in tokens of a model whose RoPE is scaled by frequency (Llama 3.1): rope_scaling divides only
-    frequencies with few periods in it. Without it, rope_scaling divides all."""
+    """Training context in tokens of a model whose RoPE is scaled by frequency (Llama 3.1): rope_scaling then divides
+    only frequencies with few periods in it. By default, rope_scaling divides all."""
     rope_low_periods: float = 1.0
     """Periods per rope_original_context below which a frequency is divided."""
     rope_high_periods: float = 4.0
     """Periods per rope_original_context above which a frequency is not divided."""
     embedding_std: float = 1.0
     embedding_scale: float = 1.0
-    """Factor of a token's row of the embedding."""
+    """Factor applied to a token's row of the embedding."""
     value_embedding: bool = False
-    """A second row per token, times embedding_scale, added to its values in every block: values that hold the token
-    itself (after Zhou et al. 2024, who share those of the first block). All 0 at initialisation."""
+    """A second embedding per token, times embedding_scale, added to the token's values in every block, so that values
+    carry the token's identity (after Zhou et al. 2024, who share the values of the first block). Zero at
+    initialisation."""
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
-    """Logits from W_out, from the transposed embedding, or straight from the last block's MLP."""
+    """Logits from W_out (linear), from the transposed embedding (tied), or directly from the last block's MLP (mlp)."""
     unembedding_std: float | None = None
-    """Standard deviation of W_out at initialisation; without it, 1/sqrt(d_model). Small values start the loss at
+    """Standard deviation of W_out at initialisation; by default, 1/sqrt(d_model). With small values the initial loss is
     log(vocab_size)."""
     logit_soft_cap: float | None = None
-    """Bound of the logits, c · tanh(logits / c) (Gemma 2); none for no bound."""
+    """Bound c of the logits, c · tanh(logits / c) (Gemma 2); none for no bound."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -190,7 +192,7 @@ class DecoderConfig(TokenModelConfig):
 
     @property
     def sums_heads(self) -> bool:
-        """True where the output of attention is the sum of the heads, each as wide as the model."""
+        """True if the output of attention is the sum of the heads, each as wide as the model."""
         return not self.output_projection and self.width_of_values == self.d_model
 
     @property
@@ -205,8 +207,8 @@ class DecoderConfig(TokenModelConfig):
 
     @property
     def attention_window(self) -> int:
-        """Most positions that a query attends to, itself included: the window or, without it, `n_positions`, also in a
-        longer text."""
+        """Maximum number of positions that a query attends to, itself included: the window or, without one,
+        `n_positions`, even in a longer sequence."""
         return max(self.block_windows)
 
     @property
@@ -217,19 +219,20 @@ class DecoderConfig(TokenModelConfig):
 
     @property
     def block_groups(self) -> tuple[tuple[int, slice], ...]:
-        """Window and indices of consecutive blocks that attend alike; one scan runs over each of these groups."""
+        """Window and slice of each group of consecutive blocks with the same kind of attention; each group is one
+        scan."""
         kinds = [(window, i in self.global_blocks) for i, window in enumerate(self.block_windows)]
         ends = [i for i in range(1, len(kinds) + 1) if i == len(kinds) or kinds[i] != kinds[i - 1]]
         return tuple((kinds[end - 1][0], slice(first, end)) for first, end in zip([0, *ends], ends, strict=False))
 
     @property
     def n_positions(self) -> int:
-        """Tokens of the longest text that is attended to in full."""
+        """Length in tokens of the longest sequence with full attention."""
         return self.max_context or self.context_length
 
     @property
     def rope_scale(self) -> float | Llama3Scaling:
-        """Scaling of RoPE, as of `ops.positions.rope`."""
+        """Scaling of RoPE, as in `ops.positions.rope`."""
         if self.rope_original_context is None:
             return self.rope_scaling
         return Llama3Scaling(
@@ -238,7 +241,7 @@ class DecoderConfig(TokenModelConfig):
 
     @property
     def extrapolates(self) -> bool:
-        """True for positions that continue past the context length: all but learned ones."""
+        """True if positions continue past the context length: all but learned ones do."""
         return self.positions != "learned"
 
     @property
@@ -268,7 +271,7 @@ class DecoderConfig(TokenModelConfig):
 
 
 class Decoder(nn.Module):
-    """Causal language model: tokens `(T,)` int32 to the logits of each next token, `(T, V)`."""
+    """Causal language model: maps tokens `(T,)` int32 to next-token logits `(T, V)`."""
 
     config: DecoderConfig
     execution: Execution = PLAIN
@@ -324,13 +327,13 @@ class Decoder(nn.Module):
         """Return logits `(T, V)`.
 
         Args:
-          prefix: number of first tokens that every token attends to (Raffel et al. 2020, figure 3); None for causal
+          prefix: number of initial tokens that every token attends to (Raffel et al. 2020, figure 3); None for causal
             attention.
-          segments_T: number of the packed document of each token, int32: attention and positions are those of each
-            document by itself. None for one document. Not together with a prefix.
+          segments_T: packed-document index of each token, int32: attention and positions are separate for each
+            document. None for a single document. Cannot be combined with a prefix.
 
         Raises:
-          ValueError: T exceeds the context length, and positions are learned.
+          ValueError: positions are learned and T exceeds their number.
         """
         return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix, segments_T)))
 
@@ -358,7 +361,7 @@ class Decoder(nn.Module):
         return x_TD
 
     def _token_values(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array | None:
-        """Return the rows of the value embedding by key/value head, `(G, T, K)`; None without one."""
+        """Return the value embedding per key/value head, `(G, T, K)`; None without one."""
         if not self.config.value_embedding:
             return None
         rows_TD = self.value_embedding(tokens_T, positions_T)
@@ -367,7 +370,7 @@ class Decoder(nn.Module):
     def _mask(
         self, positions_T: jax.Array, prefix: jax.Array | int | None, segments_T: jax.Array | None, window: int
     ) -> Mask:
-        """Return the mask of a whole sequence: an array for a prefix alone."""
+        """Return the mask of a whole sequence, which is an array only with a prefix."""
         causal = Causal(window if len(positions_T) > window else None)
         if segments_T is not None:
             return Packed(segments_T, causal)
@@ -379,10 +382,12 @@ class Decoder(nn.Module):
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: KVCache, slot: jax.Array | int,
         prefix: jax.Array | int | None = None,
     ) -> tuple[jax.Array, KVCache]:  # fmt: skip
-        """Return the features `(T, D)` of the tokens after those in the cache, and the cache with them added at `slot`.
+        """Return the features `(T, D)` of tokens that follow those in the cache, and the cache with them added at
+        `slot`.
 
-        Prefill is T tokens at slot 0, a decode step is one token. A token whose position is `masks.EMPTY` is padding:
-        it is masked, and its own features are undefined. A `prefix` must come in one call; later calls do without it.
+        Prefill is T tokens at slot 0; a decode step is one token. A token whose position is `masks.EMPTY` is padding:
+        it is masked, and its own features are undefined. A `prefix` must be passed in a single call; later calls omit
+        it.
         """
         position_S = write_positions(cache.position_S, positions_T, slot)
         mask_by_window = {
@@ -392,12 +397,12 @@ class Decoder(nn.Module):
         layers: list[LayerCache] = []
         for block, layer, window in zip(self.blocks, cache.layers, self.config.block_windows, strict=True):
             x_TD, updated = block(x_TD, positions_T, mask_by_window[window], layer, slot, token_values=values_GTK)
-            assert updated is not None  # as a cache was given
+            assert updated is not None  # because a cache was passed
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of the residual stream `(T, D)`; of one position, `(V,)` of `(D,)`."""
+        """Return logits `(T, V)` for the residual stream `(T, D)`, or `(V,)` for `(D,)`."""
         x_TD, layer = self.readout(x_TD), self.unembedding()
         return x_TD if layer is None else layer.logits(x_TD)
 
@@ -406,7 +411,8 @@ class Decoder(nn.Module):
         return self.final_norm(x_TD) if self.config.norm != "none" and self.config.final_norm else x_TD
 
     def unembedding(self) -> Unembedding | None:
-        """Return the layer to the logits; None where the readout is the logits, from the last block's MLP."""
+        """Return the layer from readout to logits; None if the readout, from the last block's MLP, is already the
+        logits."""
         c = self.config
         if c.unembedding == "mlp":
             return None
@@ -415,8 +421,8 @@ class Decoder(nn.Module):
     def mask(
         self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None, window: int | None = None
     ) -> jax.Array:
-        """Return the mask `(T, S)` from positions: as far back as `window`, by default `attention_window`, also in a
-        prefix."""
+        """Return the mask `(T, S)` from positions. It extends back to `window`, by default `attention_window`, even in
+        a prefix."""
         window = self.config.attention_window if window is None else window
         mask_TS = Causal(window)(query_T, key_S)
         if prefix is not None:

@@ -1,4 +1,4 @@
-"""Encoder-only transformer with bidirectional attention (Devlin et al. 2019), and two heads for it."""
+"""Encoder-only transformer with bidirectional attention (Devlin et al. 2019) and two output heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxformer.ops.quantized import rows
 
 @dataclass(frozen=True)
 class EncoderConfig(TokenBlocksConfig):
-    """Shape of a `MaskedLanguageModel`. The defaults are BERT-mini of Turc et al. 2019, without segments."""
+    """Shape of a `MaskedLanguageModel`. The defaults are those of BERT-mini in Turc et al. 2019, without segments."""
 
     d_model: int = 256
     n_blocks: int = 4
@@ -51,11 +51,11 @@ class EncoderConfig(TokenBlocksConfig):
 
 @dataclass(frozen=True)
 class ClassifierConfig(EncoderConfig):
-    """Shape of a `Classifier`: an encoder, and a class per sequence."""
+    """Shape of a `Classifier`, an encoder that predicts one class per sequence."""
 
     n_classes: int = 2
     pooling: Literal["first", "mean"] = "first"
-    """Features of the sequence: those of its first token, or the mean over all tokens."""
+    """Features of the sequence: those of its first token, or their mean over all tokens."""
 
     @property
     def contract(self) -> Contract:
@@ -69,7 +69,7 @@ class ClassifierConfig(EncoderConfig):
 
 
 class Encoder(nn.Module):
-    """Base of the models of this file: tokens to features."""
+    """Base of the models in this file; maps tokens to features."""
 
     config: EncoderConfig
     execution: Execution = PLAIN
@@ -98,7 +98,7 @@ class Encoder(nn.Module):
           segments_T: int32, segment of each token; None if all are in the first.
 
         Raises:
-          ValueError: more tokens than learned positions, or segments for a model that has none.
+          ValueError: there are more tokens than learned positions, or segments for a model without them.
         """
         c = self.config
         c.check_length(len(tokens_T))
@@ -119,7 +119,7 @@ class Encoder(nn.Module):
 
 
 class MaskedLanguageModel(Encoder):
-    """Masked language model: tokens `(T,)` int32 to the logits of the token at each position, `(T, V)`."""
+    """Masked language model: maps tokens `(T,)` int32 to logits of the token at each position, `(T, V)`."""
 
     def setup(self) -> None:
         super().setup()
@@ -135,7 +135,7 @@ class MaskedLanguageModel(Encoder):
         return capture_point(self, "logits", self.unembed(self.features(tokens_T, valid_T, segments_T)))
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of features `(T, D)`, which may be those of masked positions only."""
+        """Return logits `(T, V)` for features `(T, D)`, which may be those of masked positions only."""
         return self.unembedding().logits(self.readout(x_TD))
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
@@ -143,12 +143,12 @@ class MaskedLanguageModel(Encoder):
         return self.head_norm(activate(self.config.activation, self.head(x_TD)))
 
     def unembedding(self) -> Unembedding:
-        """Return the layer to the logits."""
+        """Return the layer from readout to logits."""
         return Unembedding(self.embedding.W_E.T, self.b_out)
 
 
 class Classifier(Encoder):
-    """Sequence classifier: tokens `(T,)` int32 to logits `(n_classes,)`."""
+    """Sequence classifier: maps tokens `(T,)` int32 to logits `(n_classes,)`."""
 
     config: ClassifierConfig
 
@@ -159,7 +159,7 @@ class Classifier(Encoder):
     def __call__(
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
     ) -> jax.Array:
-        """Return logits `(n_classes,)`; the arguments are those of `features`. There must be a token."""
+        """Return logits `(n_classes,)`; the arguments are those of `features`. The sequence must contain a token."""
         x_TD = self.features(tokens_T, valid_T, segments_T)
         if self.config.pooling == "first":
             x_D = x_TD[0]

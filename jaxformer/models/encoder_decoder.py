@@ -23,18 +23,18 @@ from jaxformer.ops.masks import Causal
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig(TokenBlocksConfig):
-    """Shape of an `EncoderDecoder`; source and target share one vocabulary, and each may be `context_length` long.
-    The defaults are `base` of the paper."""
+    """Shape of an `EncoderDecoder`. Source and target share one vocabulary, and each has at most `context_length`
+    tokens. The defaults are those of the paper's `base`."""
 
     n_encoder_blocks: int = 6
     n_decoder_blocks: int = 6
     local_heads: int = 0
-    """Heads of each self-attention that begin by attending to one position. In the decoder, the first attends to the
-    one before, the second two before, and so on; in the encoder to the one before, the one after, two before, and so
-    on. With RoPE and attention_bias, whose b_Q and b_K begin so."""
+    """Heads of each self-attention that attend to a fixed distance at initialisation. In the decoder, the first attends
+    one position back, the second two back, and so on; in the encoder, one back, one ahead, two back, and so on. Needs
+    RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
     diagonal_heads: int = 0
-    """Heads of each cross-attention that begin by attending around the token's own position in the source, some 10
-    positions wide; queries and keys are then rotated in cross-attention, too. With RoPE and attention_bias."""
+    """Heads of each cross-attention that, at initialisation, attend to some 10 positions around the token's own
+    position in the source. RoPE is then also applied in cross-attention. Needs RoPE and attention_bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,9 +63,9 @@ class EncoderDecoderCache(NamedTuple):
 
 
 class EncoderDecoder(nn.Module):
-    """Sequence-to-sequence model: a source and the target so far to the logits of the target's next tokens.
+    """Sequence-to-sequence model: maps a source and the target so far to the target's next-token logits.
 
-    One embedding serves the source, the target and the logits (section 3.4); it is scaled by √D at the input.
+    Source, target and logits share one embedding (section 3.4), which is scaled by √D at the input.
     """
 
     config: EncoderDecoderConfig
@@ -73,7 +73,7 @@ class EncoderDecoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        # Initialised so that, scaled, it is as large as the positions that are added.
+        # Initialised so that, once scaled, it has the magnitude of the position encodings added to it.
         self.embedding = Embedding(
             c.vocab_size, c.context_length, c.d_model, c.positions, init_std=c.d_model**-0.5, scale=sqrt(c.d_model)
         )
@@ -89,15 +89,16 @@ class EncoderDecoder(nn.Module):
             self.encoder_norm, self.decoder_norm = c.make_norm(), c.make_norm()
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of the tokens that follow each token of the target.
+        """Return logits `(T, V)` for the token after each token of the target.
 
         Args:
           source_S: int32 tokens.
           valid_S: True for the source's tokens, False for padding; None if all are tokens.
-          target_T: int32 tokens after a start token. Padding on its right changes nothing before it.
+          target_T: int32 tokens, beginning with a start token. Padding on the right does not affect positions before
+            it.
 
         Raises:
-          ValueError: source or target is longer than the context, and positions are learned.
+          ValueError: positions are learned, and source or target has more tokens than positions.
         """
         return capture_point(self, "logits", self.unembed(self.features(source_S, valid_S, target_T)))
 
@@ -113,7 +114,7 @@ class EncoderDecoder(nn.Module):
         )
 
     def encode(self, source_S: jax.Array, valid_S: jax.Array | None = None) -> jax.Array:
-        """Return the source as the decoder attends to it, `(S, D)`; rows at padding are undefined."""
+        """Return the encoded source, `(S, D)`, which the decoder attends to; rows at padding are undefined."""
         self.config.check_length(len(source_S))
         positions_S = jnp.arange(len(source_S))
         x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
@@ -124,8 +125,7 @@ class EncoderDecoder(nn.Module):
     def start(
         self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: Any = jnp.float32
     ) -> EncoderDecoderCache:
-        """Return the cache with the source's keys and values for each block, and `n_slots` empty slots for the
-        target."""
+        """Return a cache with the source's keys and values for each block and `n_slots` empty slots for the target."""
         c, source_SD = self.config, self.encode(source_S, valid_S)
         target, empty = (
             init_cache(c.n_decoder_blocks, c.n_heads, n, c.width_of_head, dtype) for n in (n_slots, len(source_S))
@@ -139,7 +139,7 @@ class EncoderDecoder(nn.Module):
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: EncoderDecoderCache, slot: jax.Array | int
     ) -> tuple[jax.Array, EncoderDecoderCache]:
-        """Return the features `(T, D)` of tokens after the target in the cache, and the cache with them added at
+        """Return the features `(T, D)` of tokens that follow the target in the cache, and the cache with them added at
         `slot`.
 
         A token whose position is `masks.EMPTY` is padding, as in `Decoder`.
@@ -151,12 +151,12 @@ class EncoderDecoder(nn.Module):
         layers: list[LayerCache] = []
         for block, layer, source in zip(self.decoder_blocks, cache.target.layers, cache.source, strict=True):
             x_TD, updated = block(x_TD, positions_T, mask, layer, slot, source, source_mask)
-            assert updated is not None  # as a cache was given
+            assert updated is not None  # because a cache was passed
             layers.append(updated)
         return x_TD, cache._replace(target=KVCache(tuple(layers), position_S))
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of features `(T, D)`; of one position, `(V,)` of `(D,)`."""
+        """Return logits `(T, V)` for features `(T, D)`, or `(V,)` for `(D,)`."""
         return self.unembedding().logits(self.readout(x_TD))
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ class EncoderDecoder(nn.Module):
         return self.decoder_norm(x_TD) if self.config.final_norm else x_TD
 
     def unembedding(self) -> Unembedding:
-        """Return the layer to the logits, the transposed embedding (Press and Wolf 2017)."""
+        """Return the layer from readout to logits, the transposed embedding (Press and Wolf 2017)."""
         return Unembedding(self.embedding.W_E.T)
 
     def _embed(self, tokens_T: jax.Array, positions_T: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:

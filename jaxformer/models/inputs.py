@@ -1,7 +1,7 @@
-"""Checks of what people call a model with themselves: number of axes and dtype always, token ids where their values are
-known.
+"""Checks of inputs that users pass to a model directly: always the number of axes and the dtype, and token ids if their
+values are known.
 
-While JAX traces there are no values, and a compiled function has none of this in it.
+Under tracing there are no values, and a compiled function contains none of these checks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jaxformer.nn.embedding import check_tokens
 
 
 def check_example(model: nn.Module, *inputs: Any) -> None:
-    """Raise `UserError` where inputs are not those of one example: another number of axes, as a batch has, token ids
-    that are none, a sequence longer than the model's positions. The lengths of other axes are not compared, and a model
-    without a config of this library takes anything."""
+    """Raise `UserError` if the inputs do not form one example: the wrong number of axes, as in a batch, invalid token
+    ids, or a sequence longer than the model's positions. The sizes of other axes are not compared, and a model without
+    a config of this library accepts anything."""
     contract = contract_of(model)
     for x, declared in zip(inputs, contract.inputs, strict=False):
         if x is None:
@@ -32,8 +32,8 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
 
 
 def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
-    """Check one sequence of tokens, `(T,)`, each of which is predicted from those before it; `UserError` for another
-    number of axes, fewer than 2 tokens or too many, or ids out of the vocabulary."""
+    """Check one sequence of tokens `(T,)` for next-token prediction. Raises `UserError` for another number of axes,
+    fewer than 2 tokens or too many, or ids outside the vocabulary."""
     assert contract.vocab_size is not None
     check_shape(tokens_T, contract.inputs[0])
     if len(tokens_T) < 2:
@@ -43,7 +43,7 @@ def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
 
 
 def check_shape(x: Any, declared: Input) -> None:
-    """Raise `UserError` for an input with another number of axes than one example has."""
+    """Raise `UserError` for an input whose number of axes is not that of one example."""
     n_axes = len(declared.shape)
     if jnp.ndim(x) != n_axes:
         shape = "(T,)" if n_axes == 1 else declared.shape
@@ -52,7 +52,7 @@ def check_shape(x: Any, declared: Input) -> None:
 
 
 def check_length(contract: Contract, n_tokens: int) -> None:
-    """Raise `UserError` for more tokens than a model has positions; sinusoidal and rotary positions have no end."""
+    """Raise `UserError` for more tokens than the model has positions; sinusoidal and rotary positions are unlimited."""
     limit = contract.max_tokens
     if limit is None:
         return

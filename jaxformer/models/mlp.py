@@ -1,4 +1,4 @@
-"""Language models without attention: the first rungs of the ladder, from a 1-gram model to all of attention but its
+"""Language models without attention: the first rungs of the ladder, from a 1-gram model to attention without its
 softmax."""
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class MLPConfig(TokenModelConfig):
     d_ff: tuple[int, ...] = (2048, 2048)
     """Widths of the hidden layers."""
     mixing: Literal["none", "concatenate", "static", "dynamic", "gram", "qkv"] = "none"
-    """Input of the MLP: each position alone (none), all positions concatenated, or weighted sums of positions, as of
-    `nn.mixing.Mixing`."""
+    """Input of the MLP: each position separately (none), all positions concatenated, or weighted sums over positions,
+    as in `nn.mixing.Mixing`."""
     causal: bool = True
-    """Mix each position with those before it only. Without it, the model reads the tokens that it predicts: its loss is
-    that of copying, and it cannot generate."""
+    """Mix each position only with those before it. If false, the model reads the tokens that it predicts: it learns to
+    copy, and cannot generate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,15 +52,16 @@ class MLPConfig(TokenModelConfig):
         )
 
     def build(self, execution: Execution = PLAIN) -> MLPLanguageModel:
-        """Return the module; without blocks and attention, `execution` changes nothing."""
+        """Return the module. `execution` has no effect, because there are no blocks and no attention."""
         return MLPLanguageModel(self)
 
 
 class MLPLanguageModel(nn.Module):
-    """Embedding, positions, mixing, MLP, logits: `(T,)` to `(T, V)`.
+    """Embedding, positions, mixing and MLP, from tokens `(T,)` to logits `(T, V)`.
 
-    Applied to each position alone, it is a 1-gram model. Applied to all positions concatenated, it reads a full window
-    and predicts the next token, `(context_length,)` to `(1, V)`; its first matrix grows with the square of T·D."""
+    Applied to each position separately, it is a 1-gram model. Applied to all positions concatenated, it reads a full
+    window and predicts the next token, `(context_length,)` to `(1, V)`; its first matrix grows with the square of
+    T·D."""
 
     config: MLPConfig
 
@@ -72,7 +73,8 @@ class MLPLanguageModel(nn.Module):
         self.mlp = MLP(c.d_ff, c.vocab_size)
 
     def __call__(self, tokens_T: jax.Array) -> jax.Array:
-        """Return logits; `UserError` for more tokens than there are positions, or another number than the window's."""
+        """Return logits. Raises `UserError` for more tokens than positions, or, with a fixed window, any other
+        number."""
         check_length(self.config.contract, len(tokens_T))
         x_TD = self.embedding(tokens_T, jnp.arange(len(tokens_T)))
         if self.config.mixing == "concatenate":

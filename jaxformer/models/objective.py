@@ -24,9 +24,9 @@ Params = Any
 """Pytree of arrays, `model.init(…)["params"]`."""
 
 MAX_LOGITS_BYTES = 2**29
-"""Most bytes of logits that a device holds at once; their gradient takes as much. A batch with more is computed in
-chunks. Each chunk adds to the gradient of the unembedding, which costs more than the products of a chunk of a few
-hundred tokens: with 128,256 tokens in the vocabulary, a chunk in bfloat16 still has 2,048."""
+"""Maximum bytes of logits that a device holds at once; their gradient takes the same amount. A batch with more is
+computed in chunks. Each chunk adds to the gradient of the unembedding, which costs more than the matmuls of a chunk of
+a few hundred tokens: with a vocabulary of 128,256 tokens, a chunk in bfloat16 still has 2,048."""
 
 
 class BatchReduction(NamedTuple):
@@ -34,8 +34,8 @@ class BatchReduction(NamedTuple):
 
     Attributes:
       n: number of microbatches, over all devices and accumulation steps.
-      mean: mean of a tree over the microbatches that are computed at once.
-      gather: concatenation of rows over the microbatches that are computed at once.
+      mean: function that averages a tree over the microbatches computed at once.
+      gather: function that concatenates rows over the microbatches computed at once.
     """
 
     n: int = 1
@@ -44,7 +44,7 @@ class BatchReduction(NamedTuple):
 
 
 NO_REDUCTION = BatchReduction()
-"""Reduction of a batch that is computed at once."""
+"""Reduction for a batch that is a single microbatch."""
 
 
 class Objective(Protocol):
@@ -54,11 +54,11 @@ class Objective(Protocol):
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
         across: BatchReduction = NO_REDUCTION,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """Return what a microbatch adds to the objective, and to the reported loss, which lacks regularisation: float32
-        scalars.
+        """Return a microbatch's contributions to the objective, and to the reported loss, which excludes
+        regularisation: float32 scalars.
 
         Args:
-          keys_B: dropout keys; without them, there is no dropout.
+          keys_B: dropout keys; None for no dropout.
           smoothing: label smoothing.
           across: reductions over the microbatches of the batch.
         """
@@ -69,25 +69,25 @@ class Objective(Protocol):
         ...
 
     def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
-        """Return the measurements of each example that `summary` needs, arrays with B first."""
+        """Return the per-example measurements that `summary` needs, arrays `(B, …)`."""
         ...
 
     def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Return metrics by name from the measurements of all examples, joined; one is `loss`."""
+        """Return metrics by name, including `loss`, from the concatenated measurements of all examples."""
         ...
 
 
 class CrossEntropy:
-    """Cross-entropy of logits over classes: of next tokens, of masked tokens, of an image's class."""
+    """Cross-entropy of logits over classes: next tokens, masked tokens, or an image's class."""
 
     def loss(
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
         across: BatchReduction = NO_REDUCTION,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """Return the weighted mean in nats per target, plus the auxiliary losses of routers in the first value.
+        """Return the weighted mean in nats per target; the first value includes the auxiliary losses of routers.
 
-        The load-balancing loss is of all tokens that are computed at once: the batch of all devices, or with
-        `compute.grad_accumulation_steps` a microbatch.
+        The load-balancing loss covers all tokens computed at once: the batch of all devices, or a microbatch with
+        `compute.grad_accumulation_steps`.
         """
 
         outputs_B, sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
@@ -117,7 +117,7 @@ class CrossEntropy:
         return jnp.mean(nll) if example.weights is None else jnp.sum(nll * example.weights)
 
     def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
-        """Return per example the weighted sums of nats, of top-1 correct targets, and of weights."""
+        """Return, per example, the weighted sums of nats and of top-1 correct targets, and the sum of weights."""
 
         def target_metrics(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
             return negative_log_likelihood(logits, targets), top1_correct(logits, targets)
@@ -130,29 +130,30 @@ class CrossEntropy:
 
     def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return the loss in nats per target, and the top-1 accuracy."""
-        # In float64, so that they do not depend on the batch size.
+        # In float64, so that the metrics do not depend on the batch size.
         nats, correct, weight = (measures[name].sum(dtype=np.float64) for name in ("nats", "correct", "weight"))
         return {"loss": float(nats / weight), "accuracy": float(correct / weight)}
 
 
 class Contrastive:
-    """Contrastive loss of pairs of embeddings, as of `CLIP`: each is classified among those of the batch by the other
-    one of its pair (Radford et al. 2021, figure 3).
+    """Contrastive loss of pairs of embeddings, as in `CLIP`: each embedding is identified among those of the batch by
+    its partner (Radford et al. 2021, figure 3).
 
-    A batch's targets are the number of each pair's caption, int32 `(B,)`: in `summary`, equal ones are all correct.
+    A batch's targets are the caption index of each pair, int32 `(B,)`: in `summary`, all pairs with an equal index
+    count as correct.
     """
 
     def loss(
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
         across: BatchReduction = NO_REDUCTION,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """Return the mean over the batch in nats per pair, with all pairs that are computed at once as negatives.
+        """Return the mean over the batch in nats per pair, with all pairs computed at once as negatives.
 
-        These are the pairs of all devices. With `compute.grad_accumulation_steps`, each microbatch has its own, fewer
-        negatives: another loss. Pairs of weight 0 are no negatives.
+        These are the pairs of all devices. With `compute.grad_accumulation_steps`, each microbatch has only its own
+        negatives, so the loss is a different one. Pairs of weight 0 are not negatives.
 
         Raises:
-          UserError: for label smoothing, as there are no classes.
+          UserError: label smoothing is set, but there are no classes.
         """
         if smoothing:
             raise UserError(f"train.label_smoothing is {smoothing}, but pairs have no labels to smooth; set it to 0.")
@@ -164,7 +165,7 @@ class Contrastive:
         return nll, nll
 
     def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
-        """Return per pair both embeddings, the number of its caption, its weight, and the logarithm of the scale."""
+        """Return, per pair, both embeddings, its caption index, its weight, and the log of the logit scale."""
         image_BE, text_BE, log_scale = self._pairs(model, params, batch)
         weights_B = jnp.ones(len(image_BE)) if batch.weights is None else jnp.asarray(batch.weights)
         return {
@@ -173,8 +174,8 @@ class Contrastive:
         }  # fmt: skip
 
     def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Return the loss of all pairs as one batch, and recall at 1 and 5 of texts for an image and of images for a
-        text."""
+        """Return the loss with all pairs as one batch, and recall at 1 and 5 from images to texts and from texts to
+        images."""
         counts = measures["weight"] > 0
         image_NE, text_NE = (measures[name][counts].astype(np.float64) for name in ("image", "text"))
         captions = measures["caption"][counts]
@@ -188,22 +189,22 @@ class Contrastive:
         return metrics
 
     def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Return minus the logit of a pair: without negatives, the loss is the term that draws both together."""
+        """Return minus the logit of a pair: without negatives, only the term that pulls the pair together remains."""
         image_E, text_E, log_scale = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))  # type: ignore[misc]
         return -jnp.exp(log_scale) * (image_E @ text_E)
 
     def _pairs(
         self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return both embeddings of each pair, `(B, E)`, and the logarithm of the scale."""
+        """Return both embeddings of each pair, `(B, E)`, and the log of the logit scale."""
         apply = lambda inputs, key: model.apply({"params": params}, *inputs, rngs=_rngs(key))  # noqa: E731
         pairs: tuple = jax.vmap(apply, out_axes=(0, 0, None))(batch.inputs, keys_B)
         return pairs
 
 
 def recall(scores_NM: np.ndarray, correct_NM: np.ndarray, k: int) -> float:
-    """Return the fraction of N queries with a correct answer among the k of highest score; a wrong one of equal score
-    ranks first. Each query has a correct answer."""
+    """Return the fraction of N queries with a correct answer among the k highest scores; in a tie, wrong answers rank
+    first. Each query must have a correct answer."""
     best_N = np.where(correct_NM, scores_NM, -np.inf).max(axis=1)
     before_N = (~correct_NM & (scores_NM >= best_N[:, None])).sum(axis=1)
     return float((before_N < k).mean())
@@ -225,8 +226,8 @@ def mean_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
 
 
 def batched_apply(model: nn.Module, params: Params) -> Callable[..., tuple[Any, Any]]:
-    """Return the function of `(*inputs_B, rngs)` to features or, without `has_features`, logits, and the collection
-    `ROUTER`."""
+    """Return a function of `(*inputs_B, rngs)` that returns features or, without `has_features`, logits, and a dict
+    with the collection `ROUTER`."""
     method = "features" if contract_of(model).has_features else None
     return jax.vmap(partial(model.apply, {"params": params}, mutable=[ROUTER], method=method))
 
@@ -234,14 +235,14 @@ def batched_apply(model: nn.Module, params: Params) -> Callable[..., tuple[Any, 
 def per_target(
     function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, outputs_B: Any, targets: Any
 ) -> Any:
-    """Return `function(logits, targets)` of each example, a tree of arrays of the targets' shape.
+    """Return `function(logits, targets)` for each example, a tree of arrays in the shape of the targets.
 
-    Of a model with `has_features`, about `MAX_LOGITS_BYTES` of logits are computed at a time.
+    For a model with `has_features`, about `MAX_LOGITS_BYTES` of logits are computed at a time.
 
     Args:
-      function: function of logits `(…, V)` and int32 targets `(…,)`, for each target by itself.
+      function: function of logits `(…, V)` and int32 targets `(…,)` that treats each target independently.
       outputs_B: outputs of `batched_apply`.
-      targets: int32, with B first.
+      targets: int32 `(B, …)`.
     """
     targets_B, (x_B, layer) = jnp.asarray(targets), _last_layer(model, params, outputs_B)
     if layer is None:
@@ -254,8 +255,8 @@ def per_target(
 
 
 def _last_layer(model: nn.Module, params: Params, outputs_B: Any) -> tuple[Any, Unembedding | None]:
-    """Return the readout of the outputs of `batched_apply` and the layer from there to the logits; logits and None
-    where there is no such layer."""
+    """Return the readout of the outputs of `batched_apply` and the layer from readout to logits; for a model without
+    `has_features`, logits and None."""
     if not contract_of(model).has_features:
         return outputs_B, None
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
@@ -263,8 +264,8 @@ def _last_layer(model: nn.Module, params: Params, outputs_B: Any) -> tuple[Any, 
 
 
 def _token_rows(x_BTD: jax.Array, targets_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the readout of all tokens, `(N, D)`, and their targets `(N,)`: from here on, tokens are independent of
-    their sequence."""
+    """Return the readout of all tokens, `(N, D)`, and their targets `(N,)`: from here on, tokens do not depend on their
+    sequence."""
     return x_BTD.reshape(targets_B.size, -1), targets_B.reshape(-1)
 
 
@@ -281,17 +282,17 @@ def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Return whether a model predicts the next token at each position of one sequence."""
+    """Return True if a model predicts the next token at each position of a sequence."""
     return contract_of(model).task is Task.CAUSAL_LM
 
 
 def next_token_nll(
     model: nn.Module, params: Params, tokens_T: jax.Array, dropout_key: jax.Array | None = None
 ) -> jax.Array:
-    """Return the negative log-likelihood in nats of each token of one sequence given those before it, `(T - 1,)`
+    """Return the negative log-likelihood in nats of each token of a sequence given the tokens before it, `(T - 1,)`
     float32.
 
-    A model that predicts only the end of the window (`mlp_concat`) returns `(1,)`. Dropout is on with a key.
+    For a model that predicts only the end of the window (`mlp_concat`), it is `(1,)`. A key turns dropout on.
     """
     logits = model.apply({"params": params}, tokens_T[:-1], rngs=_rngs(dropout_key))
     assert isinstance(logits, jax.Array)

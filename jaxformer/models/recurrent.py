@@ -32,16 +32,16 @@ class RecurrentConfig(TokenModelConfig):
     d_embedding: int = 256
     """Width of the token embedding, and of the features before the logits."""
     d_model: int = 256
-    """Width of the state of the decoder, and of each direction of the encoder."""
+    """Width of the decoder's state, and of the encoder's state in each direction."""
     n_layers: int = 1
-    """Layers of the encoder, and of the decoder."""
+    """Number of encoder layers, and of decoder layers."""
     bidirectional: bool = True
     """Encode the source in both directions."""
     attention: Literal["none", "additive", "linear", "dot"] = "additive"
-    """Scores of the decoder's state with the source; none for one fixed context. With linear, additive without its
-    tanh, the state cancels in the softmax: all steps read one average of the source."""
+    """Attention scores of the decoder's state with the source; none for one fixed context. With linear, which is
+    additive without its tanh, the state cancels in the softmax, and all steps read the same average of the source."""
     d_attention: int | None = None
-    """Width of additive or linear attention; without it, d_model."""
+    """Width of additive or linear attention; by default, d_model."""
     tied: bool = False
     """One embedding for source, target and logits, as in Vaswani et al. 2017, section 3.4."""
     dropout: float = 0.0
@@ -54,7 +54,7 @@ class RecurrentConfig(TokenModelConfig):
 
     @property
     def d_source(self) -> int:
-        """Width E of an annotation: the states of all directions."""
+        """Width E of an annotation, the concatenated states of all directions."""
         return self.d_model * (2 if self.bidirectional else 1)
 
     @property
@@ -65,12 +65,12 @@ class RecurrentConfig(TokenModelConfig):
         )
 
     def build(self, execution: Execution = PLAIN) -> Recurrent:
-        """Return the module; without blocks and self-attention, `execution` changes nothing."""
+        """Return the module. `execution` has no effect, because there are no blocks and no self-attention."""
         return Recurrent(self)
 
 
 class RecurrentCache(NamedTuple):
-    """Source and state of decoding."""
+    """Source and decoding state."""
 
     memory: Memory
     states: tuple[State, ...]
@@ -78,12 +78,12 @@ class RecurrentCache(NamedTuple):
 
 
 class Recurrent(nn.Module):
-    """Sequence-to-sequence model: a source `(S,)` and the target so far `(T,)` to the logits of the next tokens, `(T,
-    V)`.
+    """Sequence-to-sequence model: maps a source `(S,)` and the target so far `(T,)` to next-token logits, `(T, V)`.
 
-    As in Bahdanau et al. 2015, appendix A.2, with two changes: the decoder's first state is from the last states of
-    both directions of the encoder, layer for layer, and the output layer reads the new state, as in their equation 4.
-    Of several layers, the first attends. A fixed context is the last state of the encoder's last layer."""
+    It follows Bahdanau et al. 2015, appendix A.2, with two changes: the decoder's initial state is computed from the
+    last states of both directions of the encoder, layer by layer, and the output layer reads the new state, as in their
+    equation 4. With several layers, the first attends. A fixed context is the last state of the encoder's last
+    layer."""
 
     config: RecurrentConfig
 
@@ -113,7 +113,7 @@ class Recurrent(nn.Module):
             d_attention = None if c.attention == "dot" else c.d_attention or D
             self.reader = AttentiveRecurrence(c.cell, width, D, E, d_attention, c.attention == "linear")
         self.decoder = [Recurrence(c.cell, D, D) for _ in range(c.n_layers - 1)]
-        # Two numbers per feature, of which the larger counts (maxout, Goodfellow et al. 2013).
+        # Two values per feature, of which the larger is used (maxout, Goodfellow et al. 2013).
         read = nn.initializers.normal((D + width + E) ** -0.5)
         self.W_o = parameter(self, "W_o", read, (D + width + E, 2 * width), "embed -> maxout")
         self.b_o = parameter(self, "b_o", nn.initializers.zeros, (2 * width,), "maxout")
@@ -124,7 +124,7 @@ class Recurrent(nn.Module):
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of the tokens that follow each token of the target, which begins with a start token.
+        """Return logits `(T, V)` for the token after each token of the target, which begins with a start token.
 
         Args:
           source_S: int32 tokens.
@@ -138,16 +138,16 @@ class Recurrent(nn.Module):
         return self._decode(target_T, None, self._encode(source_S, valid_S))[0]
 
     def start(self, source_S: jax.Array, valid_S: jax.Array, n_slots: int, dtype: Any = jnp.float32) -> RecurrentCache:
-        """Return the cache of a source: its annotations and the decoder's first state.
+        """Return the cache of a source: its annotations and the decoder's initial state.
 
         Args:
           source_S: int32 tokens.
           valid_S: True for tokens, False for padding, which is on the right.
           n_slots: unused; the state has a fixed size.
-          dtype: of the source's annotations, keys and values.
+          dtype: dtype of the source's annotations, keys and values.
 
         Raises:
-          UserError: the dtype is of integers.
+          UserError: the dtype is not a floating-point type.
         """
         check_floating(dtype)
         memory, states = self._encode(source_S, valid_S)
@@ -156,16 +156,17 @@ class Recurrent(nn.Module):
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: RecurrentCache, slot: jax.Array | int
     ) -> tuple[jax.Array, RecurrentCache]:
-        """Return the features `(T, d_embedding)` of the tokens after those in the cache, and the cache after them.
+        """Return the features `(T, d_embedding)` of tokens that follow those in the cache, and the updated cache.
 
-        A token whose position is `masks.EMPTY` is padding: it changes no state, and its own features are undefined.
+        A token whose position is `masks.EMPTY` is padding: it does not change the state, and its own features are
+        undefined.
         """
         cast = RecurrentCache(_as(cache.states[0][0].dtype, cache.memory), cache.states)
         x_TD, states = self._decode(tokens_T, positions_T != EMPTY, cast)
         return x_TD, RecurrentCache(cache.memory, states)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of features; of one position, `(V,)` of `(d_embedding,)`."""
+        """Return logits `(T, V)` for features `(T, d_embedding)`, or `(V,)` for `(d_embedding,)`."""
         return self.unembedding().logits(x_TD)
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
@@ -173,11 +174,11 @@ class Recurrent(nn.Module):
         return x_TD
 
     def unembedding(self) -> Unembedding:
-        """Return the layer to the logits."""
+        """Return the layer from readout to logits."""
         return Unembedding(self.embedding.W_E.T if self.config.tied else self.W_out)
 
     def _encode(self, source_S: jax.Array, valid_S: jax.Array) -> RecurrentCache:
-        """Return the annotations of the source and the decoder's first state."""
+        """Return the annotations of the source and the decoder's initial state."""
         c = self.config
         x_SE = zero_padding(self._embed(self.embedding, source_S), valid_S)
         states: list[State] = []
@@ -215,16 +216,16 @@ class Recurrent(nn.Module):
         return self._drop(x_TI * sqrt(self.config.d_embedding) if self.config.tied else x_TI)
 
     def _drop(self, x: jax.Array) -> jax.Array:
-        """Apply dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
+        """Apply dropout, which is used on all but the recurrent connections (Zaremba et al. 2014)."""
         return capture_point(self, "drop", self.drop(x, deterministic=not self.has_rng("dropout")))
 
 
 def check_floating(dtype: Any) -> None:
-    """Raise `UserError` for a cache's dtype that is of integers."""
+    """Raise `UserError` for a cache dtype that is not floating-point."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UserError(f"the cache's dtype is {jnp.dtype(dtype)}; use float32 or bfloat16 for a recurrent model.")
 
 
 def _as(dtype: Any, memory: Memory) -> Memory:
-    """Return the memory with floating-point arrays in another dtype."""
+    """Return the memory with its floating-point arrays converted to `dtype`."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, memory)

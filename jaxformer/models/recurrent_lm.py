@@ -34,26 +34,26 @@ class RecurrentLMConfig(TokenModelConfig):
 
     @property
     def contract(self) -> Contract:
-        # Nothing is attended to: the state is all that a token has of those before it, whatever their number.
+        # There is no attention: however many tokens came before, a token sees them only through the state.
         return replace(
             super().contract, has_features=True, has_cache=True, attention_window=1, extrapolates=True,
             scaled_width=self.d_model,
         )  # fmt: skip
 
     def build(self, execution: Execution = PLAIN) -> RecurrentLM:
-        """Return the module; without blocks and self-attention, `execution` changes nothing."""
+        """Return the module. `execution` has no effect, because there are no blocks and no self-attention."""
         return RecurrentLM(self)
 
 
 class LMState(NamedTuple):
-    """Cache of a `RecurrentLM`: its size does not depend on the length of the text."""
+    """Cache of a `RecurrentLM`, whose size does not depend on the sequence length."""
 
     layers: tuple[State, ...]
 
 
 class RecurrentLM(nn.Module):
-    """Causal language model: tokens `(T,)` int32 to the logits of each next token, `(T, V)`, each from the state of the
-    last of some recurrent layers. The first state is 0."""
+    """Causal language model: maps tokens `(T,)` int32 to next-token logits `(T, V)`, computed from the states of the
+    last of its recurrent layers. The initial state is 0."""
 
     config: RecurrentLMConfig
 
@@ -74,10 +74,10 @@ class RecurrentLM(nn.Module):
         return self._run(tokens_T, self._zeros(), None)[0]
 
     def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> LMState:
-        """Return the state before the first token, whatever `n_slots` is; it needs no parameters.
+        """Return the state before the first token. `n_slots` is unused, and no parameters are needed.
 
         Raises:
-          UserError: the dtype is of integers.
+          UserError: the dtype is not a floating-point type.
         """
         check_floating(dtype)
         c = self.config
@@ -86,16 +86,17 @@ class RecurrentLM(nn.Module):
     def extend(
         self, tokens_T: jax.Array, positions_T: jax.Array, cache: LMState, slot: jax.Array | int
     ) -> tuple[jax.Array, LMState]:
-        """Return the features `(T, D)` of the tokens after those of the state, and the state after them.
+        """Return the features `(T, D)` of tokens that follow those in the cache, and the updated cache.
 
-        A token whose position is `masks.EMPTY` is padding: it changes no state, and its own features are undefined.
+        A token whose position is `masks.EMPTY` is padding: it does not change the state, and its own features are
+        undefined.
         """
         computed = jax.tree.map(lambda x, zeros: x.astype(zeros.dtype), cache.layers, self._zeros())
         x_TD, states = self._run(tokens_T, computed, positions_T != EMPTY)
         return x_TD, LMState(jax.tree.map(lambda x, stored: x.astype(stored.dtype), states, cache.layers))
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of features; of one position, `(V,)` of `(D,)`."""
+        """Return logits `(T, V)` for features `(T, D)`, or `(V,)` for `(D,)`."""
         return self.unembedding().logits(x_TD)
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
@@ -103,17 +104,17 @@ class RecurrentLM(nn.Module):
         return x_TD
 
     def unembedding(self) -> Unembedding:
-        """Return the layer to the logits."""
+        """Return the layer from readout to logits."""
         return Unembedding(self.W_out)
 
     def _zeros(self) -> tuple[State, ...]:
-        """Return the state of each layer before the first token, in the dtype that it computes in."""
+        """Return the state of each layer before the first token, in the layer's compute dtype."""
         return tuple(layer.zeros() for layer in self.layers)
 
     def _run(
         self, tokens_T: jax.Array, states: tuple[State, ...], valid_T: jax.Array | None
     ) -> tuple[jax.Array, tuple[State, ...]]:
-        """Return the states of the last layer, `(T, D)`, and the last state of each."""
+        """Return the states of the last layer, `(T, D)`, and the last state of each layer."""
         x_TD, after = self.embedding(tokens_T, jnp.arange(len(tokens_T))), []
         for layer, state in zip(self.layers, states, strict=True):
             x_TD, last = layer(self._drop(x_TD), state, valid_T)
@@ -121,5 +122,5 @@ class RecurrentLM(nn.Module):
         return self._drop(x_TD), tuple(after)
 
     def _drop(self, x_TD: jax.Array) -> jax.Array:
-        """Apply dropout, on all but the recurrent connections (Zaremba et al. 2014)."""
+        """Apply dropout, which is used on all but the recurrent connections (Zaremba et al. 2014)."""
         return capture_point(self, "drop", self.drop(x_TD, deterministic=not self.has_rng("dropout")))

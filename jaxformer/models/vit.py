@@ -25,14 +25,14 @@ from jaxformer.ops.patches import patchify, standardize
 
 @dataclass(frozen=True)
 class ViTConfig(BlocksConfig, ImageModelConfig):
-    """Shape of a `ViT`. The defaults are ViT-B/16 of the paper, table 1."""
+    """Shape of a `ViT`. The defaults are those of the paper's ViT-B/16, table 1."""
 
     patch_size: tuple[int, ...] = (16, 16)
-    """Height and width in pixels, one number for both; they must divide those of the image."""
+    """Height and width of a patch in pixels, which must divide those of the image; one value sets both."""
     pooling: Literal["class", "mean"] = "class"
-    """Features of the image: those of an added class token, or the mean over all patches."""
+    """Features of the image: those of an added class token, or their mean over all patches."""
     mean: tuple[float, ...] = (0.5,)
-    """Of pixels from 0 to 1; one for all channels, or one for each. What the model sees is (pixel - mean) / std."""
+    """Mean of pixels from 0 to 1, for all channels or per channel. The model reads (pixel - mean) / std."""
     std: tuple[float, ...] = (0.5,)
     d_model: int = 768
     n_blocks: int = 12
@@ -57,7 +57,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
         return replace(super().contract, attention=attention, patches="", scaled_width=self.d_model)
 
     def n_positions(self, n_patches: int) -> int:
-        """Return the number of patches and, where there is one, the class token."""
+        """Return the number of positions: the patches and, if there is one, the class token."""
         return n_patches + (self.pooling == "class")
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
@@ -74,16 +74,16 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
         return tuple(n // size for n, size in zip(self.example()[0].shape[:-1], self.patch_shape, strict=True))
 
     def make_positions(self, length: int) -> LearnedPositions:
-        """Return the positions of `length` patches, with a class token if `pooling` needs it."""
+        """Return the position embedding of `length` patches, with a class token if `pooling` needs it."""
         return LearnedPositions(length, class_token=self.pooling == "class")
 
     def pool(self, x: jax.Array) -> jax.Array:
-        """Return the features of a sequence, `(…, D)` of `(…, N, D)`."""
+        """Return the features of a sequence, `(…, D)` from `(…, N, D)`."""
         return x[..., 0, :] if self.pooling == "class" else jnp.mean(x, axis=-2)
 
 
 class ViT(nn.Module):
-    """Image classifier with bidirectional attention among patches: `(height, width, C)` uint8 to logits
+    """Image classifier with bidirectional attention among patches: maps `(height, width, C)` uint8 to logits
     `(n_classes,)`."""
 
     config: ViTConfig
@@ -105,7 +105,7 @@ class ViT(nn.Module):
         self.b_out = parameter(self, "b_out", init, (c.n_classes,), "classes")
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
-        """Return logits `(n_classes,)`; pixels may be floats with white at 1 in place of uint8."""
+        """Return logits `(n_classes,)`; pixels may be floats with white at 1 instead of uint8."""
         return capture_point(self, "logits", self.encode(pixels) @ self.W_out + self.b_out)
 
     def encode(self, pixels: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Video Vision Transformer: a video is a sequence of tubelets, patches with a duration (Arnab et al. 2021)."""
+"""Video Vision Transformer: a video is a sequence of tubelets, patches that span several frames (Arnab et al. 2021)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jaxformer.ops.patches import patchify, standardize
 
 @dataclass(frozen=True)
 class ViViTConfig(ViTConfig):
-    """Shape of a `ViViT` or `FactorisedViViT`. The defaults are ViViT-B/16x2 of the paper."""
+    """Shape of a `ViViT` or `FactorisedViViT`. The defaults are those of the paper's ViViT-B/16x2."""
 
     n_frames: int = 32
     tubelet_frames: int = 2
-    """Duration of a tubelet; its height and width are `patch_size`. It must divide the video's."""
+    """Frames per tubelet, whose height and width are `patch_size`; it must divide n_frames."""
     attention: Literal["joint", "factorised"] = "joint"
-    """Attention among all tubelets (model 1), or among those of one time, and then among times (model 2)."""
+    """Attention among all tubelets (model 1), or first within and then across time steps (model 2)."""
     n_temporal_blocks: int = 4
-    """Blocks of attention among times, if attention is factorised."""
+    """Blocks of attention across time steps, if attention is factorised."""
     n_classes: int = 400
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class ViViTConfig(ViTConfig):
         pixels = Input("pixels", (self.n_frames, *self.image_size, self.channels), "uint8")
         n_times = self.n_frames // self.tubelet_frames
         n_patches = n_times * prod(self.image_size) // prod(self.patch_size)
-        # Where attention is factorised, that within a time has a mask which is an array, and that over times has none.
+        # Factorised attention has an array as its mask within a time step, and no mask across time steps.
         n_positions = self.n_positions(n_patches if self.attention == "joint" else n_times)
         return Contract(
             Task.VIDEO_CLASSIFICATION, (pixels,), n_classes=self.n_classes,
@@ -60,17 +60,17 @@ class ViViTConfig(ViTConfig):
 
 
 class ViViT(ViT):
-    """Video classifier with joint space-time attention (model 1, section 3.3): `(frames, height, width, C)` uint8 to
-    logits `(n_classes,)`."""
+    """Video classifier with joint space-time attention (model 1, section 3.3): maps `(frames, height, width, C)` uint8
+    to logits `(n_classes,)`."""
 
     config: ViViTConfig
 
 
 class FactorisedViViT(ViT):
-    """Video classifier with a factorised encoder (model 2, figure 4): a ViT per time, and a transformer over the
-    features of the times, `(frames, height, width, C)` uint8 to logits `(n_classes,)`.
+    """Video classifier with a factorised encoder (model 2, figure 4): a ViT per time step, and a transformer over the
+    features of the time steps. It maps `(frames, height, width, C)` uint8 to logits `(n_classes,)`.
 
-    All times form one sequence, of which attention sees one segment at a time.
+    All time steps form one sequence, with one attention segment per time step.
     """
 
     config: ViViTConfig

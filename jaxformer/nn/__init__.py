@@ -1,4 +1,4 @@
-"""Flax Linen modules for one example: parameters wired around the functions of `jaxformer.ops`."""
+"""Flax Linen modules for one example, which wire parameters around the functions of `jaxformer.ops`."""
 
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block

@@ -20,8 +20,8 @@ from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import Llama3Scaling, query_and_key_at, rope
 
 NARROW, WIDE = (7.0, (0.4, 1.0)), (3.0, (0.05, 0.35))
-"""Score of attention to the key at a head's distance at initialisation, where others are drawn with about 1; and the
-frequencies of RoPE, in radians per position, that tell it from others."""
+"""At initialisation, the attention score of the key at a head's distance, where other scores have a magnitude of about
+1; and the RoPE frequencies, in radians per position, that distinguish that distance from others."""
 AXES = {
     **dict.fromkeys(("W_Q", "W_K", "W_V"), "embed -> heads head_dim"),
     **dict.fromkeys(("b_Q", "b_K", "b_V"), "heads 1 head_dim"),
@@ -35,8 +35,8 @@ AXES = {
 def biases_at(
     distance: int, head_dim: int, rope_base: float, scale: float, is_wide: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first `b_Q` and `b_K`, each `(K,)` float32, of a head that begins at a distance: alone, they have the
-    score of `NARROW` or `WIDE` there.
+    """Return the initial `b_Q` and `b_K`, each `(K,)` float32, of a head that attends to a distance. The biases by
+    themselves yield the score of `NARROW` or `WIDE` there.
 
     Raises:
       UserError: see `query_and_key_at`.
@@ -48,31 +48,32 @@ def biases_at(
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention with four projections (Vaswani et al. 2017, section 3.2.2): queries, keys, values, output.
+    """Multi-head attention with four projections: queries, keys, values, output (Vaswani et al. 2017, section 3.2.2).
     Cross-attention takes its keys and values from another sequence, the source.
 
     Attributes:
       n_heads: query heads H.
-      head_dim: width K of a head's queries and keys, and of its values without value_dim.
-      n_kv_heads: key/value heads G that the query heads share; G divides H. None for H.
+      head_dim: width K of a head's queries and keys, and of its values unless `value_dim` is set.
+      n_kv_heads: key/value heads G, shared by the query heads; G divides H. None for H.
       scaled: divide the scores by √K.
       init_std: standard deviation of every projection at initialisation; None for 1/√D.
-      output_projection: multiply the concatenated heads by `W_O`; without it, the output is the heads, `(T, H·K)`.
+      output_projection: multiply the concatenated heads by `W_O`; otherwise the output is the heads themselves, `(T,
+        H·K)`.
       bias: add `b_Q`, `b_K`, `b_V` and, with `W_O`, `b_O`; all 0 at initialisation.
       qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
-      rope_base: rotate queries and keys by their position; None for no rotation.
-      attention: implementation, with the signature of `ops.attention.attention`. With that one, a decode step takes
-        the faster `ops.cache.decode_step`.
-      rope_scaling: divisor of the positions in the rotation, or scaling of its frequencies.
+      rope_base: base of RoPE, which rotates queries and keys by their position; None for no rotation.
+      attention: implementation, with the signature of `ops.attention.attention`. With that function itself, a decode
+        step uses the faster `ops.cache.decode_step`.
+      rope_scaling: divisor of the positions in RoPE, or scaling of its frequencies.
       norm_eps: ε of the norms of queries and keys.
-      output_bias: add `b_O`; None for as `bias` says.
-      score_scale: factor of the scores in place of 1/√K.
-      sum_heads: without `W_O`, sum the heads in place of concatenating them; the output is `(T, K)`.
-      value_dim: width of a head's values and output; None for head_dim. Shapes here call it K, too.
-      distances: distance of the key that each of the first heads attends to at initialisation, in positions back, or
-        ahead if negative, whatever its content: b_Q and b_K begin so. With `bias` and `rope_base`; unlike the slopes of
-        ALiBi (Press et al. 2022), they are trained.
-      is_wide: attend around these positions, some 10 wide, and less to them.
+      output_bias: add `b_O`; None to follow `bias`.
+      score_scale: factor applied to the scores instead of 1/√K.
+      sum_heads: without `W_O`, sum the heads instead of concatenating them; the output is `(T, K)`.
+      value_dim: width of a head's values and output; None for head_dim. Shape suffixes call it K as well.
+      distances: distances of the keys that the first heads attend to at initialisation, regardless of content, in
+        positions back, or ahead if negative. They set the initial b_Q and b_K, which need `bias` and `rope_base` and,
+        unlike the slopes of ALiBi (Press et al. 2022), are trained.
+      is_wide: attend less sharply, to some 10 positions around each distance.
     """
 
     n_heads: int
@@ -107,14 +108,14 @@ class MultiHeadAttention(nn.Module):
         """Map `(T, D)` to `(T, D)`, and the cache, if given, to the cache with keys and values written at `slot`.
 
         Args:
-          positions_T: int32 positions for the rotation; by default 0, 1, 2, …
+          positions_T: int32 positions for RoPE; by default 0, 1, 2, …
           mask: keys that a query may attend to; by default all.
-          source: sequence `(S, D)` to attend to in place of x_TD, or a cache that holds its `keys_values`; then
-            without another cache.
-          token_values: further values `(G, T, K)`, added to those of x_TD before they are cached; in self-attention.
+          source: sequence `(S, D)` to attend to instead of x_TD, or a cache that holds its `keys_values`; `cache` must
+            then be None.
+          token_values: additional values `(G, T, K)` for self-attention, added to those of x_TD before they are cached.
 
         Raises:
-          UserError: `x_TD` has another number of axes than 2.
+          UserError: `x_TD` does not have 2 axes.
         """
         if x_TD.ndim != 2:
             raise UserError(f"expected an input of shape (T, D), got {x_TD.shape}; use jax.vmap for a batch.")
@@ -132,7 +133,7 @@ class MultiHeadAttention(nn.Module):
             v_GTK = v_GTK + token_values
         q_HTK = self._normalize_and_rotate(q_HTK, "Q", positions_T)
         if cache is not None and T == 1 and self.attention is attention:
-            assert isinstance(mask, jax.Array)  # from the positions in the cache
+            assert isinstance(mask, jax.Array)  # computed from the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GTK, v_GTK, cache, slot, mask, self.scale)
         else:
             if cache is not None:
@@ -163,15 +164,16 @@ class MultiHeadAttention(nn.Module):
         return self.value_dim or self.head_dim if name == "V" else self.head_dim
 
     def _add_bias(self, y_HTK: jax.Array, name: str) -> jax.Array:
-        """Return queries, keys or values with `b_Q`, `b_K` or `b_V`, where there are biases."""
+        """Return queries, keys or values with `b_Q`, `b_K` or `b_V` added, if `bias` is set."""
         if not self.bias:
             return y_HTK
         init = self._init_bias(name) if self.distances and name != "V" else nn.initializers.zeros
         return y_HTK + self._parameter(f"b_{name}", init, len(y_HTK), 1, self._width(name))
 
     def _init_bias(self, name: str) -> nn.initializers.Initializer:
-        """Return the initializer of `b_Q` or `b_K`, with which the scores of the first heads are highest at their
-        distances. The other heads have no biases at first, nor have the keys that only they attend to."""
+        """Return the initialiser of `b_Q` or `b_K`, under which the scores of the first heads peak at their distances.
+
+        The biases of the other heads, and of keys that only they attend to, start at zero."""
         assert self.rope_base is not None  # scores do not depend on distances otherwise
         pairs = [biases_at(d, self.head_dim, self.rope_base, self.scale, self.is_wide) for d in self.distances]
         queries, keys = zip(*pairs, strict=True)
@@ -185,7 +187,7 @@ class MultiHeadAttention(nn.Module):
         return init
 
     def _normalize_and_rotate(self, x_HTK: jax.Array, name: str, positions_T: jax.Array) -> jax.Array:
-        """Return queries or keys after `qk_norm` and the rotation, `(H, T, K)`."""
+        """Return queries or keys after `qk_norm` and RoPE, `(H, T, K)`."""
         if self.qk_norm:
             gamma_K = self._parameter(f"gamma_{name}", nn.initializers.ones, self.head_dim)
             x_HTK = rms_norm(x_HTK, gamma_K, self.norm_eps)
@@ -193,14 +195,14 @@ class MultiHeadAttention(nn.Module):
 
     @nn.compact
     def _parameter(self, name: str, init: nn.initializers.Initializer, *shape: int) -> jax.Array:
-        """Return a parameter. Linen allows one compact method per class, and `keys_values` is also called alone."""
+        """Return a parameter. Linen allows one compact method per class, and `keys_values` is also called directly."""
         return parameter(self, name, init, shape, AXES[name])
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)
 
     def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
-        """Return the attention of the heads, `(H, T, K)`. A decode step does not pass it."""
+        """Return the attention output of the heads, `(H, T, K)`. Not called for a decode step."""
         q_HTK, k_GSK, v_GSK = (
             capture_point(self, name, x) for name, x in (("queries", q_HTK), ("keys", k_GSK), ("values", v_GSK))
         )
@@ -212,8 +214,8 @@ class MultiHeadAttention(nn.Module):
         return capture_point(self, "heads", y_HTK)
 
     def _replaced_weights(self, q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask) -> jax.Array | None:
-        """Offer scores, mask and weights, which no implementation of attention returns; return the weights `(H, T, S)`
-        if one of the three was replaced, else None."""
+        """Pass scores, mask and weights, which no attention implementation returns, to their capture points. Return the
+        weights `(H, T, S)` if one of the three was replaced, else None."""
         scores_HTS = attention_scores(q_HTK, k_GSK, self.scale)
         visible_TS = as_array(mask, *scores_HTS.shape[1:])
         new_scores_HTS = capture_point(self, "scores", scores_HTS)
@@ -225,7 +227,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Factor applied to the scores."""
         if self.score_scale is not None:
             return self.score_scale
         return 1 / sqrt(self.head_dim) if self.scaled else 1.0

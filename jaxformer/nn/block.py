@@ -11,20 +11,23 @@ from jaxformer.ops.cache import LayerCache
 from jaxformer.ops.masks import Mask
 
 Make = Callable[..., nn.Module]
-"""Function that makes a module, such as `functools.partial(MLP, hidden=…, d_out=…)`."""
+"""Function that constructs a module, such as `functools.partial(MLP, hidden=…, d_out=…)`."""
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with an optional norm before ('pre', Xiong et al. 2020) or after ('post', Vaswani et al.
-    2017) and a residual connection. In between, optionally, cross-attention. With 'both', a part has a norm before it,
-    and another, `attention_post_norm` or `mlp_post_norm`, of its output before that is added (Gemma 2).
+    """Attention and MLP, optionally with cross-attention in between, each with a residual connection and an optional
+    norm.
+
+    The norm precedes a sublayer ('pre', Xiong et al. 2020) or follows its residual connection ('post', Vaswani et al.
+    2017). With 'both', one norm precedes the sublayer, and another, such as `attention_post_norm` or `mlp_post_norm`,
+    is applied to its output before the residual connection (Gemma 2).
 
     Attributes:
-      make_attention, make_mlp, make_norm: functions that make the parts; no norm without `make_norm`.
+      make_attention, make_mlp, make_norm: functions that construct the sublayers and norms; None for no norm.
       norm_placement: 'pre', 'post' or 'both'.
       residual: x + f(x) instead of f(x).
-      dropout: probability of zeroing an output of each part, with a dropout key.
-      make_cross_attention: function that makes cross-attention; without it, there is none.
+      dropout: dropout probability of the outputs of each sublayer, applied if there is a dropout key.
+      make_cross_attention: function that constructs cross-attention; None for no cross-attention.
     """
 
     make_attention: Make
@@ -64,14 +67,14 @@ class Block(nn.Module):
 
         Args:
           source: for cross-attention, a sequence `(S, D)`, or a cache with its `keys_values`.
-          source_mask: of cross-attention.
+          source_mask: mask of cross-attention.
           key: dropout key; None for no dropout.
-          token_values: further values of the self-attention, `(G, T, K)`; see `MultiHeadAttention`.
+          token_values: additional values of self-attention, `(G, T, K)`; see `MultiHeadAttention`.
         """
         cross = self.make_cross_attention is not None
         x_TD = capture_point(self, "before", x_TD)
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if cross else 2))
-        # A module of another project need not know of them.
+        # Attention modules defined elsewhere need not accept `token_values`.
         named = {} if token_values is None else {"token_values": token_values}
         y_TD, cache = self.attention(self._before(x_TD, "attention"), positions_T, mask, cache, slot, **named)
         x_TD = self._after(x_TD, y_TD, "attention", keys[0])

@@ -1,7 +1,8 @@
-"""Capture points: values of a module that inspection looks at, or replaces.
+"""Capture points: values of a module that inspection reads or replaces.
 
-A module passes each such value through `capture_point`, which returns it as it is: the jaxpr of a model has no trace of
-its points. Only within `handled_by`, which `jaxformer.inspect` enters, does a handler receive the values.
+A module passes each of these values through `capture_point`, which returns it unchanged, so that capture points leave
+no trace in a model's jaxpr. Only within `handled_by`, which `jaxformer.inspect` enters, does a handler receive the
+values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import flax.linen as nn
 import jax
 
 OUTPUT = "output"
-"""Name of a module's output. Within a model, its activation is called as the module; `output` is that of the model."""
+"""Name of a module's output. Within a model, a module's output activation has the module's name, and `output` is the
+output of the model."""
 
 Handler = Callable[[nn.Module, str, jax.Array], jax.Array]
 """`handler(module, name, value)` returns the replacement of a value, or the value itself."""
@@ -23,7 +25,7 @@ _handler: ContextVar[Handler | None] = ContextVar("handler", default=None)
 
 
 def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
-    """Return a value of a module, or within `handled_by` its replacement.
+    """Return a module's value, or, within `handled_by`, its replacement.
 
     Args:
       module: the bound module that computes the value.
@@ -34,16 +36,16 @@ def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
 
 
 def is_capturing() -> bool:
-    """Return whether values are passed to a handler."""
+    """Return True if values are passed to a handler."""
     return _handler.get() is not None
 
 
 @contextmanager
 def handled_by(handler: Handler | None) -> Iterator[None]:
-    """Pass the values of all capture points to a handler; within another such context, as that one returns them.
+    """Pass the values of all capture points to a handler; in nested contexts, the outer handler is applied first.
 
     Args:
-      handler: None for no handler, such as under `nn.vmap`, whose inner values cannot leave it.
+      handler: None for no handler, as under `nn.vmap`, whose inner values cannot leave it.
     """
     outer = _handler.get()
 

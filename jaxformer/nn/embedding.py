@@ -18,8 +18,8 @@ Positions = Literal["none", "learned", "sinusoidal", "rope"]
 
 
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
-    """Check the token ids of one sequence, `(T,)`; while JAX traces, only their shape and dtype; `UserError` for
-    another number of axes, a dtype that is no integer, or ids that are not in the vocabulary."""
+    """Check the token ids of one sequence, `(T,)`; under tracing, only their shape and dtype. Raises `UserError` for
+    another number of axes, a non-integer dtype, or ids outside the vocabulary."""
     if np.ndim(tokens_T) != 1:
         remedy = "; use jax.vmap for a batch" if np.ndim(tokens_T) == 2 else ""
         raise UserError(f"expected an input of shape (T,), got {np.shape(tokens_T)}{remedy}.")
@@ -41,9 +41,9 @@ class Embedding(nn.Module):
 
     Attributes:
       n_positions: rows of `W_pos`.
-      positions: 'learned' or 'sinusoidal'; nothing is added for others ('none', 'rope').
+      positions: 'learned' or 'sinusoidal'; nothing is added for 'none' or 'rope'.
       init_std: standard deviation of both tables at initialisation.
-      scale: factor of a row of `W_E` before the position is added; √D in Vaswani et al. 2017, section 3.4.
+      scale: factor applied to a row of `W_E` before the position is added; √D in Vaswani et al. 2017, section 3.4.
     """
 
     vocab_size: int
@@ -60,8 +60,8 @@ class Embedding(nn.Module):
             self.W_pos = parameter(self, "W_pos", init, (self.n_positions, self.d_model), "positions -> embed")
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Map token ids `(T,)` int32 to `(T, D)`; `UserError` for another number of axes, or, unless traced, ids that
-        are not in the vocabulary."""
+        """Map token ids `(T,)` int32 to `(T, D)`. Raises `UserError` for another number of axes or, unless traced, ids
+        outside the vocabulary."""
         check_tokens(tokens_T, self.vocab_size)
         x_TD = self.scale * rows(self.W_E, tokens_T)
         if self.positions == "learned":
@@ -71,5 +71,5 @@ class Embedding(nn.Module):
         return capture_point(self, OUTPUT, x_TD)
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` from the transposed table (Press and Wolf 2017)."""
+        """Return logits `(T, V)` from the transposed embedding table (Press and Wolf 2017)."""
         return x_TD @ self.W_E.T

@@ -1,4 +1,4 @@
-"""Execution of a model's blocks: activation checkpointing, loops over blocks and gathering of parameters."""
+"""Execution of a model's blocks: activation checkpointing, scanning over blocks and gathering of parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.kernels import is_cudnn_forward
 
 Remat = Literal["none", "dots", "block"]
-"""Activations that are saved for the backward pass: all; the outputs of products with weights; the input of each block.
-The output of blockwise or fused attention and the log of its rows' sums are saved always: they need little memory, and
-much to recompute."""
+"""Activations saved for the backward pass: all; the outputs of matmuls with weights; or each block's input. The output
+and log-sums of blockwise or fused attention are always saved: they need little memory and are expensive to
+recompute."""
 
 SAVE_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.save_only_these_names(SAVED), is_cudnn_forward
@@ -29,7 +29,7 @@ POLICIES = {"dots": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, S
 
 
 ROUTER = "router"
-"""Collection into which mixtures of experts sow the statistics of their routers; see `nn.experts`."""
+"""Collection into which mixtures of experts sow their router statistics; see `nn.experts`."""
 
 
 def no_gather(name: str, params: Any) -> Any:
@@ -39,17 +39,17 @@ def no_gather(name: str, params: Any) -> Any:
 
 @dataclass(frozen=True)
 class Execution:
-    """Choices of time and memory. No shape, no name and, but for rounding, no number depends on them.
+    """Settings that trade time for memory. They change no shape or parameter name and, except for rounding, no result.
 
     While activations are captured or replaced, blocks are neither scanned nor rematerialised.
 
     Attributes:
       attention: implementation of attention, with the signature of `ops.attention.attention`.
       remat: activation checkpointing (Chen et al. 2016).
-      scan: compile one block and loop over it, for deep models. Parameters keep their names; they are stacked on the
-        way in.
+      scan: compile one block and scan over it, for deep models. Parameters keep their names and are stacked before the
+        scan.
       gather: function of a block's name and its parameters that gathers their shards when the block begins and, with
-        remat, once more in the backward pass.
+        remat, again in the backward pass.
       expert_shards: devices that experts are split over; see `nn.experts.Experts`.
     """
 
@@ -61,15 +61,15 @@ class Execution:
 
 
 PLAIN = Execution()
-"""Execution on one device, every activation saved, with the attention of `ops.attention`."""
+"""Execution on one device with `ops.attention.attention` and every activation saved."""
 
 
 def input_dropout(
     module: nn.Module, dropout: nn.Module, x: jax.Array, n_blocks: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the blocks' first input after dropout, and one dropout key per block, `(n_blocks,)`.
+    """Return the input of the first block after dropout, and one dropout key per block, `(n_blocks,)`.
 
-    Where `module` has no dropout key, these are `x` and None.
+    If `module` has no dropout key, these are `x` and None.
     """
     if not module.has_rng("dropout"):
         return x, None
@@ -85,18 +85,18 @@ def run_blocks(
     keys: jax.Array | None = None,
     **named: Any,
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks; each is called as `block(x_TD, *inputs, key=…, **named)`.
+    """Return the residual stream `(T, D)` after all blocks, each called as `block(x_TD, *inputs, key=…, **named)`.
 
     Args:
       blocks: bound modules whose calls return `(x_TD, cache)`.
-      *inputs: further inputs, the same for all blocks.
-      **named: further inputs by name, the same for all blocks.
+      *inputs: additional positional inputs, the same for all blocks.
+      **named: additional keyword inputs, the same for all blocks.
       keys: one dropout key per block.
 
     Raises:
       UserError: the blocks differ in shape and cannot be scanned.
     """
-    if is_capturing():  # the values of a block cannot leave a loop, and are stored anyway
+    if is_capturing():  # values captured in a block could not leave a scan, and are stored anyway
         execution = replace(execution, scan=False, remat="none")
     if execution.scan and not blocks[0].is_initializing():
         return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, **named)
@@ -106,7 +106,8 @@ def run_blocks(
 
 
 def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **named: Any) -> Callable[..., jax.Array]:
-    """Return `(block, x_TD, key)` to the residual stream `(T, D)` after the block, with its gather and remat."""
+    """Return a function of `(block, x_TD, key)` that computes the residual stream `(T, D)` after the block, including
+    gather and remat."""
 
     def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
         return block(x_TD, *inputs, key=key, **named)[0]
@@ -116,7 +117,7 @@ def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **name
             gather = lambda variables: {"params": execution.gather(str(block.name), variables["params"])}  # noqa: E731
             run = nn.map_variables(run, "params", trans_in_fn=gather)
         if execution.remat != "none":
-            # A loop already keeps the compiler from merging the second computation with the first.
+            # A scan already prevents the compiler from merging the recomputation with the first computation.
             run = nn.checkpoint(run, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
     return run
 
@@ -129,8 +130,8 @@ def _scan_blocks(
     keys: jax.Array | None,
     **named: Any,
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks from a loop over their stacked parameters."""
-    # A transformation of JAX must not see bound modules: take their parameters out, and apply the first with each.
+    """Return the residual stream `(T, D)` after all blocks, from a scan over their stacked parameters."""
+    # JAX transformations cannot handle bound modules: extract the parameters, and apply the first block with each.
     params = [block.variables["params"] for block in blocks]
     shapes = [jax.tree.map(jnp.shape, p) for p in params]
     if any(shape != shapes[0] for shape in shapes):

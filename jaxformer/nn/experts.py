@@ -31,20 +31,20 @@ AXIS = "expert"
 class Experts(nn.Module):
     """Mixture of experts: `(T, D)` to `(T, d_out)` (Shazeer et al. 2017).
 
-    `W_router` `(D, E)` routes. The parameters of `experts` have one more axis than those of one MLP, the first,
+    `W_router` `(D, E)` is the router. The parameters of `experts` are those of one MLP with an additional leading axis,
     `(E, …)`.
 
-    Tokens beyond the capacity are dropped in training only, that is, where there is an rng named "dropout": in
-    evaluation and sampling, the output for a token is independent of other tokens. `RouterStatistics` are sown as
-    "statistics" into the collection `ROUTER`, if that is mutable.
+    Tokens beyond the capacity are dropped in training only, that is, if there is an rng named "dropout". In evaluation
+    and sampling, the output for a token is independent of other tokens. `RouterStatistics` are sown as "statistics"
+    into the collection `ROUTER`, if that is mutable.
 
     Attributes:
-      make_expert: function that makes one expert.
-      n_experts, per_token: number of experts E, and of experts per token J.
+      make_expert: function that constructs one expert.
+      n_experts, per_token: number E of experts, and number J of experts per token.
       capacity_factor: see `ops.experts.capacity`.
       shared_expert: add one more expert, `shared`, for all tokens (Dai et al. 2024, section 3.2).
-      shards: devices on the mesh axis "expert", each of which has its part of the experts and sends the others their
-        tokens; more than 1 only within a `jax.shard_map` over that axis.
+      shards: devices on the mesh axis "expert", each of which holds a shard of the experts and sends the others their
+        tokens; more than 1 only inside a `jax.shard_map` over that axis.
       renormalize: see `ops.experts.route`.
     """
 
@@ -60,7 +60,7 @@ class Experts(nn.Module):
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         T, D = x_TD.shape
         W_DE = parameter(self, "W_router", uniform_fan_in(D), (D, self.n_experts), "embed -> choices")
-        # In float32, as rounding may change a token's experts (Fedus et al. 2022, section 2.4).
+        # In float32, because rounding may change a token's experts (Fedus et al. 2022, section 2.4).
         logits_TE = widened(x_TD) @ widened(W_DE)
         experts_TJ, weights_TJ = route(logits_TE, self.per_token, self.renormalize)
         room = capacity(T, self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None)
@@ -68,14 +68,14 @@ class Experts(nn.Module):
         if not self.is_initializing():
             statistics = router_statistics(logits_TE, experts_TJ, slots_TJ, room)
             self.sow(ROUTER, "statistics", statistics, reduce_fn=lambda _, new: new, init_fn=lambda: None)
-        with handled_by(None):  # values of one expert under `vmap`
+        with handled_by(None):  # values under `vmap` cannot be captured
             y_ECD = self._through_experts(dispatch(x_TD, slots_TJ, self.n_experts, room))
         y_TD = combine(capture_point(self, "experts", y_ECD), slots_TJ, weights_TJ)
         y_TD = y_TD + self.make_expert(name="shared")(x_TD) if self.shared_expert else y_TD
         return capture_point(self, OUTPUT, y_TD)
 
     def _through_experts(self, x_ECD: jax.Array) -> jax.Array:
-        """Apply each expert to its slots, `(E, C, D)`, also on other devices."""
+        """Apply each expert, including those on other devices, to its slots, `(E, C, D)`."""
         each = nn.vmap(lambda expert, x_CD: expert(x_CD), variable_axes={"params": 0}, split_rngs={"params": True})
         experts = self.make_expert(name="experts")
         if self.shards == 1:
@@ -87,7 +87,7 @@ class Experts(nn.Module):
 
 
 def routers(sown: Mapping[str, Any]) -> dict[str, RouterStatistics]:
-    """Return the statistics sown into `ROUTER` by the dotted name of their layer, such as 'blocks_0.mlp'."""
+    """Return the statistics sown into `ROUTER`, by dotted layer name, such as 'blocks_0.mlp'."""
     is_leaf = lambda x: isinstance(x, RouterStatistics)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(sown, is_leaf=is_leaf)
     return {".".join(key.key for key in path[:-1]): statistics for path, statistics in leaves}

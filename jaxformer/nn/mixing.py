@@ -1,4 +1,4 @@
-"""Sums over positions with weights that no softmax normalises: the steps from a fixed matrix to attention."""
+"""Weighted sums over positions without a softmax: the steps from a fixed matrix to attention."""
 
 import flax.linen as nn
 import jax
@@ -11,19 +11,19 @@ from jaxformer.ops.masks import Causal
 
 
 class Mixing(nn.Module):
-    """Weighted sums of positions, `(T, D)` to `(T, D)`, with weights `(T, T)` of one of these kinds:
+    """Weighted sums over positions, `(T, D)` to `(T, D)`, with weights `(T, T)` of one of these kinds:
 
-    - 'static': A, one matrix for all texts.
-    - 'dynamic': X B, where a position chooses its weights by its own features.
-    - 'gram': X Xᵀ / √D, where the features of both positions choose.
-    - 'qkv': X W_Q (X W_K)ᵀ / √D, with X W_V in place of X: attention without its softmax (Katharopoulos et al. 2020).
+    - 'static': A, one matrix for all sequences.
+    - 'dynamic': X B, where the weights of a position depend on its own features.
+    - 'gram': X Xᵀ / √D, where the weights depend on the features of both positions.
+    - 'qkv': X W_Q (X W_K)ᵀ / √D, with X W_V instead of X: attention without its softmax (Katharopoulos et al. 2020).
 
-    All are divided by √n, so that a sum of n independent positions is about as large as one of them.
+    All are divided by √n, so that a sum over n independent positions is about as large as one of them.
 
     Attributes:
       kind: one of these kinds.
-      n_positions: most positions n that there are weights for.
-      causal: give later positions the weight 0.
+      n_positions: maximum number n of positions.
+      causal: set the weights of later positions to 0.
     """
 
     kind: str

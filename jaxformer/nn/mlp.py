@@ -13,7 +13,7 @@ from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
 
 Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu", "geglu"]
-"""Activations of an MLP by the names that configs use."""
+"""Names of MLP activations in configs."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
@@ -24,23 +24,23 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "geglu": jax.nn.gelu,
     "tanh": jnp.tanh,
 }
-"""Activations by name. 'swiglu' and 'geglu' gate: silu(x W_gate) · (x W), or gelu (Shazeer 2020); 'gelu' is the tanh
-approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid approximation of CLIP
-(Hendrycks and Gimpel 2016)."""
+"""Activations by name. 'swiglu' and 'geglu' are gated: silu(x W_gate) · (x W), or the same with gelu (Shazeer 2020).
+'gelu' is the tanh approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid
+approximation of CLIP (Hendrycks and Gimpel 2016)."""
 GATED = ("swiglu", "geglu")
-"""Activations of a gate."""
+"""Activations of gated MLPs."""
 RECOMPUTED = ("gelu", "geglu")
-"""Activations that the backward pass computes again, from the product before the bias: it reads that anyway, and the
-sum and its tanh would be written and read, too."""
+"""Activations that the backward pass recomputes from the matmul's output before the bias: it reads that anyway, whereas
+the biased sum and its tanh would have to be written and read in addition."""
 
 
 _AXES = ("embed", "hidden")
-"""Axes before the first layer, after it, and so on: of two layers, the first splits its output over devices and
-the second its input (Shoeybi et al. 2019, section 3)."""
+"""Axes before the first layer, after it, and so on alternately: of two layers, the first splits its output over devices
+and the second its input (Shoeybi et al. 2019, section 3)."""
 
 
 def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
-    """Return the initialiser U(-1/√fan_in, 1/√fan_in), that of `torch.nn.Linear` for matrix and bias."""
+    """Return the initialiser U(-1/√fan_in, 1/√fan_in), which `torch.nn.Linear` uses for weight and bias."""
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any = float) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -1 / sqrt(fan_in), 1 / sqrt(fan_in))
@@ -51,7 +51,7 @@ def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
 class MLP(nn.Module):
     """Linear layers with an activation between them: `(…, D)` to `(…, d_out)`.
 
-    Parameters `W_1`, `b_1`, …, in the order in which they are used; `W_gate_i` beside `W_i` for a gated activation.
+    Its parameters are `W_1`, `b_1`, … in order of use, and `W_gate_i` in addition to `W_i` for a gated activation.
     """
 
     hidden: tuple[int, ...]
@@ -66,7 +66,7 @@ class MLP(nn.Module):
         return capture_point(self, OUTPUT, self._linear(x, len(self.hidden) + 1, self.d_out))
 
     def _hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
-        """Return the activations of the i-th hidden layer, from 1 on, `(…, hidden[i - 1])`."""
+        """Return the activations of the i-th hidden layer, counted from 1, `(…, hidden[i - 1])`."""
         width = self.hidden[i - 1]
         y, b = self._product(x, f"W_{i}", i, width), self._bias(x, i, width)
         if self.activation in GATED:
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 def activate(activation: str, y: jax.Array, b: jax.Array | None = None) -> jax.Array:
-    """Return the activation of a product and its bias, in the shape of the product; see `RECOMPUTED`."""
+    """Return the activation function applied to y + b, in the shape of y; see `RECOMPUTED`."""
 
     def act(y: jax.Array, b: jax.Array | None) -> jax.Array:
         return ACTIVATIONS[activation](_add(y, b))
@@ -94,5 +94,5 @@ def activate(activation: str, y: jax.Array, b: jax.Array | None = None) -> jax.A
 
 
 def _add(y: jax.Array, b: jax.Array | None) -> jax.Array:
-    """Return a product and its bias, if there is one."""
+    """Return y + b, or y without a bias."""
     return y if b is None else y + b

@@ -1,4 +1,4 @@
-"""Norms with their parameters."""
+"""Norm modules with learned parameters."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`ops.norms.layer_norm` with a learned gain `gamma`, 1 at initialisation, and shift `beta`, 0."""
+    """`ops.norms.layer_norm` with a learned gain `gamma`, 1 at initialisation, and a learned shift `beta`, 0 at
+    initialisation."""
 
     eps: float = 1e-5
 
@@ -36,16 +37,16 @@ class LayerNorm(nn.Module):
 
 
 def epsilon(norm: str, eps: float | None) -> float:
-    """Return ε of a norm: `eps` or, without it, the norm's default."""
+    """Return `eps`, or a norm's default ε if it is None."""
     return NORMS[norm].eps if eps is None else eps
 
 
 Norm = Literal["rmsnorm", "layernorm"]
-"""Norms by the names that configs use."""
+"""Names of norms in configs."""
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
-"""Modules of the norms by name."""
+"""Norm modules by name."""
 
 
 def norm_maker(norm: str, eps: float | None) -> Callable[[], nn.Module]:
-    """Return the function that makes a norm with ε `eps`."""
+    """Return a function that constructs a norm with ε `eps`."""
     return partial(NORMS[norm], epsilon(norm, eps))

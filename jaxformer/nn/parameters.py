@@ -1,4 +1,4 @@
-"""Parameters with named axes, declared where they are made."""
+"""Parameters with named axes, declared where they are created."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def parameter(
     """Return a module's parameter, as `module.param` does, and declare its axes.
 
     Args:
-      axes: names of the axes, separated by spaces, with `->` between those that a product with the parameter sums over
-        and those of its result, as in `embed -> heads head_dim`; see `contract.ParameterAxes`.
+      axes: names of the axes, separated by spaces, with `->` between the axes that a matmul with the parameter sums
+        over and those of its result, as in `embed -> heads head_dim`; see `contract.ParameterAxes`.
     """
     if (declared := _declared.get()) is not None:
         declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, _stack.get())
@@ -35,7 +35,7 @@ def parameter(
 
 @contextmanager
 def stacked(axis: str) -> Iterator[None]:
-    """Declare that parameters have one more axis, the first, as under `nn.vmap`."""
+    """Declare that parameters have an additional leading axis, as under `nn.vmap`."""
     token = _stack.set((axis, *_stack.get()))
     try:
         yield
@@ -44,10 +44,10 @@ def stacked(axis: str) -> Iterator[None]:
 
 
 class InitTrace(NamedTuple):
-    """Shapes and names in a trace of a model's initialisation, which makes no array."""
+    """Shapes and names from a trace of a model's initialisation, which allocates no array."""
 
     output: Any
-    """Shapes and dtypes of the output for an example of the largest size."""
+    """Shapes and dtypes of the output for an example of maximum size."""
     params: Any
     """Shapes and dtypes of the parameters."""
     axes: Mapping[str, ParameterAxes]
@@ -56,9 +56,9 @@ class InitTrace(NamedTuple):
 
 @lru_cache(maxsize=4)
 def trace_init(model: nn.Module) -> InitTrace:
-    """Trace a model's initialisation with the inputs of its contract, once; tracing takes as long as many steps of a
-    small model. Raises `UserError` if a parameter is not made with `parameter`, or has another number of axes than it
-    declares."""
+    """Trace a model's initialisation with the inputs of its contract. The result is cached, because tracing takes as
+    long as many steps of a small model. Raises `UserError` if a parameter is not created with `parameter`, or has
+    another number of axes than it declares."""
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in contract_of(model).inputs]
     declared: dict[str, ParameterAxes] = {}
     token = _declared.set(declared)

@@ -23,10 +23,11 @@ class PatchEmbedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Learned positions, added to a sequence `(…, N, D)`.
+    """Learned position embeddings, added to a sequence `(…, N, D)`.
 
-    With a class token, the output is one longer, and begins with that token (Dosovitskiy et al. 2021, equation 1): the
-    first row of `W_pos`. In the paper, it is the sum of a position and another vector; one of them is enough.
+    With a class token, the output is one position longer and begins with that token, the first row of `W_pos`
+    (Dosovitskiy et al. 2021, equation 1). In the paper it is the sum of a position embedding and another vector; one
+    vector suffices.
 
     Attributes:
       length: N.

@@ -1,6 +1,6 @@
-"""Recurrent layers with their parameters, alone and with attention to a source.
+"""Recurrent layers with their parameters, with and without attention to a source.
 
-E is the width of the source's annotations; A the width of attention; for C and D see `ops.recurrent`.
+E is the width of the source's annotations and A the width of attention; for C and D see `ops.recurrent`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxformer.ops.recurrent import State, Step, gru_step, lstm_step, recur, tan
 
 
 class Cell(NamedTuple):
-    """Recurrent cell: number of gates, number of arrays of its state, and step."""
+    """Recurrent cell: number of gates, number of arrays in its state, and step function."""
 
     n_gates: int
     n_parts: int
@@ -40,27 +40,28 @@ def _lstm(state: State, x_4D: jax.Array, u_4D: jax.Array, _: None) -> tuple[Stat
 
 
 CELLS = {"tanh": Cell(1, 1, _tanh), "gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, _lstm)}
-"""Cells by the names that configs use. Gates are in the order of their steps: r, z, n and i, f, g, o."""
+"""Cells by their names in configs. Gates are in the order of the step functions: r, z, n and i, f, g, o."""
 
 
 def orthogonal_gates(key: jax.Array, shape: tuple[int, int, int], dtype: Any = float) -> jax.Array:
-    """Return one orthogonal matrix per gate (Saxe et al. 2014; for U in Bahdanau et al. 2015, appendix B.1)."""
+    """Return one orthogonal matrix per gate, `shape` (Saxe et al. 2014; for U in Bahdanau et al. 2015, appendix
+    B.1)."""
     one = partial(nn.initializers.orthogonal(), shape=shape[1:], dtype=dtype)
     return jnp.stack([one(key) for key in jax.random.split(key, shape[0])])
 
 
 def lstm_bias(key: jax.Array, shape: tuple[int, int], dtype: Any = float) -> jax.Array:
-    """Return the first biases of an LSTM: 1 for the forget gate (Jozefowicz et al. 2015), 0 for the others."""
+    """Return the initial biases of an LSTM: 1 for the forget gate (Jozefowicz et al. 2015), 0 for the others."""
     return jnp.zeros(shape, dtype).at[1].set(1)
 
 
 def gates_of(x_TI: jax.Array, W_CID: jax.Array) -> jax.Array:
-    """Return the inputs' products with the matrix of each gate, `(T, C, D)`."""
+    """Return the inputs times the matrix of each gate, `(T, C, D)`."""
     return jnp.einsum("ti,cid->tcd", x_TI, W_CID)
 
 
 class Recurrence(nn.Module):
-    """Recurrent layer, in one direction.
+    """Unidirectional recurrent layer.
 
     Attributes:
       cell: a name in `CELLS`.
@@ -84,13 +85,13 @@ class Recurrence(nn.Module):
         self.b_U = parameter(self, "b_U", nn.initializers.zeros, (D,), "embed") if self.cell == "gru" else None
 
     def project(self, x_TI: jax.Array) -> jax.Array:
-        """Return the input of each step, `(T, C, D)`, in one product for all steps."""
+        """Return the projected input of each step, `(T, C, D)`, from one matmul for all steps."""
         return gates_of(x_TI, self.W) + self.b_W
 
     @property
     def recurrent_weights(self) -> jax.Array:
-        """Recurrent weights `(D, C, D)`, with the axis that products sum over first, to transpose once and not per
-        step."""
+        """Recurrent weights `(D, C, D)`, with the axis that matmuls sum over first, so that they are transposed once
+        and not at every step."""
         return self.U.swapaxes(0, 1)
 
     def zeros(self) -> State:
@@ -98,23 +99,23 @@ class Recurrence(nn.Module):
         return (jnp.zeros(self.d_model, self.U.dtype),) * CELLS[self.cell].n_parts
 
     def __call__(self, x_TI: jax.Array, state: State, valid_T: jax.Array | None = None) -> tuple[jax.Array, State]:
-        """Return outputs `(T, D)` and the last state. Invalid positions change no state."""
+        """Return outputs `(T, D)` and the last state. Invalid positions do not change the state."""
         h_TD, state = self.run(self.project(x_TI), state, valid_T)
         return capture_point(self, OUTPUT, h_TD), state
 
     def run(self, x_TCD: jax.Array, state: State, valid_T: jax.Array | None) -> tuple[jax.Array, State]:
-        """Return the same from the output of `project`."""
+        """Return outputs `(T, D)` and the last state from the output of `project`."""
         state, h_TD, _ = recur(CELLS[self.cell].step, state, x_TCD, valid_T, self.recurrent_weights, self.b_U)
         return h_TD, state
 
 
 class Memory(NamedTuple):
-    """Source, as the layers below read it at each step."""
+    """Source in the form that `FixedContext` and `AttentiveRecurrence` read at each step."""
 
     annotations_SE: jax.Array
     values_SCD: jax.Array
-    """Products of each annotation with the gates' matrices, C h; their weighted sum is the product with the weighted
-    sum."""
+    """Each annotation times the gates' matrices, C h; by linearity, their weighted sum equals C times the weighted sum
+    of annotations."""
     keys_SA: jax.Array | None
     """Keys of attention; None without attention."""
     valid_S: jax.Array
@@ -139,27 +140,27 @@ class FixedContext(nn.Module):
         self.C = parameter(self, "C", nn.initializers.normal(self.d_source**-0.5), shape, "gates embed -> hidden")
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
-        """Return the source as `__call__` reads it; S must be 1."""
+        """Return the source in the form that `__call__` reads; S must be 1."""
         return Memory(annotations_SE, gates_of(annotations_SE, self.C), None, valid_S)
 
     def __call__(
         self, x_TI: jax.Array, state: State, memory: Memory, valid_T: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, State]:
-        """Return outputs `(T, D)`, the weight of the context at each step, `(T, 1)`, which is 1, and the last state."""
+        """Return outputs `(T, D)`, the weight of the context at each step, `(T, 1)`, always 1, and the last state."""
         x_TCD = self.recurrence.project(x_TI) + memory.values_SCD
         h_TD, state = self.recurrence.run(x_TCD, state, valid_T)
         return capture_point(self, OUTPUT, h_TD), jnp.ones((len(x_TI), 1)), state
 
 
 class AttentiveRecurrence(nn.Module):
-    """Recurrence whose last output is the query of attention to the source at each step (Bahdanau et al. 2015,
+    """Recurrence that attends to the source at each step, with its previous output as the query (Bahdanau et al. 2015,
     equations 5 and 6).
 
     Attributes:
       cell, d_input, d_model: see `Recurrence`.
       d_source: width E of the annotations.
-      d_attention: width A of the alignment model; None for scores that are dot products, where it is D.
-      linear: an alignment model without its tanh, see `ops.alignment.linear_scores`.
+      d_attention: width A of the alignment model; None for dot-product scores, where it is D.
+      linear: use an alignment model without tanh; see `ops.alignment.linear_scores`.
     """
 
     cell: str
@@ -181,8 +182,8 @@ class AttentiveRecurrence(nn.Module):
             self.v_a = parameter(self, "v_a", nn.initializers.normal(A**-0.5), (A, 1), "alignment -> 1")
 
     def read(self, annotations_SE: jax.Array, valid_S: jax.Array) -> Memory:
-        """Return the source as `__call__` reads it, with the products that do not depend on the state. Invalid
-        annotations are 0, be they NaN."""
+        """Return the source in the form that `__call__` reads, with all matmuls that do not depend on the state.
+        Invalid annotations become 0, even if they are NaN."""
         annotations_SE = zero_padding(annotations_SE, valid_S)
         return Memory(annotations_SE, gates_of(annotations_SE, self.C), annotations_SE @ self.U_a, valid_S)
 

@@ -1,6 +1,7 @@
 """Pure functions on one example: no Flax, no state, no batch axis (`jax.vmap` adds one).
 
-`jaxformer.ops.attention` is the function; `from jaxformer.ops.attention import …` has the others of its file.
+`jaxformer.ops.attention` is the function; import the other functions of its file with `from jaxformer.ops.attention
+import …`.
 """
 
 from jaxformer.ops import masks

@@ -1,4 +1,4 @@
-"""Alignment of a state with each position of a source: attention with one query, for recurrent networks.
+"""Alignment of a state with the positions of a source: single-query attention for recurrent networks.
 
 A is the width of queries and keys.
 """
@@ -20,13 +20,13 @@ def additive_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Arra
 
 def linear_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Array:
     """Return vᵀ (q + k), `(S,)`: additive scores without the tanh. vᵀ q is the same for all positions and cancels in
-    the softmax, so that the weights do not depend on the query."""
+    the softmax, so the weights do not depend on the query."""
     return (q_A + k_SA) @ v_A
 
 
 def dot_scores(q_A: jax.Array, k_SA: jax.Array) -> jax.Array:
-    """Return qᵀ k / √A, `(S,)`: 'general' in Luong et al. 2015, section 3.1, where k = W_a h; scaled as in Vaswani et
-    al. 2017."""
+    """Return qᵀ k / √A, `(S,)`: the 'general' score of Luong et al. 2015, section 3.1, where k = W_a h, scaled as in
+    Vaswani et al. 2017."""
     return k_SA @ q_A / sqrt(len(q_A))
 
 

@@ -13,7 +13,7 @@ from jaxformer.ops.precision import wide
 from jaxformer.ops.quantized import Quantized
 
 MASKED = float(jnp.finfo(jnp.float32).min)
-"""Value of a masked score. Finite, so that a row with no visible key gives no NaN."""
+"""Value of a masked score. It is finite, so that a row with no visible key does not become NaN."""
 
 
 def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float = 1.0) -> jax.Array:
@@ -22,9 +22,9 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
     Args:
       q_HTK: queries; H must be a multiple of G.
       k_GSK: keys.
-      mask: `(T, S)` or, for each head, `(H, T, S)` bool, True where a query may attend, or a `Causal` or `Packed`;
+      mask: bool `(T, S)`, or `(H, T, S)` for a mask per head, True where a query may attend; or a `Causal` or `Packed`;
         None for no mask.
-      scale: factor of the scores, 1/√K in the paper.
+      scale: factor applied to the scores, 1/√K in the paper.
 
     Returns:
       `(H, T, S)` float32. A row sums to one, or to zero where no key is visible.
@@ -33,9 +33,9 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
 
 
 def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
-    """Return keys or values with zeros in place of those that are masked for all queries, `(G, S, K)`.
+    """Return keys or values `(G, S, K)` with zeros at positions masked for all queries.
 
-    Their weights are 0, but 0 times NaN or infinity is NaN, in the output and in the gradient to the queries.
+    Their weights are 0, but 0 times NaN or infinity is NaN, in the output and in the gradient of the queries.
     """
     S = x_GSK.shape[1]
     if mask is None or (isinstance(mask, Causal | Packed) and n_queries >= S):  # every key is visible to some query
@@ -57,7 +57,7 @@ def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> 
 
 
 def softmax(scores_HTS: jax.Array, mask: Mask = None) -> jax.Array:
-    """Return the weights of visible keys from scores, `(H, T, S)`; see `attention_weights`."""
+    """Return the softmax of scores over the visible keys, `(H, T, S)`; see `attention_weights`."""
     if mask is None:
         return jax.nn.softmax(scores_HTS)
     mask_TS = as_array(mask, *scores_HTS.shape[1:])
@@ -71,14 +71,15 @@ def attention(
     mask: Mask = None,
     scale: float = 1.0,
 ) -> jax.Array:
-    """Return weighted sums of the values, `(H, T, K)` in their dtype and width, which may be another than that of
-    queries and keys; see `attention_weights`.
+    """Return weighted sums of the values, `(H, T, K)` in their dtype and width, which may differ from those of queries
+    and keys; see `attention_weights`.
 
-    A query without a visible key gets zeros, and passes no gradient.
+    A query without a visible key gets zeros and passes no gradient.
 
-    A key that is masked for all queries, such as padding, changes no bit, be it NaN. A key that is masked for some
-    queries only, as by a causal mask, must be finite: NaN there is NaN for all of them. To test every key for that
-    would take 4 % of the time of a causal pass; fused kernels (`ops.kernels`) do not either."""
+    A key that is masked for all queries, such as padding, has no effect on the output, even if it is NaN. A key that
+    is masked for some queries only, as by a causal mask, must be finite: a NaN there reaches the output of every
+    query. Checking every key would take 4 % of the time of a causal pass; fused kernels (`ops.kernels`) do not check
+    either."""
     weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale)
     return mix(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))
 
@@ -92,9 +93,10 @@ def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
 
 
 def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Callable[..., jax.Array]:
-    """Return attention within each of n equally long segments, which computes no masked scores.
+    """Return an attention function that attends within each of n equally long segments, without computing masked
+    scores.
 
-    It ignores its mask, which must be that of `masks.segment`.
+    The function ignores its mask, which must equal `masks.segment`.
     """
 
     def attend(
@@ -145,7 +147,7 @@ def multi_head_attention(
     W_O_HKD: jax.Array,
     mask: Mask = None,
 ) -> jax.Array:
-    """Return multi-head attention from four products with weights, `(T, D)` (Vaswani et al. 2017, section 3.2.2).
+    """Return multi-head attention, `(T, D)`, from the four projection matrices (Vaswani et al. 2017, section 3.2.2).
 
     Args:
       x_TD: source of the queries.
@@ -156,8 +158,8 @@ def multi_head_attention(
 
 
 def row_entropy(weights: jax.Array) -> jax.Array:
-    """Return the Shannon entropy in nats of distributions along the last axis; 0·log 0 counts as 0.
+    """Return the Shannon entropy in nats of distributions along the last axis, with 0·log 0 = 0.
 
-    It is log S for a uniform row of S, 0 for a one-hot row and for a row of zeros.
+    The entropy is log S for a uniform row of S entries, and 0 for a one-hot row or a row of zeros.
     """
     return -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), axis=-1)

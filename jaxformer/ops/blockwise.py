@@ -1,10 +1,10 @@
 """Attention in memory linear in T and S, in plain JAX.
 
-Softmax is computed over one block of keys at a time, with a running maximum and sum (Milakov and Gimelshein 2018; Rabe
-and Staats 2021). The backward pass recomputes the blocks of scores, from the log of the sums (Dao et al. 2022).
+The softmax is computed one block of keys at a time, with a running maximum and sum (Milakov and Gimelshein 2018; Rabe
+and Staats 2021). The backward pass recomputes the blocks of scores from the saved log-sums (Dao et al. 2022).
 
-A tile is the scores of a block of queries and a block of keys. Accelerators compute that of all heads and examples at
-once; a CPU's core computes one of a group of heads after another, which stays in its cache.
+A tile is the scores of a block of queries against a block of keys. Accelerators compute a tile for all heads and
+examples at once; a CPU core computes one group of heads at a time, so that the tile stays in its cache.
 """
 
 from collections.abc import Callable
@@ -23,23 +23,24 @@ from jaxformer.ops.masks import Causal, Mask, Packed, causal_part, segment
 from jaxformer.ops.precision import wide, widened
 
 SAVED = "attention"
-"""Name of the saved activations, for `jax.checkpoint_policies.save_only_these_names`: with it, a rematerialised block
-does not attend twice."""
+"""Name of the saved activations, for `jax.checkpoint_policies.save_only_these_names`, with which a rematerialised block
+does not recompute attention."""
 
 
 def blockwise_attention(
     q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0, *, block: int = 512,
     one_by_one: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """Return the output of `ops.attention.attention`, in memory linear in T and S, forward and backward.
+    """Return the output of `ops.attention.attention`, with memory linear in T and S in both passes.
 
-    Blocks that a `Causal` mask hides, or that of a `Packed`, take no time. Differentiable once, in reverse. Masked keys
-    as in `attention`.
+    Blocks hidden by a `Causal` mask, or by the causal part of a `Packed`, are skipped. Differentiable once, in reverse
+    mode. Masked keys are treated as in `attention`.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
-      block: most queries, and most keys, of a block.
-      one_by_one: compute one group of heads of one example after another, also under `jax.vmap`; else all at once.
+      block: maximum number of queries, and of keys, per block.
+      one_by_one: compute the groups of heads of all examples one after another, also under `jax.vmap`, instead of all
+        at once.
     """
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
@@ -68,14 +69,14 @@ def split(x_HTK: jax.Array, n: int, b: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiling of the T·S scores: n_q blocks of b_q queries, n_k blocks of b_k keys, as even as possible."""
+    """Tiling of the T·S scores into n_q blocks of b_q queries and n_k blocks of b_k keys, as even as possible."""
 
     T: int
     S: int
     block: int
     causal: Causal | None
     heads: int = 1
-    """Query heads per group, whose rows of a block of queries follow each other: r = heads · b_q rows."""
+    """Query heads per group; a block of queries stacks their rows, r = heads · b_q in all."""
     one_by_one: bool = False
 
     @property
@@ -111,7 +112,7 @@ class Tiles:
         """Return the mask of a tile, `(r, b_k)` bool; the padding of the last block is hidden.
 
         Args:
-          rest: for each example, segments `(T,)` or a mask `(T, S)`, padded to whole blocks; None if `causal` is all.
+          rest: segments `(T,)` or a mask `(T, S)` for each example, padded to full blocks; None for `causal` only.
         """
         query_r = i * self.b_q + jnp.arange(self.heads * self.b_q) % self.b_q
         key_c = j * self.b_k + jnp.arange(self.b_k)
@@ -128,8 +129,8 @@ class Tiles:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> jax.Array:
-    """Return attention over blocks: `(N, G, r, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, r, K)`; with
-    `one_by_one`, G comes first."""
+    """Return the attention output for blocks, from `(N, G, r, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, r, K)`;
+    with `one_by_one`, G is the first axis."""
     return forward(tiles, q, k, v, rest)[0]
 
 
@@ -146,7 +147,7 @@ def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
     differentiate = (
         over_examples(gradients_one_by_one, tiles) if tiles.one_by_one else partial(gradients_at_once, tiles)
     )
-    dot = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · gradient to it
+    dot = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · its gradient
     gradients = differentiate(rest, q, k, v, dy, log_total, dot)
     return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None
 
@@ -155,22 +156,22 @@ tiled_attention.defvjp(forward, backward)
 
 
 def scores(q_rK: jax.Array, k_cK: jax.Array, mask_rc: jax.Array) -> jax.Array:
-    """Return the scores of one tile, `(…, r, c)` float32 or wider, minus infinity where masked."""
+    """Return the scores of one tile, `(…, r, c)` float32 or wider, with minus infinity where masked."""
     scores_rc = jnp.einsum("...rk,...ck->...rc", q_rK, k_cK, preferred_element_type=wide(q_rK.dtype))
     return jnp.where(mask_rc, scores_rc, -jnp.inf)
 
 
 def initial_sums(rows: tuple[int, ...], v: jax.Array) -> tuple[jax.Array, ...]:
-    """Return weighted sum of values `(…, K)`, sum of weights and maximum of scores before the first tile."""
+    """Return the weighted sum of values `(…, K)`, the sum of weights and the maximum score before the first tile."""
     dtype = wide(v.dtype)
-    # The maximum starts finite, so that a row without a visible key gives zeros and no NaN.
+    # The maximum starts finite, so that a row without a visible key yields zeros instead of NaN.
     return jnp.zeros((*rows, v.shape[-1]), dtype), jnp.zeros(rows, dtype), jnp.full(rows, MASKED, dtype)
 
 
 def add_tile(
     sums: tuple[jax.Array, ...], q_rK: jax.Array, k_cK: jax.Array, v_cK: jax.Array, mask_rc: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return the sums and the maximum of `initial_sums` with one more tile."""
+    """Return the sums and the maximum of `initial_sums`, updated with one more tile."""
     sum_rK, total_r, before_r = sums
     scores_rc = scores(q_rK, k_cK, mask_rc)
     top_r = jnp.maximum(before_r, scores_rc.max(-1))
@@ -181,7 +182,7 @@ def add_tile(
 
 
 def output(sums: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the output, and the log of the sum of exponentials of each row."""
+    """Return the output, and the logsumexp of each row."""
     sum_K, total, top = sums
     total = jnp.where(total > 0, total, 1)
     return (sum_K / total[..., None]).astype(dtype), top + jnp.log(total)
@@ -191,7 +192,7 @@ def tile_gradients(
     mask_rc: jax.Array, q_rK: jax.Array, k_cK: jax.Array, v_cK: jax.Array, dy_rK: jax.Array, log_total_r: jax.Array,
     dot_r: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Return what one tile adds to the gradients with respect to its queries, keys and values."""
+    """Return one tile's contributions to the gradients of its queries, keys and values."""
     product = partial(jnp.einsum, preferred_element_type=wide(q_rK.dtype))
     weights_rc = jnp.exp(scores(q_rK, k_cK, mask_rc) - log_total_r[..., None])
     to_weights = product("...rk,...ck->...rc", dy_rK, v_cK)
@@ -206,7 +207,7 @@ def tile_gradients(
 def attend_at_once(
     tiles: Tiles, rest: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the logs of the sums, from a loop over the visible tiles of all heads."""
+    """Return the output and the log-sums, looping over the visible tiles of all heads."""
 
     def step(sums: tuple, ij: tuple) -> tuple:
         i, j = ij
@@ -217,7 +218,7 @@ def attend_at_once(
 
 
 def gradients_at_once(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the gradients from q, k, v, dy, logs of sums and dots; see `backward`."""
+    """Return the gradients from q, k, v, dy, log-sums and dots; see `backward`."""
     q, k, v, *others = arrays
 
     def step(sums: tuple, ij: tuple) -> tuple:
@@ -242,7 +243,7 @@ def put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def over_examples(function: Callable[..., Any], tiles: Tiles) -> Callable[..., Any]:
-    """Return a function of `rest` and arrays with the groups first, for which `vmap` makes more groups."""
+    """Return a function of `rest` and arrays with a leading group axis, into which `vmap` merges the batch axis."""
     mapped = jax.custom_batching.custom_vmap(partial(function, tiles))
 
     @mapped.def_vmap
@@ -251,7 +252,7 @@ def over_examples(function: Callable[..., Any], tiles: Tiles) -> Callable[..., A
             x = x if has_axis else jnp.broadcast_to(x, (n, *x.shape))
             return x.reshape(-1, *x.shape[2:])
 
-        if rest is not None and (is_batched[0] or len(rest) > 1):  # one mask may serve all
+        if rest is not None and (is_batched[0] or len(rest) > 1):  # one mask may serve all examples
             rest = merge(rest, is_batched[0])
         groups = len(arrays[0]) if not is_batched[1] else arrays[0].shape[1]
         results = mapped(rest, *map(merge, arrays, is_batched[1:]))
@@ -263,7 +264,7 @@ def over_examples(function: Callable[..., Any], tiles: Tiles) -> Callable[..., A
 def attend_one_by_one(
     tiles: Tiles, rest: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the logs of the sums, from a loop over blocks of queries, and one over their keys."""
+    """Return the output and the log-sums, from a loop over blocks of queries and an inner loop over their keys."""
 
     def row(_: None, indices: tuple) -> tuple:
         g, i, first, end = indices
@@ -280,8 +281,8 @@ def attend_one_by_one(
 
 
 def gradients_one_by_one(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the gradients from q, k, v, dy, logs of sums and dots, from a loop over blocks of keys, and one over the
-    queries that see them."""
+    """Return the gradients from q, k, v, dy, log-sums and dots, from a loop over blocks of keys and an inner loop over
+    the queries that see them."""
     q, k, v, *others = arrays
 
     def column(dq: jax.Array, indices: tuple) -> tuple:
@@ -311,13 +312,13 @@ def block_of(x: jax.Array, g: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def example_of(g: jax.Array, q: jax.Array, rest: jax.Array | None) -> jax.Array | int:
-    """Return the index of the example that group g is of."""
+    """Return the index of the example that group g belongs to."""
     return 0 if rest is None else g // (len(q) // len(rest))
 
 
 def loops(n_groups: int, is_visible: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return group, row, and first and end of the visible tiles in the row, for each row of tiles of each group: those
-    that a `Causal` lets through are next to each other."""
+    """Return, for each row of tiles of each group, the group, the row, and the first and end index of its visible
+    tiles, which are contiguous under a `Causal` mask."""
     n, n_tiles = is_visible.shape
     first = is_visible.argmax(axis=1)
     end = np.where(is_visible.any(axis=1), n_tiles - is_visible[:, ::-1].argmax(axis=1), 0)

@@ -1,8 +1,8 @@
 """The key/value cache of one sequence.
 
-A slot is an index in the cache; its position is that of its token in the text. All layers share one array of positions,
-and a slot whose position is `masks.EMPTY` is empty, so that masks from positions are independent of the padding of
-prompts. The slot to write is an argument and not part of the cache: one number for a batch.
+A slot is an index in the cache; its position is its token's position in the sequence. All layers share one array of
+positions, and a slot whose position is `masks.EMPTY` is empty, so masks computed from positions do not depend on how
+prompts are padded. The slot to write is an argument and not part of the cache: one integer for the whole batch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Stored(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, laid out for one query: its scores are sums of rows of the keys' array, and its
-    output is a sum of rows of the values' array."""
+    """Keys and values of one layer, laid out for one query: its scores are a sum of rows of the key array, and its
+    output is a sum of rows of the value array."""
 
     k_GKS: Stored
     v_GSK: Stored
@@ -46,11 +46,10 @@ class KVCache(NamedTuple):
 def init_cache(
     n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: Any, value_dim: int | None = None
 ) -> KVCache:
-    """Return an empty cache for keys and values in float32, bfloat16 or int8. Values are as wide as keys without
-    `value_dim`.
+    """Return an empty cache for keys and values in float32, bfloat16 or int8. `value_dim` defaults to `head_dim`.
 
     Raises:
-      UserError: another dtype.
+      UserError: the dtype is another one.
     """
     if (name := jnp.dtype(dtype).name) not in ("float32", "bfloat16", "int8"):
         raise UserError(f"the cache's dtype is {name}; it must be float32, bfloat16 or int8.")
@@ -83,10 +82,10 @@ def decode_step(
     """Return the attention of one query, `(H, 1, K)`, and the layer with the query's own key and value written at
     `slot`.
 
-    These replace the slot's score and weight, rounded as the cache rounds them, and are written last; see
-    `workarounds.zero_after`.
+    The score and weight of `slot` come from the new key and value, rounded as the cache rounds them; the cache is
+    written last, for `workarounds.zero_after`.
 
-    Values in the cache must be finite, also at masked slots: 0 times NaN is NaN.
+    Values in the cache must be finite even at masked slots, because 0 times NaN is NaN.
     """
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
     einsum = partial(jnp.einsum, preferred_element_type=wide(dtype))
@@ -110,12 +109,12 @@ def decode_step(
 
 
 def write_positions(position_S: jax.Array, positions_T: jax.Array, slot: jax.Array | int) -> jax.Array:
-    """Return the positions with T of them written at slots slot, …, slot + T - 1."""
+    """Return the array of positions with T positions written at slots slot, …, slot + T - 1."""
     return update_slice(position_S, positions_T.astype(position_S.dtype), slot, 0)
 
 
 def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
-    """Return vectors in the cache's dtype; int8 vectors have one scale each, their largest absolute value over 127."""
+    """Return vectors in the cache's dtype; each int8 vector has one scale, its largest absolute value over 127."""
     if dtype != jnp.int8:
         return Stored(x_GTK.astype(dtype), None)
     scale_GT = jnp.abs(x_GTK).max(-1).astype(jnp.float32) / 127
@@ -124,10 +123,10 @@ def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
 
 
 def _rounded(x_GTK: jax.Array, dtype: Any) -> jax.Array:
-    """Return vectors as rounded to the cache's dtype, in their own."""
+    """Return vectors rounded to the cache's dtype, in their original dtype."""
     if jnp.promote_types(x_GTK.dtype, dtype) == dtype:
         return x_GTK
-    if dtype != jnp.int8:  # the compiler removes a conversion there and back
+    if dtype != jnp.int8:  # the compiler would remove a round trip of conversions
         return jax.lax.reduce_precision(x_GTK, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
     values, scale_GT = _store(x_GTK, dtype)
     assert scale_GT is not None  # int8 has one

@@ -1,7 +1,7 @@
 """Mixture of experts on the tokens of one example: routing, dispatch and combination.
 
-Every expert has a capacity in tokens, so that shapes are static and all experts are one product of matrices. Tokens are
-moved by gathers, which JAX differentiates and maps in any order.
+Every expert has a capacity in tokens, so that shapes are static and all experts run as one batched matmul. Tokens are
+moved by gathers, which JAX can differentiate and map in any order.
 
 J is the number of experts per token, C the capacity.
 """
@@ -18,11 +18,11 @@ from jaxformer.ops.precision import widened
 
 
 class RouterStatistics(NamedTuple):
-    """Statistics of a router, all float32 or wider. Each is a mean over tokens: the mean over examples of one length is
-    that of the batch."""
+    """Statistics of a router, all float32 or wider. Each is a mean over tokens, so for examples of equal length the
+    mean over examples is the mean over the batch."""
 
     share_E: jax.Array
-    """Fraction of the choices for each expert; they sum to 1, and pass no gradient."""
+    """Fraction of the choices that fall on each expert, `(E,)`; the fractions sum to 1 and pass no gradient."""
     probability_E: jax.Array
     """Softmax over all experts, `(E,)`."""
     z: jax.Array
@@ -32,13 +32,13 @@ class RouterStatistics(NamedTuple):
 
 
 def route(logits_TE: jax.Array, n_chosen: int, renormalize: bool | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return the experts with the largest logits, the largest first, `(T, J)` int32, and their weights `(T, J)`.
+    """Return the experts with the largest logits in descending order, `(T, J)` int32, and their weights `(T, J)`.
 
-    Weights are the softmax over the chosen experts (Jiang et al. 2024, section 2.1). With one expert per token, that
-    would always be 1, and the weight is the probability among all experts (Fedus et al. 2022, equation 2).
+    Weights are the softmax over the chosen experts (Jiang et al. 2024, section 2.1). With one expert per token, where
+    that would always be 1, the weight is its probability among all experts (Fedus et al. 2022, equation 2).
 
     Args:
-      renormalize: True for the softmax over the chosen experts, False for that over all; None as above.
+      renormalize: True for the softmax over the chosen experts, False for the softmax over all; None as above.
     """
     top_TJ, experts_TJ = jax.lax.top_k(logits_TE, n_chosen)
     among = top_TJ if (n_chosen > 1 if renormalize is None else renormalize) else logits_TE
@@ -47,14 +47,14 @@ def route(logits_TE: jax.Array, n_chosen: int, renormalize: bool | None = None) 
 
 def capacity(n_tokens: int, n_experts: int, n_chosen: int, factor: float | None) -> int:
     """Return the capacity of an expert in tokens: its even share times a factor, rounded up (Fedus et al. 2022,
-    equation 3); without a factor all tokens, so that none is dropped."""
+    equation 3). Without a factor it is all tokens, so that none is dropped."""
     return n_tokens if factor is None else min(n_tokens, ceil(factor * n_chosen * n_tokens / n_experts))
 
 
 def assign(experts_TJ: jax.Array, n_experts: int, capacity: int) -> jax.Array:
     """Return the slot of each choice among the E · C slots, `(T, J)` int32; E · C where its expert is full.
 
-    Earlier tokens go first, with all their choices: so no token's slot depends on a later one.
+    Earlier tokens are assigned first, with all their choices, so no token's slot depends on a later token.
     """
     chosen_N = experts_TJ.reshape(-1)
     chosen_NE = jax.nn.one_hot(chosen_N, n_experts, dtype=jnp.int32)
@@ -72,7 +72,7 @@ def dispatch(x_TD: jax.Array, slots_TJ: jax.Array, n_experts: int, capacity: int
 
 
 def combine(y_ECD: jax.Array, slots_TJ: jax.Array, weights_TJ: jax.Array) -> jax.Array:
-    """Return the weighted sum of each token's expert outputs, `(T, D)`; dropped choices add nothing."""
+    """Return the weighted sum of each token's expert outputs, `(T, D)`; dropped choices contribute zero."""
     y_PD = y_ECD.reshape(-1, y_ECD.shape[-1])
     y_TJD = y_PD.at[slots_TJ].get(mode="fill", fill_value=0)
     return jnp.einsum("tjd,tj->td", y_TJD, weights_TJ.astype(y_TJD.dtype))
@@ -81,8 +81,8 @@ def combine(y_ECD: jax.Array, slots_TJ: jax.Array, weights_TJ: jax.Array) -> jax
 def router_statistics(
     logits_TE: jax.Array, experts_TJ: jax.Array, slots_TJ: jax.Array, capacity: int
 ) -> RouterStatistics:
-    """Return the statistics of one example; average them over the batch before `balance_loss`, which is no mean over
-    examples."""
+    """Return the statistics of one example. Average them over the batch before calling `balance_loss`, which is not a
+    mean over examples."""
     E = logits_TE.shape[-1]
     logits_TE = widened(logits_TE)
     return RouterStatistics(
@@ -94,10 +94,11 @@ def router_statistics(
 
 
 def balance_loss(statistics: RouterStatistics) -> jax.Array:
-    """Return the load-balancing loss E · Σ share · probability, a scalar: 1 for an even load, E where all tokens go to
-    one expert.
+    """Return the load-balancing loss E · Σ share · probability, a scalar: 1 for an even load, E if all tokens go to one
+    expert.
 
-    Fedus et al. 2022, equation 4, without its factor α; for the aim of Shazeer et al. 2017, section 4. With several
-    experts per token, shares are of the choices. The router z-loss (Zoph et al. 2022, equation 5) is `statistics.z`.
+    This is equation 4 of Fedus et al. 2022 without its factor α; the aim is that of Shazeer et al. 2017, section 4.
+    With several experts per token, shares are fractions of the choices. The router z-loss (Zoph et al. 2022, equation
+    5) is `statistics.z`.
     """
     return statistics.share_E.size * jnp.sum(statistics.share_E * statistics.probability_E)

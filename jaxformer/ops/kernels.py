@@ -1,6 +1,6 @@
-"""Attention by kernels for one kind of device, with the signature of `ops.attention.attention`.
+"""Device-specific attention kernels with the signature of `ops.attention.attention`.
 
-Each supports some shapes only, which are known while tracing; see `cudnn_refuses`, `triton_refuses` and
+Each supports only some shapes and masks, which is known at trace time; see `cudnn_refuses`, `triton_refuses` and
 `splash_refuses`.
 """
 
@@ -24,26 +24,26 @@ LANES = 128
 """Width of a TPU's vector registers; blocks of splash attention are multiples of it."""
 
 BLOCK = 4 * LANES
-"""Most positions of a block of splash attention."""
+"""Maximum positions per block of splash attention."""
 
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 """Name of the primitive of cuDNN's forward pass."""
 
 TRITON_BLOCKS = 128, 64, 32
-"""Positions of a block of Triton's kernels: of the forward pass, of that of heads wider than 128, whose blocks would
-not fit into the shared memory, and of the backward pass."""
+"""Positions per block of Triton's kernels: in the forward pass, in the forward pass of heads wider than 128, whose
+blocks would not fit into shared memory otherwise, and in the backward pass."""
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a primitive is the forward pass of cuDNN's attention: a rematerialisation policy, which saves the
-    output and the log of each row's sum, for they carry no name."""
+    """Return True if a primitive is the forward pass of cuDNN's attention. It serves as a rematerialisation policy that
+    saves the output and the logsumexp of each row, which carry no checkpoint name."""
     return bool(primitive.name == CUDNN_FORWARD)
 
 
 def order_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """Return the reason why no kernel here supports these positions or this mask, or None."""
+    """Return the reason why no kernel in this file supports these positions or this mask, or None."""
     T, S = q_HTK.shape[1], k_GSK.shape[1]
     if isinstance(mask, Causal | Packed):
         return None if T == S else f"{T} queries and {S} keys do not stand at the same positions"
@@ -51,7 +51,7 @@ def order_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
 
 
 def symbolic(mask: Mask) -> tuple[Causal | None, jax.Array | None]:
-    """Return the parts of a mask that is no array: the order, and the segments.
+    """Return the causal part and the segments of a mask that is not an array.
 
     Raises:
       ValueError: the mask is an array.
@@ -69,8 +69,8 @@ def _cudnn_refuses_segments(mask: Mask) -> str | None:
 
 
 def cudnn_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """Return the reason why `cudnn_attention` does not support this, or None. GPUs before Hopper also refuse heads
-    wider than 128."""
+    """Return the reason why `cudnn_attention` does not support these inputs, or None. GPUs before Hopper also refuse
+    heads wider than 128."""
     K = q_HTK.shape[-1]
     if q_HTK.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attends in bfloat16 or float16, not in {q_HTK.dtype}"
@@ -88,7 +88,7 @@ def cudnn_attention(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Return `attention` from cuDNN's fused kernel, on NVIDIA GPUs from Ampere on; memory linear in T.
+    """Return `attention`, computed by cuDNN's fused kernel on NVIDIA GPUs from Ampere on, with memory linear in T.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `cudnn_refuses`.
@@ -115,7 +115,7 @@ def cudnn_attention(
 
 
 def triton_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """Return the reason why `triton_attention` does not support this, or None."""
+    """Return the reason why `triton_attention` does not support these inputs, or None."""
     K = q_HTK.shape[-1]
     if q_HTK.dtype not in (jnp.bfloat16, jnp.float16):
         return f"Triton's kernel attends in bfloat16 or float16, not in {q_HTK.dtype}"
@@ -143,17 +143,18 @@ def triton_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return `attention` from the Pallas kernel that Triton compiles (Dao 2023), on NVIDIA GPUs; memory linear in T.
+    """Return `attention`, computed by a Pallas kernel that Triton compiles (Dao 2023) on NVIDIA GPUs; memory linear in
+    T.
 
-    Heads that share keys and values read copies of them. XLA cannot split it over devices: on several, call it in a
-    `jax.shard_map`.
+    Heads that share keys and values read copies of them. XLA cannot partition the kernel: on several devices, call it
+    inside `jax.shard_map`.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `triton_refuses`.
       interpret: run the kernel's program step by step, slowly, on any device.
 
     Raises:
-      ValueError: the kernel does not support the mask or the numbers of positions.
+      ValueError: the kernel does not support the mask or the number of positions.
     """
     causal, segments_T = symbolic(mask)
     _, T, K = q_HTK.shape
@@ -165,7 +166,7 @@ def triton_attention(
     call = TritonCall(block, scale, causal is not None, interpret)
     if segments_T is None and causal is None and T % block:
         segments_T = jnp.zeros(T, jnp.int32)
-    # The padding comes after all positions: a causal mask hides it, and without one it is a segment of its own.
+    # The padding follows all positions: a causal mask hides it, and without one it is a separate segment.
     segments_1T = None if segments_T is None else jnp.pad(segments_T, (0, -T % block), constant_values=-1)[None]
     qkv = (pad(x).swapaxes(0, 1)[None] for x in (q_HTK, k_GSK, v_GSK))
     return triton_mha(call, *qkv, segments_1T)[0, :T].swapaxes(0, 1)
@@ -176,13 +177,13 @@ class TritonCall:
     """Static arguments of Triton's kernels."""
 
     block: int
-    """Positions of a block of the forward pass, a power of two; the padded length is a multiple of it."""
+    """Positions per block in the forward pass, a power of two that divides the padded length."""
     scale: float
     is_causal: bool
     interpret: bool
 
     def blocks(self, block_sizes: Any) -> Any:
-        """Return the kernel's `BlockSizes`, made by that class."""
+        """Return an instance of the kernel's `BlockSizes` class."""
         return block_sizes(self.block, self.block, *4 * (min(self.block, TRITON_BLOCKS[2]),))
 
 
@@ -195,7 +196,7 @@ def triton_mha(
 
 
 def _repeat_heads(q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> tuple[jax.Array, ...]:
-    """Return queries, keys and values, with as many heads of keys and values as of queries."""
+    """Return queries, keys and values, with keys and values repeated for every query head."""
     return q_1THK, *(jnp.repeat(x, q_1THK.shape[2] // x.shape[2], axis=2) for x in (k_1TGK, v_1TGK))
 
 
@@ -203,7 +204,7 @@ def _triton_forward(
     call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array, segments_1T: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Return the output, and the residuals for `_triton_backward`."""
-    from jax.experimental.pallas.ops.gpu import attention as pallas  # slow to import, for GPUs alone
+    from jax.experimental.pallas.ops.gpu import attention as pallas  # slow to import, and only GPUs need it
 
     y_1THK, log_total_1HT = pallas.mha(
         *_repeat_heads(q_1THK, k_1TGK, v_1TGK), segments_1T, call.scale, call.is_causal,
@@ -214,10 +215,10 @@ def _triton_forward(
 
 
 def _triton_backward(call: TritonCall, saved: tuple[Any, ...], dy_1THK: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Return the gradients with respect to queries, keys and values, and none for the segments.
+    """Return the gradients with respect to queries, keys and values, and None for the segments.
 
-    Without the library's own rule around it, so that output and sums have a name, by which a rematerialised block
-    saves them.
+    The library's own differentiation rule is bypassed so that output and log-sums carry a name, by which a
+    rematerialised block saves them.
     """
     from jax.experimental.pallas.ops.gpu import attention as pallas
 
@@ -235,7 +236,7 @@ triton_mha.defvjp(_triton_forward, _triton_backward)
 
 
 def splash_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """Return the reason why `splash_attention` does not support this, or None."""
+    """Return the reason why `splash_attention` does not support these inputs, or None."""
     T, S = q_HTK.shape[1], k_GSK.shape[1]
     if min(T, S) < LANES:
         return f"splash attention needs at least {LANES} positions, and there are {min(T, S)}"
@@ -253,9 +254,9 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return `attention` from the Pallas kernel that skips masked blocks, on TPUs; memory linear in T.
+    """Return `attention`, computed on TPUs by the Pallas kernel that skips masked blocks; memory linear in T.
 
-    XLA cannot split it over devices: on several, call it in a `jax.shard_map`.
+    XLA cannot partition the kernel: on several devices, call it inside `jax.shard_map`.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `splash_refuses`.
@@ -263,7 +264,7 @@ def splash_attention(
     """
     H, T, _ = q_HTK.shape
     S = k_GSK.shape[1]
-    # The padding of the last block comes after all positions: a causal mask hides it.
+    # The padding of the last block follows all positions, so a causal mask hides it.
     inputs = [jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]), (0, 0))) for x in (q_HTK, k_GSK, v_GSK)]
     causal, segments_T = symbolic(mask)
     kernel = splash_kernel(H, padded(T), padded(S), causal, interpret)
@@ -276,13 +277,13 @@ def splash_attention(
 
 
 def unit(T: int) -> int:
-    """Return the unit that T positions are padded to a multiple of: small for short sequences, to waste little; large
-    for long ones, as the table of small blocks would not fit the scalar memory."""
+    """Return the number of positions that T is padded to a multiple of: small for short sequences, to waste little;
+    large for long ones, because the table of small blocks would not fit into scalar memory."""
     return LANES if T <= 4 * BLOCK else BLOCK
 
 
 def padded(T: int) -> int:
-    """Return T, rounded up to a multiple of `unit(T)`."""
+    """Return T rounded up to a multiple of `unit(T)`."""
     return -(-T // unit(T)) * unit(T)
 
 
@@ -293,21 +294,21 @@ def block(T: int) -> int:
 
 @cache
 def splash_kernel(H: int, T: int, S: int, mask: Causal | None, interpret: bool) -> Callable[..., jax.Array]:
-    """Return the kernel for these sizes, with its table of visible blocks."""
-    # Imported here, as it takes a quarter of a second, which only a TPU needs.
+    """Return the kernel for these sizes, including its table of visible blocks."""
+    # Imported here because it takes a quarter of a second and only TPUs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     class Blocks(splash.Mask):
-        """Mask of one head, which the kernel's preparation reads block by block.
+        """Mask of one head, which the kernel's setup reads block by block.
 
-        It reads whether any and whether all of a block is visible; the rest is computed in the kernel. Without arrays
-        of blocks, a preparation of a minute at 131,072 positions takes a second."""
+        The setup reads whether any and whether all of a block is visible; the rest is computed in the kernel. Without
+        arrays of blocks, setup at 131,072 positions takes a second instead of a minute."""
 
         shape = (T, S)
         q_sequence = np.arange(T, dtype=np.int32)
 
         def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-            """Return `[any, all]` of a block: its `any()` is any, and its `all()` is all."""
+            """Return an array whose `any()` and `all()` are those of the block."""
             rows, columns = index
             assert mask is not None
             furthest, nearest = rows.stop - 1 - columns.start, rows.start - (columns.stop - 1)
@@ -316,7 +317,7 @@ def splash_kernel(H: int, T: int, S: int, mask: Causal | None, interpret: bool) 
 
         @staticmethod
         def mask_function(query: Any, key: Any) -> Any:
-            """Return the mask of positions that are arrays of one shape."""
+            """Return the mask for query and key positions of equal shape."""
             assert mask is not None
             visible = query >= key
             return visible if mask.window is None else visible & (query - key < mask.window)
@@ -328,10 +329,10 @@ def splash_kernel(H: int, T: int, S: int, mask: Causal | None, interpret: bool) 
             return isinstance(other, Blocks)
 
     b, c = block(T), block(S)
-    with jax.ensure_compile_time_eval():  # the tables are constants, also where the caller is being traced
+    with jax.ensure_compile_time_eval():  # the tables are constants even if the caller is being traced
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([splash.FullMask((T, S)) if mask is None else Blocks()] * H),
-            # No fused backward kernel: it sums the gradient to q over blocks of keys at the end, and keeps them all.
+            # No fused backward kernel: it stores q's gradient for every block of keys and sums them only at the end.
             block_sizes=splash.BlockSizes(
                 block_q=b, block_kv=c, block_q_dkv=b, block_kv_dkv=c, block_q_dq=b, block_kv_dq=c
             ),

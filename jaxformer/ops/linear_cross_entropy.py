@@ -1,7 +1,7 @@
-"""Cross-entropy of the logits of a linear layer, a chunk of rows at a time, with its gradient in the same pass.
+"""Cross-entropy of a linear layer's logits, one chunk of rows at a time, with its gradient in the same pass.
 
-All logits of a batch are the largest array of a training step. From a chunk of them, the gradients of its rows and of
-the matrix are computed at once (Hsu et al. 2024, section 3.2), so that no logit is stored for the backward pass, or
+The logits of a whole batch would be the largest array of a training step. The gradients of rows and matrix are computed
+together with each chunk's logits (Hsu et al. 2024, section 3.2), so that no logit is stored for the backward pass or
 computed twice.
 """
 
@@ -18,15 +18,15 @@ from jaxformer.ops.precision import wide, widened
 from jaxformer.ops.quantized import Quantized
 
 ALIGNMENT = 128
-"""Rows and classes of a product's tile on GPU and TPU: chunks have a multiple of as many rows, and matrices are padded
-to a multiple of as many classes."""
+"""Rows and classes per matmul tile on GPU and TPU: chunks have a multiple of this many rows, and matrices are padded to
+a multiple of this many classes."""
 
 
 class Unembedding(NamedTuple):
     """Linear layer from features to logits.
 
     Attributes:
-      W_DV: matrix, an array or `ops.quantized.Quantized`.
+      W_DV: matrix, an array or an `ops.quantized.Quantized`.
       b_V: bias; None for none.
       soft_cap: c of c·tanh(logits / c); None for none.
     """
@@ -36,7 +36,7 @@ class Unembedding(NamedTuple):
     soft_cap: float | None = None
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` of features `(T, D)`; of one position, `(V,)` of `(D,)`."""
+        """Return logits `(T, V)` for features `(T, D)`, or `(V,)` for `(D,)`."""
         logits_TV = x_TD @ self.W_DV
         if self.b_V is not None:
             logits_TV = logits_TV + self.b_V
@@ -44,10 +44,10 @@ class Unembedding(NamedTuple):
 
 
 def rows_per_chunk(n_rows: int, n_classes: int, max_logits: int) -> int:
-    """Return the rows of each chunk, of which the last may be padded: the fewest chunks of at most `max_logits`
-    logits, of equal length.
+    """Return the number of rows per chunk, for the fewest chunks of equal length with at most `max_logits` logits each.
 
-    Chunks of more than `ALIGNMENT` rows are a multiple of it.
+    The last chunk may need padding. With several chunks, their rows are a multiple of `ALIGNMENT` if that many fit into
+    one.
     """
     most = max(1, max_logits // n_classes)
     if n_rows <= most:
@@ -61,15 +61,15 @@ def linear_cross_entropy(
     x_ND: jax.Array, unembedding: Unembedding, targets_N: jax.Array, weights_N: jax.Array, max_logits: int,
     smoothing: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Return the weighted sums, over N rows, of the cross-entropy with label smoothing and of that without, in nats:
-    float32 scalars.
+    """Return the weighted sums over N rows of the cross-entropy with and without label smoothing, in nats, as float32
+    scalars.
 
-    The logits have the dtype of the rows; what follows is in float32. Derivatives of x, W, b and the weights are those
-    of the first sum; with smoothing, the second counts as a constant.
+    Logits have the dtype of the rows; everything after them is in float32. The first sum is differentiable in x, W, b
+    and the weights; with smoothing, the second is treated as a constant.
 
     Args:
-      targets_N: integers from 0 to V - 1; any other gives NaN, unless its weight is 0.
-      max_logits: most logits that are computed at once.
+      targets_N: integers from 0 to V - 1; any other yields NaN, unless its weight is 0.
+      max_logits: maximum number of logits computed at once.
       smoothing: ε of label smoothing (Szegedy et al. 2016, section 7).
     """
     W_DV, b_V, soft_cap = unembedding
@@ -85,13 +85,13 @@ class _Shape(NamedTuple):
 
     n_classes: int
     n_rows: int
-    """Rows of a chunk."""
+    """Rows per chunk."""
     soft_cap: float | None
     smoothing: float
 
 
 class _Chunk(NamedTuple):
-    """Results of a chunk: losses of each row, and gradients, None where not needed."""
+    """Results of a chunk: losses per row, and gradients, None where not needed."""
 
     smoothed_C: jax.Array
     nll_C: jax.Array
@@ -114,8 +114,8 @@ def _sums(results: _Chunk, weights_N: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @partial(_weighted_sums.defjvp, symbolic_zeros=True)
 def _weighted_sums_jvp(shape: _Shape, primals: tuple, tangents: tuple) -> tuple:
-    """Return the sums and their tangents, which are linear in those of the arguments: the transpose of a product with a
-    gradient scales it."""
+    """Return the sums and their tangents, inner products of gradients with the arguments' tangents, whose transpose
+    only scales the gradients."""
     is_constant = [t is None or isinstance(t, SymbolicZero) for t in tangents[:4]]
     needed = tuple(not constant for constant in is_constant[:3])
     results = _all_chunks(shape, needed, *primals)
@@ -142,7 +142,7 @@ def _all_chunks(
     one_chunk, class_V = partial(_chunk, shape, needed, W_DV, b_V), jnp.arange(V + padding, dtype=jnp.int32)
     if n == 1:
         results = one_chunk(x_ND, weights_N, targets_N, class_V)
-        # XLA's CPU compiler would merge the product with a transposition after it, into one that takes its slow path.
+        # XLA's CPU compiler would merge the matmul with a transpose after it into a form that takes its slow path.
         results = results._replace(to_W_DV=jax.lax.optimization_barrier(results.to_W_DV))
     else:
 
@@ -156,8 +156,8 @@ def _all_chunks(
             return total, result._replace(to_W_DV=None, to_b_V=None)
 
         zeros = lambda a, is_needed: jnp.zeros(a.shape, wide(a.dtype)) if is_needed else None  # noqa: E731
-        # JAX moves what is the same in each turn out of a loop, here one-hot rows as large as the logits: each turn
-        # has class numbers of its own.
+        # JAX would hoist the loop-invariant one-hot rows, as large as the logits, out of the loop, so each iteration
+        # gets its own copy of the class indices.
         classes = jnp.broadcast_to(class_V, (n, *class_V.shape))
         total, results = jax.lax.scan(
             add_chunk, (zeros(W_DV, needed[1]), zeros(b_V, needed[2])),
@@ -178,7 +178,7 @@ def _chunk(
     """Return losses and gradients of a chunk; gradients with respect to x, W and b where `needed`.
 
     Args:
-      class_V: numbers of the classes, of which those past `shape.n_classes` are padding.
+      class_V: class indices; those from `shape.n_classes` on are padding.
     """
     V, ε = shape.n_classes, shape.smoothing
     logits_CV = Unembedding(W_DV, b_V, shape.soft_cap).logits(x_CD)
@@ -187,9 +187,9 @@ def _chunk(
     if len(class_V) > V:
         among_CV += jnp.where(class_V < V, 0, -jnp.inf).astype(wide_CV.dtype)
     largest_C, total_C = _largest_and_total(among_CV)
-    # Subtracted first: the logarithm beside a large logit would lose its digits.
+    # The maximum is subtracted first: added to a large logit, the logarithm would lose its digits.
     of_target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1, mode="clip")[:, 0]
-    # A class of the padding has a logit, too, which must not pass for a loss.
+    # Padding classes have logits as well, which must not yield a valid loss.
     is_class_C = (targets_C >= 0) & (targets_C < V) | (weights_C == 0)
     of_target_C = jnp.where(is_class_C, widened(of_target_C), jnp.nan) - largest_C
     nll_C = smoothed_C = jnp.log(total_C) - of_target_C
@@ -218,16 +218,16 @@ def _chunk(
 
 @jax.custom_jvp
 def _largest_and_total(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the largest logit of each row, and the sum of the exponentials of all less it, `(C,)`.
+    """Return the largest logit of each row, and the sum of exponentials of the logits less the largest, each `(C,)`.
 
-    GPUs read the logits once for both (Milakov and Gimelshein 2018, algorithm 3).
+    On a GPU, both come from one pass over the logits (Milakov and Gimelshein 2018, algorithm 3).
     """
     return jax.lax.platform_dependent(logits_CV, cuda=_in_one_pass, default=_in_two_passes)
 
 
 @_largest_and_total.defjvp
 def _largest_and_total_jvp(primals: tuple, tangents: tuple) -> tuple:
-    """Return both, and their tangents with the largest logit held constant: no loss depends on it."""
+    """Return both and their tangents, with the largest logit held constant because no loss depends on it."""
     (logits_CV,), (tangent_CV,) = primals, tangents
     largest_C, total_C = _largest_and_total(logits_CV)
     to_total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]) * tangent_CV, axis=1)
@@ -240,13 +240,14 @@ def _in_two_passes(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_one_pass(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    lowest = jnp.finfo(logits_CV.dtype).min  # of finite ones: the difference of two infinities is no number
+    lowest = jnp.finfo(logits_CV.dtype).min  # finite: the difference of two infinities is NaN
 
     def add(a: tuple, b: tuple) -> tuple:
         largest = jnp.maximum(a[0], b[0])
         return largest, a[1] * jnp.exp(a[0] - largest) + b[1] * jnp.exp(b[0] - largest)
 
     finite_CV = jnp.maximum(logits_CV, lowest)
-    # Ones that depend on the logits: JAX would move others out of the loop over chunks, which would then read them.
+    # The ones depend on the logits: JAX would hoist constant ones out of the loop over chunks, which would then read
+    # them from memory.
     ones_CV, zero = 0 * finite_CV + 1, jnp.zeros((), logits_CV.dtype)
     return jax.lax.reduce((finite_CV, ones_CV), (zero + lowest, zero), add, (1,))

@@ -1,4 +1,4 @@
-"""Losses of one example. Axes of logits before the last are those of the targets: T, or none for one class."""
+"""Losses of one example. The leading axes of logits are those of the targets: T, or none for a single class."""
 
 from functools import partial
 
@@ -18,22 +18,22 @@ def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.A
 def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
     """Return the cross-entropy of a uniform target in nats, `(T,)` float32: the mean of -log softmax(logits).
 
-    Label smoothing ε (Szegedy et al. 2016, section 7) minimises 1 - ε times the negative log-likelihood plus ε times
-    this.
+    Label smoothing with ε (Szegedy et al. 2016, section 7) minimises (1 - ε) times the negative log-likelihood plus ε
+    times this value.
     """
     shifted_TV = shifted(logits_TV)
     return jnp.log(jnp.sum(jnp.exp(shifted_TV), axis=-1)) - jnp.mean(shifted_TV, axis=-1)
 
 
 def shifted(logits_TV: jax.Array) -> jax.Array:
-    """Return logits less the largest of each position, float32: a logarithm added to a large logit would be rounded to
+    """Return logits less the largest logit of each position, in float32: a logarithm added to a large logit would lose
     its digits."""
     logits_TV = widened(logits_TV)
     return logits_TV - jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1, keepdims=True))
 
 
 def top1_correct(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
-    """Return whether the target's logit is the largest, and the first of equal ones, `(T,)` bool."""
+    """Return True where the target's logit is the largest, and the first among equal logits, `(T,)` bool."""
     return jnp.argmax(logits_TV, axis=-1) == targets_T
 
 
@@ -41,18 +41,18 @@ def pair_nll(
     image_E: jax.Array, text_E: jax.Array, images_NE: jax.Array, texts_NE: jax.Array, log_scale: jax.Array,
     counts_N: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return the negative log-likelihood in nats of a pair's text among N given its image, and of its image among N
-    given its text: the mean of both, a float32 scalar (Radford et al. 2021, figure 3; InfoNCE of van den Oord et al.
-    2018).
+    """Return the mean of two negative log-likelihoods in nats, a float32 scalar: of a pair's text among N given its
+    image, and of its image among N given its text (Radford et al. 2021, figure 3; InfoNCE of van den Oord et al. 2018).
 
     The pair is one of the N; its index does not matter.
 
     Args:
-      image_E, text_E: embeddings of length 1, as are `images_NE` and `texts_NE`.
-      log_scale: logits are cosines times its exponential.
-      counts_N: bool, False for pairs of the N to leave out; None for all.
+      image_E, text_E: embeddings of unit norm, as are `images_NE` and `texts_NE`.
+      log_scale: log of the factor from cosine similarities to logits.
+      counts_N: bool, False for pairs to leave out of the N; None to include all.
     """
-    # Scaled by up to 100 and then exponentiated: products rounded to TF32 or bfloat16 would be wrong by a tenth.
+    # Cosines are scaled by up to 100 and then exponentiated, so TF32 or bfloat16 rounding would cause errors of a
+    # tenth.
     dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide(image_E.dtype))
     scale = jnp.exp(widened(log_scale))
     own = scale * dot(image_E, text_E)
@@ -64,7 +64,7 @@ def cross_entropy(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Arr
     """Return the weighted mean of `negative_log_likelihood`, Σ w·nll / Σ w, a float32 scalar; 0 where all weights are
     0.
 
-    Logits of weight 0 change neither it nor its gradient, be they NaN.
+    Logits of weight 0 change neither the loss nor its gradient, even if they are NaN.
     """
     if weights_T is None:
         return jnp.mean(negative_log_likelihood(logits_TV, targets_T))

@@ -1,6 +1,6 @@
-"""Normalisation over the last axis. Statistics are float32, the result has the dtype of `x`.
+"""Normalisation over the last axis. Statistics are float32; the result has the dtype of `x`.
 
-A row whose squares overflow float32, from about 1e19 on, gives NaN: divided by an infinite norm it would be 0, which
+A row whose squares overflow float32, from about 1e19 on, yields NaN: divided by an infinite norm it would be 0, which
 would hide diverged activations.
 """
 
@@ -24,7 +24,7 @@ def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
-    """Return x / √(Σ x² + ε), which has length 1. `x` is `(…, D)`."""
+    """Return x / √(Σ x² + ε), which has unit norm. `x` is `(…, D)`."""
     D = x.shape[-1]
     return (divide_by_rms(widened(x), eps / D) * D**-0.5).astype(x.dtype)
 
@@ -45,7 +45,8 @@ def _center_jvp(primals: tuple, tangents: tuple) -> tuple:
 def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
     """Return x / √(mean(x²) + ε) along the last axis, `(…, D)`; NaN for a row whose squares overflow.
 
-    The derivative is computed from the result: from x, it needs the cube of the norm, which overflows from 1e13 on.
+    The derivative is computed from the result; computed from x, it would need the cube of the norm, which overflows
+    from 1e13 on.
     """
     return x * _inverse_rms(x, eps)
 
@@ -74,9 +75,10 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 def is_one_row(x: jax.Array) -> bool:
-    """Return True for one row, as of a decode step.
+    """Return True for a single row, as in a decode step.
 
-    XLA's GPU compiler makes one kernel of its norm and the product after it, in place of four, if a sum is used as it
-    is: terms are scaled and shifted before they are added. For many rows, that takes a CPU up to twice as long.
+    XLA's GPU compiler fuses a row's norm and the matmul after it into one kernel instead of four if the sum is used
+    unchanged, so terms are scaled and shifted before they are added. With many rows, that takes a CPU up to twice as
+    long.
     """
     return x.size == x.shape[-1]

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 
 def standardize(pixels: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
-    """Return (x - mean) / std, float32, where x is uint8 pixels over 255, or float pixels.
+    """Return (x - mean) / std in float32, where x is float pixels, or uint8 pixels divided by 255.
 
     Args:
       pixels: `(…, C)`.
-      mean, std: of the training set, with white at 1; one for all channels, or one for each.
+      mean, std: statistics of the training set, with white at 1; one value for all channels, or one per channel.
     """
     x = pixels / 255 if pixels.dtype == jnp.uint8 else pixels
     return (x.astype(jnp.float32) - jnp.asarray(mean, jnp.float32)) / jnp.asarray(std, jnp.float32)
@@ -23,14 +23,14 @@ def patchify(pixels: jax.Array, size: Sequence[int]) -> jax.Array:
     (Dosovitskiy et al. 2021, section 3.1; Arnab et al. 2021, section 3.2).
 
     Args:
-      size: of a patch along each axis but the channels; it must divide the axis.
+      size: patch size along each axis but the channels; it must divide the axis.
 
     Returns:
-      `(N, P)`, one patch per row, in row-major order, as are a patch's P pixels.
+      `(N, P)`, one patch per row; patches, and the P pixels of each, are in row-major order.
     """
     *lengths, channels = pixels.shape
     n = len(size)
-    # Each axis becomes a patch index and an index within the patch; then all of the first before all of the second.
+    # Each axis becomes a patch index and an index within the patch; then all patch indices go first.
     split = [part for length, s in zip(lengths, size, strict=True) for part in (length // s, s)]
     blocks = pixels.reshape(*split, channels).transpose(*range(0, 2 * n, 2), *range(1, 2 * n, 2), 2 * n)
     return blocks.reshape(-1, prod(size) * channels)

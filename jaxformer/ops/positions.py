@@ -20,7 +20,8 @@ def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
 
 
 class Llama3Scaling(NamedTuple):
-    """Scaling of RoPE by frequency, for texts longer than the training context (Llama 3.1; Grattafiori et al. 2024).
+    """Scaling of RoPE by frequency, for sequences longer than the training context (Llama 3.1; Grattafiori et al.
+    2024).
 
     Frequencies with fewer than `low` periods in the training context are divided by `factor`, those with more than
     `high` are unchanged, and those between are interpolated.
@@ -37,8 +38,8 @@ class Llama3Scaling(NamedTuple):
     original_context: int
 
     def frequencies(self, n: int, base: float) -> np.ndarray:
-        """Return the n frequencies of a head in radians per position, `(n,)` float64: far from the origin, a rounded
-        one turns by a wrong angle."""
+        """Return the n frequencies of a head in radians per position, `(n,)` float64: at distant positions, a rounded
+        frequency would yield a wrong angle."""
         frequencies_K = base ** (-np.arange(n) / n)
         periods_K = self.original_context * frequencies_K / (2 * pi)
         unscaled_K = np.clip((periods_K - self.low) / (self.high - self.low), 0, 1)
@@ -48,10 +49,10 @@ class Llama3Scaling(NamedTuple):
 def rope(
     x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0, scaling: float | Llama3Scaling = 1.0
 ) -> jax.Array:
-    """Return the rotary embedding (Su et al. 2021, equation 34), `(H, T, K)`: features i and i + K/2 are rotated by the
-    angle position · base^(-2i/K), so that scores depend on distances only. K must be even.
+    """Return rotary-embedded vectors (Su et al. 2021, equation 34), `(H, T, K)`: features i and i + K/2 are rotated by
+    the angle position · base^(-2i/K), so that scores depend on distances only. K must be even.
 
-    Features are paired across halves, as in GPT-NeoX and Llama checkpoints of Hugging Face. Positions are divided by
+    Features are paired across halves, as in Hugging Face's GPT-NeoX and Llama checkpoints. Positions are divided by
     `scaling`, for length extrapolation (Chen et al. 2023, equation 4), or frequencies are scaled by `Llama3Scaling`.
     """
     half = x_HTK.shape[-1] // 2
@@ -60,7 +61,7 @@ def rope(
     else:
         angles_TK = positions_T[:, None] / scaling * base ** (-jnp.arange(half) / half)[None, :]
     cos, sin = jnp.cos(angles_TK).astype(x_HTK.dtype), jnp.sin(angles_TK).astype(x_HTK.dtype)
-    # Of concatenated rotated halves, XLA's CPU compiler would compute sine and cosine again for every head and example.
+    # With the rotated halves concatenated, XLA's CPU compiler would recompute sine and cosine per head and example.
     cos_TK, sin_TK = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     return x_HTK * cos_TK + jnp.roll(x_HTK, half, axis=-1) * sin_TK
 
@@ -68,16 +69,16 @@ def rope(
 def query_and_key_at(
     distance: int, head_dim: int, base: float = 10_000.0, low: float = 0.4, high: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a query and a key, each `(K,)` float32, whose product after `rope` is 1 where the key is `distance`
+    """Return a query and a key, each `(K,)` float32, whose dot product after `rope` is 1 where the key is `distance`
     positions before the query, or after it if negative.
 
-    At d positions more or less, their product is the mean of cos(d θ) over the frequencies θ of RoPE from `low` to
-    `high`, in radians per position. The higher they are, the narrower is the peak: with K 64 and the defaults, the
-    product is 0.76 at one position more or less and 0.19 at two. The more there are, as in wider heads, the farther is
-    the distance where it comes near to 1 again.
+    At d positions from there, their dot product is the mean of cos(d θ) over RoPE's frequencies θ from `low` to `high`,
+    in radians per position. Higher frequencies make a narrower peak: with K 64 and the defaults, the dot product is
+    0.76 one position away and 0.19 two away. With more frequencies, as in wider heads, the next distance at which it
+    approaches 1 is farther away.
 
     Raises:
-      UserError: none of the frequencies is in this range.
+      UserError: no frequency is in this range.
     """
     frequencies_K = base ** (-np.arange(head_dim // 2) / (head_dim // 2))
     in_range_K = ((frequencies_K >= low) & (frequencies_K <= high)).astype(np.float32)
@@ -91,7 +92,7 @@ def query_and_key_at(
 
 
 def positions_in_segments(segments_T: jax.Array) -> jax.Array:
-    """Return the position of each token in its segment, `(T,)` int32, from 0 on; a segment is a run of equal numbers
+    """Return the position of each token in its segment, `(T,)` int32, counted from 0; a segment is a run of equal ids
     (packed documents)."""
     index_T = jnp.arange(len(segments_T))
     is_first_T = jnp.concatenate([jnp.array([True]), segments_T[1:] != segments_T[:-1]])

@@ -1,4 +1,4 @@
-"""Dtype of sums and probabilities, whatever the compute dtype is."""
+"""Dtype of sums and probabilities, independent of the compute dtype."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ def wide(dtype: Any) -> Any:
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """Return the array in `wide` of its dtype."""
+    """Return the array converted to `wide` of its dtype."""
     return x.astype(wide(x.dtype))

@@ -1,7 +1,7 @@
 """int8 matrices for decoding: a decode step reads every weight once, so fewer bytes are faster.
 
-One scale per output channel (absmax; Dettmers et al. 2022, section 2.1). The other factor keeps its precision: on a
-CPU, whose fast products are of integers, it is split into two int8 parts, 16 bits together."""
+There is one scale per output channel (absmax; Dettmers et al. 2022, section 2.1). Activations keep their precision: on
+a CPU, where integer matmuls are fast, they are split into two int8 parts, 16 bits together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxformer.ops.precision import wide
 
 LARGEST = 127
-"""Largest int8 value, used on both sides of 0 alike."""
+"""Largest int8 value; the range is symmetric about 0."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["dtype"])
@@ -26,7 +26,7 @@ class Quantized:
 
     Attributes:
       values: int8, in the matrix's shape.
-      scale: float32, of the same number of axes; of length 1 along the axes that products sum over.
+      scale: float32 with the same number of axes, of size 1 along the axes that a matmul sums over.
       dtype: dtype of rows.
     """
 
@@ -45,10 +45,10 @@ class Quantized:
         return replace(self, values=self.values.T, scale=self.scale.T)
 
     def reshape(self, *shape: int) -> Quantized:
-        """Return a matrix of two axes: those that products sum over, and the others.
+        """Return a matrix with two axes: the merged axes that a matmul sums over, and the merged others.
 
         Raises:
-          ValueError: not two axes, or axes of both kinds would be merged.
+          ValueError: the result would not have two axes, or would merge axes of both kinds.
         """
         values = self.values.reshape(*shape)
         rows = prod(n for n, n_scales in zip(self.shape, self.scale.shape, strict=True) if n_scales == 1)
@@ -62,7 +62,7 @@ class Quantized:
         return (self.values[rows] * scale).astype(self.dtype)
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        """Return `(…, D)` times `(D, F)` or `(D, H, K)`, in the dtype of x."""
+        """Return the matmul of `(…, D)` and `(D, F)` or `(D, H, K)`, in the dtype of x."""
         return jax.lax.platform_dependent(x, self.values, self.scale, cpu=_product_of_integers, default=_product)
 
 
@@ -70,7 +70,7 @@ def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: Any = jnp.float3
     """Return the matrix rounded to int8.
 
     Args:
-      summed: axes that products with it sum over; an output channel has one scale over all of them.
+      summed: axes that a matmul sums over; an output channel has one scale over all of them.
       dtype: dtype of rows.
     """
     scale = jnp.max(jnp.abs(matrix), axis=summed, keepdims=True).astype(jnp.float32) / LARGEST
@@ -79,24 +79,24 @@ def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: Any = jnp.float3
 
 
 def rows(matrix: jax.Array | Quantized, index: jax.Array) -> jax.Array:
-    """Return `matrix[index]`, also of a NumPy array."""
+    """Return `matrix[index]`, also for a NumPy array."""
     return matrix[index] if isinstance(matrix, Quantized) else jnp.asarray(matrix)[index]
 
 
 def _product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the product; the compiler converts a weight where it reads it. Sums are float32 until they are scaled."""
+    """Return the matmul; the compiler converts a weight where it reads it. Sums are float32 until they are scaled."""
     sums = jnp.tensordot(x, values.astype(x.dtype), 1, preferred_element_type=wide(x.dtype))
     return (sums * scale.reshape(values.shape[1:])).astype(x.dtype)
 
 
 def _product_of_integers(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the product from integers: the CPU's compiler would write converted weights to memory, which takes longer
-    than to read float32.
+    """Return the matmul, computed with integers: XLA's CPU compiler would write converted weights to memory, which
+    takes longer than reading float32.
 
-    x becomes 254 coarse + fine, each int8, which share the pass over the weights.
+    x becomes 254 · coarse + fine, two int8 arrays that share one pass over the weights.
     """
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / LARGEST
-    size = jnp.where(size == 0, 1.0, size)  # NaN stays, which no integer can be
+    size = jnp.where(size == 0, 1.0, size)  # NaN stays in the scale, as no integer is NaN
     y = x / size
     coarse = jnp.round(y)
     parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))]).astype(jnp.int8)

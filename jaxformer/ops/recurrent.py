@@ -1,6 +1,6 @@
 """Recurrent networks on one sequence: cells, and the loop over steps.
 
-C is the number of gates of a cell, none counted as one, and D the width of its state.
+C is the number of gates of a cell, 1 for a cell without gates, and D the width of its state.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 
 State = tuple[jax.Array, ...]
-"""State between steps: `(h_D,)` of a plain cell or a GRU, `(h_D, c_D)` of an LSTM. The first is also the step's
-output."""
+"""State between steps: `(h_D,)` for a plain cell or a GRU, `(h_D, c_D)` for an LSTM. h is also the step's output."""
 
 Step = Callable[[State, jax.Array, Any, Any], tuple[State, Any]]
-"""Function of `(state, x, u, fixed)` that returns the next state and a record of the step, where u is the last output
-times each of the weights; see `recur`."""
+"""Function of `(state, x, u, fixed)` that returns the next state and a record of the step; u is the previous output
+times each weight matrix, see `recur`."""
 
 
 def tanh_step(state: State, x_1D: jax.Array, u_1D: jax.Array) -> State:
@@ -33,8 +32,8 @@ def tanh_step(state: State, x_1D: jax.Array, u_1D: jax.Array) -> State:
 def gru_step(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> State:
     """Return the next state of a GRU: r, z = σ(x + u), n = tanh(x + r ∘ (u + b)), h ← (1 - z) ∘ n + z ∘ h.
 
-    After Cho et al. 2014, section 2.3, with the reset gate r after the product with U, as in the first version of their
-    paper and in cuDNN, so that all three products are one.
+    This follows Cho et al. 2014, section 2.3, with the reset gate r applied after the matmul with U, as in the first
+    version of their paper and in cuDNN, so that all three matmuls are one.
 
     Args:
       state: `(h_D,)`.
@@ -51,7 +50,7 @@ def gru_step(state: State, x_3D: jax.Array, u_3D: jax.Array, b_D: jax.Array) -> 
 def lstm_step(state: State, x_4D: jax.Array, u_4D: jax.Array) -> State:
     """Return the next state of an LSTM: i, f, o = σ(x + u), g = tanh(x + u), c ← f ∘ c + i ∘ g, h ← o ∘ tanh(c).
 
-    After Hochreiter and Schmidhuber 1997, with the forget gate f of Gers et al. 2000 and without peepholes.
+    This follows Hochreiter and Schmidhuber 1997, with the forget gate f of Gers et al. 2000 and without peepholes.
 
     Args:
       state: `(h_D, c_D)`.
@@ -69,16 +68,16 @@ def recur(
 ) -> tuple[State, jax.Array, Any]:
     """Run a cell over a sequence.
 
-    Products with the last output h are computed here and not in the step: the derivative with respect to a weight is
-    one product after the loop over all steps, instead of a sum of one product per step.
+    Matmuls with the previous output h are computed here and not in `step`, so that a weight's derivative is one matmul
+    over all steps after the loop instead of a sum of one matmul per step.
 
     Args:
-      step: hashable; it must use no array but its arguments.
+      step: hashable function that uses no arrays but its arguments.
       state: state before the first step.
-      x_T: `(T, …)`, one row per step: products with inputs, computed for all steps at once.
-      valid_T: False where a step leaves the state unchanged, whatever x is there; None if all are valid.
-      weights: matrices `(D, …)`, any pytree; a step receives h times each.
-      fixed: arrays that each step reads, any pytree.
+      x_T: `(T, …)`, one row per step: projections of the inputs, computed for all steps at once.
+      valid_T: False where a step leaves the state unchanged, whatever its x; None if all steps are valid.
+      weights: pytree of matrices `(D, …)`; a step receives h times each.
+      fixed: pytree of arrays that each step reads.
 
     Returns:
       The last state, the outputs `(T, D)`, and the records of the steps, each with a first axis T. At an invalid
@@ -86,7 +85,7 @@ def recur(
     """
     if valid_T is None:
         valid_T = jnp.ones(len(x_T), bool)
-    else:  # NaN would reach no state, but the derivative, as 0 times NaN
+    else:  # NaN would not reach the state, but the derivative, as 0 times NaN
         x_T = jnp.where(valid_T.reshape(-1, *(1,) * (x_T.ndim - 1)), x_T, 0)
     return _recur(step, state, x_T, valid_T, weights, fixed)
 
@@ -100,7 +99,7 @@ def _advance(
 
 
 def _product(h_D: jax.Array, weights: Any) -> Any:
-    """Return h times each matrix; of one step, `(D,)`, or of all, `(T, D)`."""
+    """Return h times each matrix, for one step `(D,)` or all steps `(T, D)`."""
     return jax.tree.map(lambda W: jnp.tensordot(h_D, W, 1), weights)
 
 

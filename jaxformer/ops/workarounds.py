@@ -1,6 +1,6 @@
-"""Work-arounds for compilers: what each is for, its measured gain, and the version that it was seen with.
+"""Compiler workarounds, each with its purpose, measured gain and the JAX version that needed it.
 
-All compute what the plain form computes. Each can go once the compiler of a later version needs it no more.
+Each computes the same result as the plain form, and can be removed once the compiler no longer needs it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 
 PLATFORMS_WITHOUT_BFLOAT16_SUMS = ("cpu",)
-"""Platforms whose compiler crashes on an all-reduce in bfloat16 over a tensor axis (all-reduce promotion), which is
-refused instead; seen with jax 0.10."""
+"""Platforms whose compiler crashes on a bfloat16 all-reduce over a tensor axis (all-reduce promotion); there it is
+refused instead. Seen with jax 0.10."""
 
 
 MAX_ROWS = 16
-"""Most rows of an example whose product with a `FirstFactor` has the matrix first: those of a decode step or of a
-draft's proposals, not of a prompt."""
+"""Maximum rows per example for which a matmul with a `FirstFactor` has the matrix as first factor: enough for a decode
+step or a draft's proposals, not for a prompt."""
 
 
 @jax.custom_vjp
 def separate_gradient_transpose(matrix: jax.Array) -> jax.Array:
-    """Return a matrix, whose gradient is computed in two steps: a product, and its transposition.
+    """Return the matrix unchanged, but compute its gradient in two steps: a matmul, then a transpose.
 
-    XLA's CPU compiler merges the two into one product with both factors transposed, which takes its slow path. Gain: a
-    step of `quick` takes 111 ms in place of 128 ms. Seen with jax 0.10.
+    XLA's CPU compiler merges the two into one matmul with both factors transposed, which takes its slow path. Gain: a
+    step of `quick` takes 111 ms instead of 128 ms. Seen with jax 0.10.
     """
     return matrix
 
@@ -40,7 +40,7 @@ separate_gradient_transpose.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.op
 
 
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Return `jax.lax.psum` over those axes that have several devices.
+    """Return `jax.lax.psum` over the axes that have several devices.
 
     XLA's partitioner crashes on a sum over axes of one device when `tensor` has more. Seen with jax 0.10.
     """
@@ -51,8 +51,8 @@ def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def all_gather(x: jax.Array, axis_name: str, axis: int, ring_lengths: Sequence[int]) -> jax.Array:
     """Return a tiled `jax.lax.all_gather`, ring by ring; its gradient is a reduce-scatter, ring by ring.
 
-    A mesh axis of 256 TPUs may lie over a square of 16 by 16. XLA sums over a square at once by an all-reduce and a
-    slice, but over a line by a reduce-scatter. Gain: half of the traffic. Seen with jax 0.10.
+    A mesh axis of 256 TPUs may span a square of 16 by 16. XLA sums over a whole square by an all-reduce and a slice,
+    but over a line by a reduce-scatter. Gain: half of the traffic. Seen with jax 0.10.
 
     Args:
       ring_lengths: see `rings`.
@@ -63,9 +63,9 @@ def all_gather(x: jax.Array, axis_name: str, axis: int, ring_lengths: Sequence[i
 
 
 def rings(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """Return the lengths of the straight lines in which TPUs wind through the machine, the fastest last.
+    """Return the lengths of the straight lines that TPUs form in the machine's topology, the fastest-varying last.
 
-    Other devices, and lines without a regular length, are one ring.
+    Other devices, and lines of irregular length, count as one ring.
     """
     coords = [tuple(device.coords) if device.platform == "tpu" else () for device in devices]
     lengths: list[int] = []
@@ -79,7 +79,8 @@ def rings(devices: Sequence[jax.Device]) -> tuple[int, ...]:
 
 
 def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
-    """Return for each ring, the fastest first, the groups of device indices that form one; None for all devices."""
+    """Return the groups of device indices that form rings, for each length, the fastest-varying first; None for all
+    devices."""
     if len(lengths) == 1:
         return [None]
     index = np.arange(prod(lengths)).reshape(lengths)
@@ -87,9 +88,9 @@ def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
 
 
 def update_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
-    """Return `jax.lax.dynamic_update_slice_in_dim`, which stays one under `vmap` if the start is the same for all.
+    """Return `jax.lax.dynamic_update_slice_in_dim`, preserved under `vmap` if all examples share the start.
 
-    JAX's batching rule makes a scatter of it, and XLA copies the array for that, at every decode step the cache. Seen
+    JAX's batching rule turns it into a scatter, for which XLA copies the array: the cache, at every decode step. Seen
     with jax 0.10.
     """
 
@@ -116,56 +117,56 @@ def update_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis
 @partial(jax.tree_util.register_dataclass, data_fields=["matrix"], meta_fields=[])
 @dataclass(frozen=True)
 class FirstFactor:
-    """Matrix W whose transpose is stored, and that supports `x @ W`: of few rows per example as `(Wᵀ xᵀ)ᵀ`.
+    """Matrix W that is stored transposed and supports `x @ W`, computed as `(Wᵀ xᵀ)ᵀ` for few rows per example.
 
-    XLA's CPU compiler is slow at few rows times a matrix of more rows than columns: of (2048,256) and 1, 8 and 64 rows,
-    it takes 218, 316 and 868 us on one core with AVX-512, and this form 147, 182 and 721. Gain: a decode step of 4
-    blocks of width 256 takes 0.92 of the time for 1 text, 0.90 for 8, 1.03 for 64. Seen with jax 0.10.
+    XLA's CPU compiler is slow at multiplying few rows by a matrix with more rows than columns: for (2048,256) and 1, 8
+    and 64 rows, it takes 218, 316 and 868 us on one core with AVX-512, and this form 147, 182 and 721. Gain: a decode
+    step of 4 blocks of width 256 takes 0.92 of the time for 1 sequence, 0.90 for 8, 1.03 for 64. Seen with jax 0.10.
 
     Attributes:
-      matrix: W, `(D, F)`, itself a transpose, which is not computed.
+      matrix: W, `(D, F)`, a lazy transpose of the stored matrix.
     """
 
     matrix: jax.Array
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        """Return `(…, D)` times `(D, F)`."""
+        """Return the matmul of `(…, D)` and `(D, F)`."""
         return (self.matrix.T @ x.T).T if x.ndim == 2 and len(x) <= MAX_ROWS else x @ self.matrix
 
 
 def zero_after(x: jax.Array) -> jax.Array:
-    """Return 0 times a floating-point array: added to a value, it orders the value's use after the array.
+    """Return 0 times a floating-point array; adding it to a value makes the value's uses wait for the array.
 
-    In a loop, XLA copies a cache at every step in which it could be read after it was written. It orders by data
-    dependence, and leaves such a sum alone. Seen with jax 0.10.
+    In a loop, XLA copies the cache at every step that might read it after writing it. The sum adds a data dependence,
+    which XLA does not simplify away. Seen with jax 0.10.
     """
     return 0 * x
 
 
 def kth_largest(x: jax.Array, k: int) -> jax.Array:
-    """Return the k-th largest number of a vector, as the minimum of the k largest.
+    """Return the k-th largest value of a vector, as the minimum of the k largest.
 
-    XLA's CPU compiler turns the last of the k largest, a slice, into a sort of all. Seen with jax 0.10.
+    XLA's CPU compiler turns a slice of the k largest into a sort of all values. Seen with jax 0.10.
     """
     return jax.lax.top_k(x, k)[0].min()
 
 
 def stored(x: jax.Array) -> jax.Array:
-    """Return an array that is read from memory where it is used.
+    """Return the array behind an optimisation barrier, so that it is read from memory instead of recomputed.
 
-    XLA's GPU compiler would compute updates of parameters a second time to sum their squares, and keep a copy of the
-    optimizer's old state for that. Gain: with `in_order`, a step of GPT-2 of two blocks copies 1 array in place of 68.
-    It would compute mean and norm of rows again where they are differentiated, and store the rows in float32 for the
+    XLA's GPU compiler would compute parameter updates a second time to sum their squares, and keep a copy of the
+    optimizer's old state for that. Gain: with `in_order`, a step of a two-block GPT-2 copies 1 array instead of 68.
+    It would also recompute the mean and norm of rows in the backward pass, and store the rows in float32 for the
     gradients of gain and shift. Gain: 4 % of the memory traffic of a step of gpt2_124m. Seen with jax 0.10.
     """
     return jax.lax.optimization_barrier(x)
 
 
 def in_order(first: Any, then: Any) -> tuple[Any, Any]:
-    """Return two trees of arrays, the second to be used once the first is computed.
+    """Return two trees of arrays, the second of which is used only after the first is computed.
 
-    XLA's GPU compiler sums the squares of parameters while it updates them, and then cannot write the new ones over the
-    old ones, but copies them. Computed first, the sums come with the conversion to bfloat16. Gain: 1 copy in place of
-    196 in a step of gpt2_124m. Seen with jax 0.10.
+    XLA's GPU compiler sums the squares of parameters while it updates them, so it cannot update them in place but
+    copies them. Computed first, the sums are fused with the conversion to bfloat16. Gain: 1 copy instead of 196 in a
+    step of gpt2_124m. Seen with jax 0.10.
     """
     return jax.lax.optimization_barrier((first, then))

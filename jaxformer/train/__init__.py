@@ -1,1 +1,1 @@
-"""Training: optimizer, step, loop and log. What to look at on the way comes in as hooks."""
+"""Training: optimizer, step, loop and log. Inspection during training is added through callbacks."""

@@ -1,4 +1,4 @@
-"""Detection of a divergence that is finite, and of the parameter that moved first."""
+"""Detection of divergence while the loss is still finite, and of the parameter that moved first."""
 
 from __future__ import annotations
 
@@ -13,50 +13,53 @@ import numpy as np
 from jaxformer.config import ModelConfig
 
 MEAN_STEPS = 10
-"""Steps of the mean loss that is compared: of small batches, single ones differ by up to 0.85 nats in a healthy run."""
+"""Steps that the mean loss is taken over: with small batches, single losses vary by up to 0.85 nats in a healthy
+run."""
 MARGIN_NATS = 0.5
-"""Nats above the lowest mean loss from which a batch's loss is high."""
+"""Nats above the lowest mean loss beyond which a batch's loss counts as high."""
 MAX_SPIKE_STEPS = 3
-"""Steps in a row with a high loss that are noise, or a spike that recovers by itself: the run is healthy."""
+"""Consecutive steps with a high loss that still count as noise or a recovering spike: the run is healthy."""
 ENORMOUS_FACTOR, ENORMOUS_STEPS = 10.0, 3
-"""A loss at this multiple of the ceiling is orders of magnitude off; one batch alone may be corrupt, not three."""
+"""Multiple of the ceiling at which a loss is orders of magnitude too high, and consecutive steps of it: a single batch
+may be corrupt, but not three."""
 ABOVE_STEPS = 12
-"""Steps in a row at more than `MARGIN_NATS` above the ceiling: worse than chance. Overshoots of a first warm-up
-last a few steps."""
+"""Consecutive steps more than `MARGIN_NATS` above the ceiling, worse than chance. Overshoots during the initial warm-up
+last only a few steps."""
 LOST_SHARE, LOST_STEPS = 0.8, 16
-"""Share of the learned nats that is lost for as many steps in a row. Spikes that recovered lost up to 0.7."""
+"""Fraction of the learned nats that is lost, and consecutive steps of it. Spikes that recovered lost up to 0.7."""
 HALF_LOST_SHARE, HALF_LOST_STEPS = 0.5, 100
-"""A collapse that persists, such as to predicting frequencies. Spikes recovered within tens of steps."""
+"""Fraction and steps of a persistent collapse, for example to predicting token frequencies. Spikes recovered within
+tens of steps."""
 PART_LOST_SHARE, PART_LOST_STEPS = 0.25, 200
-"""A smaller collapse that persists, in the mean loss, which single batches hardly change. Labels that are wrong at
-random and a learning rate that stays high slow a loss down or let it rise a little, not by a quarter of the learned
-nats and by `MARGIN_NATS` for 200 steps."""
+"""Fraction and steps of a smaller persistent collapse, measured on the mean loss, which single batches hardly affect.
+Random label noise and a learning rate that stays high slow the loss's descent or make it rise a little, but not by a
+quarter of the learned nats and by `MARGIN_NATS` for 200 steps."""
 MIN_LEARNED_NATS, MIN_LEARNED_SHARE = 1.0, 0.3
-"""Nats below the chance loss from which a share of the learned nats is meaningful; where the chance loss is small, as
-of two classes, this share of it."""
+"""Nats below the chance loss from which fractions of the learned nats are meaningful, or this fraction of the chance
+loss if that is smaller, as with two classes."""
 FLAT_STEPS = 5
-"""Steps in a row whose gradient is exactly 0 with a loss that is not: training is stuck."""
+"""Consecutive steps with a gradient of exactly 0 but a non-zero loss: training is stuck."""
 HISTORY_STEPS = PART_LOST_STEPS + 50
-"""Steps whose norms are stored to find the parameter that moved first: those of the slowest rule, and some before."""
+"""Steps whose norms are stored to find the parameter that moved first: those of the slowest rule and 50 before."""
 MOVED_FACTOR, MOVING_STEPS = 5.0, 25
-"""A parameter has moved when the norm of its update is this multiple of its median over as many steps before; as many
-steps before the loss leaves its minimum count as the move."""
+"""A parameter counts as moved when its update norm exceeds `MOVED_FACTOR` times its median over the `MOVING_STEPS`
+steps before. The move is sought within `MOVING_STEPS` steps before the loss leaves its minimum."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence, at the step that it was noticed."""
+    """A divergence at the step at which it was detected."""
 
     step: int
     began: int
-    """First of the steps in a row whose loss was high, or whose gradient was 0."""
+    """First of the consecutive steps with a high loss or a zero gradient."""
     loss: float
-    """In nats, at `step`."""
+    """Loss in nats at `step`."""
     minimum: float
-    """Lowest mean of up to `MEAN_STEPS` losses before, in nats."""
+    """Lowest earlier mean of up to `MEAN_STEPS` losses, in nats."""
     minimum_step: int
     reason: str
-    """Rule that was broken, as the end of a sentence about the loss."""
+    """Rule that was broken, phrased as the end of a sentence about the loss."""
 
     def __str__(self) -> str:
         return (
@@ -68,36 +71,37 @@ class Divergence:
 
 @dataclass
 class DivergenceMonitor:
-    """Monitor of the loss and the gradient norm of each step, which tells a divergence from a spike.
+    """Monitor of loss and gradient norm per step, which distinguishes a divergence from a spike.
 
-    The larger the loss, the sooner it counts. Pure Python on numbers that all processes share, so that all decide
-    alike; `as_dict` is stored with checkpoints, so that a resumed run decides as one that never stopped.
+    The larger the loss, the sooner a divergence is reported. It is pure Python on values that all processes share, so
+    that all reach the same decision; `as_dict` is stored with checkpoints, so that a resumed run decides like an
+    uninterrupted one.
     """
 
     chance: float = -inf
-    """Chance loss in nats; minus infinity where it is not known."""
+    """Chance loss in nats; minus infinity if unknown."""
     ceiling: float = -inf
-    """Larger of the chance loss and the first loss."""
+    """Larger of the chance loss and the first loss, in nats."""
     recent: list[float] = field(default_factory=list)
     """Last `MEAN_STEPS` losses, or fewer."""
     minimum: float = inf
-    """Lowest mean of these so far."""
+    """Lowest mean of `recent` so far."""
     minimum_step: int = 0
     began: int = 0
-    """First of the steps in a row up to now whose loss is high or whose gradient is 0; 0 for none."""
+    """First of the latest consecutive steps with a high loss or a zero gradient; 0 for none."""
     sank: int = 0
-    """First of the steps in a row up to now whose mean loss shows that part of the learned nats is lost."""
+    """First of the latest consecutive steps whose mean loss shows a loss of learned nats; 0 for none."""
     noticed: bool = False
-    """True from when a divergence was returned until the loss returns."""
+    """True from when a divergence was returned until the loss recovers."""
     in_a_row: dict[str, int] = field(default_factory=dict)
-    """Steps in a row up to now that each rule has been broken for."""
+    """Number of latest consecutive steps that broke each rule."""
 
     @classmethod
     def restore(cls, stored: dict[str, Any] | None, chance: float, stops: bool) -> DivergenceMonitor:
         """Return the monitor that `as_dict` stored, or a fresh one.
 
         Args:
-          stops: a divergence ends the run. One that was noticed and passed over is then counted anew.
+          stops: True if a divergence ends the run. One that was noticed but did not end the run is then counted anew.
         """
         if stored is None or stored.keys() != {each.name for each in fields(cls)} - {"chance"}:
             return cls(chance)
@@ -108,8 +112,8 @@ class DivergenceMonitor:
 
     @property
     def healthy(self) -> bool:
-        """True unless more than `MAX_SPIKE_STEPS` losses in a row were high, part of the learned nats is lost, or the
-        gradient is 0."""
+        """True unless more than `MAX_SPIKE_STEPS` consecutive losses were high, part of the learned nats is lost, or
+        the gradient is 0."""
         return self.in_a_row.get("high", 0) <= MAX_SPIKE_STEPS and not {"flat", "part_lost"} & self.in_a_row.keys()
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,11 +121,11 @@ class DivergenceMonitor:
         return {name: value for name, value in asdict(self).items() if name != "chance"}
 
     def update(self, step: int, loss: float, grad_norm: float) -> Divergence | None:
-        """Return a divergence at the step at which it is noticed, once until the loss has recovered.
+        """Return a divergence at the step at which it is detected, and None until the loss has recovered from it.
 
         Args:
-          step: counted from 1.
-          loss: mean of the batch in nats, before the update; one that is not finite is passed over.
+          step: optimizer step, counted from 1.
+          loss: mean loss of the batch in nats, before the update; a non-finite loss is ignored.
           grad_norm: global norm of the gradient.
         """
         if not isfinite(loss):
@@ -147,9 +151,9 @@ class DivergenceMonitor:
         return None
 
     def _rules(self, loss: float, mean: float, grad_norm: float) -> dict[str, tuple[bool, float, str]]:
-        """Return for each rule whether a step breaks it, its limit of such steps in a row, and its description; "high",
-        of a loss that is high, has no limit."""
-        # A first loss above chance was not learned: the learned nats count from chance.
+        """Return for each rule True if the step breaks it, the limit of consecutive steps, and its description; "high",
+        for a high loss, has no limit."""
+        # The model did not learn its way up to a first loss above chance, so learned nats count from chance.
         top = self.chance if self.minimum < self.chance else self.ceiling
         learned = top - self.minimum
         enough = learned > min(MIN_LEARNED_NATS, MIN_LEARNED_SHARE * abs(top))
@@ -181,24 +185,24 @@ class DivergenceMonitor:
 
 
 def chance_loss(model: ModelConfig) -> float:
-    """Return the loss in nats of a uniform prediction; minus infinity for a model without classes."""
+    """Return the loss of a uniform prediction in nats; minus infinity for a model without classes."""
     n_classes = model.contract.n_classes
     return log(n_classes) if n_classes else -inf
 
 
 @dataclass(frozen=True)
 class Mover:
-    """Parameter, or one head's part of it, whose updates left their usual size."""
+    """Parameter, or one head's part of it, whose updates exceeded their usual norm."""
 
     name: str
     """Dotted path; see `parameters.row_names`."""
     step: int
     update: float
-    """Norm of its update over that of its weights, at that step."""
+    """Norm of its update over the norm of its weights, at that step."""
     grad_norm: float
     """Norm of its gradient at that step."""
     factor: float | None
-    """Norm of the update over its usual norm, relative to the learning rate; None without a usual norm."""
+    """Update norm over its usual value, both relative to the learning rate; None without a usual value."""
 
     def __str__(self) -> str:
         usual = (
@@ -215,15 +219,16 @@ class Mover:
 def first_to_move(
     names: Sequence[str], norms: Sequence[tuple[int, np.ndarray]], began: int, schedule: Callable[[int], Any]
 ) -> Mover | None:
-    """Return the parameter whose updates left their usual size first, as a divergence began; None if none did.
+    """Return the parameter whose updates were first to exceed their usual norm as a divergence began; None if none did.
 
-    Of a run that diverges as it begins, which has no usual size, it is the parameter with the largest last update.
+    For a run that diverges from the start, where no usual norm exists, it is the parameter with the largest last update
+    relative to its weights.
 
     Args:
-      names: of parameters, heads apart; see `parameters.row_names`.
+      names: parameter names, one per head where heads are separate; see `parameters.row_names`.
       norms: steps in order, each with the norms of gradients, updates and weights, `(3, R)`.
-      began: the step that the loss left its minimum at. It is the updates before that made it.
-      schedule: learning rate by step, counted from 0: updates that grow with it are usual.
+      began: step at which the loss left its minimum; only updates before it can have caused that.
+      schedule: learning rate by step, counted from 0; updates that grow in proportion to it are usual.
     """
     known = [(step, norms_3R) for step, norms_3R in norms if step < began and np.isfinite(norms_3R).all()]
     if not known:
@@ -237,7 +242,7 @@ def first_to_move(
         return Mover(names[row], int(steps[at]), float(ratios_SR[at, row]), float(grads_SR[at, row]), factor)
 
     before = steps <= began - MOVING_STEPS
-    if before.sum() < MOVING_STEPS // 5:  # a run that diverges as it begins has nothing usual
+    if before.sum() < MOVING_STEPS // 5:  # a run that diverges from the start has no usual norms
         return mover(-1, int(ratios_SR[-1].argmax()), None)
     learning_rate_S = np.maximum([float(schedule(step - 1)) for step in steps], tiny)
     relative_SR = updates_SR / learning_rate_S[:, None]
@@ -251,12 +256,12 @@ def first_to_move(
 
 
 def head_entropy(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Return the end of a sentence with the attention entropy in nats of a parameter's head, as measured last; nothing
-    for a parameter of no head, or without a measurement.
+    """Return the end of a sentence that states the last measured attention entropy of a parameter's head, in nats;
+    empty if the parameter belongs to no head or nothing was measured.
 
     Args:
       name: dotted path; see `parameters.row_names`.
-      rows: of the log, in order.
+      rows: rows of the log, in order.
     """
     match = re.match(r"blocks\.(\d+)\.attention\.heads\.(\d+)\.", name)
     measured = [row for row in rows if row.get("entropy")]

@@ -19,7 +19,7 @@ from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_eval_step
 
 BATCHES_IN_FLIGHT = 2
-"""Batches on the devices while the next is prepared: one to compute, one to follow at once."""
+"""Batches on the devices while the next is prepared: one being computed, one queued."""
 
 
 class HeldOut(Protocol):
@@ -40,10 +40,10 @@ class Evaluation:
     targets: int
     """Number of targets, such as tokens or images."""
     bits_per_byte: float | None = None
-    """Bits over UTF-8 bytes of the predicted tokens; comparable between tokenizers. End-of-text tokens count with their
-    bits, and have no bytes. None where the targets are no text."""
+    """Bits per UTF-8 byte of the predicted tokens, comparable between tokenizers. End-of-text tokens contribute their
+    bits but no bytes. None if the targets are not text."""
     others: dict[str, float] = field(default_factory=dict)
-    """Other metrics of the objective, such as the accuracy."""
+    """Other metrics of the objective, such as accuracy."""
 
     @property
     def perplexity(self) -> float:
@@ -51,19 +51,19 @@ class Evaluation:
         return perplexity(self.loss)
 
     def as_row(self) -> dict[str, float]:
-        """Return the metrics by their names in the log."""
+        """Return the metrics, by their names in the log."""
         text = {} if self.bits_per_byte is None else {"ppl": self.perplexity, "bpb": self.bits_per_byte}
         row = {"loss": self.loss, **text, **self.others, "targets": self.targets}
         return {f"val_{name}": value for name, value in row.items()}
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinite where a float cannot hold it."""
+    """Return exp(loss), or infinity if it exceeds a float."""
     return inf if loss >= 700 else exp(loss)
 
 
 class Evaluator:
-    """Evaluation of parameters on held-out examples, with one compiled step for each shape of a batch."""
+    """Evaluation of parameters on held-out examples, with one compiled step per batch shape."""
 
     def __init__(self, setup: TrainSetup, data: HeldOut) -> None:
         self._step, self._split = make_eval_step(setup), batch_sharding(setup.mesh)
@@ -71,11 +71,13 @@ class Evaluator:
         self._objective = OBJECTIVES[setup.config.model.contract.task]
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
-        """Return the evaluation on all held-out examples, or on `n` evenly spaced ones, in batches as of training, or
-        smaller ones that hold the `n`: the plain ladder trains on 4,096 at a time, and is evaluated on 512.
+        """Return the evaluation on all held-out examples, or on `n` evenly spaced ones.
+
+        The batch size is that of training, but no larger than `n` needs: the plain ladder trains with 4,096 examples
+        per batch, and is evaluated on 512.
 
         Raises:
-          UserError: they have no targets, as a short text in which no token is masked.
+          UserError: the examples have no targets, as in a short text without a masked token.
         """
         targets = n_bytes = 0.0
         unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
@@ -85,7 +87,7 @@ class Evaluator:
             unread.append(self._step(params, global_device_put(batch, self._split)))
             if len(unread) > BATCHES_IN_FLIGHT:
                 read()
-            targets += float(batch.weights.sum())  # summed in float32, targets would be lost beyond 2^24
+            targets += float(batch.weights.sum())  # a float32 sum would lose targets beyond 2^24
             if self._data.token_lengths is not None:
                 n_bytes += (self._data.token_lengths[batch.targets] * batch.weights).sum()
         while unread:

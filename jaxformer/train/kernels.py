@@ -1,4 +1,4 @@
-"""Choice of the attention implementation for a platform, and a trial before it is trusted."""
+"""Selection of the attention implementation for a platform, with a trial run before it is used."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from jaxformer.ops.kernels import (
 from jaxformer.ops.masks import Mask, Packed
 
 MIN_BLOCKWISE_POSITIONS = 512
-"""Positions from which attention without a kernel is blockwise, all heads at once. Measured forward and backward on
-two CPU cores (batch 2, 4 heads of width 64, causal): at 512 positions 15 against 27 ms and 25 against 33 MiB, at 4,096
-0.77 against 1.98 s and 78 against 2,056 MiB. Shorter sequences are one block, and there is little to gain."""
+"""Positions from which attention without a kernel is blockwise, with all heads at once. Measured forward and backward
+on two CPU cores (batch 2, 4 heads of width 64, causal): at 512 positions 15 against 27 ms and 25 against 33 MiB, at
+4,096 0.77 against 1.98 s and 78 against 2,056 MiB. Shorter sequences fit into one block, with little to gain."""
 
 MIN_CPU_BLOCKWISE_POSITIONS = 256
-"""The same with `CPU_BLOCK`, one head after another: 256 positions in a batch of 8 take 15.8 ms in place of 20.7,
-and 128 in a batch of 16 would take 13.4 in place of 10.6."""
+"""The same threshold with `CPU_BLOCK`, one head after another: 256 positions in a batch of 8 take 15.8 ms instead of
+20.7, and 128 in a batch of 16 would take 13.4 instead of 10.6."""
 
 CPU_BLOCK = 128
 """Positions per block on a CPU: the scores of a tile take 64 KiB, a fraction of a core's cache. Measured forward and
@@ -42,7 +42,7 @@ backward (4 heads of width 64, causal): a batch of 4 at 512 positions takes 39 m
 block 43 and 46, and with all heads at once, 512 per block, 72; one of 2 at 2,048 positions 241 against 385."""
 
 MAX_TRIAL_POSITIONS = 1024
-"""Positions of a trial at most: more than one block of any kernel, and scores that still fit anywhere."""
+"""Maximum positions in a trial: more than one block of any kernel, with scores that still fit on any device."""
 
 Name = Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"]
 
@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
 
     attend: Attention
     refuses: Callable[[Shaped, Shaped, Mask], str | None]
-    """Reason why it does not support queries, keys and mask, or None."""
+    """Function that returns the reason why the kernel does not support queries, keys and mask, or None."""
 
 
 KERNELS = {
@@ -69,29 +69,30 @@ KERNELS = {
     "splash": Kernel(splash_attention, splash_refuses),
 }
 PLATFORM_KERNELS = {"gpu": ("cudnn", "triton"), "tpu": ("splash",)}
-"""Kernels by platform, the one to try first before the others."""
+"""Kernels by platform, in the order in which they are tried."""
 
 
 def unfused_attention(
     q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0,
     blockwise: Attention = blockwise_attention, min_positions: int = MIN_BLOCKWISE_POSITIONS,
 ) -> jax.Array:  # fmt: skip
-    """Return `attention` of short sequences, `blockwise` of those with at least so many queries and keys."""
+    """Return `attention` for short sequences, and `blockwise` for those with at least `min_positions` queries and
+    keys."""
     is_long = min(q_HTK.shape[1], k_GSK.shape[1]) >= min_positions
     return (blockwise if is_long else attention)(q_HTK, k_GSK, v_GSK, mask, scale)
 
 
 cpu_blockwise_attention = partial(blockwise_attention, block=CPU_BLOCK, one_by_one=True)
 cpu_attention = partial(unfused_attention, blockwise=cpu_blockwise_attention, min_positions=MIN_CPU_BLOCKWISE_POSITIONS)
-"""Attention on a CPU, unless heads lie over several devices."""
+"""Attention on a CPU, unless heads are split over several devices."""
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """`ops.attention.attention` by one of `KERNELS`, and by `unfused_attention` where the kernel refuses.
+    """`ops.attention.attention` computed by one of `KERNELS`, or by `unfused_attention` for inputs the kernel refuses.
 
-    It is called where `sharding.on_each_shard` has split the batch already. Heads that lie over an axis `tensor` of
-    more than one device are split here, where their number allows, because XLA cannot partition a kernel.
+    It is called inside `sharding.on_each_shard`, where the batch is already split. If the mesh axis `tensor` has
+    several devices, heads are split over them here, if their number allows, because XLA cannot partition a kernel.
     """
 
     kernel: str
@@ -99,7 +100,7 @@ class FusedAttention:
     """Size of the mesh axis `tensor`."""
 
     def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask, value_dim: int) -> str | None:
-        """Return the reason why the kernel does not support shapes and dtypes; None if it does."""
+        """Return the reason why the kernel does not support these shapes and dtypes; None if it does."""
         if value_dim != (K := k_GSK.shape[-1]):
             return f"it takes values as wide as keys, {K}, not {value_dim}"
         return KERNELS[self.kernel].refuses(q_HTK, k_GSK, mask)
@@ -107,7 +108,7 @@ class FusedAttention:
     def __call__(
         self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
     ) -> jax.Array:
-        """Return what `ops.attention.attention` returns."""
+        """Return the same as `ops.attention.attention`."""
         if self.refuses(q_HTK, k_GSK, mask, v_GSK.shape[-1]):
             return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale)
 
@@ -118,9 +119,9 @@ class FusedAttention:
             return attend(q_HTK, k_GSK, v_GSK, mask)
         H, G = q_HTK.shape[0], k_GSK.shape[0]
         spec = PartitionSpec("tensor") if H % self.tensor == 0 else PartitionSpec()
-        if spec and G % self.tensor:  # a group that several devices share is copied to each of them
+        if spec and G % self.tensor:  # key/value heads that several devices share are copied to each of them
             k_GSK, v_GSK = (jnp.repeat(x, lcm(G, self.tensor) // G, axis=0) for x in (k_GSK, v_GSK))
-        # No kernel says how its results vary over a mesh, so shard_map cannot check it.
+        # Kernels do not declare how their results vary over a mesh, so shard_map cannot check it.
         in_specs = (spec, spec, spec, PartitionSpec())
         split = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, axis_names={"tensor"}, check_vma=False)
         return split(q_HTK, k_GSK, v_GSK, mask)
@@ -137,20 +138,21 @@ def make_attention(
     value_dim: int | None = None,
     try_first: bool = True,
 ) -> tuple[Attention, str]:
-    """Return the attention for such queries and keys, and a line for the log that names it and the reason.
+    """Return the attention for these queries and keys, and a line for the log that names it and the reason.
 
     Args:
-      name: "auto" for the first of the platform's kernels that can, and `unfused_attention` if none can; or one by
-        name.
+      name: "auto" for the first of the platform's kernels that supports them, and `unfused_attention` if none does; or
+        the name of one.
       platform: platform of the devices: cpu, gpu or tpu.
       q_HTK, k_GSK: shapes and dtype of queries and keys of most calls, for one example.
-      mask: mask of most calls; `contract.ARRAY` for an array, and shape and dtype for the segments of `Packed`.
-      tensor: number of devices over which the heads lie.
+      mask: mask of most calls; `contract.ARRAY` for an array; the segments of a `Packed` as shape and dtype.
+      tensor: number of devices over which heads are split.
       value_dim: width of the values; None for that of the keys.
-      try_first: run the kernel here before it is trusted. Compiling for devices that are elsewhere has to do without.
+      try_first: run a trial of the kernel before it is chosen; not possible when compiling for devices that are not
+        attached.
 
     Raises:
-      UserError: a kernel asked for by name cannot run here.
+      UserError: a kernel selected by name cannot run on these devices.
     """
     if name == "xla":
         return attention, "attention: xla, as configured"
@@ -184,12 +186,12 @@ def _line(name: str, reasons: Sequence[str]) -> str:
 
 
 def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeStruct, mask: Mask = None) -> str | None:
-    """Return the reason why an attention is not to be trusted here, or None.
+    """Return the reason why an attention implementation fails its trial on these devices, or None.
 
-    It runs forward and backward on this process's first device, on normal numbers of these shapes and at most
-    `MAX_TRIAL_POSITIONS` positions, with a mask of packed documents three of them, and must agree with `attention`.
+    It is run forward and backward on this process's first device, on normally distributed inputs of these shapes with
+    at most `MAX_TRIAL_POSITIONS` positions (for a `Packed` mask, three documents), and must agree with `attention`.
 
-    The norm of the difference may be 1/32 of the norm, for each of the output and three gradients: bfloat16 keeps 8
+    For the output and each of the three gradients, the norm of the difference may be 1/32 of the norm: bfloat16 keeps 8
     bits, and a few roundings add up.
     """
 
@@ -212,6 +214,6 @@ def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeS
         ("output", "gradient to q", "gradient to k", "gradient to v"), outputs, references, strict=True
     ):
         off = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
-        if not off <= 2**-5:  # NaN, too
+        if not off <= 2**-5:  # also fails for NaN
             return f"its {name} is off by {off:.3f} of the norm"
     return None

@@ -27,9 +27,9 @@ VAL_METRICS = {
     "val_image_to_text_recall_at_5": "{:.1%} recall at 5",
     "val_accuracy": "{:.1%} accuracy",
 }
-"""Format of each validation metric in a line; beside the loss stands the first that an evaluation has."""
+"""Format of each validation metric in a line; the first that an evaluation has is printed next to the loss."""
 SMOOTHING = 0.8
-"""Weight of earlier step times in the exponential mean from which the time left is estimated."""
+"""Weight of earlier step times in the exponential moving average that estimates the time left."""
 
 ANY = "any name"
 ROW: dict[str, Any] = {
@@ -45,7 +45,7 @@ ROW: dict[str, Any] = {
 """Structure of the optional fields of a row that pages and plots read."""
 
 Sink = Callable[[dict[str, Any]], None]
-"""Receiver of each row as `metrics.jsonl` holds it."""
+"""Receiver of each row, in the form stored in `metrics.jsonl`."""
 
 console = Console(highlight=False, soft_wrap=True)
 """Terminal output of training; processes other than the first are quiet."""
@@ -67,11 +67,11 @@ class Log:
 
         Args:
           folder: the run's folder; None writes nothing.
-          start: step that training begins at.
-          steps: step that training ends at.
+          start: step at which training begins.
+          steps: step at which training ends.
           sinks: receivers of each row.
           show_entropy: print the attention entropy of each head at evaluations.
-          show_every: steps between printed rows without an evaluation; the last step is printed, too; 0 prints none.
+          show_every: steps between printed rows without an evaluation, in addition to the last step; 0 prints none.
         """
         self._folder, self._sinks, self._show_entropy = folder, sinks, show_entropy
         self._steps, self._show_every, self._time_left = steps, show_every, TimeLeft(steps)
@@ -99,14 +99,14 @@ class Log:
         self._progress.update(self._task, completed=step)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Store a row and show its loss in the bar; print it if it has an evaluation, a note or a warning.
+        """Store a row and show its loss in the progress bar; print it if it has an evaluation, a note or a warning.
 
         Raises:
           UserError: the row cannot be written, or the folder has vanished.
         """
         if self._folder is None:
             return
-        if not (self._folder / METRICS).exists():  # the open file would accept rows that nobody can read
+        if not (self._folder / METRICS).exists():  # writes to the open file would succeed, but the rows would be lost
             raise folder_vanished_error(self._folder, METRICS)
         stored = nonfinite_to_none(row)
         with user_error_on_write(self._folder, METRICS):
@@ -128,7 +128,7 @@ class Log:
 
 
 class TimeLeft:
-    """Estimator of the time until the last step, from step times without evaluations."""
+    """Estimator of the time until the last step, from step times that exclude evaluations."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._first, self._mean_ms = steps, True, 0.0
@@ -171,7 +171,7 @@ def format_row(row: dict[str, Any], left: Sequence[str] = ()) -> str:
 
 def final_line(step: int, row: dict[str, Any]) -> str:
     """Return the last line of a run: held-out loss and all other validation metrics of `row`, or the loss of the last
-    batch where there is no evaluation."""
+    batch if there is no evaluation."""
     if "val_loss" not in row:
         return f"final: step {step:,}" + (f"  loss {row['loss']:.3f}" if row.get("loss") is not None else "")
     others = {name: x for name, x in row.items() if isinstance(x, float) and name.startswith("val_")}
@@ -192,10 +192,10 @@ def _speed(row: dict[str, Any]) -> list[str]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of `metrics.jsonl`, without a last line that was cut off.
+    """Return the rows of `metrics.jsonl`, ignoring a truncated last line.
 
     Raises:
-      UserError: another line is not a row of metrics.
+      UserError: any other line is not a row of metrics.
     """
     rows = []
     file = folder / METRICS
@@ -225,7 +225,7 @@ def _has_structure(value: Any, template: Any) -> bool:
     if isinstance(template, str):
         return isinstance(value, str)
     if type(value) is int:
-        return abs(value) < 2**63  # NumPy holds no larger ones
+        return abs(value) < 2**63  # NumPy cannot hold larger ones
     return value is None or (type(value) is float and not math.isinf(value))
 
 
@@ -235,7 +235,7 @@ def without_timings(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def truncate_log(folder: Path, step: int) -> None:
-    """Remove metrics and samples after a step, so that a resumed run writes none twice."""
+    """Remove metrics and samples after a step, so that a resumed run does not duplicate them."""
     rows = [json.dumps(row) + "\n" for row in read_metrics(folder) if row["step"] <= step]
     with user_error_on_write(folder, METRICS):
         write_atomically(folder / METRICS, "".join(rows))
@@ -253,7 +253,7 @@ def read_samples(folder: Path) -> list[str]:
 
 
 def plot_metrics(folder: Path) -> None:
-    """Draw losses and attention entropies over steps as PNG files in the run's plots/.
+    """Plot losses and attention entropies over steps as PNG files in the run's plots/.
 
     Raises:
       UserError: matplotlib is not installed.

@@ -32,7 +32,7 @@ from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, StepMetrics, allowed_failures
 
 FIRST_REPORT = 100
-"""Step of the first samples and update ratios, where the others come later."""
+"""Step of the first samples and update ratios, before those at the regular interval."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Callback:
     """Function that training calls as `call(step, state, batch, row)` after every `every`-th step, after step
     `also_at` and after the last; with `at_start` also before the first.
 
-    The row holds the step's metrics so far, and what `call` returns joins it. The batch is the one that the step
-    learned from, on the devices.
+    The row holds the step's metrics so far, and the entries that `call` returns are added to it. The batch is the one
+    that the step was trained on, on the devices.
     """
 
     every: int
@@ -50,59 +50,60 @@ class Callback:
     also_at: int = 0
 
     def is_due(self, step: int) -> bool:
-        """Return True if it is called after a step that is not the last."""
+        """Return True if the callback is called after a step other than the last."""
         return (is_due(self.every, step) or step == self.also_at) if step else self.at_start
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a training."""
+    """Outcome of training."""
 
     status: Literal["done", "interrupted", "non_finite", "diverged"]
     step: int
-    """Steps taken; of 'non_finite' the last was not applied, and of 'diverged' it is the one that showed it."""
+    """Steps taken; for 'non_finite', the last one was not applied; for 'diverged', it is the step at which it was
+    detected."""
     state: TrainState
     batch: Batch
     """Batch of that step."""
     evaluation: Evaluation | None = None
-    """Evaluation on the whole validation split, once done; None without evaluations."""
+    """Evaluation on the whole validation split, for 'done'; None without evaluations."""
     val_loss: float | None = None
-    """Loss in nats on the part of the validation split that periodic evaluations use; None unless the last step was
-    taken just now."""
+    """Loss in nats on the part of the validation split that periodic evaluations use; None unless this call took the
+    last step."""
     signal: int = 0
-    """Signal that interrupted; 0 for none."""
+    """Number of the signal that interrupted training; 0 for none."""
     divergence: Divergence | None = None
-    """Divergence of 'diverged'."""
+    """Divergence, for 'diverged'."""
     mover: Mover | None = None
-    """Parameter that moved first as the loss left its minimum; None if none stands out."""
+    """Parameter that moved first when the loss left its minimum; None if none stands out."""
     healthy: int = 0
-    """Step of the last checkpoint before that; 0 if there is none."""
+    """Step of the last checkpoint before the loss left its minimum; 0 if there is none."""
     diverging_since: int = 0
-    """Step of 'done' at which the loss left its minimum, if that was a divergence that has not ended; 0 if not."""
+    """For 'done', the step at which the loss left its minimum, if it is still diverging; 0 otherwise."""
 
 
 def train(
     setup: TrainSetup, data: Dataset, folder: Path, callbacks: Sequence[Callback] = (), resume: bool = False,
     allow_changed_data: bool = False, sinks: Sequence[Sink] = (), rollback: Rollback | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train until `config.steps`, an interruption, a loss that is not finite, or one that diverges; return the outcome.
+    """Train until `config.steps`, an interruption, a non-finite loss, or a divergence; return the outcome.
 
-    The last state is saved, but for a divergence, after which the checkpoints before it remain.
+    The last state is saved, except after a divergence, where the earlier checkpoints remain.
 
-    With `resume` it continues from the folder's last checkpoint, or from the start if there is none, and everything
-    after that is the same to the last bit as if the run had never stopped. Data that has changed since is refused,
-    or with `allow_changed_data` noted in the log.
+    With `resume`, training continues from the folder's last checkpoint, or from the start if there is none, and is
+    bit-identical to a run that was never interrupted. Data that has changed since is refused, or with
+    `allow_changed_data` noted in the log.
 
-    Of several processes, all call this; only the first writes, but for checkpoints, which they write together.
+    Every process must call this function. Only the first writes files, except checkpoints, which all write together.
 
     Args:
-      rollback: with `resume`, continue from another checkpoint than the last. Later checkpoints and rows of the log
+      rollback: with `resume`, continue from a checkpoint other than the last. Later checkpoints and rows of the log
         are removed once that checkpoint, the config and the data are verified.
-      sinks: receivers of the log's rows besides its file and those that `config.train.log_to` names.
+      sinks: receivers of the log's rows, in addition to its file and the sinks in `config.train.log_to`.
 
     Raises:
-      UserError: data or config do not fit each other, the devices or, with `resume`, the run; the run's folder
-        cannot be written, or another process trains in it.
+      UserError: data and config do not fit each other, the devices or, with `resume`, the run; the run's folder
+        cannot be written; or another process is training in it.
     """
     if setup.config.compute.deterministic:
         check_deterministic(setup.mesh.devices.flat[0].platform)
@@ -111,7 +112,7 @@ def train(
     print_line("compiling the training step ...")
     print_line(train_step.compile(data.batch(0, rows)))
     evaluate = Evaluator(setup, data)
-    barrier()  # some may have found the compiled step in their cache
+    barrier()  # processes that had the compiled step in their cache wait for the others
     with ExitStack() as stack:
         # Signals are recorded until the last save is finished.
         signals = stack.enter_context(record_signals(*STOPPING))
@@ -132,24 +133,24 @@ def train(
 
 
 class Unchecked(NamedTuple):
-    """A step that was started and not yet looked at."""
+    """A step that was started but not yet checked."""
 
     step: int
     batch: Batch
     metrics: StepMetrics
     signal: jax.Array | int
-    """Signal that a process had received by then; 0 for none."""
+    """Number of a signal that any process had received by then; 0 for none."""
 
 
 class TrainLoop:
-    """The training loop with its collaborators; `run` is the loop, the other methods are its parts."""
+    """Training loop and the objects it uses; `run` is the loop, and the other methods are its parts."""
 
     def __init__(
         self, setup: TrainSetup, data: Dataset, start: Start, train_step: CompiledStep, evaluate: Evaluator,
         callbacks: Sequence[Callback], checkpoints: CheckpointManager, log: Log, profiler: Profiler,
         received_signal: Callable[[], jax.Array | int],
     ) -> None:  # fmt: skip
-        """Start to read the data.
+        """Start reading the data.
 
         Args:
           received_signal: returns the number of a signal that any process has received, or 0.
@@ -195,7 +196,7 @@ class TrainLoop:
         return self._finish()
 
     def _next_batch(self) -> Batch:
-        """Return the next batch on the devices; the time that the data takes is counted."""
+        """Return the next batch on the devices, and count the time spent waiting for data."""
         began = time.perf_counter()
         with jax.profiler.TraceAnnotation("data wait"):
             rows = next(self.stream)
@@ -217,11 +218,11 @@ class TrainLoop:
         )
 
     def _check(self, all_steps: bool) -> Outcome | None:
-        """Look for signals, failures and divergences in the steps before the last, or in all; return how training
-        ends, if it does.
+        """Check all steps but the last, or all, for signals, failures and divergences; return the outcome if training
+        ends.
 
-        A look at the step before the last keeps the device busy with the last one meanwhile, and loses nothing: from a
-        step that broke on, the state stays as it was.
+        Checking one step late keeps the device busy with the last one and is safe: once too many steps have failed, the
+        state no longer changes.
         """
         while len(self.unchecked) > (0 if all_steps or self.signal else 1):
             done = self.unchecked.popleft()
@@ -233,7 +234,7 @@ class TrainLoop:
         return None
 
     def _check_loss(self, done: Unchecked) -> Outcome | None:
-        """Stop at a divergence, or warn of it, as `train.divergence` says."""
+        """Return the outcome of a divergence, or log a warning, as set by `train.divergence`."""
         self.failures, was_noticed, policy = 0, self.monitor.noticed, self.config.train.divergence
         loss, grad_norm = float(done.metrics.loss), float(done.metrics.grad_norm)
         divergence = self.monitor.update(done.step, loss, grad_norm)
@@ -249,7 +250,7 @@ class TrainLoop:
         return None
 
     def _count_failure(self, done: Unchecked) -> Outcome | None:
-        """Count a step that is not finite; save and stop after too many in a row."""
+        """Count a non-finite step; save the state and return the outcome after too many in a row."""
         self.failures += 1
         if self.failures > allowed_failures(self.config):
             self._save_state(done.step - 1, None)
@@ -270,7 +271,7 @@ class TrainLoop:
         )  # fmt: skip
 
     def _log_start(self) -> None:
-        """Log the notes and, of a fresh state, a row for step 0."""
+        """Log the notes and, for a fresh state, a row for step 0."""
         for note in self.start.notes:
             self.log.row({"step": self.start.step, "note": note})
         if not self.start.resumed:
@@ -303,7 +304,7 @@ class TrainLoop:
         return row
 
     def _measure(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row with the evaluation and the callbacks that are due."""
+        """Return the row with the results of the evaluation and the callbacks that are due."""
         t, last = self.config.train, step == self.config.steps
         if last and t.eval_every:
             self.evaluation = self.evaluate(self.setup.model_params(self.state))
@@ -319,12 +320,12 @@ class TrainLoop:
         """Save a checkpoint, ranked by the loss on the examples of a periodic evaluation."""
         if self.evaluation is None:
             self.val_loss = row.get("val_loss")
-        else:  # the last row holds the loss on the whole validation split
+        else:  # the last row has the loss on the whole validation split
             self.val_loss = self.evaluate(self.setup.model_params(self.state), self.config.train.eval_examples).loss
         self._save_state(step, self.val_loss)
 
     def _save_state(self, step: int, val_loss: float | None) -> None:
-        # A run that stopped at such a step may try it again, with other options.
+        # A run that stopped at a non-finite step may retry it with other options.
         failures = min(int(self.state.failures), allowed_failures(self.config))
         position = {
             "step": step, "fingerprint": self.data.fingerprint, "failures": failures, "skipped": self.n_skipped,
@@ -334,7 +335,7 @@ class TrainLoop:
         self.checkpoints.save(step, self.state.params, self.state.opt_state, position, val_loss)
 
     def _finish(self) -> Outcome:
-        if self.evaluation is None and self.config.train.eval_every:  # the run was at its end before
+        if self.evaluation is None and self.config.train.eval_every:  # the run had already reached its last step
             self.evaluation = self.evaluate(self.setup.model_params(self.state))
         diverging_since = (self.monitor.sank or self.monitor.began) if self.monitor.noticed else 0
         return Outcome(
@@ -344,34 +345,35 @@ class TrainLoop:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return True at every `every`-th step, and never where that is 0."""
+    """Return True at every `every`-th step, or never if `every` is 0."""
     return every > 0 and step % every == 0
 
 
 def is_doubled(first: int, step: int) -> bool:
-    """Return True at `first`, twice, four times, … as many steps, and never where that is 0."""
+    """Return True at step `first` times 1, 2, 4, 8, …, or never if `first` is 0."""
     return is_due(first, step) and (step // first).bit_count() == 1
 
 
 class Throughput:
-    """Clock of steps, without the evaluations and the work of the profiler between them."""
+    """Timer of steps that excludes evaluations and the profiler's work."""
 
     def __init__(self, step: int, data: Dataset) -> None:
         self._data = data
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """Start the clock after a step."""
+        """Restart the timer after a step."""
         self._began, self._step = time.perf_counter(), step
         self.data_wait = 0.0
-        """Seconds spent waiting for data since."""
+        """Seconds spent waiting for data since the restart."""
 
     def exclude(self, seconds: float) -> None:
-        """Leave out some time since the start of the clock."""
+        """Exclude some of the time since the restart."""
         self._began += seconds
 
     def since_restart(self, step: int) -> dict[str, float]:
-        """Return means over the steps since: milliseconds per step, throughput, and data wait in milliseconds."""
+        """Return means over the steps since the restart: milliseconds per step, throughput, and data wait in
+        milliseconds."""
         n, elapsed = step - self._step, time.perf_counter() - self._began
         return {
             "step_ms": 1e3 * elapsed / n,

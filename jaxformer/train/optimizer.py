@@ -1,4 +1,4 @@
-"""The optimizer a config names, from optax."""
+"""Optimizers and learning-rate schedules of a config, built from optax."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,17 +17,18 @@ from jaxformer.parameters import global_norm, row_norms
 Axes = Mapping[str, ParameterAxes]
 """Axes of each parameter by its dotted name; see `nn.parameters.parameter_axes`."""
 MUON_RMS = 0.2
-"""Root mean square of Muon's updates over the learning rate: about that of AdamW (Liu et al. 2025, section 2.2)."""
+"""Root mean square of Muon's updates relative to the learning rate, close to that of AdamW (Liu et al. 2025, section
+2.2)."""
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate by step, counted from 0: linear warm-up, then the shape that `schedule` names.
+    """Return the learning-rate schedule by step, counted from 0: linear warm-up, then the shape named by `schedule`.
 
-    'cosine' is half a cosine down to `final_fraction` (Loshchilov and Hutter 2017, without restarts), 'linear' a
-    straight line. 'wsd', warm-up stable decay, stays at the peak until a straight line falls to `final_fraction` (Hu et
-    al. 2024; the line and its fifth of all steps are Hägele et al. 2024). These three would reach their end one step
-    after the last, so that the last still learns. 'inverse_sqrt' is peak · √(warmup / (step + 1)) (Vaswani et al. 2017,
-    equation 3).
+    'cosine' decays along half a cosine to `final_fraction` (Loshchilov and Hutter 2017, without restarts), 'linear'
+    along a straight line. 'wsd', warm-up stable decay, stays at the peak and then decays linearly to `final_fraction`
+    (Hu et al. 2024; the linear decay over a fifth of all steps is from Hägele et al. 2024). These three would reach
+    their final value one step after the last, so that the last step still learns. 'inverse_sqrt' is peak · √(warmup /
+    (step + 1)) (Vaswani et al. 2017, equation 3).
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     parts: list[optax.Schedule] = [optax.constant_schedule(peak)]
@@ -43,7 +44,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     elif config.schedule == "inverse_sqrt":
         parts = [lambda count: peak * jnp.sqrt(warmup / (warmup + count + 1))]
     if warmup:
-        # The first update is taken at 1/warmup of the peak, not at zero.
+        # The first update has a learning rate of 1/warmup of the peak, not zero.
         parts = [optax.linear_schedule(peak / warmup, peak, warmup - 1), *parts]
         joints = [warmup, *joints]
     return optax.join_schedules(parts, joints)
@@ -52,24 +53,24 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, width: int | None = None
 ) -> optax.GradientTransformation:
-    """Return the named optimizer, after gradient clipping if `clip_norm` is set; its state is the same without.
+    """Return the named optimizer, preceded by gradient clipping if `clip_norm` is set, which adds no state.
 
-    Weight decay is decoupled, w ← w - lr·decay·w, and reaches matrices and embeddings; see `is_decayed`.
+    Weight decay is decoupled, w ← w - lr·decay·w, and applies to matrices and embeddings; see `is_decayed`.
 
-    With `base_width`, the learning rate of the matrices that sum over the width of the model, W_out among them, is
-    multiplied by base_width / width, but not in their weight decay; see `scale_by_width`.
+    With `base_width`, the learning rate of the matrices that sum over the model's width, including W_out, is multiplied
+    by base_width / width, except in their weight decay; see `scale_by_width`.
 
-    - `nesterov_sgd`: Sutskever et al. 2013 as torch has it: v ← m·v + g, w ← w - lr·(g + m·v).
+    - `nesterov_sgd`: Sutskever et al. 2013 in PyTorch's form: v ← m·v + g, w ← w - lr·(g + m·v).
     - `adamw`: Loshchilov and Hutter 2019.
-    - `muon`: Jordan et al. 2024 for matrices, also for those of ViT's patches and of CLIP's joint space; `adamw` for
-      embeddings of tokens and of CLIP's patches, logits, positions, gains and biases; see `muon_or_adamw`. Its
-      updates are given the size of AdamW's (Liu et al. 2025, equation 4), so that one learning rate and one weight
-      decay serve both. optax corrects the bias of the momentum, as Adam does and the authors do not: for the first
-      1/(1 - momentum) steps or so the newest gradient counts for more.
+    - `muon`: Jordan et al. 2024 for matrices, including those of ViT's patches and CLIP's joint space; `adamw` for
+      embeddings of tokens and of CLIP's patches, logits, positions, gains and biases; see `muon_or_adamw`. Its updates
+      are scaled to the size of AdamW's (Liu et al. 2025, equation 4), so that both share one learning rate and one
+      weight decay. optax corrects the bias of the momentum, as Adam does and the authors do not: for about the first
+      1/(1 - momentum) steps, the newest gradient has a larger weight.
     - `lion`: Chen et al. 2023, algorithm 2.
-    - `schedule_free`: Defazio et al. 2024, algorithm 1, over AdamW. The parameters are the average x, which is what
-      to evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning
-      rates without the algorithm's Adam correction, as in the authors' later code.
+    - `schedule_free`: Defazio et al. 2024, algorithm 1, over AdamW. The parameters are the average x, at which to
+      evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning rates
+      without the algorithm's Adam correction, as in the authors' later code.
     """
     factor = 1.0 if config.base_width is None or width is None else config.base_width / width
     rule = config.rule(schedule, axes) or RULES[config.name].make(config, schedule, axes, factor)
@@ -93,7 +94,7 @@ def _lion(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor:
 def _with_decay(
     rule: optax.GradientTransformation, config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float
 ) -> optax.GradientTransformation:
-    """Return a rule whose updates are scaled by width, after which weight decay and learning rate follow."""
+    """Return a rule whose updates are scaled by width, followed by weight decay and learning rate."""
     return optax.chain(
         scale_by_width(rule, axes, factor),
         optax.add_decayed_weights(config.weight_decay, partial(is_decayed, axes)),
@@ -109,12 +110,12 @@ def _muon_and_adamw(
 
 
 def scale_by_width(rule: optax.GradientTransformation, axes: Axes, factor: float) -> optax.GradientTransformation:
-    """Return a rule that multiplies its updates by a factor where a matrix sums over the width of the model.
+    """Return a rule that multiplies its updates by `factor` for matrices that sum over the model's width.
 
-    Numbers of Adam's updates are all about as large, and have the signs of what they are multiplied with, so that a
-    product changes in proportion to the numbers that it sums (Yang et al. 2022, appendix J): with `base_width / width`
-    as factor, it changes as much at every width. Muon's updates are as large, but orthogonal: their products change in
-    proportion to the square root.
+    The entries of an Adam update have similar magnitudes, and signs that correlate with the matmul's input, so the
+    change in the matmul's output after one update grows with its fan-in (Yang et al. 2022, appendix J). With a factor
+    of `base_width / width`, the change is the same at every width. Entries of Muon's updates have the same magnitude,
+    but the updates are orthogonal, so the change grows with the square root of the fan-in.
     """
     if factor == 1:
         return rule
@@ -131,8 +132,8 @@ def scale_by_width(rule: optax.GradientTransformation, axes: Axes, factor: float
 
 
 def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.GradientTransformation:
-    """Return a rule after optax's `clip_by_global_norm`, without a state and with the norm as the step computes it: the
-    compiler merges the two."""
+    """Return a rule preceded by the clipping of optax's `clip_by_global_norm`, without state, and with the norm
+    computed as in the train step so that the compiler merges the two."""
 
     def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         norm = global_norm(row_norms(grads))
@@ -143,7 +144,8 @@ def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.Gradient
 
 
 def updates_taken(opt_state: Any) -> jax.Array:
-    """Return the count by which `make_optimizer` reads its schedule, an int32 scalar: all steps but skipped ones."""
+    """Return the step count with which `make_optimizer` reads its schedule, an int32 scalar that excludes skipped
+    steps."""
     counts = (x.count for x in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(x))
     return next(counts)
 
@@ -155,8 +157,8 @@ def _is_schedule(state: Any) -> bool:
 def gradient_point(config: OptimizerConfig, params: Params, opt_state: Any) -> Params:
     """Return the parameters at which the optimizer needs the gradient.
 
-    They are the parameters themselves, but for `schedule_free`, whose parameters are the average x: it learns at
-    y = (1 - b1)·z + b1·x, where z is the fast sequence in its state.
+    They are the parameters themselves, except for `schedule_free`, whose parameters are the average x: its gradient is
+    taken at y = (1 - b1)·z + b1·x, where z is the fast sequence in its state.
     """
     if config.name != "schedule_free":
         return params
@@ -164,10 +166,10 @@ def gradient_point(config: OptimizerConfig, params: Params, opt_state: Any) -> P
 
 
 def muon_axes(axes: Axes, params: Params) -> Params:
-    """Return the axes of each weight that make the matrix that Muon orthogonalises: those summed over, and the others.
+    """Return the axes of each weight that form the matrix that Muon orthogonalises: those summed over, and the others.
 
-    W_Q, W_K and W_V are one D × (H·K) matrix each, over all heads, and W_O is one of (H·K) × D, as in the trainings
-    that Jordan et al. and Liu et al. report. Along the axes before these (experts, gates), matrices count apart.
+    W_Q, W_K and W_V are each one D × (H·K) matrix over all heads, and W_O is one (H·K) × D matrix, as in the training
+    runs that Jordan et al. and Liu et al. report. Matrices along any leading axes (experts, gates) are separate.
     """
 
     def numbers(path: Any, _: Any) -> optax.contrib.MuonDimensionNumbers:
@@ -180,7 +182,8 @@ def muon_axes(axes: Axes, params: Params) -> Params:
 
 
 def _muon(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float) -> optax.GradientTransformation:
-    """Return momentum that is orthogonalised. An orthogonal m × n matrix has a root mean square of 1/√max(m, n)."""
+    """Return Muon, which orthogonalises the momentum. The root mean square of an orthogonal m × n matrix is 1/√max(m,
+    n)."""
 
     def scale_to_adamw_rms(updates: Params, _: Params) -> Params:
         def scaled(update: jax.Array, sides: tuple[tuple[int, ...], ...]) -> jax.Array:
@@ -200,11 +203,11 @@ def _muon(config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor:
 def _schedule_free(
     config: OptimizerConfig, schedule: optax.Schedule, axes: Axes, factor: float
 ) -> optax.GradientTransformation:
-    """Return optax's rule, whose parameters are y, for parameters x."""
+    """Return optax's schedule-free rule, whose parameters are y, adapted to parameters x."""
     normalized = optax.scale_by_rms(config.b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True)
     rule = optax.contrib.schedule_free(
         _with_decay(normalized, config, schedule, axes, factor),
-        # A step is weighted by its own learning rate, but here optax counts from 1.
+        # A step is weighted by its own learning rate, but optax passes a count from 1.
         lambda count: schedule(count - 1),
         config.b1,
     )
@@ -219,7 +222,8 @@ def _schedule_free(
 
 
 def muon_or_adamw(axes: Axes, params: Params) -> Params:
-    """Return the optimizer of each parameter: muon for the matrices between the embedding and the unembedding."""
+    """Return the optimizer of each parameter: 'muon' for the matrices between embedding and unembedding, else
+    'adamw'."""
     rule = lambda path, _: "muon" if axes[_name(path)].role is Role.MATRIX else "adamw"  # noqa: E731
     return jax.tree_util.tree_map_with_path(rule, params)
 
@@ -236,12 +240,12 @@ def _name(path: Any) -> str:
 
 
 class Rule(NamedTuple):
-    """An optimizer that `OptimizerConfig.name` names.
+    """An optimizer that can be selected by `OptimizerConfig.name`.
 
     Attributes:
-      make: returns the transformation for a config, a schedule, the axes of the parameters, and the factor of
-        `scale_by_width`.
-      usual_learning_rate: learning rate that small models train at; a remedy for divergence is never higher.
+      make: function that returns the transformation for a config, a schedule, the axes of the parameters, and the
+        factor of `scale_by_width`.
+      usual_learning_rate: usual learning rate of small models; the remedy for a divergence never exceeds it.
     """
 
     make: Callable[[OptimizerConfig, optax.Schedule, Axes, float], optax.GradientTransformation]
@@ -255,4 +259,4 @@ RULES = {
     "lion": Rule(_lion, 3e-4),
     "schedule_free": Rule(_schedule_free, 3e-3),
 }
-"""Optimizers by their name, which is also a choice of `OptimizerConfig.name`."""
+"""Optimizers by name, the choices of `OptimizerConfig.name`."""

@@ -1,4 +1,4 @@
-"""Traces of a few training steps by `jax.profiler`, for xprof and Perfetto."""
+"""Traces of a few training steps, recorded with `jax.profiler` for xprof and Perfetto."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from jaxformer.errors import os_error_reason
 from jaxformer.files import write_atomically
 
 PROFILE = "profile"
-"""Folder of the traces below that of the run."""
+"""Folder of traces in the run's folder."""
 SESSIONS = Path("plugins", "profile")
 """Folder below a log folder in which xprof and TensorBoard look for traces, one folder per trace."""
 FILES = {"*.xplane.pb": ".xplane.pb", "perfetto_trace.json.gz": ".trace.json.gz"}
-"""Files of a trace as JAX writes them, and the ends of the names that they get, after the name of the process."""
+"""Files of a trace as JAX writes them, and the suffixes that follow the process name in their final names."""
 
 
 class Profiler:
-    """Context of a training, in which `begin` and `end` around each step trace some of them, one file per process.
+    """Context manager for training, whose `begin` and `end` around each step record a trace of some steps per process.
 
-    A trace is complete or absent. Training continues where it cannot be written. At the end of the context, such as
+    A trace is either complete or absent. If it cannot be written, training continues. When the context ends early, as
     after Ctrl-C, a trace of the steps so far is written.
     """
 
     def __init__(self, folder: Path, steps: range, start: int, print_line: Callable[[str], None]) -> None:
-        """Trace nothing yet.
+        """Configure the trace; `begin` starts it.
 
         Args:
           folder: the run's folder.
-          steps: consecutive steps to trace, counted from 1; of those until `start`, none comes.
-          start: step that training begins at.
-          print_line: receives a line about the trace, or about the failure to write it.
+          steps: consecutive steps to trace, counted from 1; steps up to `start` are not run again.
+          start: step at which training begins.
+          print_line: function that receives a line about the trace, or about the failure to write it.
         """
         self._folder, self._steps, self._start, self._print_line = folder / PROFILE, steps, start, print_line
         self._scratch: tempfile.TemporaryDirectory | None = None
@@ -53,27 +53,27 @@ class Profiler:
             self._stop()
 
     def begin(self, step: int, state: Any) -> float:
-        """Start the trace before its first step, once the device has computed the state; return the seconds that it
-        took to start."""
+        """Start the trace before its first step, once the device has computed the state; return the seconds spent on
+        starting."""
         if step not in self._steps or self._first:
             return 0.0
         jax.block_until_ready(state)
         began = time.perf_counter()
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # the calls of every Python function would slow the steps down
+        options.python_tracer_level = 0  # tracing every Python call would slow the steps down
         try:
             self._scratch = tempfile.TemporaryDirectory(prefix="jaxformer-")
             jax.profiler.start_trace(self._scratch.name, create_perfetto_trace=True, profiler_options=options)
             self._first = self._last = step
-        except (OSError, RuntimeError) as error:  # the latter in a program that traces its own training
+        except (OSError, RuntimeError) as error:  # RuntimeError in a program that is already being traced
             if self._scratch is not None:
                 self._scratch.cleanup()
             self._give_up(error)
         return time.perf_counter() - began
 
     def end(self, step: int, state: Any) -> float:
-        """Write the trace after its last step, once the device has computed the state; return the seconds that it took
-        to write."""
+        """Write the trace after its last step, once the device has computed the state; return the seconds spent on
+        writing."""
         if not self._first:
             return 0.0
         self._last = step
@@ -94,7 +94,7 @@ class Profiler:
         with self._scratch as scratch:
             try:
                 jax.profiler.stop_trace()
-                self._folder.mkdir(exist_ok=True)  # not its parent: a run's folder that has vanished is not made again
+                self._folder.mkdir(exist_ok=True)  # no parents: a vanished run folder is not recreated
                 session.mkdir(parents=True, exist_ok=True)
                 for pattern, file in files.items():
                     write_atomically(file, next(Path(scratch).rglob(pattern)).read_bytes())

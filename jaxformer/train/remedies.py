@@ -1,4 +1,4 @@
-"""Remedies for a loss that diverges, as options with values."""
+"""Remedies for a diverging loss, as command-line options with values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from jaxformer.train.optimizer import RULES
 
 
 def optimizer_remedies(config: Config) -> list[tuple[str, str]]:
-    """Return what usually helps and its options, the least change first; each fits a checkpoint of the run."""
+    """Return descriptions and options of the usual remedies, the smallest change first; each is compatible with the
+    run's checkpoints."""
     o, rule = config.optimizer, RULES.get(config.optimizer.name)
     usual = o.learning_rate if rule is None else rule.usual_learning_rate
     lower = [("a lower learning rate", f"--optimizer.learning-rate {min(o.learning_rate / 4, usual):g}")]
@@ -17,7 +18,7 @@ def optimizer_remedies(config: Config) -> list[tuple[str, str]]:
 
 
 def remedies(config: Config) -> str:
-    """Return all that usually helps, in words."""
+    """Return all usual remedies as text."""
     options = optimizer_remedies(config)
     if getattr(config.model, "norm", None) == "none":
         options.insert(0, ("a norm before every layer", "--model.norm rmsnorm"))

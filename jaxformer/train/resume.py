@@ -1,4 +1,4 @@
-"""The start of training: a fresh state, the last checkpoint, or an earlier one that a run is rolled back to."""
+"""The start of training: from a fresh state, the last checkpoint, or an earlier one that the run is rolled back to."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.sinks import discard_wandb_run
 
 RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "data.tokenizer", "mesh"}
-"""Fields that may differ on resuming, besides `compute` and most of `train`; data is compared by its content."""
+"""Fields that may change on resuming, besides `compute` and most of `train`; data is compared by content."""
 LEARNING_FIELDS = {"train.batch_size", "train.label_smoothing", "train.skip_batches"}
-"""Fields of `train` that change the parameters; the others set reports, their intervals, and when to stop."""
+"""Fields of `train` that affect the parameters; the others set reports, their intervals, and when to stop."""
 POSITION_FIELDS = {"failures", "fingerprint", "monitor", "skip_batches", "skipped"}
 """Fields that training stores with a checkpoint, besides its step."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return to an earlier checkpoint, to train on from there with other options."""
+    """Rollback to an earlier checkpoint, from which training continues with other options."""
 
     step: int
-    """Step of the checkpoint; 0 is the start, which needs none."""
+    """Step of the checkpoint; 0 for the start, which needs no checkpoint."""
     skip_batches: int = 0
-    """Batches to leave out from there on, besides those left out until then."""
+    """Batches to skip from there on, in addition to those skipped before."""
     changes: str = ""
     """Options that differ from there on, for the log."""
 
@@ -49,13 +49,13 @@ class Start:
     """State of a run before its first step."""
 
     config: Config
-    """The run's config, in which a rollback has added to `train.skip_batches`."""
+    """The run's config; a rollback has increased its `train.skip_batches`."""
     step: int
-    """Optimizer steps in the state."""
+    """Number of optimizer steps taken so far."""
     state: TrainState
     monitor: DivergenceMonitor
     skipped: int = 0
-    """Steps skipped as not finite since the last row of the log."""
+    """Non-finite steps skipped since the last row of the log."""
     notes: tuple[str, ...] = ()
     """Notes for the log."""
     resumed: bool = False
@@ -66,11 +66,11 @@ def find_start(
     setup: TrainSetup, data: Dataset, folder: Path, checkpoints: CheckpointManager, resume: bool,
     allow_changed_data: bool, rollback: Rollback | None,
 ) -> Start:  # fmt: skip
-    """Return where a run begins; of one that is resumed, remove the later rows of its log, and of one that is rolled
-    back the later checkpoints, once checkpoint, config and data are verified.
+    """Return the state in which a run begins. Once checkpoint, config and data are verified, remove later rows of the
+    log if the run is resumed, and later checkpoints if it is rolled back.
 
     Raises:
-      UserError: there is no such checkpoint, it does not fit the config, or the data has changed since.
+      UserError: the checkpoint does not exist or does not fit the config, or the data has changed since.
     """
     config, t, position = setup.config, setup.config.train, dict[str, Any]()
     resumed, step, notes = bool(resume and checkpoints if rollback is None else rollback.step), 0, list[str]()
@@ -105,7 +105,7 @@ def find_start(
 
 
 def _save_base(base: Path, config: Config, data: Dataset, params: Params) -> None:
-    """Save the parameters that adapters are added to, as a run within the run, unless they are there."""
+    """Save the base parameters of the adapters as a run inside the run's folder, unless it exists already."""
     if is_main_process() and not base.exists():
         create_run(base, config, data.tokenizer, allow_suffix=False, classes=data.classes)
     barrier()
@@ -116,10 +116,10 @@ def _save_base(base: Path, config: Config, data: Dataset, params: Params) -> Non
 def restore_state(
     setup: TrainSetup, checkpoints: CheckpointManager, which: str | int = "last"
 ) -> tuple[int, TrainState, dict[str, Any]]:
-    """Return step and state of a checkpoint, in this mesh's shardings, and the position that was stored with it.
+    """Return step and state of a checkpoint, in this mesh's shardings, and the training position stored with it.
 
     Raises:
-      UserError: there is no such checkpoint, an earlier version wrote it, or it has more steps than the config.
+      UserError: the checkpoint does not exist, was written by an earlier version, or has more steps than the config.
     """
     step, steps = checkpoints.step(which), setup.config.steps
     if step > steps:
@@ -143,10 +143,10 @@ def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> 
 
 
 def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool) -> str:
-    """Return the optimizer's options that differ from those of a run; they may only on rolling back.
+    """Return the optimizer options that differ from those of a run, as text; they may differ only when rolling back.
 
     Raises:
-      UserError: another option differs that must not.
+      UserError: an option differs that must not.
     """
     changes = []
     for name, old, new in differences(stored, config):
@@ -167,17 +167,17 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
 
 
 def begins_anew(folder: Path, from_step: int | None) -> bool:
-    """Return whether a run that is resumed has no checkpoint to continue from, or is rolled back to its start."""
+    """Return True if a resumed run has no checkpoint to continue from, or is rolled back to its start."""
     return from_step == 0 or not CheckpointReader(folder)
 
 
 def is_finished(folder: Path, config: Config, same_data: bool, from_step: int | None) -> bool:
-    """Return whether a run has no step left to train, before its data is read and the step is compiled.
+    """Return True if a run has no steps left to train, without reading its data or compiling the step.
 
     Raises:
-      UserError: there is no checkpoint of `from_step`, or all are corrupt.
+      UserError: there is no checkpoint of `from_step`, or all checkpoints are corrupt.
     """
-    if jax.process_count() > 1:  # processes read the checkpoints together
+    if jax.process_count() > 1:  # processes must read checkpoints together
         return False
     checkpoints = CheckpointReader(folder)
     if from_step is None:

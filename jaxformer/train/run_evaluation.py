@@ -1,4 +1,4 @@
-"""Evaluation of a finished run, on its own held-out split or on a text."""
+"""Evaluation of a finished run on its own held-out split or on another text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 def evaluate_run(
     run: Run, params: Params, data: HeldOut, mesh: Mesh, batch_size: int, precision: Precision = "auto"
 ) -> Evaluation:
-    """Return the evaluation of a run's model, with a batch size rounded up to what the devices divide."""
+    """Return the evaluation of a run's model, with the batch size rounded up to a multiple of the number of shards."""
     return Evaluator(_evaluation_setup(run, mesh, batch_size, precision), data)(params)
 
 
@@ -44,11 +44,11 @@ def _evaluation_setup(run: Run, mesh: Mesh, batch_size: int, precision: Precisio
 def loss_by_position(
     run: Run, params: Params, data: HeldOut, mesh: Mesh, batch_size: int, precision: Precision = "auto"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sum of nats and the number of targets at each position of the windows of a run's language model, both
-    `(T,)` float64: how much it gains from more context.
+    """Return the sum of nats and the number of targets at each position of a language model's windows, both `(T,)`
+    float64, which shows how much the model gains from more context.
 
     Raises:
-      UserError: the run's model predicts no next token.
+      UserError: the run's model is not a causal language model.
     """
     check_causal_lm(run, "--by-position")
     setup, T = _evaluation_setup(run, mesh, batch_size, precision), run.text_model()[0].context_length
@@ -56,7 +56,7 @@ def loss_by_position(
     params = jax.tree.map(lambda w: w.astype(setup.compute_dtype), params)
     for batch in data.held_out(setup.config.train.batch_size):
         nats, weights = _position_sums(run.model, params, global_device_put(batch, split))
-        nats_T[-len(nats) :] += nats  # a model may predict the end of a window only
+        nats_T[-len(nats) :] += nats  # a model may predict only the end of a window
         weights_T[-len(weights) :] += weights
     return nats_T, weights_T
 
@@ -71,7 +71,7 @@ def _position_sums(model: nn.Module, params: Params, batch: Batch) -> tuple[jax.
 
 
 def check_causal_lm(run: Run, option: str) -> None:
-    """Raise `UserError` where a run's model predicts no next token, which an option needs."""
+    """Raise `UserError` if a run's model is not a causal language model, which `option` requires."""
     if not is_causal_lm(run.model):
         kind = type(run.model).__name__
         raise UserError(f"{run.path} holds a {kind}, which predicts no next token; leave {option} out.")
@@ -83,12 +83,12 @@ def load_held_out_text(
     """Return a text to evaluate a run's language model on, and its description.
 
     Args:
-      stride: tokens between the starts of two windows; None for as many as a window predicts.
-      unwrap, column: see `TextConfig`; None for those of the run's training text.
+      stride: tokens between the starts of two windows; None for the number of tokens that a window predicts.
+      unwrap, column: see `TextConfig`; None for the values of the run's training text.
 
     Raises:
-      UserError: the run's model predicts no next token, the stride is too large or has no windows, or the text cannot
-        be read.
+      UserError: the run's model is not a causal language model, the stride is too large or does not apply to packed
+        documents, or the text cannot be read.
     """
     model, tokenizer = run.text_model()
     check_causal_lm(run, "--data.path")

@@ -1,4 +1,4 @@
-"""The training set-up: everything that a config means on a mesh of devices, derived once."""
+"""Training setup: everything derived from a config and a device mesh, each part once."""
 
 from __future__ import annotations
 
@@ -36,34 +36,36 @@ from jaxformer.train.kernels import FusedAttention, make_attention
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 
 BLOCK = re.compile(r"blocks_\d+$")
-"""Names of blocks, which gather their own parameters when they begin."""
+"""Pattern of block names; blocks gather their own parameters when they begin."""
 
 ADAPTER_DRAW = 2**32 - 1
-"""Number that is folded into the seed to draw adapters: that of no step, whose numbers draw dropout."""
+"""Value folded into the seed's key to initialise adapters; it is no step number, with which dropout keys are
+derived."""
 
 
 class TrainState(NamedTuple):
-    """The arrays that training changes.
+    """The arrays that training updates.
 
-    A step whose loss or gradient norm is not finite leaves parameters and optimizer state as they were. After more
-    such steps in a row than `train.max_skips` (or one, without 'skip'), no later step changes anything: the state that
-    broke can then still be inspected and saved.
+    A step whose loss or gradient norm is not finite leaves parameters and optimizer state unchanged. After more than
+    `train.max_skips` of them in a row (or one, without 'skip'), no later step changes the state, so that the failing
+    state can still be inspected and saved.
     """
 
     params: Params
-    """Trained parameters, float32: those of the model, or with `lora` the adapters; see `TrainSetup.model_params`."""
+    """Trained parameters, float32: the model's parameters or, with `lora`, the adapters; see
+    `TrainSetup.model_params`."""
     opt_state: Any
     failures: jax.Array
-    """Steps in a row until now that were not finite, int32."""
+    """Number of latest consecutive steps that were not finite, int32."""
     frozen: Params = None
     """Parameters of the model that adapters are added to; None without `lora`."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
-    """A config on a mesh. Steps, evaluation, callbacks, plans and autopsies receive it in place of the two.
+    """A config on a device mesh, passed to steps, evaluation, callbacks, plans and autopsies.
 
-    Each part is derived when it is first used, and once; a subclass may bring another `optimizer` or `schedule`.
+    Each part is derived once, on first use; a subclass may override `optimizer` or `schedule`.
 
     Raises:
       UserError: the batch does not split evenly over the devices, or the model cannot read packed examples.
@@ -72,7 +74,7 @@ class TrainSetup:
     config: Config
     mesh: Mesh
     pretrained: Pretrained | None = None
-    """Model that `config.init_from` names, which the first state is read from."""
+    """Pretrained model that `config.init_from` names, from which the initial state is loaded."""
 
     def __post_init__(self) -> None:
         B, n_microbatches = self.config.train.batch_size, self.config.compute.grad_accumulation_steps
@@ -95,7 +97,7 @@ class TrainSetup:
 
     @cached_property
     def compute_dtype(self) -> jnp.dtype:
-        """Dtype of matrix products; see `resolve_precision`."""
+        """Compute dtype of matmuls; see `resolve_precision`."""
         return resolve_precision(self.config.compute, self.mesh)
 
     @cached_property
@@ -105,17 +107,17 @@ class TrainSetup:
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Optimizer with clipping and schedule."""
+        """Optimizer, including clipping and schedule."""
         width = self.config.model.contract.scaled_width
         return make_optimizer(self.config.optimizer, self.schedule, self.state_axes, width)
 
     @cached_property
     def model(self) -> nn.Module:
-        """Model for one example on one device, in the simplest execution: for initialisation and inspection."""
+        """Model for one example on one device with plain execution, for initialisation and inspection."""
         return self.build()
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
-        """Return the model for one example, computed as `execution` specifies."""
+        """Return the model for one example with an `execution`."""
         return self.config.model.build(execution)
 
     @cached_property
@@ -165,12 +167,12 @@ class TrainSetup:
         return jax.tree.map(lambda x: x.sharding.spec, self.abstract_state.params)
 
     def merge(self, params: Params, frozen: Params) -> Params:
-        """Return the model's parameters from a state's, or a device's shards of them: trained ones, or frozen ones with
-        adapters."""
+        """Return the model's parameters, or a device's shards of them, from those of a state: the trained parameters,
+        or the frozen ones merged with the adapters."""
         return params if frozen is None else merge(frozen, params, self.config.lora)
 
     def model_params(self, state: TrainState) -> Params:
-        """Return the model's parameters, to evaluate and to sample from, in their shardings."""
+        """Return the model's parameters in their shardings, for evaluation and sampling."""
         return state.params if state.frozen is None else self._merge(state.params, state.frozen)
 
     @cached_property
@@ -178,23 +180,24 @@ class TrainSetup:
         return jax.jit(self.merge, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))
 
     def check_devices(self) -> None:
-        """Raise `UserError` where the parameters do not fit into memory, the attention of the config cannot run, or
-        `lora` names no matrix."""
+        """Raise `UserError` if the parameters do not fit into memory, the configured attention cannot run, or `lora`
+        matches no matrix."""
         if not self.config.lora.rank:  # frozen parameters have no gradients
             check_parameters(self.abstract_params, self.mesh.size, jax.local_devices()[0])
         self.attention, self.state_axes  # noqa: B018
 
     def init_state(self) -> TrainState:
-        """Return the first state in its sharding; what is drawn is a function of `config.seed`, on every mesh.
+        """Return the initial state in its sharding; random initialisation depends only on `config.seed`, not on the
+        mesh.
 
         Raises:
-          UserError: the parameters of `config.init_from` were not given, or cannot be read.
+          UserError: the parameters of `config.init_from` are missing or cannot be read.
         """
         if self.config.init_from is None:
             return jax.jit(self._init, out_shardings=self.state_shardings)()
         name, params = "frozen" if self.config.lora.rank else "params", self._load()
         without: dict[str, Any] = {name: None}
-        # Each array of the state has a buffer of its own, as a step donates them all.
+        # Each array of the state needs its own buffer, because a step donates them all.
         begin = lambda params: self._begin(jax.tree.map(jnp.copy, params))._replace(**without)  # noqa: E731
         others = jax.jit(begin, out_shardings=self.state_shardings._replace(**without))(params)
         return others._replace(**{name: params})
@@ -212,7 +215,7 @@ class TrainSetup:
         return self._begin(self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"])
 
     def _begin(self, params: Params) -> TrainState:
-        """Return the first state of a model's parameters, with adapters where they are trained."""
+        """Return the initial state for a model's parameters, with adapters if `lora` is set."""
         if not self.config.lora.rank:
             return TrainState(params, self.optimizer.init(params), jnp.int32(0))
         key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_DRAW)
@@ -224,7 +227,7 @@ class TrainSetup:
         """Attention implementation on these devices.
 
         Raises:
-          UserError: see `make_attention`; or processes differ in what they would use.
+          UserError: see `make_attention`; or processes would use different implementations.
         """
         return self._attention[0]
 
@@ -235,7 +238,7 @@ class TrainSetup:
 
     @property
     def attention_warning(self) -> str | None:
-        """Warning with reason and remedy where an accelerator's attention is not fused; None elsewhere."""
+        """Warning with reason and remedy if an accelerator's attention is not fused; otherwise None."""
         is_cpu, config = self.mesh.devices.flat[0].platform == "cpu", self.config
         if is_cpu or config.model.contract.attention is None or isinstance(self.attention, FusedAttention):
             return None
@@ -256,12 +259,12 @@ class TrainSetup:
         is_local = bool(set(self.mesh.devices.flat) & set(jax.local_devices()))
         chosen, line = self._make_attention(self.config.data.has_segments, try_first=is_local)
         lines = list(dict.fromkeys(all_gather(line[:1000]))) if is_local else [line]
-        if len(lines) > 1:  # different programs would wait for each other for ever
+        if len(lines) > 1:  # processes with different programs would deadlock
             raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
         return chosen, line
 
     def _make_attention(self, is_packed: bool, try_first: bool = False) -> tuple[Callable[..., jax.Array], str]:
-        """Return the attention for the model's shapes, with packed documents or without, and its line for the log."""
+        """Return the attention for the model's shapes, with or without packed documents, and its line for the log."""
         shape, platform = self.config.model.contract.attention, self.mesh.devices.flat[0].platform
         assert shape is not None
         H, G, K, value_dim, T, mask = shape
@@ -276,13 +279,13 @@ class TrainSetup:
 
     @cached_property
     def sharded_model(self) -> nn.Module:
-        """Model as the steps apply it, inside `sharding.on_each_shard`, to what `compute_params` returns."""
+        """Model that steps apply to the result of `compute_params`, inside `sharding.on_each_shard`."""
         c, specs, mesh = self.config.compute, self.param_specs, self.mesh
         execution = Execution(
             self.attention,
             c.remat,
             c.scan_blocks,
-            # A module without a spec of its own is part of one that `compute_params` has gathered.
+            # A module without its own spec belongs to one that `compute_params` has gathered.
             lambda name, params: gather(params, specs[name], mesh) if name in specs else params,
             mesh.shape["expert"] if any("expert" in axes for axes in jax.tree.leaves(specs)) else 1,
         )
@@ -297,14 +300,14 @@ class TrainSetup:
         return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}
 
     def example_keys(self, step: jax.Array | int) -> jax.Array:
-        """Return one dropout key per example of the whole batch, `(B,)`: the same however the batch is split."""
+        """Return one dropout key per example of the whole batch, `(B,)`, independent of how the batch is split."""
         key = jax.random.fold_in(jax.random.key(self.config.seed), step)
         B = self.config.train.batch_size
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(B))
 
     @cached_property
     def abstract_batch(self) -> Batch:
-        """Shapes, dtypes and shardings of a batch of the longest examples."""
+        """Shapes, dtypes and shardings of a batch of examples of maximum length."""
         B, split = self.config.train.batch_size, batch_sharding(self.mesh)
         inputs: tuple[Any, ...] = self.config.model.example()
         if self.config.data.has_segments:
@@ -314,13 +317,13 @@ class TrainSetup:
 
     @cached_property
     def abstract_targets(self) -> jax.ShapeDtypeStruct | None:
-        """Shape and dtype of the classes to predict in an example of the largest size; None without classes."""
+        """Shape and dtype of the target classes of an example of maximum size; None without classes."""
         if self.config.model.contract.task is Task.CONTRASTIVE:
             return None
         return jax.ShapeDtypeStruct(trace_init(self.model).output.shape[:-1], jnp.int32)
 
     def check_fit(self, batch: Batch) -> None:
-        """Raise `UserError` where a batch lacks the inputs or the targets that the model is for."""
+        """Raise `UserError` if a batch does not have the inputs or the targets that the model expects."""
         model = type(self.config.model).__name__
         expected, actual = (jax.tree.leaves(b.inputs) for b in (self.abstract_batch, batch))
         if [(x.dtype, x.ndim) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
@@ -337,10 +340,10 @@ class TrainSetup:
 
 
 def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
-    """Return the dtype that `compute.precision` means on these devices.
+    """Return the compute dtype that `compute.precision` selects on these devices.
 
     Raises:
-      UserError: bfloat16 over a tensor axis of CPUs.
+      UserError: it is bfloat16 with a tensor axis of several CPU devices.
     """
     platform = mesh.devices.flat[0].platform
     if config.precision == "auto":

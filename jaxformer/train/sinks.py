@@ -1,4 +1,4 @@
-"""Metric sinks besides `metrics.jsonl`: TensorBoard, Weights & Biases."""
+"""Metric sinks in addition to `metrics.jsonl`: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WANDB_ID = "wandb/id"
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row, without its step, by path: `loss`, `entropy/1/3`, `gradients/W_pos/update`."""
+    """Return the numeric values of a row without its step, by path: `loss`, `entropy/1/3`, `gradients/W_pos/update`."""
     return {
         name: value
         for name, value in flatten(row, separator="/").items()
@@ -35,7 +35,7 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
 
 
 def prepare_sinks(names: Iterable[str]) -> None:
-    """Check that the packages of these sinks are installed; at a terminal, Weights & Biases may ask for a login.
+    """Check that the packages of these sinks are installed; at a terminal, Weights & Biases may prompt for a login.
 
     Raises:
       UserError: an extra is not installed, or no login exists.
@@ -45,18 +45,18 @@ def prepare_sinks(names: Iterable[str]) -> None:
         if name == "wandb":
             with _connection(package, "log in with 'wandb login', or set WANDB_MODE=offline."):
                 if package.setup().settings.mode in ("online", "shared", "run"):
-                    package.login(verify=False)  # opening a run verifies it
+                    package.login(verify=False)  # the login is verified when a run is opened
 
 
 @contextmanager
 def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
     """Open the sinks of `config.train.log_to`; none without a folder.
 
-    A sink is first brought to the state of `metrics.jsonl`: rows that it lacks are sent at once, and steps beyond the
-    last row are superseded.
+    Each sink is first synchronised with `metrics.jsonl`: rows that it lacks are sent at once, and steps beyond the last
+    row are superseded.
 
     Raises:
-      UserError: see `prepare_sinks`; or a sink cannot be written or reached.
+      UserError: see `prepare_sinks`; or a sink cannot be written to or reached.
     """
     with ExitStack() as stack:
         opened: list[Sink] = []
@@ -68,16 +68,17 @@ def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
 
 @contextmanager
 def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
-    """Write an event file of this start's own below the folder's tensorboard/, with all rows there are.
+    """Write a new event file with all existing rows to the folder's tensorboard/.
 
-    Events are written synchronously: the thread of tensorboardX's SummaryWriter dies of a full disk, and training would
-    then wait for it forever. They are framed here, as its RecordWriter waits for the disk (fsync) after each event.
+    Events are written synchronously: the thread of tensorboardX's SummaryWriter dies if the disk is full, and training
+    would then wait for it forever. They are framed here because its RecordWriter waits for the disk (fsync) after each
+    event.
     """
     events, summaries, writer = (
         _package("tensorboard", part) for part in (".proto.event_pb2", ".proto.summary_pb2", ".record_writer")
     )
 
-    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
+    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # readers sort files by name
     with user_error_on_write(folder, TENSORBOARD):
         (folder / TENSORBOARD).mkdir(exist_ok=True)
         file = (folder / TENSORBOARD / name).open("xb")
@@ -96,7 +97,7 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
 
     try:
         write(file_version="brain.Event:2")
-        # From this step on, readers discard earlier files, which may lack steps or have steps too many.
+        # From this step on, readers discard earlier files, which may have missing or superfluous steps.
         write(step=0, session_log=events.SessionLog(status=events.SessionLog.START))
         for row in read_metrics(folder):
             sink(row)
@@ -108,11 +109,11 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
 
 @contextmanager
 def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
-    """Log to a run of the project jaxformer, whose id is stored in the folder, so that `--resume` continues it.
+    """Log to a run of the project jaxformer, whose id is stored in the folder so that `--resume` continues it.
 
-    Only steps from the run's `starting_step` on are sent, as its history is append-only: none twice after an online
-    run, and all after an offline one, so that the last upload is complete. A run that was rolled back begins a new
-    one; see `discard_wandb_run`.
+    Only steps from the run's `starting_step` on are sent, because its history is append-only. After an online run, no
+    step is sent twice; after an offline run, all are sent again, so that the last upload is complete. A run that was
+    rolled back begins a new one; see `discard_wandb_run`.
     """
     wandb, file = _package("wandb"), folder / WANDB_ID
     resume = f"resume with: {resume_command(folder)}"
@@ -141,15 +142,16 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
             sink(row)
         yield sink
     except BaseException:
-        with suppress(Exception):  # the first error is raised
+        with suppress(Exception):  # only the first error is raised
             run.finish(exit_code=1)
         raise
     with _connection(wandb, resume):
-        run.finish(exit_code=int(step < config.steps))  # 1 also after an interrupt or divergence
+        run.finish(exit_code=int(step < config.steps))  # also 1 after an interruption or divergence
 
 
 def discard_wandb_run(folder: Path) -> None:
-    """Remove the id of a run that was rolled back, so that Weights & Biases begins a new run: the old steps differ.
+    """Remove the id of a run that was rolled back, so that Weights & Biases begins a new run: its old steps would
+    differ.
 
     Raises:
       UserError: the id cannot be removed.
@@ -162,7 +164,8 @@ _OPENERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}
 
 
 def _package(name: str, part: str = "") -> ModuleType:
-    """Return the package of a sink, or a part of it such as `.record_writer`, or raise `UserError`."""
+    """Return the package of a sink, or a submodule such as `.record_writer`; raise `UserError` if it is not
+    installed."""
     return import_extra(f"{PACKAGES[name]}{part}", f"train.log_to {name}")
 
 

@@ -1,4 +1,4 @@
-"""The jitted steps: the training step and the evaluation step."""
+"""The jitted training and evaluation steps."""
 
 from __future__ import annotations
 
@@ -32,35 +32,36 @@ from jaxformer.train.setup import TrainSetup, TrainState
 
 
 class StepMetrics(NamedTuple):
-    """Measurements of one step, the same on all devices: float32, but for `finite`."""
+    """Measurements of one step, identical on all devices; float32, except for `finite`."""
 
     loss: jax.Array
-    """Mean loss before the update, in nats; NaN where the step was skipped."""
+    """Mean loss before the update, in nats; NaN if the step was skipped."""
     finite: jax.Array
-    """False where the step was skipped, a bool."""
+    """False if the step was skipped, bool."""
     learning_rate: jax.Array
-    """Learning rate of this step; a skipped step leaves its learning rate to the next."""
+    """Learning rate of this step; after a skipped step, the next one has the same learning rate."""
     grad_norm: jax.Array
-    """Global norm of the gradient before clipping; infinite where its sum of squares exceeds float32."""
+    """Global norm of the gradient before clipping; infinite if its sum of squares exceeds float32."""
     update_norm: jax.Array
-    """Global norm of the update; 0 where the step was skipped."""
+    """Global norm of the update; 0 if the step was skipped."""
     norms_3R: jax.Array
-    """Norms of gradient, update, and weights before it, for each parameter and head; see `parameters.row_names`."""
+    """Norms of the gradient, the update, and the weights before it, for each parameter and head; see
+    `parameters.row_names`."""
 
 
 def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
-    """Return `(params, batch, keys_B, frozen)` to the mean loss, a float32 scalar, and the gradient, sharded as
-    `params`; `frozen` is that of `TrainState`.
+    """Return a function of `(params, batch, keys_B, frozen)` that returns the mean loss, a float32 scalar, and the
+    gradient, sharded like `params`; `frozen` is `TrainState.frozen`.
 
-    Both are of the whole batch, whatever the devices and microbatches it is split into: each differentiates what it
-    adds to the mean. (The gradient of a sum, divided at the end, would overflow sooner.)
+    Both cover the whole batch, however it is split into devices and microbatches, each of which differentiates its
+    contribution to the mean. (The gradient of a sum, divided at the end, would overflow sooner.)
     """
     specs, n_microbatches = setup.trained_specs, setup.config.compute.grad_accumulation_steps
     model, reduction = setup.sharded_model, batch_reduction(setup.mesh, n_microbatches)
     objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
     def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array, frozen: Params) -> tuple[jax.Array, jax.Array]:
-        """Return what one device's microbatch adds to the objective, and to the mean loss."""
+        """Return the contributions of one device's microbatch to the objective and to the mean loss."""
         params = setup.compute_params(setup.merge(params, frozen))
         return objective.loss(model, params, batch, keys_B, smoothing, reduction)
 
@@ -85,7 +86,7 @@ def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
 
 
 def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:
-    """Return the reduction over the devices' microbatches that are computed at once; inside `on_each_shard`."""
+    """Return the reduction over the microbatches computed at once on all devices, for use inside `on_each_shard`."""
     n, axes = batch_shards(mesh), tuple(axis for axis in BATCH if mesh.shape[axis] > 1)
     return BatchReduction(
         n * n_microbatches,
@@ -95,7 +96,8 @@ def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:
 
 
 def make_train_step(setup: TrainSetup) -> Any:
-    """Return the jitted `(state, batch, step)` to `(state, StepMetrics)`; the state argument is donated.
+    """Return the jitted step, which maps `(state, batch, step)` to `(state, StepMetrics)`; the state argument is
+    donated.
 
     A step whose loss or gradient norm is not finite is skipped; see `TrainState`.
     """
@@ -111,7 +113,8 @@ def make_train_step(setup: TrainSetup) -> Any:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grads_R, updates_R = row_norms(grads), row_norms(updates)
         grad_norm, update_norm = global_norm(grads_R), global_norm(updates_R)
-        # An update beyond float32 can only come of a network that is lost; testing each number costs another pass.
+        # Updates overflow float32 only in a network that has already diverged, and checking each entry costs another
+        # pass.
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.failures <= allowed)
         updated = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
         skipped = state._replace(failures=state.failures + 1, frozen=None)
@@ -126,13 +129,13 @@ def make_train_step(setup: TrainSetup) -> Any:
 
 
 class CompiledStep:
-    """Train step that is compiled for each shape of a batch, so that its memory is known before it runs."""
+    """Train step compiled ahead of time for each batch shape, so that its memory is known before it runs."""
 
     def __init__(self, setup: TrainSetup, print_line: Callable[[str], None]) -> None:
-        """Compile nothing yet.
+        """Create the step without compiling it.
 
         Args:
-          print_line: receives the memory that a step needs, and the batches that it is compiled again for.
+          print_line: function that receives a line for each batch shape that the step is compiled again for.
         """
         self._setup, self._step, self._print_line = setup, make_train_step(setup), print_line
         self._compiled: dict[Any, Any] = {}
@@ -168,12 +171,12 @@ def _shapes(batch: Batch) -> tuple:
 
 
 def allowed_failures(config: Config) -> int:
-    """Return the number of steps in a row that may be not finite."""
+    """Return the maximum number of consecutive non-finite steps."""
     return config.train.max_skips if config.train.non_finite == "skip" else 0
 
 
 def make_eval_step(setup: TrainSetup) -> Callable[[Params, Batch], dict[str, jax.Array]]:
-    """Return the jitted `(params, batch)` to the objective's measures of each example."""
+    """Return the jitted function from `(params, batch)` to the objective's measurements of each example."""
     model, split = setup.sharded_model, PartitionSpec(BATCH)
 
     def eval_step(params: Params, batch: Batch) -> dict[str, jax.Array]:
