@@ -53,8 +53,8 @@ class CompletionOptions:
     stop: tuple[str, ...] = ()
     """Stop strings, which end a text and are not shown."""
     num_beams: int = 1
-    """Number of beams in a beam search for the most likely text; 1 samples instead. Ctrl-C takes effect when the search
-    is done."""
+    """Beams of a beam search for the most likely text; 1 samples instead. Ctrl-C takes effect when the search is
+    done."""
     length_penalty: float = 1.0
     """Exponent of the length in the beam-search score: above 0 favours long texts, below 0 short ones."""
     draft: str | None = None

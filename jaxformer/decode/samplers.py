@@ -35,7 +35,7 @@ class Sampling:
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy, without filters."""
     top_k: int | None = None
-    """Number of most likely tokens to sample from."""
+    """Number of likeliest tokens to draw among."""
     top_p: float | None = None
     """Probability mass to sample from: the smallest set of most likely tokens that has it."""
     min_p: float | None = None
