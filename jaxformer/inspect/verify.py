@@ -73,7 +73,7 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
 
 
 def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 64) -> Inputs:
-    """Return the inputs of `n` random examples: pixels, tokens, and sequences of several lengths, the longest first.
+    """Return the inputs of `n` random examples: pixels, tokens, and texts of several lengths, the first the longest.
 
     Args:
       max_tokens: maximum sequence length. A model with fixed-length inputs always gets its full length; a model with an
