@@ -108,7 +108,7 @@ class Arguments:
 NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
 """Options that do not apply to beam search."""
 MAX_EXPONENT = 100
-"""Largest power of 2 that beam lengths and scores may reach; float32 has 126, less the range of log-probabilities."""
+"""Largest power of 2 that beam lengths and scores may reach: float32's 126, less the range of log-probabilities."""
 TEXTS = {"--prompt", "--prompts-file"}
 COMMON = {"--run", "--checkpoint", "--weights", "--jsonl"}
 FILL_OPTIONS = COMMON | TEXTS | {"--top-logprobs"}

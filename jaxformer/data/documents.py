@@ -1,4 +1,4 @@
-"""Documents of a corpus: cleaned texts that are read anew in each iteration, so that memory use stays small."""
+"""Documents of a corpus: cleaned texts, read anew in each iteration, so that no text is ever entirely in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cleaning of texts and cutting them into pieces, in a streaming fashion so that memory use stays small."""
+"""Streaming cleaning of texts and splitting into pieces, so that no text is ever entirely in memory."""
 
 from __future__ import annotations
 

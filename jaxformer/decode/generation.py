@@ -44,8 +44,8 @@ READY_SECONDS = 1e-3
 MIN_SLOTS_READ = 128
 """Minimum slots that attention reads; fewer save no noticeable time."""
 MIN_SLOTS = 1024
-"""Minimum capacity of a cache in slots, unless the context or the attention window is smaller; each capacity compiles
-its own programs."""
+"""Minimum limit to which a cache may grow, in slots, unless the context or the attention window is smaller; compiled
+programs depend on the limit."""
 
 
 class Piece(NamedTuple):

@@ -80,7 +80,7 @@ class SlidingWindow:
         self, variables: Any, tokens_T: jax.Array, positions_T: jax.Array, window_C: jax.Array, slot: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Return the logits after the last token, `(T, V)` with equal rows, and the window."""
-        end = jnp.argmax(positions_T) + 1  # what follows is padding
+        end = jnp.argmax(positions_T) + 1  # the rest is padding
         window_C = jax.lax.dynamic_slice_in_dim(jnp.append(window_C, tokens_T), end, self.context_length)
         logits: Any = self.model.apply(variables, window_C)
         return jnp.broadcast_to(logits[-1], (len(tokens_T), logits.shape[-1])), window_C
